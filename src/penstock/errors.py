@@ -1,0 +1,29 @@
+"""What can go wrong for a user's reason. The command line prints these as one line, never as a traceback."""
+
+
+class PenstockError(Exception):
+    """Base of every error that the user can act on: what was given, what is accepted, what to do."""
+
+
+class SettingError(PenstockError, ValueError):
+    """A setting with a value that is not accepted, or two settings that contradict each other."""
+
+
+class PromptError(PenstockError, ValueError):
+    """A prompt that cannot be run, such as an empty one."""
+
+
+class ContextLengthError(PromptError):
+    """A prompt and its answer need more tokens than the model's context holds."""
+
+
+class ModelError(PenstockError):
+    """A model that cannot be found or used: no such file, an unknown family, weights that do not fit."""
+
+
+class ModelFileError(ModelError):
+    """A model file that is damaged, hostile or of a kind that is refused."""
+
+
+class CacheFullError(PenstockError):
+    """The K/V cache has no room for what was asked."""
