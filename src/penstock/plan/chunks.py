@@ -1,0 +1,102 @@
+"""A prompt cut into chunks."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from penstock.errors import SettingError
+from penstock.plan.checks import check_int
+from penstock.plan.config import ChunkedPrefillConfig
+from penstock.plan.request import Span
+from penstock.plan.tokens import TokenView
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """The part [start_pos, end_pos) of a prompt, run in one step. `tokens` is a view, not a copy."""
+
+    tokens: Sequence[int] = field(repr=False, hash=False)
+    start_pos: int
+    end_pos: int
+    chunk_index: int
+    is_last: bool
+
+    def __post_init__(self) -> None:
+        check_int("chunk_index", self.chunk_index, 0)
+        if len(self.tokens) != len(self.span):
+            raise SettingError(
+                f"tokens of length {len(self.tokens)} are not accepted for the chunk "
+                f"[{self.start_pos}, {self.end_pos}): give {len(self.span)}"
+            )
+
+    def __len__(self) -> int:
+        return self.end_pos - self.start_pos
+
+    @property
+    def span(self) -> Span:
+        return Span(self.start_pos, self.end_pos)
+
+
+def num_prefill_chunks(num_tokens: int, config: ChunkedPrefillConfig) -> int:
+    """How many chunks a prompt of `num_tokens` tokens is cut into."""
+    check_int("num_tokens", num_tokens, 0)
+    if num_tokens == 0:
+        return 0
+    if config.chunk_size == 0 or num_tokens <= config.chunk_size:
+        return 1
+    # The first chunk takes chunk_size tokens, each later one adds at most a stride.
+    stride = config.chunk_size - config.overlap
+    return 1 + -(-(num_tokens - config.chunk_size) // stride)
+
+
+def prefill_chunk_span(chunk_index: int, num_tokens: int, config: ChunkedPrefillConfig) -> Span:
+    """The range of chunk `chunk_index` in a prompt of `num_tokens` tokens."""
+    num_chunks = num_prefill_chunks(num_tokens, config)
+    if check_int("chunk_index", chunk_index, 0) >= num_chunks:
+        raise SettingError(f"chunk_index={chunk_index} is not accepted: the prompt has {num_chunks} chunks")
+    size = config.chunk_size or num_tokens
+    start = chunk_index * (size - config.overlap)
+    return Span(start, min(start + size, num_tokens))
+
+
+def create_prefill_chunks(
+    prompt_tokens: Sequence[int], config: ChunkedPrefillConfig
+) -> tuple[PrefillChunk, ...]:
+    """Cut a prompt of n tokens into chunks that cover [0, n), in order. An empty prompt gives none."""
+    num_tokens = len(prompt_tokens)
+    num_chunks = num_prefill_chunks(num_tokens, config)
+    return _cut(prompt_tokens, (prefill_chunk_span(index, num_tokens, config) for index in range(num_chunks)))
+
+
+def create_prefill_chunks_at(prompt_tokens: Sequence[int], ends: Iterable[int]) -> tuple[PrefillChunk, ...]:
+    """Cut a prompt of n tokens at the given ends: strictly increasing from above 0, the last of them n."""
+    num_tokens = len(prompt_tokens)
+    spans: list[Span] = []
+    start = 0
+    for index, end in enumerate(ends):
+        if not start < check_int(f"ends[{index}]", end, 1) <= num_tokens:
+            raise SettingError(
+                f"ends[{index}]={end} is not accepted for {num_tokens} tokens: "
+                f"give ends that strictly increase, from above 0 to {num_tokens}; the one before is {start}"
+            )
+        spans.append(Span(start, end))
+        start = end
+    if start != num_tokens:
+        raise SettingError(
+            f"ends that stop at {start} are not accepted for {num_tokens} tokens: "
+            f"the last end must be {num_tokens}"
+        )
+    return _cut(prompt_tokens, spans)
+
+
+def _cut(prompt_tokens: Sequence[int], spans: Iterable[Span]) -> tuple[PrefillChunk, ...]:
+    num_tokens = len(prompt_tokens)
+    return tuple(
+        PrefillChunk(
+            tokens=TokenView(prompt_tokens, span.start, span.end),
+            start_pos=span.start,
+            end_pos=span.end,
+            chunk_index=index,
+            is_last=span.end == num_tokens,
+        )
+        for index, span in enumerate(spans)
+    )

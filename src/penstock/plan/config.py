@@ -1,0 +1,65 @@
+"""How a prompt is to be cut into chunks, and who goes first when others are waiting to decode."""
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Self
+
+from penstock.errors import SettingError
+from penstock.plan.checks import check_int
+
+DEFAULT_CHUNK_SIZE = 512
+
+
+class PrefillPriority(StrEnum):
+    """Who runs next when a prompt has chunks left and other requests have a decode step waiting."""
+
+    PREFILL_FIRST = "prefill-first"
+    INTERLEAVED = "interleaved"
+    DECODE_PRIORITY = "decode-priority"
+
+    @classmethod
+    def parse(cls, name: object) -> Self:
+        """The member of this name, such as `decode-priority` or `decode_priority`."""
+        if isinstance(name, str):
+            for member in cls:
+                if name.replace("_", "-") == member.value:
+                    return member
+        raise SettingError(f"priority={name!r} is not accepted: give one of {', '.join(cls)}")
+
+
+@dataclass(frozen=True)
+class ChunkedPrefillConfig:
+    """Chunking of one prompt. `chunk_size=0` runs the whole prompt in one chunk.
+
+    Each chunk after the first begins `overlap` tokens before the end of the one before. `priority` may be
+    given by name. `max_decode_steps` bounds the decode steps that decode-priority puts before a chunk.
+    """
+
+    chunk_size: int = DEFAULT_CHUNK_SIZE
+    overlap: int = 0
+    priority: PrefillPriority = PrefillPriority.PREFILL_FIRST
+    max_decode_steps: int = 8
+
+    def __post_init__(self) -> None:
+        check_int("chunk_size", self.chunk_size, 0)
+        check_int("overlap", self.overlap, 0)
+        check_int("max_decode_steps", self.max_decode_steps, 1)
+        object.__setattr__(self, "priority", PrefillPriority.parse(self.priority))
+        if self.chunk_size == 0 and self.overlap > 0:
+            raise SettingError(
+                f"overlap={self.overlap} contradicts chunk_size=0 (the whole prompt in one chunk): "
+                f"give overlap=0, or a chunk_size above {self.overlap}"
+            )
+        if self.overlap >= self.chunk_size > 0:
+            raise SettingError(
+                f"overlap={self.overlap} is not accepted with chunk_size={self.chunk_size}: "
+                f"give an overlap from 0 to {self.chunk_size - 1}"
+            )
+
+    def with_overlap(self, overlap: int) -> Self:
+        """The same configuration with another overlap."""
+        return replace(self, overlap=overlap)
+
+    def with_priority(self, priority: PrefillPriority | str) -> Self:
+        """The same configuration with another priority."""
+        return replace(self, priority=PrefillPriority.parse(priority))

@@ -1,0 +1,74 @@
+"""The chunk size that applies, where it came from and why."""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.errors import SettingError
+from penstock.plan.checks import check_int
+from penstock.plan.config import DEFAULT_CHUNK_SIZE
+
+CHUNK_VARIABLE = "PENSTOCK_PREFILL_CHUNK"
+ChunkSource = Literal["argument", "environment", "default"]
+
+# Digits and nothing else: no sign, space, underscore or leading zero; short enough for any int conversion.
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+
+
+@dataclass(frozen=True)
+class ChunkSetting:
+    """A resolved chunk size: what was asked for, what applies (0: the whole prompt in one chunk), and why."""
+
+    requested: str
+    effective: int
+    source: ChunkSource
+    reason: str
+
+
+def resolve_chunk_size(
+    argument: int | str | None = None, *, environ: Mapping[str, str] | None = None, grid: int = 1
+) -> ChunkSetting:
+    """The chunk size from the argument, else from `PENSTOCK_PREFILL_CHUNK`, else the default.
+
+    Either is a number of tokens, 0 (off: the whole prompt in one chunk) or `auto`. Text is taken strictly: no
+    spaces, signs or capitals. An overruled source is not read. A size that is not a multiple of `grid` is
+    rounded up to one, and the reason says so.
+    """
+    check_int("grid", grid, 1)
+    environ = os.environ if environ is None else environ
+    if argument is not None:
+        return _resolve("chunk_size", argument, "argument", grid)
+    if CHUNK_VARIABLE in environ:
+        return _resolve(CHUNK_VARIABLE, environ[CHUNK_VARIABLE], "environment", grid)
+    return _on_grid("default", DEFAULT_CHUNK_SIZE, "default", "default", grid)
+
+
+def _resolve(name: str, value: object, source: ChunkSource, grid: int) -> ChunkSetting:
+    if value == "auto":
+        reason = f"auto: {DEFAULT_CHUNK_SIZE} for now, no measurements are used yet"
+        return _on_grid("auto", DEFAULT_CHUNK_SIZE, source, reason, grid)
+    size = _number_of_tokens(name, value)
+    reason = f"set by {name if source == 'environment' else source}"
+    if size == 0:
+        reason += ": off, the whole prompt in one chunk"
+    return _on_grid(str(size), size, source, reason, grid)
+
+
+def _number_of_tokens(name: str, value: object) -> int:
+    if isinstance(value, str) and _NUMBER.fullmatch(value):
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    raise SettingError(
+        f"{name}={value!r} is not accepted: give a number of tokens in digits, such as 512, "
+        "0 (off: the whole prompt in one chunk) or auto"
+    )
+
+
+def _on_grid(requested: str, size: int, source: ChunkSource, reason: str, grid: int) -> ChunkSetting:
+    effective = -(-size // grid) * grid
+    if effective != size:
+        reason = f"{reason}, rounded up from {size} to {effective} on the {grid}-token grid this model needs"
+    return ChunkSetting(requested, effective, source, reason)

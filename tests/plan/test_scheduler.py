@@ -1,0 +1,237 @@
+from collections.abc import Iterable, Iterator
+from itertools import repeat
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.errors import PenstockError, PromptError, SettingError
+from penstock.plan import (
+    ChunkedPrefillConfig,
+    ChunkOrderError,
+    ModelShape,
+    Prefill,
+    PrefillChunk,
+    PrefillPriority,
+    PrefillScheduler,
+    StartDecode,
+    YieldToDecode,
+    create_prefill_chunks,
+    create_prefill_chunks_at,
+    peak_memory_estimate,
+)
+from tests.plan.strategies import configs, prompts
+
+nonempty_prompts = prompts.filter(bool)
+waiting_counts = st.lists(st.integers(0, 3), min_size=1, max_size=30)
+SHAPE = ModelShape(2, 16, 32, 4, 2, 8, 100)
+
+
+def run(scheduler: PrefillScheduler, waiting: Iterable[int]) -> Iterator[tuple[int, str | PrefillChunk]]:
+    """Drive to the end: what was waiting at each question, and the answer, with every chunk completed."""
+    for decodes_waiting in waiting:
+        match scheduler.next_action(decodes_waiting):
+            case Prefill(chunk):
+                scheduler.complete(chunk)
+                yield decodes_waiting, chunk
+            case YieldToDecode():
+                yield decodes_waiting, "yield"
+            case StartDecode():
+                return
+
+
+def forever(counts: list[int]) -> Iterator[int]:
+    while True:
+        yield from counts
+
+
+def trace(
+    priority: PrefillPriority, num_chunks: int, waiting: Iterable[int], max_decode_steps: int = 8
+) -> str:
+    config = ChunkedPrefillConfig(1, 0, priority, max_decode_steps)
+    answers = (answer for _, answer in run(PrefillScheduler(range(num_chunks), config), waiting))
+    return "".join("d" if answer == "yield" else "C" for answer in answers)
+
+
+@given(nonempty_prompts, configs(), waiting_counts)
+def test_any_run_ends_with_every_chunk_run_once_in_order(
+    prompt: list[int], config: ChunkedPrefillConfig, waiting: list[int]
+) -> None:
+    scheduler = PrefillScheduler(prompt, config)
+    chunks = [answer for _, answer in run(scheduler, forever(waiting)) if answer != "yield"]
+    assert tuple(chunks) == create_prefill_chunks(prompt, config)
+    assert len(chunks) == scheduler.total_chunks
+    assert scheduler.is_complete()
+    assert scheduler.decode_available()
+    assert scheduler.next_action(5) == scheduler.next_action(0) == StartDecode()
+
+
+@given(nonempty_prompts, configs(), waiting_counts)
+def test_yields_follow_the_priority(
+    prompt: list[int], config: ChunkedPrefillConfig, waiting: list[int]
+) -> None:
+    yields, num_chunks_run = 0, 0
+    for decodes_waiting, answer in run(PrefillScheduler(prompt, config), forever(waiting)):
+        allowed = {
+            PrefillPriority.PREFILL_FIRST: 0,
+            PrefillPriority.INTERLEAVED: min(1, num_chunks_run),
+            PrefillPriority.DECODE_PRIORITY: config.max_decode_steps,
+        }[config.priority]
+        if answer == "yield":
+            assert decodes_waiting > 0
+            yields += 1
+            assert yields <= allowed
+        else:
+            assert decodes_waiting == 0 or yields == allowed
+            yields, num_chunks_run = 0, num_chunks_run + 1
+
+
+@pytest.mark.parametrize("priority", PrefillPriority)
+def test_chunk_ends_cut_in_place_of_the_configured_size(priority: PrefillPriority) -> None:
+    scheduler = PrefillScheduler(
+        range(10), ChunkedPrefillConfig(chunk_size=4, overlap=1, priority=priority), chunk_ends=[1, 8, 10]
+    )
+    assert scheduler.total_chunks == 3
+    chunks = [answer for _, answer in run(scheduler, repeat(1)) if answer != "yield"]
+    assert tuple(chunks) == create_prefill_chunks_at(range(10), [1, 8, 10])
+    assert scheduler.progress() == 1.0
+    with pytest.raises(SettingError, match="the last end must be 10"):
+        PrefillScheduler(range(10), ChunkedPrefillConfig(), chunk_ends=[9])
+
+
+def test_the_three_priorities_differ() -> None:
+    traces = {
+        priority.value: trace(priority, 3, repeat(1), max_decode_steps=3) for priority in PrefillPriority
+    }
+    assert traces == {
+        "prefill-first": "CCC",
+        "interleaved": "CdCdC",
+        "decode-priority": "dddCdddCdddC",
+    }
+
+
+@pytest.mark.parametrize("priority", PrefillPriority)
+def test_nobody_waiting_means_no_yield(priority: PrefillPriority) -> None:
+    assert trace(priority, 5, repeat(0)) == "CCCCC"
+
+
+def test_decode_priority_counts_since_the_last_chunk() -> None:
+    # Two decode steps, nobody waits for a moment: a chunk runs, and the count begins anew.
+    assert trace(PrefillPriority.DECODE_PRIORITY, 2, [1, 1, 0, 1, 1, 1, 1], max_decode_steps=3) == "ddCdddC"
+
+
+def test_interleaved_owes_no_decode_that_was_not_waiting() -> None:
+    assert trace(PrefillPriority.INTERLEAVED, 4, [2, 0, 1, 1, 0]) == "CCdCC"
+
+
+@given(nonempty_prompts, configs(), waiting_counts)
+def test_progress_moves_on_completion_only(
+    prompt: list[int], config: ChunkedPrefillConfig, waiting: list[int]
+) -> None:
+    scheduler = PrefillScheduler(prompt, config)
+    finished: set[int] = set()
+    for decodes_waiting in forever(waiting):
+        before = scheduler.progress()
+        action = scheduler.next_action(decodes_waiting)
+        assert scheduler.progress() == before
+        if isinstance(action, Prefill):
+            assert not scheduler.is_complete()
+            assert not scheduler.decode_available()
+            scheduler.complete(action.chunk)
+            finished.update(range(action.chunk.start_pos, action.chunk.end_pos))
+            assert scheduler.progress() == len(finished) / len(prompt) > before
+        if isinstance(action, StartDecode):
+            break
+    assert scheduler.progress() == 1.0
+
+
+@given(nonempty_prompts, configs(), waiting_counts, st.data())
+def test_an_abandoned_chunk_leaves_no_trace(
+    prompt: list[int], config: ChunkedPrefillConfig, waiting: list[int], data: st.DataObject
+) -> None:
+    """Two schedulers are asked the same; one of them sees steps fail. Their answers agree throughout."""
+    steady, shaken = PrefillScheduler(prompt, config), PrefillScheduler(prompt, config)
+    for decodes_waiting in forever(waiting):
+        expected = steady.next_action(decodes_waiting)
+        for _ in range(data.draw(st.integers(0, 2)) if isinstance(expected, Prefill) else 0):
+            failed = shaken.next_action(decodes_waiting)
+            assert isinstance(failed, Prefill)
+            shaken.abandon(failed.chunk)
+            assert shaken.progress() == steady.progress()
+        assert shaken.next_action(decodes_waiting) == expected
+        if isinstance(expected, StartDecode):
+            break
+        if isinstance(expected, Prefill):
+            steady.complete(expected.chunk)
+            shaken.complete(expected.chunk)
+
+
+def issue(scheduler: PrefillScheduler) -> PrefillChunk:
+    action = scheduler.next_action()
+    assert isinstance(action, Prefill)
+    return action.chunk
+
+
+@pytest.mark.parametrize("priority", PrefillPriority)
+def test_one_chunk_at_a_time(priority: PrefillPriority) -> None:
+    scheduler = PrefillScheduler(range(4), ChunkedPrefillConfig(chunk_size=2, priority=priority))
+    scheduler.complete(issue(scheduler))
+    chunk = issue(scheduler)
+    for decodes_waiting in (0, 1):
+        with pytest.raises(ChunkOrderError, match="chunk 1 is issued: complete or abandon"):
+            scheduler.next_action(decodes_waiting)
+    scheduler.complete(chunk)
+    assert scheduler.next_action() == StartDecode()
+
+
+def test_only_the_issued_chunk_can_be_completed_or_abandoned() -> None:
+    config = ChunkedPrefillConfig(chunk_size=2)
+    scheduler = PrefillScheduler(range(4), config)
+    first, second = create_prefill_chunks(range(4), config)
+    stranger = create_prefill_chunks([7, 7, 7, 7], config)[0]
+    for settle in (scheduler.complete, scheduler.abandon):
+        with pytest.raises(ChunkOrderError, match=r"chunk 0 \[0, 2\) cannot be .*no chunk is issued"):
+            settle(first)
+    assert issue(scheduler) == first
+    for settle in (scheduler.complete, scheduler.abandon):
+        for wrong in (second, stranger):
+            with pytest.raises(ChunkOrderError, match="chunk 0 is"):
+                settle(wrong)
+    assert scheduler.progress() == 0.0
+    scheduler.complete(first)
+    for settle in (scheduler.complete, scheduler.abandon):
+        with pytest.raises(PenstockError, match="no chunk is issued"):
+            settle(first)
+    assert scheduler.progress() == 0.5
+    assert issue(scheduler) == second
+
+
+def test_an_empty_prompt_has_no_action() -> None:
+    scheduler = PrefillScheduler([], ChunkedPrefillConfig())
+    with pytest.raises(PromptError, match="empty"):
+        scheduler.next_action()
+    assert scheduler.total_chunks == 0
+    assert scheduler.is_complete()
+    assert scheduler.progress() == 1.0
+    assert not scheduler.decode_available()
+    assert scheduler.memory_savings(SHAPE) == 0.0
+
+
+@pytest.mark.parametrize("decodes_waiting", [-1, 1.0, True, None, "1"])
+def test_decodes_waiting_is_a_count(decodes_waiting: Any) -> None:
+    scheduler = PrefillScheduler([1], ChunkedPrefillConfig())
+    with pytest.raises(SettingError, match="decodes_waiting"):
+        scheduler.next_action(decodes_waiting)
+
+
+def test_memory_savings_are_those_of_the_estimate() -> None:
+    config = ChunkedPrefillConfig(chunk_size=10, overlap=2)
+    scheduler = PrefillScheduler(range(1000), config)
+    savings = scheduler.memory_savings(SHAPE, dtype_bytes=4, kv_dtype_bytes=1, fused_attention=False)
+    estimate = peak_memory_estimate(
+        SHAPE, 1000, config, dtype_bytes=4, kv_dtype_bytes=1, fused_attention=False
+    )
+    assert savings == estimate.savings_ratio
+    assert 0.9 < savings < 1
+    assert 0 < scheduler.memory_savings(SHAPE) < savings
