@@ -1,0 +1,148 @@
+"""The keys and values of every layer, over the blocks of a pool."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.cache.blocks import BLOCK_TOKENS
+from penstock.cache.sequence import TokenRange
+from penstock.errors import CacheFullError
+
+# What torch's own allocator gives. Kernels may take another path, with other bits, for other alignments.
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The keys and values that a model caches for each token."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "num_kv_heads", "head_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """Keys and values of one layer, each [num_tokens, num_kv_heads, head_dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class KVCache:
+    """One tensor of keys and one of values per layer: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim].
+
+    Places that were never written are zero, so what a mask hides is always finite.
+    """
+
+    def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a K/V cache needs at least 1 block, not {num_blocks}")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        try:
+            self._layers = [self._empty_layer(torch.device(device)) for _ in range(spec.num_layers)]
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise CacheFullError(
+                f"a K/V cache of {num_blocks * BLOCK_TOKENS} tokens takes {self.num_bytes} bytes, "
+                f"more than there are on {device}; use a smaller cache"
+            ) from error
+        self.device = self._layers[0].keys.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Size when every place is in use. On CPU, memory is taken only as places are written."""
+        return self.num_blocks * BLOCK_TOKENS * self.spec.bytes_per_token
+
+    def write(self, layer: int, places: Sequence[TokenRange], keys: Tensor, values: Tensor) -> None:
+        """Copy keys and values, each [n, num_kv_heads, head_dim], into places of n tokens."""
+        num_tokens = self._count(places)
+        self._check("keys", keys, num_tokens)
+        self._check("values", values, num_tokens)
+        cached = self._layers[layer]
+        start = 0
+        for place in places:
+            end = start + len(place)
+            cached.keys[place.start : place.end].copy_(keys[start:end])
+            cached.values[place.start : place.end].copy_(values[start:end])
+            start = end
+
+    def read(self, layer: int, places: Sequence[TokenRange]) -> KV:
+        """Keys and values at these places: a view of the cache if they are one range, else a copy."""
+        self._count(places)
+        cached = self._layers[layer]
+        if len(places) > 1:
+            return KV(
+                torch.cat([cached.keys[place.start : place.end] for place in places]),
+                torch.cat([cached.values[place.start : place.end] for place in places]),
+            )
+        start, end = (places[0].start, places[0].end) if places else (0, 0)
+        return KV(cached.keys[start:end], cached.values[start:end])
+
+    def read_padded(self, layer: int, places: Sequence[TokenRange], num_tokens: int) -> KV:
+        """A copy of the keys and values at these places, with zeros after them up to `num_tokens` tokens."""
+        used = self._count(places)
+        if used > num_tokens:
+            raise ValueError(f"{used} tokens do not fit into the {num_tokens} to be read")
+        cached = self._layers[layer]
+        return KV(
+            _padded(cached.keys, places, used, num_tokens),
+            _padded(cached.values, places, used, num_tokens),
+        )
+
+    def _empty_layer(self, device: torch.device) -> KV:
+        shape = (self.num_blocks * BLOCK_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
+        return KV(_zeros(shape, self.spec.dtype, device), _zeros(shape, self.spec.dtype, device))
+
+    def _check(self, name: str, given: Tensor, num_tokens: int) -> None:
+        spec = self.spec
+        shape = (num_tokens, spec.num_kv_heads, spec.head_dim)
+        if given.shape != shape or given.dtype != spec.dtype or given.device != self.device:
+            raise ValueError(
+                f"{name} to write must be {spec.dtype} {list(shape)} on {self.device}, "
+                f"not {given.dtype} {list(given.shape)} on {given.device}"
+            )
+
+    def _count(self, places: Sequence[TokenRange]) -> int:
+        """The number of tokens at these places. Slices would cut short what lies outside the cache."""
+        num_tokens = 0
+        for place in places:
+            if not 0 <= place.start <= place.end <= self.num_blocks * BLOCK_TOKENS:
+                raise ValueError(f"{place} lies outside the cache's {self.num_blocks * BLOCK_TOKENS} places")
+            num_tokens += place.end - place.start
+        return num_tokens
+
+
+def _padded(cached: Tensor, places: Sequence[TokenRange], used: int, num_tokens: int) -> Tensor:
+    padded = cached.new_empty((num_tokens, *cached.shape[1:]))
+    start = 0
+    for place in places:
+        end = start + len(place)
+        padded[start:end].copy_(cached[place.start : place.end])
+        start = end
+    padded[used:].zero_()
+    return padded
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every page at once; numpy's zeros are pages that the system commits on first use.
+    num_bytes = prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8))
+    offset = -memory.data_ptr() % _ALIGNMENT_BYTES
+    return memory[offset : offset + num_bytes].view(dtype).view(shape)

@@ -1,0 +1,122 @@
+"""One sequence's cache: which blocks hold its tokens, and how many tokens are there."""
+
+from dataclasses import dataclass
+
+from penstock.cache.blocks import BLOCK_TOKENS, BlockPool, Extent
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """Places [start, end) of the pool, counted in tokens: block id * BLOCK_TOKENS + offset in the block."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+class SequenceBlocks:
+    """The blocks of one sequence, as a short list of extents.
+
+        tokens [0, num_tokens)                 committed: a step reads them
+        tokens [num_tokens, capacity_tokens)   reserved: a step writes them, then commits
+        blocks [0, capacity / BLOCK_TOKENS)    one reference each, held until `truncate` or `free`
+
+    A step reserves, writes and commits. One that fails does not commit: the length is what it was, and
+    `truncate(num_tokens)` gives back what was reserved.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._extents: tuple[Extent, ...] = ()
+        self._num_tokens = 0
+
+    @property
+    def extents(self) -> tuple[Extent, ...]:
+        return self._extents
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(map(len, self._extents))
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_blocks * BLOCK_TOKENS
+
+    def reserve(self, num_tokens: int) -> None:
+        """Make room for at least `num_tokens` tokens in total, or raise CacheFullError and change nothing."""
+        missing = _num_blocks_for(num_tokens) - self.num_blocks
+        if missing > 0:
+            after = self._extents[-1].end if self._extents else None
+            self._extents = _merged((*self._extents, *self._pool.allocate(missing, after)))
+
+    def commit(self, end: int) -> None:
+        """Make `end` the length: tokens [0, end) are written. It never shrinks nor exceeds the capacity."""
+        if not self._num_tokens <= end <= self.capacity_tokens:
+            raise ValueError(
+                f"cannot commit up to token {end}: accepted is {self._num_tokens} (the length) "
+                f"to {self.capacity_tokens} (the capacity)"
+            )
+        self._num_tokens = end
+
+    def truncate(self, num_tokens: int) -> None:
+        """Shorten to `num_tokens` tokens and release every block that they do not need."""
+        if not 0 <= num_tokens <= self._num_tokens:
+            raise ValueError(
+                f"cannot truncate to {num_tokens} tokens: accepted is 0 to {self._num_tokens} (the length)"
+            )
+        kept: list[Extent] = []
+        released: list[Extent] = []
+        to_keep = _num_blocks_for(num_tokens)
+        for extent in self._extents:
+            cut = min(extent.start + to_keep, extent.end)
+            if extent.start < cut:
+                kept.append(Extent(extent.start, cut))
+            if cut < extent.end:
+                released.append(Extent(cut, extent.end))
+            to_keep -= cut - extent.start
+        self._pool.release(released)
+        self._extents = tuple(kept)
+        self._num_tokens = num_tokens
+
+    def free(self) -> None:
+        """Release everything. The sequence is then empty and may be used again."""
+        self.truncate(0)
+
+    def locate(self, start: int, end: int) -> list[TokenRange]:
+        """The places of tokens [start, end), committed or reserved, in order: one range per extent."""
+        if not 0 <= start <= end <= self.capacity_tokens:
+            raise ValueError(
+                f"tokens [{start}, {end}) have no places: accepted is a range within "
+                f"[0, {self.capacity_tokens}) (the capacity)"
+            )
+        places: list[TokenRange] = []
+        extent_start = 0
+        for extent in self._extents:
+            extent_end = extent_start + len(extent) * BLOCK_TOKENS
+            first, last = max(start, extent_start), min(end, extent_end)
+            if first < last:
+                shift = extent.start * BLOCK_TOKENS - extent_start
+                places.append(TokenRange(first + shift, last + shift))
+            extent_start = extent_end
+        return places
+
+
+def _num_blocks_for(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS)
+
+
+def _merged(extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
+    """The same blocks in the same order, with extents that continue each other joined."""
+    merged: list[Extent] = []
+    for extent in extents:
+        if merged and merged[-1].end == extent.start:
+            merged[-1] = Extent(merged[-1].start, extent.end)
+        else:
+            merged.append(extent)
+    return tuple(merged)
