@@ -1,0 +1,90 @@
+"""From spans to a forward batch: the only place that sees both plans and tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from penstock.cache import SequenceBlocks, TokenRange
+from penstock.kernels.rows import RowRule
+from penstock.layers.batch import AttentionWork, DecodeRow, ForwardBatch, TileRows
+from penstock.plan.request import Span
+from penstock.plan.tiles import TilePiece, cut_into_tiles
+
+
+@dataclass(frozen=True)
+class SpanInput:
+    """A span of one sequence, its tokens, and the blocks that have room for them."""
+
+    span: Span
+    token_ids: Sequence[int]
+    blocks: SequenceBlocks
+    is_prompt: bool  # prompt tokens run on the tile grid; a decode is one token that sees everything
+    wants_logits: bool  # of its last token
+
+
+def build_batch(
+    inputs: Sequence[SpanInput], *, tile_size: int, rows: RowRule, device: torch.device
+) -> ForwardBatch:
+    """Lay the spans out as rows, one after the other, padded as `rows` says where a prompt is among them."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    places: list[TokenRange] = []
+    tiles: list[TileRows] = []
+    decodes: list[DecodeRow] = []
+    logit_rows: list[int] = []
+    last_tiles: list[TileRows] = []
+    last_decodes: list[DecodeRow] = []
+    for item in inputs:
+        row_of_start = len(token_ids)
+        token_ids.extend(item.token_ids)
+        positions.extend(range(item.span.start, item.span.end))
+        places.extend(item.blocks.locate(item.span.start, item.span.end))
+        last_row = len(logit_rows)
+        if item.wants_logits:
+            logit_rows.append(len(token_ids) - 1)
+        if item.is_prompt:
+            pieces = cut_into_tiles(item.span, tile_size)
+            tiles += [
+                _tile_rows(piece, row_of_start + piece.start - item.span.start, tile_size, item.blocks)
+                for piece in pieces
+            ]
+            if item.wants_logits:
+                # Without a grid the tile is the span, and the last token stands at its end.
+                last = TilePiece(pieces[-1].tile_start, item.span.end - 1, item.span.end)
+                last_tiles.append(_tile_rows(last, last_row, tile_size, item.blocks))
+        else:
+            past = item.blocks.locate(0, item.span.end)
+            decodes.append(DecodeRow(row_of_start, past))
+            if item.wants_logits:
+                last_decodes.append(DecodeRow(last_row, past))
+
+    num_tokens, num_logits = len(token_ids), len(logit_rows)
+    if tiles:
+        padding = rows.padded(num_tokens) - num_tokens
+        token_ids += [0] * padding
+        positions += [0] * padding
+        if num_logits:
+            logit_rows += [0] * (rows.padded(num_logits) - num_logits)
+    return ForwardBatch(
+        token_ids=torch.tensor(token_ids, device=device),
+        positions=torch.tensor(positions, device=device),
+        end_position=max(positions) + 1,
+        num_tokens=num_tokens,
+        places=places,
+        all_layers=AttentionWork(tuple(tiles), tuple(decodes)),
+        last_layer=AttentionWork(tuple(last_tiles), tuple(last_decodes)),
+        logit_rows=torch.tensor(logit_rows, dtype=torch.long, device=device),
+        num_logits=num_logits,
+    )
+
+
+def _tile_rows(piece: TilePiece, row: int, tile_size: int, blocks: SequenceBlocks) -> TileRows:
+    return TileRows(
+        start=row,
+        end=row + piece.end - piece.start,
+        offset=piece.start - piece.tile_start,
+        tile_size=tile_size or piece.end - piece.tile_start,
+        past=blocks.locate(0, piece.tile_start),
+        own=blocks.locate(piece.tile_start, piece.end),
+    )

@@ -1,0 +1,43 @@
+"""Resident memory of this process, as the system counts it."""
+
+import resource
+import sys
+from pathlib import Path
+
+_STATUS = Path("/proc/self/status")
+_CLEAR = Path("/proc/self/clear_refs")
+
+
+def resident_bytes() -> int | None:
+    """Resident memory now; None where the system does not tell (anything but Linux)."""
+    return _status("VmRSS")
+
+
+def peak_resident_bytes() -> int:
+    """The most resident memory since the last `reset_peak`, or since the process started."""
+    peak = _status("VmHWM")
+    if peak is not None:
+        return peak
+    # Linux counts KiB here, macOS bytes.
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def reset_peak() -> bool:
+    """Start measuring the peak anew. False where the system cannot."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status(field: str) -> int | None:
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return None

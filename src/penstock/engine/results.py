@@ -1,0 +1,71 @@
+"""What a generation gives back."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from penstock.engine.run import FinishReason
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Timings:
+    """Seconds, and tokens per second. Decoding is what follows the first token, which the prefill gives."""
+
+    load_s: float
+    prefill_s: float
+    time_to_first_token_s: float
+    decode_s: float
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float | None  # None where there was no second token
+
+
+@dataclass(frozen=True)
+class PrefillReport:
+    """The chunk size: what was asked for, what applied and why. `same_bits` tells whether this machine was found
+    to give the same bits for any other size too."""
+
+    requested: str
+    effective: int
+    source: str
+    reason: str
+    overlap: int
+    chunks: int
+    same_bits: bool
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes. The peak is of the whole process, while this request ran."""
+
+    weights_bytes: int
+    kv_cache_bytes: int
+    peak_resident_bytes: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished request."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    prefill: PrefillReport
+    memory: MemoryReport
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        plain = asdict(self)
+        plain["token_ids"] = list(self.token_ids)
+        plain["usage"]["total_tokens"] = self.usage.total_tokens
+        return plain

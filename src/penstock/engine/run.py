@@ -1,0 +1,165 @@
+"""One request on its way through the model: a step at a time, each a transaction."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceBlocks
+from penstock.cache.kv import KVCache
+from penstock.engine.batch import SpanInput, build_batch
+from penstock.engine.sampler import Sampler, SamplingParams
+from penstock.errors import ContextLengthError, PromptError, SettingError
+from penstock.kernels.rows import RowRule
+from penstock.models.decoder import Decoder
+from penstock.plan import ChunkedPrefillConfig, Prefill, PrefillScheduler, Span
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True)
+class CacheSpace:
+    """The K/V tensors and the pool that says who owns which block of them."""
+
+    kv: KVCache
+    pool: BlockPool
+
+    @classmethod
+    def for_tokens(cls, model: Decoder, num_tokens: int) -> "CacheSpace":
+        """Space for one sequence of this many tokens."""
+        num_blocks = -(-num_tokens // BLOCK_TOKENS)
+        return cls(KVCache(model.kv_spec, num_blocks, model.device), BlockPool(num_blocks))
+
+
+@dataclass(frozen=True)
+class Canon:
+    """The canonical shapes on which a prompt runs, so that its bits do not depend on its chunks."""
+
+    tile_size: int  # 0: no grid
+    rows: RowRule
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a finished step did."""
+
+    span: Span
+    is_prompt: bool
+    token: int | None  # sampled after the span, where it ended the sequence
+
+
+class Run:
+    """A prompt and what was generated after it. `step` runs the next span; a step that fails changes nothing."""
+
+    def __init__(
+        self,
+        model: Decoder,
+        prompt: Sequence[int],
+        *,
+        config: ChunkedPrefillConfig,
+        canon: Canon,
+        max_tokens: int,
+        sampling: SamplingParams | None = None,
+        eos_ids: frozenset[int] = frozenset(),
+        chunk_ends: Sequence[int] | None = None,
+        space: CacheSpace | None = None,
+    ) -> None:
+        check_request(prompt, max_tokens, model.config.max_position, model.config.vocab_size)
+        self.model = model
+        self.prompt_length = len(prompt)
+        self.tokens = list(prompt)
+        self.max_tokens = max_tokens
+        self.finish_reason: FinishReason | None = None
+        self.prefill = PrefillScheduler(prompt, config, chunk_ends=chunk_ends)
+        # The last token generated is never run, so it needs no place.
+        self.space = space or CacheSpace.for_tokens(model, len(prompt) + max_tokens - 1)
+        self.blocks = SequenceBlocks(self.space.pool)
+        self.logits: Tensor | None = None  # [vocab], after the last step that sampled
+        self._canon = canon
+        self._sampler = Sampler(sampling or SamplingParams())
+        self._eos_ids = eos_ids
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens sampled so far, an end-of-sequence token included."""
+        return self.tokens[self.prompt_length :]
+
+    def step(self) -> StepResult:
+        """Schedule, build, run, sample, commit."""
+        item, action = self._schedule()
+        try:
+            self.blocks.reserve(item.span.end)
+            batch = build_batch(
+                [item], tile_size=self._canon.tile_size, rows=self._canon.rows, device=self.model.device
+            )
+            logits = self.model.forward(batch, self.space.kv)
+            token = None if logits is None else self._sampler.sample(logits[0], self.tokens)
+        except BaseException:
+            self._abort(action)
+            raise
+        self._commit(item.span, action, logits, token)
+        return StepResult(item.span, item.is_prompt, token)
+
+    def cancel(self) -> None:
+        """Stop between steps and free everything."""
+        self.finish("cancelled")
+
+    def finish(self, reason: FinishReason) -> None:
+        """End the request, if it has not ended, and give its blocks back."""
+        if self.finish_reason is None:
+            self.finish_reason = reason
+            self.blocks.free()
+
+    def _schedule(self) -> tuple[SpanInput, Prefill | None]:
+        if self.finish_reason is not None:
+            raise SettingError(f"the request has ended ({self.finish_reason}): there is no step to run")
+        if not self.prefill.is_complete():
+            action = self.prefill.next_action()
+            assert isinstance(action, Prefill)  # nobody else decodes
+            chunk = action.chunk
+            span = Span(chunk.start_pos, chunk.end_pos)
+            return SpanInput(span, chunk.tokens, self.blocks, True, chunk.is_last), action
+        start = len(self.tokens) - 1
+        return SpanInput(Span(start, start + 1), self.tokens[start:], self.blocks, False, True), None
+
+    def _abort(self, action: Prefill | None) -> None:
+        if action is not None:
+            self.prefill.abandon(action.chunk)
+        self.blocks.truncate(self.blocks.num_tokens)
+
+    def _commit(self, span: Span, action: Prefill | None, logits: Tensor | None, token: int | None) -> None:
+        self.blocks.commit(span.end)
+        if action is not None:
+            self.prefill.complete(action.chunk)
+        if logits is None or token is None:
+            return
+        self.logits = logits[0]
+        self.tokens.append(token)
+        if token in self._eos_ids:
+            self.finish("stop")
+        elif len(self.tokens) - self.prompt_length >= self.max_tokens:
+            self.finish("length")
+
+
+def check_request(prompt: Sequence[int], max_tokens: int, context: int, vocab_size: int) -> None:
+    """Refuse what cannot be run, before any work."""
+    if not len(prompt):
+        raise PromptError("the prompt is empty: give at least one token, there is nothing to sample from")
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        raise SettingError(f"max_tokens={max_tokens!r} is not accepted: give a whole number, 1 or more")
+    if len(prompt) + max_tokens > context:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, together "
+            f"{len(prompt) + max_tokens}, but the model's context is {context} tokens: "
+            f"shorten the prompt or ask for fewer tokens"
+        )
+    if min(prompt) < 0 or max(prompt) >= vocab_size:
+        raise PromptError(f"the prompt has token ids outside the model's vocabulary, 0 to {vocab_size - 1}")
+
+
+def canonical(model: Decoder, row_floor: int) -> Canon:
+    """The canonical shapes for a model whose products are row-invariant from `row_floor` rows up."""
+    num_threads = torch.get_num_threads() if model.device.type == "cpu" else 1
+    return Canon(model.kernels.tile_size, RowRule(row_floor, model.mlp_width, num_threads))

@@ -1,0 +1,62 @@
+"""Grouped-query attention over the cache: keys and values are written first, then queries attend to the cache."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.cache.kv import KVCache
+from penstock.kernels.protocol import Kernels
+from penstock.layers.batch import AttentionWork, ForwardBatch
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One layer's attention. The three projections are one product; heads lie as queries, keys, values."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    qkv_weight: Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden]
+    qkv_bias: Tensor | None
+    out_weight: Tensor  # [hidden, heads * head_dim]
+    out_bias: Tensor | None
+    query_norm: Tensor | None  # [head_dim]
+    key_norm: Tensor | None
+
+    def project(
+        self, x: Tensor, cos: Tensor, sin: Tensor, batch: ForwardBatch, cache: KVCache, kernels: Kernels
+    ) -> Tensor:
+        """Write the keys and values of x [rows, hidden] into the cache; return queries [rows, heads, head_dim]."""
+        qkv = kernels.linear(x, self.qkv_weight, self.qkv_bias).view(x.shape[0], -1, self.head_dim)
+        num_rotated = self.num_heads + self.num_kv_heads
+        if self.query_norm is not None and self.key_norm is not None:
+            queries = kernels.rms_norm(qkv[:, : self.num_heads], self.query_norm, self.norm_eps)
+            keys = kernels.rms_norm(qkv[:, self.num_heads : num_rotated], self.key_norm, self.norm_eps)
+            queries, keys = kernels.rotate(queries, cos, sin), kernels.rotate(keys, cos, sin)
+        else:
+            rotated = kernels.rotate(qkv[:, :num_rotated], cos, sin)
+            queries, keys = rotated[:, : self.num_heads], rotated[:, self.num_heads :]
+        num_tokens = batch.num_tokens
+        cache.write(self.index, batch.places, keys[:num_tokens], qkv[:num_tokens, num_rotated:])
+        return queries
+
+    def attend(self, queries: Tensor, work: AttentionWork, cache: KVCache, kernels: Kernels) -> Tensor:
+        """Queries [rows, heads, head_dim] to the block's output [rows, hidden]; padding rows attend to nothing."""
+        scale = self.head_dim**-0.5
+        attended = queries.new_empty(queries.shape)
+        num_done = 0
+        for tile in work.tiles:
+            past = cache.read(self.index, tile.past) if tile.past else None
+            own = cache.read_padded(self.index, tile.own, tile.tile_size)
+            attended[tile.start : tile.end] = kernels.attend_tile(
+                queries[tile.start : tile.end], tile.offset, past, own, scale
+            )
+            num_done = tile.end
+        for decode in work.decodes:
+            past_pieces = [cache.read(self.index, [place]) for place in decode.past]
+            attended[decode.row] = kernels.attend_one(queries[decode.row], past_pieces, scale)
+            num_done = max(num_done, decode.row + 1)
+        attended[num_done:] = 0
+        return kernels.linear(attended.flatten(1), self.out_weight, self.out_bias)

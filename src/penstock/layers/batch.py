@@ -1,0 +1,57 @@
+"""One forward pass, as the layers see it: rows of tokens, where their keys go, and what each attends to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.cache import TokenRange
+
+Places = Sequence[TokenRange]
+
+
+@dataclass(frozen=True)
+class TileRows:
+    """Rows [start, end) of the batch, prompt tokens that stand at `offset` in one tile of attention."""
+
+    start: int
+    end: int
+    offset: int
+    tile_size: int
+    past: Places  # the tokens before the tile
+    own: Places  # the tile's tokens up to the last row
+
+
+@dataclass(frozen=True)
+class DecodeRow:
+    """Row `row` of the batch, one token that sees all of its sequence."""
+
+    row: int
+    past: Places  # the sequence's tokens up to and with this one
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """What the queries of a pass attend to."""
+
+    tiles: tuple[TileRows, ...]
+    decodes: tuple[DecodeRow, ...]
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """Spans of tokens to run in one pass, one after the other, then padding rows.
+
+    The last layer's queries are needed only where logits are wanted: `logit_rows` says which rows of the batch
+    those are (`num_logits` of them, then padding), and `last_layer` is their work.
+    """
+
+    token_ids: Tensor  # [rows]
+    positions: Tensor  # [rows]
+    end_position: int  # above every position
+    num_tokens: int  # rows before the padding
+    places: Places  # where the keys and values of the first num_tokens rows go
+    all_layers: AttentionWork
+    last_layer: AttentionWork
+    logit_rows: Tensor  # [last layer's rows]
+    num_logits: int

@@ -1,0 +1,21 @@
+"""The gated feed-forward block."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.kernels.protocol import Kernels
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """down(silu(gate(x)) * up(x)), with gate and up as one product."""
+
+    gate_up_weight: Tensor  # [2 * width, hidden]
+    gate_up_bias: Tensor | None
+    down_weight: Tensor  # [hidden, width]
+    down_bias: Tensor | None
+
+    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+        activated = kernels.silu_and_mul(kernels.linear(x, self.gate_up_weight, self.gate_up_bias))
+        return kernels.linear(activated, self.down_weight, self.down_bias)

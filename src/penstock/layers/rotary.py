@@ -1,0 +1,127 @@
+"""Rotary position embedding: the frequencies of each kind of scaling, and tables of cosines and sines."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.errors import ModelError
+
+# Tables are made a page at a time, always of this shape, so that a position's values do not depend on the prompt.
+_PAGE = 1024
+
+
+@dataclass(frozen=True)
+class RotaryConfig:
+    """Rotary embedding as transformers defines it: `kind` is its rope type, the rest are that type's parameters."""
+
+    theta: float = 10_000.0
+    kind: str = "default"  # default, linear, llama3, yarn
+    factor: float = 1.0
+    original_max_position: int | None = None
+    # llama3
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    # yarn
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    # Divisors of the inverse frequencies, one per pair, where a file carries them (GGUF's rope_freqs.weight).
+    frequency_divisors: tuple[float, ...] | None = None
+
+
+class Rotary:
+    """Cosines and signed sines by position, in the model's dtype."""
+
+    def __init__(
+        self, config: RotaryConfig, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._inverse_frequencies, self._scale = rotary_frequencies(config, head_dim, max_position)
+        self._dtype = dtype
+        self._device = device
+        width = 2 * len(self._inverse_frequencies)
+        self._cos = torch.empty(0, width, dtype=dtype, device=device)
+        self._sin = torch.empty(0, width, dtype=dtype, device=device)
+
+    def tables(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [rows, rotary_dim] of positions [rows], all below `end`."""
+        while self._cos.shape[0] < end:
+            self._append_page()
+        return self._cos[positions], self._sin[positions]
+
+    def _append_page(self) -> None:
+        start = self._cos.shape[0]
+        positions = torch.arange(start, start + _PAGE, dtype=torch.float32)
+        angles = positions[:, None] * self._inverse_frequencies
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        cos_page = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)
+        sin_page = torch.cat((-sin, sin), dim=-1).to(self._device, self._dtype)
+        self._cos = torch.cat((self._cos, cos_page))
+        self._sin = torch.cat((self._sin, sin_page))
+
+
+def rotary_frequencies(config: RotaryConfig, head_dim: int, max_position: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2], float32, and the factor on cosines and sines."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+    frequencies = 1.0 / config.theta**exponents
+    if config.frequency_divisors is not None:
+        frequencies = frequencies / torch.tensor(config.frequency_divisors, dtype=torch.float32)
+    match config.kind:
+        case "default":
+            return frequencies, 1.0
+        case "linear":
+            return frequencies / config.factor, 1.0
+        case "llama3":
+            return _llama3(config, frequencies, max_position), 1.0
+        case "yarn":
+            return _yarn(config, frequencies, head_dim, max_position)
+    raise ModelError(
+        f"rotary scaling {config.kind!r} is not supported; accepted: default, linear, llama3, yarn"
+    )
+
+
+def _llama3(config: RotaryConfig, frequencies: Tensor, max_position: int) -> Tensor:
+    """Long waves are stretched by the factor, short ones kept, those between interpolated."""
+    original = config.original_max_position or max_position
+    wavelengths = 2 * math.pi / frequencies
+    smooth = (original / wavelengths - config.low_freq_factor) / (
+        config.high_freq_factor - config.low_freq_factor
+    )
+    between = (1 - smooth) * frequencies / config.factor + smooth * frequencies
+    is_long = wavelengths > original / config.low_freq_factor
+    is_short = wavelengths < original / config.high_freq_factor
+    return torch.where(is_long, frequencies / config.factor, torch.where(is_short, frequencies, between))
+
+
+def _yarn(
+    config: RotaryConfig, frequencies: Tensor, head_dim: int, max_position: int
+) -> tuple[Tensor, float]:
+    """Waves that turn often within the original context are kept, slow ones stretched, with a ramp between."""
+    original = config.original_max_position or max_position
+
+    def pair_that_turns(times: float) -> float:
+        return head_dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(config.theta))
+
+    low, high = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return frequencies * (1 - ramp) + frequencies / config.factor * ramp, _yarn_attention_factor(config)
+
+
+def _yarn_attention_factor(config: RotaryConfig) -> float:
+    def magnitude(scale: float) -> float:
+        return 0.1 * scale * math.log(config.factor) + 1.0 if config.factor > 1 else 1.0
+
+    if config.attention_factor is not None:
+        return config.attention_factor
+    if config.mscale and config.mscale_all_dim:
+        return magnitude(config.mscale) / magnitude(config.mscale_all_dim)
+    return magnitude(1.0)

@@ -1,0 +1,108 @@
+"""The same bits: a prompt's logits and its whole K/V cache do not depend on how it was cut."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.cache import BlockPool, Extent
+from penstock.cache.kv import KV, KVCache
+from penstock.engine.run import CacheSpace, Run
+from penstock.models.decoder import Decoder
+from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
+
+DTYPES = (torch.float32, torch.bfloat16)
+CHUNK_SIZES = (1, 2, 3, 7, 64, 100, 512)
+MODELS = {
+    "llama": ("llama", {}),
+    "group-of-8": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}),
+    "odd-sizes": ("llama", {"head_dim": 34, "hidden_size": 54, "intermediate_size": 77}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}),
+}
+
+
+def cached(run: Run) -> list[KV]:
+    """All keys and values of a run's prompt."""
+    places = run.blocks.locate(0, run.prompt_length)
+    return [run.space.kv.read(layer, places) for layer in range(run.model.config.num_layers)]
+
+
+def assert_same_bits(run: Run, whole: Run) -> None:
+    assert run.logits is not None
+    assert whole.logits is not None
+    for ours, theirs in zip(cached(run), cached(whole), strict=True):
+        assert torch.equal(ours.keys, theirs.keys)
+        assert torch.equal(ours.values, theirs.values)
+    assert torch.equal(run.logits, whole.logits)
+
+
+def fragmented_space(model: Decoder, num_tokens: int) -> CacheSpace:
+    """Room for a sequence, in single blocks that do not touch."""
+    num_blocks = 2 * -(-num_tokens // 64)
+    space = CacheSpace(KVCache(model.kv_spec, num_blocks), BlockPool(num_blocks))
+    space.pool.allocate(num_blocks)
+    space.pool.release([Extent(block, block + 1) for block in range(0, num_blocks, 2)])
+    return space
+
+
+@pytest.fixture(scope="module", params=[(name, dtype) for name in MODELS for dtype in DTYPES], ids=str)
+def model(request: pytest.FixtureRequest) -> Decoder:
+    name, dtype = request.param
+    family, overrides = MODELS[name]
+    return load_model(make_oracle(family, **overrides).folder, dtype)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 65, 300, 700])
+def test_any_chunk_size(model: Decoder, num_tokens: int) -> None:
+    prompt = random_prompt(num_tokens)
+    whole = run_prompt(model, prompt)
+    for chunk_size in CHUNK_SIZES if num_tokens < 500 else (7, 64, 100, 512):
+        assert_same_bits(run_prompt(model, prompt, chunk_size=chunk_size), whole)
+
+
+def test_overlap_rewrites_the_same_bits(model: Decoder) -> None:
+    prompt = random_prompt(300)
+    whole = run_prompt(model, prompt)
+    for chunk_size, overlap in ((64, 1), (100, 37), (7, 6)):
+        assert_same_bits(run_prompt(model, prompt, chunk_size=chunk_size, overlap=overlap), whole)
+
+
+def test_several_extents(model: Decoder) -> None:
+    prompt = random_prompt(600)
+    whole = run_prompt(model, prompt)
+    for chunk_size in (0, 100, 512):
+        space = fragmented_space(model, 640)
+        run = run_prompt(model, prompt, chunk_size=chunk_size, space=space)
+        assert len(run.blocks.extents) > 1
+        assert_same_bits(run, whole)
+        expected = run_prompt(model, prompt, num_tokens=8).generated
+        assert run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640)).generated == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_any_schedule(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(MODELS)))
+    family, overrides = MODELS[name]
+    model = load_model(make_oracle(family, **overrides).folder, data.draw(st.sampled_from(DTYPES)))
+    prompt = random_prompt(data.draw(st.integers(2, 900)), seed=data.draw(st.integers(0, 9)))
+    cuts = data.draw(st.sets(st.integers(1, len(prompt) - 1), max_size=12))
+    run = run_prompt(model, prompt, chunk_ends=[*sorted(cuts), len(prompt)])
+    assert_same_bits(run, run_prompt(model, prompt))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+def test_any_number_of_threads_is_a_machine_of_its_own(num_threads: int) -> None:
+    """How element-wise passes are split over threads depends on the rows; no row may notice."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        oracle = make_oracle("llama", intermediate_size=1090, num_hidden_layers=3)
+        model = load_model.__wrapped__(oracle.folder)
+        prompt = random_prompt(520)
+        whole = run_prompt(model, prompt)
+        for chunk_size in (1, 33, 61, 200, 512):
+            assert_same_bits(run_prompt(model, prompt, chunk_size=chunk_size), whole)
+    finally:
+        torch.set_num_threads(before)

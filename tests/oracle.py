@@ -1,0 +1,118 @@
+"""Small random models made by transformers' own classes: the oracle, and the same weights in our decoder."""
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from penstock.kernels.probe import measure
+from penstock.kernels.torch_kernels import TorchKernels
+from penstock.models.decoder import Decoder, load_decoder
+from penstock.models.folder import HfFolder
+from penstock.engine.run import Canon, Run, canonical
+from penstock.engine.sampler import SamplingParams
+from penstock.plan import ChunkedPrefillConfig
+
+_CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_SMALL = {
+    "vocab_size": 211,
+    "hidden_size": 96,
+    "intermediate_size": 136,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Oracle:
+    """transformers' model in float32, and the folder its weights were saved to."""
+
+    model: Any
+    folder: Path
+
+    def logits(self, prompt: list[int]) -> torch.Tensor:
+        """Logits [vocab] after the prompt."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([prompt])).logits[0, -1].float()
+
+    def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
+        out = self.model.generate(
+            torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
+        )
+        return out[0, len(prompt) :].tolist()
+
+
+@cache
+def make_oracle(family: str, **overrides: Any) -> Oracle:
+    """A random model of a family. Weights are drawn wide enough that attention and norms all matter."""
+    torch.manual_seed(7)
+    rope = dict(overrides.pop("rope", ()))
+    settings = {**_SMALL, **overrides}
+    if rope:
+        settings["rope_parameters"] = {"rope_theta": 10_000.0, **rope}
+    if family == "mistral":
+        settings["sliding_window"] = None
+    model = AutoModelForCausalLM.from_config(_CONFIGS[family](**settings), dtype=torch.float32).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
+    folder = Path(mkdtemp(prefix="penstock-oracle-"))
+    model.save_pretrained(folder)
+    return Oracle(model, folder)
+
+
+@cache
+def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_decoder(HfFolder(folder), TorchKernels(), dtype, torch.device("cpu"))
+
+
+@cache
+def canon_of(model: Decoder) -> Canon:
+    """The model's canonical shapes, by a probe made now."""
+    result = measure(model.kernels, model.probe_shapes, model.dtype, model.device)
+    assert result.same_bits
+    assert result.row_floor is not None
+    return canonical(model, result.row_floor)
+
+
+def run_prompt(model: Decoder, prompt: list[int], *, num_tokens: int = 1, **settings: Any) -> Run:
+    """A run whose prompt has been read and `num_tokens` tokens sampled greedily."""
+    chunk_size = settings.pop("chunk_size", 0)
+    overlap = settings.pop("overlap", 0)
+    settings.setdefault("canon", canon_of(model))
+    run = Run(
+        model,
+        prompt,
+        config=ChunkedPrefillConfig(chunk_size, overlap),
+        max_tokens=num_tokens + 1,
+        sampling=SamplingParams(),
+        **settings,
+    )
+    while len(run.generated) < num_tokens:
+        run.step()
+    return run
+
+
+def random_prompt(num_tokens: int, vocab_size: int = 211, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab_size, (num_tokens,), generator=generator).tolist()
