@@ -92,14 +92,16 @@ def test_any_schedule(data: st.DataObject) -> None:
     assert_same_bits(run, run_prompt(model, prompt))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
-def test_any_number_of_threads_is_a_machine_of_its_own(num_threads: int) -> None:
+def test_any_number_of_threads(num_threads: int, dtype: torch.dtype) -> None:
     """How element-wise passes are split over threads depends on the rows; no row may notice."""
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         oracle = make_oracle("llama", intermediate_size=1090, num_hidden_layers=3)
-        model = load_model.__wrapped__(oracle.folder)
+        # Not from the test session's cache: the probe must see this number of threads.
+        model = load_model.__wrapped__(oracle.folder, dtype)
         prompt = random_prompt(520)
         whole = run_prompt(model, prompt)
         for chunk_size in (1, 33, 61, 200, 512):

@@ -1,0 +1,177 @@
+"""A step is a transaction; a request that cannot be run is refused before any work."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.engine.run import CacheSpace, Run
+from penstock.engine.sampler import SamplingParams
+from penstock.errors import CacheFullError, ContextLengthError, PromptError, SettingError
+from penstock.models.decoder import Decoder
+from penstock.plan import ChunkedPrefillConfig
+from tests.engine.test_same_bits import assert_same_bits
+from tests.oracle import canon_of, load_model, make_oracle, random_prompt, run_prompt
+
+
+def small_model() -> Decoder:
+    return load_model(make_oracle("llama").folder)
+
+
+def start(prompt: list[int], chunk_size: int = 0, **settings: Any) -> Run:
+    model = small_model()
+    settings.setdefault("max_tokens", 8)
+    return Run(
+        model, prompt, config=ChunkedPrefillConfig(chunk_size), canon=canon_of(model), **settings
+    )
+
+
+class Failing:
+    """Fails a pass in some layer, after others have written their keys and values."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls_left: int | None = None
+        kernels = small_model().kernels
+        real = kernels.silu_and_mul
+
+        def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+            if self.calls_left is not None:
+                if self.calls_left == 0:
+                    self.calls_left = None
+                    raise MemoryError("injected")
+                self.calls_left -= 1
+            return real(gate_up)
+
+        monkeypatch.setattr(kernels, "silu_and_mul", silu_and_mul)
+
+
+def test_no_token_is_run_twice_or_skipped() -> None:
+    for chunk_size in (0, 1, 7, 64, 299, 300, 512):
+        run = start(random_prompt(300), chunk_size)
+        covered = []
+        while not run.generated:
+            covered.append(run.step().span)
+        assert covered[0].start == 0
+        assert all(a.end == b.start for a, b in zip(covered, covered[1:], strict=False))
+        assert run.blocks.num_tokens == 300
+        run.step()
+        assert run.blocks.num_tokens == 301
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_failed_steps_leave_no_trace(data: st.DataObject) -> None:
+    """Any step may fail in any layer, any number of times: the rest goes on as if it had not happened."""
+    prompt = random_prompt(200)
+    chunk_size = data.draw(st.sampled_from([0, 31, 64, 100]))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        failing = Failing(monkeypatch)
+        run = start(prompt, chunk_size)
+        while len(run.generated) < 4:
+            before = (list(run.tokens), run.blocks.num_tokens, run.prefill.progress())
+            failing.calls_left = data.draw(st.one_of(st.none(), st.integers(0, 1)))
+            injected = failing.calls_left is not None
+            try:
+                run.step()
+            except MemoryError:
+                assert injected
+                assert (list(run.tokens), run.blocks.num_tokens, run.prefill.progress()) == before
+                run.space.pool.check_integrity()
+            failing.calls_left = None
+    expected = run_prompt(small_model(), prompt, num_tokens=4)
+    assert run.generated == expected.generated
+    assert run.logits is not None
+    assert expected.logits is not None
+    assert torch.equal(run.logits, expected.logits)
+
+
+def test_a_failed_chunk_is_run_again_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing = Failing(monkeypatch)
+    run = start(random_prompt(300), 100)
+    run.step()
+    failing.calls_left = 0
+    with pytest.raises(MemoryError, match="injected"):
+        run.step()
+    while not run.generated:
+        run.step()
+    assert_same_bits(run, run_prompt(small_model(), random_prompt(300)))
+
+
+def test_cancel_frees_everything() -> None:
+    run = start(random_prompt(300), 64)
+    run.step()
+    assert run.space.pool.num_free < run.space.pool.num_blocks
+    run.cancel()
+    assert run.space.pool.num_free == run.space.pool.num_blocks
+    run.space.pool.check_integrity()
+    assert run.finish_reason == "cancelled"
+    with pytest.raises(SettingError, match="has ended"):
+        run.step()
+
+
+def test_ends_at_max_tokens_and_at_end_of_sequence() -> None:
+    prompt = random_prompt(50)
+    run = start(prompt, max_tokens=5)
+    while run.finish_reason is None:
+        run.step()
+    assert (run.finish_reason, len(run.generated)) == ("length", 5)
+    third = run.generated[2]
+    run = start(prompt, max_tokens=5, eos_ids=frozenset([third]))
+    while run.finish_reason is None:
+        run.step()
+    assert run.finish_reason == "stop"
+    assert run.generated[-1] == third
+    assert run.space.pool.num_free == run.space.pool.num_blocks
+
+
+def test_too_long_for_the_context() -> None:
+    with pytest.raises(ContextLengthError, match=r"4000 tokens and max_tokens is 97.*4097.*4096"):
+        start(random_prompt(4000), max_tokens=97)
+    assert start(random_prompt(4000), max_tokens=96).finish_reason is None
+
+
+@pytest.mark.parametrize("prompt", [[], [211], [-1, 5]])
+def test_bad_prompts(prompt: list[int]) -> None:
+    with pytest.raises(PromptError):
+        start(prompt)
+
+
+@pytest.mark.parametrize("max_tokens", [0, -1, 1.5, True, None])
+def test_bad_max_tokens(max_tokens: Any) -> None:
+    with pytest.raises(SettingError, match="max_tokens"):
+        start([1, 2], max_tokens=max_tokens)
+
+
+def test_cache_too_small_is_an_error_and_changes_nothing() -> None:
+    run = start(random_prompt(300), 100, space=CacheSpace.for_tokens(small_model(), 128))
+    run.step()
+    with pytest.raises(CacheFullError):
+        run.step()
+    assert run.blocks.num_tokens == 100
+    run.space.pool.check_integrity()
+
+
+def test_overlap_covers_the_prompt() -> None:
+    model = small_model()
+    run = Run(
+        model, random_prompt(300), config=ChunkedPrefillConfig(64, 16), canon=canon_of(model), max_tokens=2
+    )
+    spans = []
+    while not run.generated:
+        spans.append(run.step().span)
+    assert [span.start for span in spans] == [index * 48 for index in range(len(spans))]
+    assert spans[-1].end == 300
+    assert run.blocks.num_tokens == 300
+
+
+def test_sampling_is_repeatable_across_chunks() -> None:
+    params = SamplingParams(temperature=0.9, top_k=50, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=3)
+    answers = []
+    for chunk_size in (0, 7, 64):
+        run = start(random_prompt(100), chunk_size, sampling=params, max_tokens=20)
+        while run.finish_reason is None:
+            run.step()
+        answers.append(run.generated)
+    assert answers[0] == answers[1] == answers[2]

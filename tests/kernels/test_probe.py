@@ -1,0 +1,109 @@
+"""The probe finds what holds, notices what does not, and keeps what it found."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.cache.kv import KV
+from penstock.kernels import probe as probing
+from penstock.kernels.probe import ProbeResult, ProbeShapes, ProductShape, measure, probe
+from penstock.kernels.torch_kernels import TorchKernels
+
+CPU = torch.device("cpu")
+SHAPES = ProbeShapes((ProductShape(96, 64), ProductShape(64, 130, bias=True)), 6, 2, 16)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class RowDependent(TorchKernels):
+    """Sums in another order below some number of rows, as a library's small-matrix path does."""
+
+    def __init__(self, below: int) -> None:
+        super().__init__()
+        self.below = below
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.shape[0] >= self.below:
+            rows = torch.cat((x, x.new_zeros(64, x.shape[1])))  # enough rows for the real kernel's own floor
+            return super().linear(rows, weight, bias)[: x.shape[0]]
+        half = x.shape[1] // 2
+        first, second = x[:, :half].float(), x[:, half:].float()
+        total = second @ weight[:, half:].float().t() + first @ weight[:, :half].float().t()
+        return (total if bias is None else total + bias).to(x.dtype)
+
+
+class NeighbourDependent(TorchKernels):
+    """Attention whose result depends, in the last bits, on how many queries there are."""
+
+    def attend_tile(
+        self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float
+    ) -> Tensor:
+        out = super().attend_tile(queries, offset, past, own, scale)
+        return out if queries.shape[0] > 100 else out * (1 + torch.finfo(out.dtype).eps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_real_kernels_hold(dtype: torch.dtype) -> None:
+    result = measure(TorchKernels(), SHAPES, dtype, CPU)
+    assert result.same_bits
+    assert result.row_floor is not None
+    assert 1 <= result.row_floor <= 64
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("below", [1, 2, 7, 33])
+def test_finds_the_floor(dtype: torch.dtype, below: int) -> None:
+    shapes = ProbeShapes((ProductShape(96, 576),), 6, 2, 16)
+    assert measure(RowDependent(below), shapes, dtype, CPU).row_floor == below
+
+
+def test_no_floor() -> None:
+    result = measure(RowDependent(400), SHAPES, torch.float32, CPU)
+    assert result.row_floor is None
+    assert not result.same_bits
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_notices_a_query_that_depends_on_its_neighbours(dtype: torch.dtype) -> None:
+    assert not measure(NeighbourDependent(), SHAPES, dtype, CPU).tiles_hold
+
+
+def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    first = probe(TorchKernels(), SHAPES, torch.float32, CPU)
+    with monkeypatch.context() as patch:
+        patch.setattr(probing, "measure", lambda *_: pytest.fail("measured again"))
+        assert probe(TorchKernels(), SHAPES, torch.float32, CPU) == first
+    # Another dtype, tile size or number of threads is another question.
+    asked: list[object] = []
+    monkeypatch.setattr(probing, "measure", lambda *args: asked.append(args) or ProbeResult(1, True))
+    probe(TorchKernels(), SHAPES, torch.bfloat16, CPU)
+    probe(TorchKernels(tile_size=512), SHAPES, torch.float32, CPU)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        probe(TorchKernels(), SHAPES, torch.float32, CPU)
+    finally:
+        torch.set_num_threads(before)
+    assert len(asked) == 3
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[]", "{}", '{"row_floor": "x", "tiles_hold": true}', '{"row_floor": 0, "tiles_hold": 1}']
+)
+def test_a_damaged_result_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    first = probe(TorchKernels(), SHAPES, torch.float32, CPU)
+    (stored,) = (tmp_path / "probe").iterdir()
+    stored.write_text(damage)
+    assert probe(TorchKernels(), SHAPES, torch.float32, CPU) == first
+    assert stored.read_text() != damage
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "file"))
+    assert probe(TorchKernels(), SHAPES, torch.float32, CPU).same_bits

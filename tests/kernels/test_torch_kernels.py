@@ -1,0 +1,104 @@
+"""The reference kernels against the plainest form of what they compute, in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.cache.kv import KV
+from penstock.errors import SettingError
+from penstock.kernels.protocol import select_kernels
+from penstock.kernels.rows import LANES, RowRule
+from penstock.kernels.torch_kernels import TorchKernels
+
+KERNELS = TorchKernels(tile_size=128)
+
+
+def plain_attention(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: int, scale: float
+) -> torch.Tensor:
+    """Query i, at position first + i, sees keys [0, first + i]."""
+    group = queries.shape[1] // keys.shape[1]
+    q, k, v = queries.double(), keys.double(), values.double()
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
+    visible = torch.arange(k.shape[0])[None] <= first + torch.arange(q.shape[0])[:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~visible, -torch.inf).softmax(-1), v)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    num_kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 3, 8]),
+    head_dim=st.sampled_from([16, 17, 40, 64]),
+    num_tiles=st.integers(0, 4),
+    place=st.tuples(st.integers(0, 127), st.integers(1, 128)),
+    seed=st.integers(0, 1000),
+)
+def test_tile(
+    num_kv_heads: int, group: int, head_dim: int, num_tiles: int, place: tuple[int, int], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    offset, count = place[0], min(place[1], 128 - place[0])
+    start = num_tiles * 128
+    keys, values = torch.randn(2, start + 128, num_kv_heads, head_dim)
+    queries = torch.randn(count, num_kv_heads * group, head_dim)
+    past = KV(keys[:start], values[:start]) if start else None
+    ours = KERNELS.attend_tile(queries, offset, past, KV(keys[start:], values[start:]), 0.3)
+    assert torch.allclose(ours.double(), plain_attention(queries, keys, values, start + offset, 0.3), atol=2e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    num_kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.sampled_from([1, 3, 8]),
+    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_one_query_over_pieces(num_kv_heads: int, group: int, sizes: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    total = sum(sizes)
+    keys, values = torch.randn(2, total, num_kv_heads, 24)
+    query = torch.randn(num_kv_heads * group, 24)
+    pieces = [KV(k, v) for k, v in zip(keys.split(sizes), values.split(sizes), strict=True)]
+    ours = KERNELS.attend_one(query, pieces, 0.2)
+    assert torch.allclose(ours.double(), plain_attention(query[None], keys, values, total - 1, 0.2)[0], atol=2e-5)
+
+
+def test_rotation_of_a_part_of_the_head() -> None:
+    x = torch.randn(5, 3, 24)
+    angles = torch.rand(5, 8)
+    cos, sin = angles.cos(), angles.sin()
+    out = KERNELS.rotate(x, torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+    first, second = x[..., :8], x[..., 8:16]
+    expected_first = first * cos[:, None] - second * sin[:, None]
+    expected_second = second * cos[:, None] + first * sin[:, None]
+    assert torch.allclose(out, torch.cat((expected_first, expected_second, x[..., 16:]), -1), atol=1e-6)
+
+
+def test_norm_and_activation() -> None:
+    x, weight = torch.randn(7, 50), torch.rand(50)
+    normed = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+    assert torch.allclose(KERNELS.rms_norm(x, weight, 1e-5).double(), normed, atol=1e-6)
+    gate, up = x.double().chunk(2, -1)
+    assert torch.allclose(KERNELS.silu_and_mul(x).double(), gate * gate.sigmoid() * up, atol=1e-6)
+
+
+@given(
+    floor=st.integers(1, 64),
+    width=st.integers(1, 400).map(lambda n: n * LANES),
+    num_threads=st.integers(1, 128),
+    num_rows=st.integers(1, 3000),
+)
+def test_padding_is_enough_and_small(floor: int, width: int, num_threads: int, num_rows: int) -> None:
+    padded = RowRule(floor, width, num_threads).padded(num_rows)
+    assert padded >= max(num_rows, floor)
+    assert padded < max(num_rows, floor) + num_threads
+    # Each thread's run is in whole vectors.
+    num_runs = min(num_threads, -(-padded * width // 32_768))
+    assert -(-padded * width // num_runs) % LANES == 0
+
+
+def test_a_device_without_kernels_is_an_error() -> None:
+    with pytest.raises(SettingError, match="accepted: cpu"):
+        select_kernels(torch.device("meta"))

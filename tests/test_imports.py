@@ -1,0 +1,47 @@
+"""Who may import whom: a layer sees only the layers above it in this list."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import penstock
+
+LAYERS = ("plan", "cache", "kernels", "layers", "models", "engine", "frontends", "bench")
+SHARED = {"errors", "home"}  # for every layer; they import no layer
+ROOT = Path(penstock.__file__).parent
+FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
+
+
+def imported_parts(path: Path) -> set[str]:
+    """The parts of penstock (first name after `penstock.`) that a file imports, anywhere in it."""
+    parts = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        parts |= {name.split(".")[1] for name in names if name.startswith("penstock.")}
+    return parts
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_up(path: Path) -> None:
+    layer = path.relative_to(ROOT).parts[0]
+    assert layer in LAYERS
+    # The two lowest layers stand side by side.
+    above = LAYERS[: LAYERS.index(layer) + 1] if layer != "bench" else (*LAYERS[:6], "bench")
+    allowed = {*above, *SHARED, "__version__"}
+    assert imported_parts(path) <= allowed
+
+
+@pytest.mark.parametrize("name", sorted(SHARED))
+def test_shared_files_import_no_layer(name: str) -> None:
+    assert not imported_parts(ROOT / f"{name}.py")
+
+
+def test_every_layer_is_there() -> None:
+    assert {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(LAYERS)
