@@ -15,12 +15,12 @@ from transformers import (
     Qwen3Config,
 )
 
+from penstock.engine.run import Canon, Run, canonical
+from penstock.engine.sampler import SamplingParams
 from penstock.kernels.probe import measure
 from penstock.kernels.torch_kernels import TorchKernels
 from penstock.models.decoder import Decoder, load_decoder
 from penstock.models.folder import HfFolder
-from penstock.engine.run import Canon, Run, canonical
-from penstock.engine.sampler import SamplingParams
 from penstock.plan import ChunkedPrefillConfig
 
 _CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
@@ -50,13 +50,15 @@ class Oracle:
     def logits(self, prompt: list[int]) -> torch.Tensor:
         """Logits [vocab] after the prompt."""
         with torch.inference_mode():
-            return self.model(torch.tensor([prompt])).logits[0, -1].float()
+            logits: torch.Tensor = self.model(torch.tensor([prompt])).logits[0, -1].float()
+        return logits
 
     def greedy(self, prompt: list[int], num_tokens: int) -> list[int]:
         out = self.model.generate(
             torch.tensor([prompt]), max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False
         )
-        return out[0, len(prompt) :].tolist()
+        tokens: list[int] = out[0, len(prompt) :].tolist()
+        return tokens
 
 
 @cache

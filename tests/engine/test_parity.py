@@ -95,9 +95,7 @@ def test_uneven_chunks(data: st.DataObject) -> None:
     oracle = make_oracle(family)
     prompt = random_prompt(data.draw(st.integers(2, 700)), seed=data.draw(st.integers(0, 3)))
     cuts = data.draw(st.sets(st.integers(1, len(prompt) - 1), max_size=8))
-    run = run_prompt(
-        load_model(oracle.folder), prompt, chunk_ends=[*sorted(cuts), len(prompt)], num_tokens=4
-    )
+    run = run_prompt(load_model(oracle.folder), prompt, chunk_ends=[*sorted(cuts), len(prompt)], num_tokens=4)
     assert run.generated == oracle.greedy(prompt, 4)
 
 

@@ -1,5 +1,6 @@
 """A step is a transaction; a request that cannot be run is refused before any work."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,9 +24,7 @@ def small_model() -> Decoder:
 def start(prompt: list[int], chunk_size: int = 0, **settings: Any) -> Run:
     model = small_model()
     settings.setdefault("max_tokens", 8)
-    return Run(
-        model, prompt, config=ChunkedPrefillConfig(chunk_size), canon=canon_of(model), **settings
-    )
+    return Run(model, prompt, config=ChunkedPrefillConfig(chunk_size), canon=canon_of(model), **settings)
 
 
 class Failing:
@@ -54,7 +53,7 @@ def test_no_token_is_run_twice_or_skipped() -> None:
         while not run.generated:
             covered.append(run.step().span)
         assert covered[0].start == 0
-        assert all(a.end == b.start for a, b in zip(covered, covered[1:], strict=False))
+        assert all(a.end == b.start for a, b in pairwise(covered))
         assert run.blocks.num_tokens == 300
         run.step()
         assert run.blocks.num_tokens == 301

@@ -77,7 +77,9 @@ def test_several_extents(model: Decoder) -> None:
         assert len(run.blocks.extents) > 1
         assert_same_bits(run, whole)
         expected = run_prompt(model, prompt, num_tokens=8).generated
-        assert run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640)).generated == expected
+        assert (
+            run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640)).generated == expected
+        )
 
 
 @settings(max_examples=60, deadline=None)

@@ -36,9 +36,7 @@ class RowDependent(TorchKernels):
 class NeighbourDependent(TorchKernels):
     """Attention whose result depends, in the last bits, on how many queries there are."""
 
-    def attend_tile(
-        self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float
-    ) -> Tensor:
+    def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
         out = super().attend_tile(queries, offset, past, own, scale)
         return out if queries.shape[0] > 100 else out * (1 + torch.finfo(out.dtype).eps)
 
@@ -77,7 +75,12 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert probe(TorchKernels(), SHAPES, torch.float32, CPU) == first
     # Another dtype, tile size or number of threads is another question.
     asked: list[object] = []
-    monkeypatch.setattr(probing, "measure", lambda *args: asked.append(args) or ProbeResult(1, True))
+
+    def counted(*args: object) -> ProbeResult:
+        asked.append(args)
+        return ProbeResult(1, True)
+
+    monkeypatch.setattr(probing, "measure", counted)
     probe(TorchKernels(), SHAPES, torch.bfloat16, CPU)
     probe(TorchKernels(tile_size=512), SHAPES, torch.float32, CPU)
     before = torch.get_num_threads()
@@ -90,7 +93,8 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    "damage", ["", "{", "[]", "{}", '{"row_floor": "x", "tiles_hold": true}', '{"row_floor": 0, "tiles_hold": 1}']
+    "damage",
+    ["", "{", "[]", "{}", '{"row_floor": "x", "tiles_hold": true}', '{"row_floor": 0, "tiles_hold": 1}'],
 )
 def test_a_damaged_result_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str

@@ -45,7 +45,9 @@ def test_tile(
     queries = torch.randn(count, num_kv_heads * group, head_dim)
     past = KV(keys[:start], values[:start]) if start else None
     ours = KERNELS.attend_tile(queries, offset, past, KV(keys[start:], values[start:]), 0.3)
-    assert torch.allclose(ours.double(), plain_attention(queries, keys, values, start + offset, 0.3), atol=2e-5)
+    assert torch.allclose(
+        ours.double(), plain_attention(queries, keys, values, start + offset, 0.3), atol=2e-5
+    )
 
 
 @settings(max_examples=40, deadline=None)
@@ -62,7 +64,9 @@ def test_one_query_over_pieces(num_kv_heads: int, group: int, sizes: list[int], 
     query = torch.randn(num_kv_heads * group, 24)
     pieces = [KV(k, v) for k, v in zip(keys.split(sizes), values.split(sizes), strict=True)]
     ours = KERNELS.attend_one(query, pieces, 0.2)
-    assert torch.allclose(ours.double(), plain_attention(query[None], keys, values, total - 1, 0.2)[0], atol=2e-5)
+    assert torch.allclose(
+        ours.double(), plain_attention(query[None], keys, values, total - 1, 0.2)[0], atol=2e-5
+    )
 
 
 def test_rotation_of_a_part_of_the_head() -> None:

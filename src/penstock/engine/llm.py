@@ -1,7 +1,7 @@
 """The Python interface: a model, and text in and out of it."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -77,7 +77,9 @@ class LLM:
         if isinstance(prompt, str):
             if raw or not self.tokenizer.has_chat_template:
                 if system is not None:
-                    raise SettingError("system is not accepted with a raw prompt: put it into the prompt itself")
+                    raise SettingError(
+                        "system is not accepted with a raw prompt: put it into the prompt itself"
+                    )
                 return self.tokenizer.encode(prompt, add_special_tokens=True)
             messages: list[Mapping[str, str]] = [{"role": "user", "content": prompt}]
             if system is not None:
@@ -91,7 +93,9 @@ class LLM:
             return token_ids
         if len(chat) == len(prompt):
             return self.tokenizer.encode_chat(chat)
-        raise SettingError("prompt: give a text, a list of token ids, or a list of messages with role and content")
+        raise SettingError(
+            "prompt: give a text, a list of token ids, or a list of messages with role and content"
+        )
 
     def stream(
         self,
@@ -156,9 +160,7 @@ class LLM:
 class TextStream:
     """An iterator over pieces of text. `result` is there once it has ended; closing it early frees its cache."""
 
-    def __init__(
-        self, llm: LLM, run: Run, stops: StopMatcher, on_progress: ProgressCallback | None
-    ) -> None:
+    def __init__(self, llm: LLM, run: Run, stops: StopMatcher, on_progress: ProgressCallback | None) -> None:
         self._llm = llm
         self._run = run
         self._stops = stops
@@ -199,6 +201,11 @@ class TextStream:
         return self._run.prompt_length
 
     @property
+    def progress(self) -> Progress:
+        """How far the prompt has been read."""
+        return self._clock.progress()
+
+    @property
     def result(self) -> Generation:
         """The finished request; an error before its end."""
         run = self._run
@@ -232,7 +239,7 @@ class TextStream:
             memory=MemoryReport(self._llm.model.num_weight_bytes, kv.num_bytes, self._peak_bytes),
         )
 
-    def _generate(self) -> Iterator[str]:
+    def _generate(self) -> Generator[str, None, None]:
         run, stops = self._run, self._stops
         decoder = StreamDecoder(self._llm.tokenizer)
         reset_peak()

@@ -22,7 +22,9 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require_number("temperature", self.temperature, 0 <= _number(self.temperature) < math.inf, "0 or more")
+        _require_number(
+            "temperature", self.temperature, 0 <= _number(self.temperature) < math.inf, "0 or more"
+        )
         _require_int("top_k", self.top_k, "0 (all) or more")
         _require_number("top_p", self.top_p, 0 < _number(self.top_p) <= 1, "above 0, up to 1")
         _require_number("min_p", self.min_p, 0 <= _number(self.min_p) < 1, "0 or more, below 1")
@@ -44,7 +46,9 @@ def _require_number(name: str, value: object, ok: bool, accepted: str) -> None:
 
 def _require_int(name: str, value: object, accepted: str, limit: int = 2**31) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-        raise SettingError(f"{name}={value!r} is not accepted: give a whole number, {accepted}, below {limit}")
+        raise SettingError(
+            f"{name}={value!r} is not accepted: give a whole number, {accepted}, below {limit}"
+        )
 
 
 class Sampler:

@@ -18,13 +18,35 @@ from pathlib import Path
 
 import torch
 
+from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.protocol import Kernels
-from penstock.cache.kv import KV
 
 _VERSION = 2
 _REFERENCE_ROWS = 512
-_ROW_COUNTS = (*range(1, 21), 23, 24, 25, 31, 32, 33, 47, 48, 49, 63, 64, 65, 100, 127, 128, 129, 200, 256, 257, 384)
+_ROW_COUNTS = (
+    *range(1, 21),
+    23,
+    24,
+    25,
+    31,
+    32,
+    33,
+    47,
+    48,
+    49,
+    63,
+    64,
+    65,
+    100,
+    127,
+    128,
+    129,
+    200,
+    256,
+    257,
+    384,
+)
 
 
 @dataclass(frozen=True)
@@ -127,7 +149,8 @@ def _tiles_hold(
 
     def random_kv(num_tokens: int) -> KV:
         # Pairs of tokens, 32 apart, with equal keys and opposite values, for the reason given at `_cancelling`.
-        keys, values = (random(num_tokens, shapes.num_kv_heads).unflatten(0, (-1, 2, 32)) for _ in range(2))
+        shape = (-1, 2, 32, shapes.num_kv_heads, shapes.head_dim)
+        keys, values = (random(num_tokens, shapes.num_kv_heads).view(shape) for _ in range(2))
         keys[:, 1] = keys[:, 0]
         values[:, 1] = -values[:, 0]
         return KV(keys.flatten(0, 2), values.flatten(0, 2))
@@ -170,8 +193,12 @@ def _machine(device: torch.device) -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    facts = sorted({line for line in lines if line.startswith(("model name", "model\t", "flags", "Features"))})
-    return "|".join([platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *facts])
+    facts = sorted(
+        {line for line in lines if line.startswith(("model name", "model\t", "flags", "Features"))}
+    )
+    return "|".join(
+        [platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *facts]
+    )
 
 
 def _read(path: Path) -> ProbeResult | None:
@@ -181,7 +208,10 @@ def _read(path: Path) -> ProbeResult | None:
         floor, tiles_hold = stored["row_floor"], stored["tiles_hold"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    if not (floor is None or (type(floor) is int and 1 <= floor <= _REFERENCE_ROWS)) or type(tiles_hold) is not bool:
+    if (
+        not (floor is None or (type(floor) is int and 1 <= floor <= _REFERENCE_ROWS))
+        or type(tiles_hold) is not bool
+    ):
         return None
     return ProbeResult(floor, tiles_hold)
 

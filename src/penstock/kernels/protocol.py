@@ -28,9 +28,7 @@ class Kernels(Protocol):
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, for gate_up [rows, 2 * width] with the gate in the first half."""
 
-    def attend_tile(
-        self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float
-    ) -> Tensor:
+    def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
         """Attention of queries [n, heads, head_dim] that stand at `offset` in their tile.
 
         `past` is all that lies before the tile, seen by every query; `own` is the tile, whole (its keys after

@@ -42,9 +42,7 @@ class TorchKernels:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate).mul_(up)
 
-    def attend_tile(
-        self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float
-    ) -> Tensor:
+    def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
         num_queries, num_heads, head_dim = queries.shape
         tile_size = own.keys.shape[0]
         if num_queries < tile_size:
@@ -68,9 +66,7 @@ class TorchKernels:
         past_weight = torch.sigmoid(difference).t()[rows, :, None]  # [n, H, 1]
         inner = slice(offset - start, offset - start + num_queries)
         merged = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        return torch.add(
-            own_out[rows] * (1.0 - past_weight), past_out[inner].mul(past_weight), out=merged
-        )
+        return torch.add(own_out[rows] * (1.0 - past_weight), past_out[inner].mul(past_weight), out=merged)
 
     def attend_one(self, query: Tensor, past: Sequence[KV], scale: float) -> Tensor:
         if len(past) == 1:
