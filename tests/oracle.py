@@ -106,7 +106,7 @@ def run_prompt(model: Decoder, prompt: list[int], *, num_tokens: int = 1, **sett
         model,
         prompt,
         config=ChunkedPrefillConfig(chunk_size, overlap),
-        max_tokens=num_tokens + 1,
+        max_tokens=settings.pop("max_tokens", num_tokens + 1),
         sampling=SamplingParams(),
         **settings,
     )
