@@ -1,0 +1,77 @@
+"""The machine and the software that a result belongs to."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+import penstock
+
+
+@dataclass(frozen=True)
+class Machine:
+    cpu: str
+    num_cpus: int  # that this process may use
+    num_threads: int
+    memory_bytes: int
+    system: str
+    python: str
+    torch: str
+    transformers: str
+    penstock: str
+    commit: str | None
+    date: str
+    load_average: float | None  # over the last minute, before the benchmark
+
+
+def this_machine() -> Machine:
+    return Machine(
+        cpu=_cpu_model(),
+        num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        num_threads=torch.get_num_threads(),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        system=f"{platform.system()} {platform.release()}",
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=importlib.metadata.version("transformers"),
+        penstock=penstock.__version__,
+        commit=_commit(),
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+        load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+    )
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or 'unknown'} ({platform.machine()})"
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this file is part of, with a mark where files differ from it."""
+    here = Path(__file__)
+    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
+        return None
+    commit = _git(here.parent, "rev-parse", "--short", "HEAD")
+    return (
+        f"{commit}, with changes" if commit and _git(here.parent, "status", "--porcelain", ":/") else commit
+    )
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """What git says; None where it is absent or objects."""
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

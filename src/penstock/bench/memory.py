@@ -1,0 +1,103 @@
+"""How much a prefill makes a process grow, measured in a process of its own."""
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from penstock.bench.systems import System, SystemName, load_systems, open_weights
+from penstock.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
+from penstock.errors import PenstockError
+
+WARM_UP_TOKENS = 64
+METHOD = (
+    f"in a fresh process each: load, read {WARM_UP_TOKENS} tokens to warm up, collect garbage, give free "
+    "heap back (malloc_trim), reset the peak (/proc/self/clear_refs), read the prompt, generate one token. "
+    "Growth is peak resident memory (VmHWM) less resident memory before (VmRSS), with the C library's "
+    "allocator as it is; activations are growth less the keys and values cached for the prompt"
+)
+
+
+class MeasurementError(PenstockError):
+    """A measurement that this system cannot make, or that failed."""
+
+
+@dataclass(frozen=True)
+class Growth:
+    """Of one process, during one prefill."""
+
+    system: SystemName
+    prompt_tokens: int
+    growth_bytes: int
+    cache_bytes: int
+
+    @property
+    def activation_bytes(self) -> int:
+        return self.growth_bytes - self.cache_bytes
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a fresh process is to measure."""
+
+    model: str  # a path
+    system: SystemName
+    dtype: str
+    chunk: int
+    num_threads: int
+    prompt: tuple[int, ...]
+
+
+def can_measure_growth() -> bool:
+    """Whether this system tells a process its resident memory and lets it reset the peak."""
+    return resident_bytes() is not None and reset_peak()
+
+
+def measure_growth(system: System, prompt: Sequence[int]) -> Growth:
+    """Growth of this process. It should be a fresh one: heap that earlier work left behind hides growth."""
+    system.generate(prompt[:WARM_UP_TOKENS], 2, lambda token: None)
+    gc.collect()
+    _trim_heap()
+    if not reset_peak() or (before := resident_bytes()) is None:
+        raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
+    cache_bytes = system.generate(prompt, 1, lambda token: None)
+    return Growth(system.name, len(prompt), peak_resident_bytes() - before, cache_bytes)
+
+
+def growth_in_fresh_process(job: Job) -> Growth:
+    """Run a job in a process of its own."""
+    command = [sys.executable, "-m", "penstock.bench.memory"]
+    done = subprocess.run(command, input=json.dumps(asdict(job)), capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise MeasurementError(
+            f"measuring the memory of {job.system} failed (exit {done.returncode}): {lines[-1]}"
+        )
+    reply = json.loads(done.stdout.splitlines()[-1])
+    return Growth(**{**reply, "system": SystemName(reply["system"])})
+
+
+def _trim_heap() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
+    if trim is not None:
+        trim(0)
+
+
+def _main() -> None:
+    fields = json.load(sys.stdin)
+    job = Job(**{**fields, "system": SystemName(fields["system"])})
+    torch.set_num_threads(job.num_threads)
+    source = open_weights(Path(job.model))
+    system = load_systems([job.system], source, getattr(torch, job.dtype), job.chunk)[job.system]
+    source.close()
+    print(json.dumps(asdict(measure_growth(system, job.prompt))))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,143 @@
+"""The systems that are compared. All run the same weights and choose greedily."""
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import GenerationConfig
+
+from penstock.bench.transformers_model import load_transformers
+from penstock.engine.run import Canon, Run, canonical
+from penstock.kernels.probe import probe
+from penstock.kernels.protocol import select_kernels
+from penstock.kernels.rows import RowRule
+from penstock.models.decoder import Decoder, load_decoder
+from penstock.models.folder import HfFolder
+from penstock.models.gguf_file import GgufFile
+from penstock.models.source import WeightSource
+from penstock.plan import ChunkedPrefillConfig
+
+OnToken = Callable[[int], None]
+
+
+class SystemName(StrEnum):
+    """What each is called on the command line and in the results."""
+
+    PENSTOCK = "penstock"
+    PENSTOCK_WHOLE = "penstock-whole"
+    PENSTOCK_UNTILED = "penstock-untiled"
+    TRANSFORMERS = "transformers"
+    TRANSFORMERS_CHUNKED = "transformers-chunked"
+
+    def label(self, chunk: int) -> str:
+        return {
+            SystemName.PENSTOCK: f"Penstock, chunk {chunk}",
+            SystemName.PENSTOCK_WHOLE: "Penstock, whole",
+            SystemName.PENSTOCK_UNTILED: f"Penstock, chunk {chunk}, no tiles",
+            SystemName.TRANSFORMERS: "transformers, whole",
+            SystemName.TRANSFORMERS_CHUNKED: f"transformers, chunk {chunk}",
+        }[self]
+
+
+class System(Protocol):
+    """Something that reads a prompt and generates after it."""
+
+    name: SystemName
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, on_token: OnToken) -> int:
+        """Generate exactly `num_tokens` tokens and report each as soon as it is known. Returns the bytes of
+        the keys and values that were cached at the end."""
+        ...
+
+
+class PenstockSystem:
+    """Penstock's own run, chunked or whole, with its tile grid or without."""
+
+    def __init__(self, name: SystemName, model: Decoder, canon: Canon, chunk: int) -> None:
+        self.name = name
+        self._model = model
+        self._canon = canon
+        self._config = ChunkedPrefillConfig(chunk)
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, on_token: OnToken) -> int:
+        run = Run(self._model, prompt, config=self._config, canon=self._canon, max_tokens=num_tokens)
+        while run.finish_reason is None:
+            token = run.step().token
+            if token is not None:
+                on_token(token)
+        return (len(prompt) + num_tokens - 1) * self._model.kv_spec.bytes_per_token
+
+
+class TransformersSystem:
+    """transformers' `generate`, with `prefill_chunk_size` or without, and its dynamic cache."""
+
+    def __init__(self, name: SystemName, model: Any, chunk: int | None) -> None:
+        self.name = name
+        self._model = model
+        self._chunk = chunk
+
+    def generate(self, prompt: Sequence[int], num_tokens: int, on_token: OnToken) -> int:
+        input_ids = torch.tensor([prompt])
+        settings = GenerationConfig(
+            max_new_tokens=num_tokens,
+            do_sample=False,
+            use_cache=True,
+            prefill_chunk_size=self._chunk,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+        )
+        output = self._model.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            generation_config=settings,
+            streamer=_Streamer(on_token),
+        )
+        return sum(layer.keys.nbytes + layer.values.nbytes for layer in output.past_key_values.layers)
+
+
+class _Streamer:
+    """Passes on what `generate` streams: the prompt first, then token by token."""
+
+    def __init__(self, on_token: OnToken) -> None:
+        self._on_token = on_token
+        self._has_prompt = False
+
+    def put(self, value: torch.Tensor) -> None:
+        if self._has_prompt:
+            self._on_token(int(value))
+        self._has_prompt = True
+
+    def end(self) -> None:
+        pass
+
+
+def open_weights(path: Path) -> WeightSource:
+    """The weights of a folder or GGUF file, whether or not it has a tokenizer."""
+    return HfFolder(path) if path.is_dir() else GgufFile(path)
+
+
+def load_systems(
+    names: Iterable[SystemName], source: WeightSource, dtype: torch.dtype, chunk: int
+) -> dict[SystemName, System]:
+    """The systems of these names, with each engine's weights loaded once, and only if it is among them."""
+    wanted = list(names)
+    ours = [name for name in wanted if name.startswith("penstock")]
+    theirs = [name for name in wanted if name.startswith("transformers")]
+    systems: dict[SystemName, System] = {}
+    if ours:
+        device = torch.device("cpu")
+        model = load_decoder(source, select_kernels(device), dtype, device)
+        floor = probe(model.kernels, model.probe_shapes, dtype, device).row_floor
+        tiled, untiled = canonical(model, floor or 1), Canon(tile_size=0, rows=RowRule())
+        for name in ours:
+            canon = untiled if name is SystemName.PENSTOCK_UNTILED else tiled
+            size = 0 if name is SystemName.PENSTOCK_WHOLE else chunk
+            systems[name] = PenstockSystem(name, model, canon, size)
+    if theirs:
+        reference = load_transformers(source, dtype)
+        for name in theirs:
+            size_or_none = chunk if name is SystemName.TRANSFORMERS_CHUNKED else None
+            systems[name] = TransformersSystem(name, reference, size_or_none)
+    return {name: systems[name] for name in wanted}

@@ -1,0 +1,102 @@
+"""What is run: real text, in several lengths, through several systems, so many times."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pydoc_data.topics import topics
+
+from penstock.bench.systems import SystemName
+from penstock.bench.timing import Pass
+from penstock.models.config import ModelConfig
+from penstock.models.tokenizer import Tokenizer
+
+DEFAULT_LENGTHS = (512, 2048, 8000)
+DEFAULT_DECODE_TOKENS = 32
+DEFAULT_MEMORY_REPEATS = 3
+
+# A pass over a long prompt takes so long that only the systems with a bar run it, and fewer times.
+LONG_TOKENS = 4096
+_REPEATS = 5
+_LONG_REPEATS = 3
+_ALWAYS = (SystemName.PENSTOCK, SystemName.TRANSFORMERS, SystemName.TRANSFORMERS_CHUNKED)
+# How fast a system decodes does not depend on how it read the prompt, so one of each engine is enough.
+DECODING = (SystemName.PENSTOCK, SystemName.TRANSFORMERS)
+MEMORY_SYSTEMS = _ALWAYS
+
+# Importing, loading and warming up, for the estimate of a measurement in a process of its own.
+_PROCESS_START_S = 6.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt length, who reads it and how many times."""
+
+    prompt_tokens: int
+    systems: tuple[SystemName, ...]
+    num_rounds: int
+
+
+def plan_timings(lengths: Sequence[int], repeats: int | None = None, *, full: bool = False) -> list[Case]:
+    """The cases to time. `full` runs every system at every length, and as often at the long ones."""
+    cases = []
+    for length in lengths:
+        is_short = full or length < LONG_TOKENS
+        cases.append(
+            Case(
+                length,
+                tuple(SystemName) if is_short else _ALWAYS,
+                repeats or (_REPEATS if is_short else _LONG_REPEATS),
+            )
+        )
+    return cases
+
+
+def plan_memory(lengths: Sequence[int], repeats: int = DEFAULT_MEMORY_REPEATS) -> list[Case]:
+    """The cases whose growth is measured: Penstock's, which has a bar, several times, the others' once."""
+    return [
+        Case(length, (name,), repeats if name is SystemName.PENSTOCK else 1)
+        for length in lengths
+        for name in MEMORY_SYSTEMS
+    ]
+
+
+def text_tokens(tokenizer: Tokenizer, num_tokens: int) -> list[int]:
+    """The first tokens of a text that every Python has: the help topics of the language itself."""
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    token_ids = tokenizer.encode(text, add_special_tokens=True)
+    repeats = -(-num_tokens // len(token_ids))
+    return (token_ids * repeats)[:num_tokens]
+
+
+def estimate_s(
+    config: ModelConfig,
+    warm_up: Mapping[SystemName, Pass],
+    timings: Sequence[Case],
+    memory: Sequence[Case],
+    decode_tokens: int,
+) -> float:
+    """About how long the cases will take, given how long each system took to warm up.
+
+    A token's time is taken to grow with the prompt as its arithmetic does: the weights it is multiplied with,
+    and the keys and values it attends to."""
+    query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    weights = config.hidden_size * (2 * query + 2 * key + 3 * config.intermediate_size)
+    attention_share = query / weights  # per token of the prompt
+
+    def pass_s(name: SystemName, prompt_tokens: int, num_decoded: int) -> float:
+        known = warm_up[name]
+        growth = (1 + prompt_tokens * attention_share) / (1 + known.prompt_tokens * attention_share)
+        prefill_s = known.first_token_s / known.prompt_tokens * prompt_tokens * growth
+        speed = known.decode_tokens_per_s
+        return prefill_s + (num_decoded / speed * growth if speed else 0.0)
+
+    timing_s = sum(
+        case.num_rounds * pass_s(name, case.prompt_tokens, decode_tokens if name in DECODING else 0)
+        for case in timings
+        for name in case.systems
+    )
+    memory_s = sum(
+        case.num_rounds * (_PROCESS_START_S + pass_s(name, case.prompt_tokens, 0))
+        for case in memory
+        for name in case.systems
+    )
+    return timing_s + memory_s

@@ -1,0 +1,141 @@
+"""A whole benchmark of a small random model."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import tokenizers
+import torch
+
+from penstock.bench import benchmark
+from penstock.bench.benchmark import run_benchmark
+from penstock.bench.memory import Growth, Job, MeasurementError, can_measure_growth, growth_in_fresh_process
+from penstock.bench.report import render
+from penstock.bench.results import Settings
+from penstock.bench.systems import SystemName, load_systems, open_weights
+from penstock.bench.transformers_model import load_transformers
+from penstock.bench.workload import text_tokens
+from penstock.models.tokenizer import SpecialTokens, Tokenizer
+from tests.oracle import make_oracle, random_prompt
+
+# Keys and values of 64 tokens, 2 layers, 2 heads of 16, in float32.
+CACHE_BYTES = 64 * 2 * 2 * 2 * 16 * 4
+
+
+@pytest.fixture(autouse=True)
+def private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+
+
+def settings_for(lengths: tuple[int, ...], *, with_memory: bool) -> Settings:
+    return Settings(
+        model="random",
+        dtype="float32",
+        chunk=24,
+        lengths=lengths,
+        repeats=2,
+        decode_tokens=3,
+        memory_repeats=1,
+        with_memory=with_memory,
+    )
+
+
+def test_all_systems_take_turns() -> None:
+    said: list[str] = []
+    results = run_benchmark(
+        make_oracle("llama").folder, random_prompt(64), settings_for((32, 64), with_memory=False), said.append
+    )
+    assert len(results.passes) == 2 * 2 * len(SystemName)
+    assert {speed.system for speed in results.speeds} == set(SystemName)
+    assert {speed.system for speed in results.speeds if speed.decode} == {
+        SystemName.PENSTOCK,
+        SystemName.TRANSFORMERS,
+    }
+    # In float32 all of them are right, so all agree.
+    for length in (32, 64):
+        assert len({each.token_ids[0] for each in results.passes if each.prompt_tokens == length}) == 1
+    assert all(each.num_equal == each.num_tokens == 4 for each in results.agreements)
+    assert len(said) == 1 + len(results.passes)
+    assert "MISS" not in render(results)
+
+
+@pytest.mark.skipif(not can_measure_growth(), reason="this system does not tell a process its memory")
+def test_a_process_of_its_own_measures_memory() -> None:
+    folder = str(make_oracle("llama").folder)
+    growth = growth_in_fresh_process(
+        Job(folder, SystemName.PENSTOCK, "float32", 24, 1, tuple(random_prompt(64)))
+    )
+    assert (growth.system, growth.prompt_tokens) == (SystemName.PENSTOCK, 64)
+    assert growth.cache_bytes == CACHE_BYTES
+    assert 0 <= growth.growth_bytes < 2**30
+
+
+def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(MeasurementError, match=r"penstock failed \(exit 1\).*No such file"):
+        growth_in_fresh_process(Job(str(tmp_path / "no.gguf"), SystemName.PENSTOCK, "float32", 24, 1, (1, 2)))
+
+
+@pytest.mark.parametrize("name", list(SystemName))
+def test_the_cache_counts_the_prompt_alone(name: SystemName) -> None:
+    source = open_weights(make_oracle("llama").folder)
+    system = load_systems([name], source, torch.float32, 24)[name]
+    source.close()
+    assert system.generate(random_prompt(64), 1, lambda token: None) == CACHE_BYTES
+
+
+def test_memory_is_measured_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+
+    def record(job: Job) -> Growth:
+        jobs.append(job)
+        return Growth(job.system, len(job.prompt), 7, 5)
+
+    monkeypatch.setattr(benchmark, "growth_in_fresh_process", record)
+    settings = replace(settings_for((70, 90), with_memory=True), with_timings=False, memory_repeats=2)
+    results = run_benchmark(make_oracle("llama").folder, random_prompt(90), settings, lambda line: None)
+    assert results.passes == ()
+    # The first job of all only prepares what later ones find ready.
+    assert [len(job.prompt) for job in jobs] == [64, *[70] * 4, *[90] * 4]
+    assert [growth.activation_bytes for growth in results.growths] == [2] * 8
+    assert [each.activation_bytes.values for each in results.memory] == [(2, 2), (2,), (2,)] * 2
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_transformers_runs_the_same_weights(family: str, tied: bool) -> None:
+    oracle = make_oracle(family, tie_word_embeddings=tied)
+    source = open_weights(oracle.folder)
+    rebuilt = load_transformers(source, torch.float32)
+    source.close()
+    prompt = torch.tensor([random_prompt(50)])
+    with torch.inference_mode():
+        assert torch.equal(rebuilt(prompt).logits, oracle.model(prompt).logits)
+
+
+def test_rotary_scaling_is_carried_over() -> None:
+    oracle = make_oracle(
+        "llama",
+        rope=(("rope_type", "yarn"), ("factor", 4.0), ("original_max_position_embeddings", 256)),
+    )
+    source = open_weights(oracle.folder)
+    rebuilt = load_transformers(source, torch.float32)
+    source.close()
+    prompt = torch.tensor([random_prompt(300)])
+    with torch.inference_mode():
+        torch.testing.assert_close(rebuilt(prompt).logits, oracle.model(prompt).logits)
+
+
+def test_only_what_is_asked_for_is_loaded() -> None:
+    source = open_weights(make_oracle("llama").folder)
+    systems = load_systems([SystemName.TRANSFORMERS_CHUNKED], source, torch.float32, 24)
+    source.close()
+    assert list(systems) == [SystemName.TRANSFORMERS_CHUNKED]
+
+
+def test_the_text_is_as_long_as_it_must_be() -> None:
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<unk>": 0, "the": 1}, unk_token="<unk>"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = Tokenizer(backend, SpecialTokens(), None)
+    assert len(text_tokens(tokenizer, 300_000)) == 300_000
+    assert text_tokens(tokenizer, 10) == text_tokens(tokenizer, 100)[:10]
