@@ -10,6 +10,10 @@ from penstock.cache.kv import KV
 # A query keeps its bits as long as it keeps its place modulo this many rows of the attention kernel's input.
 QUERY_GRID = 64
 
+# Rows of the own tile's piece, for queries that end before the tile does. A shorter square gives the same bits as the
+# whole one at these sizes only (at 192 of 256 the library's products take another path).
+PREFIX_SIZES = (64, 128)
+
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
@@ -44,24 +48,27 @@ class TorchKernels:
 
     def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
         num_queries, num_heads, head_dim = queries.shape
+        rows = slice(offset, offset + num_queries)
         tile_size = own.keys.shape[0]
-        if num_queries < tile_size:
-            tile = queries.new_zeros(tile_size, num_heads, head_dim)
-            tile[offset : offset + num_queries] = queries
+        size = min((size for size in PREFIX_SIZES if rows.stop <= size), default=tile_size)
+        size = min(size, tile_size)
+        if num_queries < size:
+            tile = queries.new_zeros(size, num_heads, head_dim)
+            tile[rows] = queries
         else:
             tile = queries
-        own_out, own_lse = _flash(tile, own, scale, causal=True)  # [T, H, D], [H, T]
-        rows = slice(offset, offset + num_queries)
+        own = KV(own.keys[:size], own.values[:size])
+        own_out, own_lse = _flash(tile, own, scale, causal=True)  # [S, H, D], [H, S]
         if past is None:
             return own_out[rows]
 
         # The past needs only the rows at hand, out to the grid.
         start = offset // QUERY_GRID * QUERY_GRID
-        end = min(-(-(offset + num_queries) // QUERY_GRID) * QUERY_GRID, tile_size)
+        end = min(-(-rows.stop // QUERY_GRID) * QUERY_GRID, size)
         past_out, past_lse = _flash_grouped(tile[start:end], past, scale)  # [R, H, D], [H, R]
         # The weights are computed on the tile's full shape: a vectorised exponential and its scalar tail differ
         # in the last bit, so where a row stands among them must not depend on the chunk.
-        difference = torch.zeros_like(own_lse)
+        difference = own_lse.new_zeros(num_heads, tile_size)
         difference[:, start:end] = past_lse - own_lse[:, start:end]
         past_weight = torch.sigmoid(difference).t()[rows, :, None]  # [n, H, 1]
         inner = slice(offset - start, offset - start + num_queries)

@@ -70,7 +70,7 @@ class Decoder:
             (layer.mlp.gate_up_weight, layer.mlp.gate_up_bias),
             (layer.mlp.down_weight, layer.mlp.down_bias),
         ]
-        products = {ProductShape(*weight.shape, bias is not None) for weight, bias in pairs}
+        products = {ProductShape(weight.shape[0], weight.shape[1], bias is not None) for weight, bias in pairs}
         return ProbeShapes(
             tuple(sorted(products, key=lambda p: (p.num_out, p.num_in, p.bias))),
             config.num_heads,

@@ -1,0 +1,89 @@
+"""Values of a file that nobody checked yet: read one by one, with a type and a range."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.errors import ModelFileError
+
+
+def first_line(error: Exception) -> str:
+    """What an error of another library says, short enough for a message of ours."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Keyed values as a file has them. An absent key and a null one give the default; a wrong value is an
+    error that names the file and the key."""
+
+    origin: str  # the file's name, for messages
+    values: Mapping[str, object]
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 0, high: int = 1 << 31) -> int:
+        """An integer in [low, high]."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, value, "an integer")
+        if not low <= value <= high:
+            raise self.error(key, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(self, key: str, default: float | None = None, *, positive: bool = True) -> float:
+        """A finite number, above zero unless `positive` is false."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise self.error(key, value, "a finite number")
+        if positive and value <= 0:
+            raise self.error(key, value, "a number above zero")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return self.number(key) if self.has(key) else None
+
+    def boolean(self, key: str, default: bool | None = None) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, value, "a string")
+        return value
+
+    def nested(self, key: str) -> "Fields":
+        """The object under `key`; empty when there is none."""
+        value = self._get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, value, "an object")
+        return Fields(f"{self.origin}: {key}", value)
+
+    def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
+        """One token id or a list of them; an explicit null means none."""
+        value = self.values.get(key, default)
+        if value is None:
+            return ()
+        ids: dict[int, None] = {}
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31:
+                raise self.error(key, value, "a token id or a list of them")
+            ids[token] = None
+        return tuple(ids)
+
+    def error(self, key: str, value: object, accepted: str) -> ModelFileError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:57] + "..."
+        return ModelFileError(f"{self.origin}: {key} is {shown}, but {accepted} is needed")
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        if value is None:
+            value = default
+        if value is None:
+            raise ModelFileError(f"{self.origin}: {key} is missing")
+        return value

@@ -1,0 +1,124 @@
+"""A GGUF file's metadata as a model's configuration."""
+
+import math
+from collections.abc import Mapping
+
+from penstock.errors import ModelError
+from penstock.models.config import ModelConfig, RotaryConfig
+from penstock.models.fields import Fields
+from penstock.models.gguf_header import GgufHeader
+from penstock.models.limits import (
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_POSITIONS,
+    MAX_VOCABULARY,
+    MAX_WIDTH,
+    check_heads,
+)
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def gguf_model_config(
+    header: GgufHeader, origin: str, frequency_divisors: tuple[float, ...] | None
+) -> ModelConfig:
+    """`frequency_divisors` are the contents of rope_freqs.weight, where the file has it."""
+    metadata, tensors = header.metadata, header.tensors
+    family = Fields(origin, metadata).text("general.architecture")
+    if family not in ARCHITECTURES:
+        raise ModelError(
+            f"{origin} has the architecture {family!r}; supported in GGUF are {', '.join(ARCHITECTURES)}"
+        )
+    fields = Fields(origin, _without_prefix(metadata, f"{family}."))
+    tokens = Fields(origin, _without_prefix(metadata, "tokenizer.ggml."))
+    if fields.integer("expert_count", 0) > 0:
+        raise ModelError(f"{origin} is a mixture of experts, which is not supported")
+
+    hidden = fields.integer("embedding_length", low=1, high=MAX_WIDTH)
+    num_heads = fields.integer("attention.head_count", low=1, high=MAX_HEADS)
+    num_kv_heads = fields.integer("attention.head_count_kv", num_heads, low=1, high=MAX_HEADS)
+    head_dim = fields.integer("attention.key_length", hidden // num_heads, low=2, high=MAX_WIDTH)
+    max_position = fields.integer("context_length", low=1, high=MAX_POSITIONS)
+    check_heads(origin, num_heads, num_kv_heads, head_dim)
+    if fields.integer("attention.value_length", head_dim, high=MAX_WIDTH) != head_dim:
+        raise ModelError(f"{origin} has values of another size than keys, which is not supported")
+    if fields.integer("rope.dimension_count", head_dim, high=MAX_WIDTH) != head_dim:
+        raise ModelError(f"{origin} rotates only a part of each head, which is not supported")
+    window = fields.integer("attention.sliding_window", 0)
+    if 0 < window < max_position:
+        raise ModelError(f"{origin} has a sliding window of {window} tokens, which is not supported")
+
+    embedding = tensors.get("token_embd.weight")
+    vocab_size = fields.integer(
+        "vocab_size", embedding.shape[0] if embedding else None, low=1, high=MAX_VOCABULARY
+    )
+    ends = [token for key in END_KEYS if (token := token_id(tokens, key)) is not None]
+    return ModelConfig(
+        family=family,
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=fields.integer("feed_forward_length", low=1, high=MAX_WIDTH),
+        num_layers=fields.integer("block_count", low=1, high=MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position=max_position,
+        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        tied_head="output.weight" not in tensors,
+        rotary=_rotary(fields, max_position, head_dim, frequency_divisors),
+        qkv_bias=family == "qwen2" or "blk.0.attn_q.bias" in tensors,
+        out_bias="blk.0.attn_output.bias" in tensors,
+        mlp_bias="blk.0.ffn_up.bias" in tensors,
+        head_norm=family == "qwen3",
+        eos_token_ids=tuple(dict.fromkeys(ends)),
+        bos_token_id=token_id(tokens, "bos_token_id"),
+    )
+
+
+def token_id(fields: Fields, key: str) -> int | None:
+    """The id under a key. Some files write -1, or its unsigned twin, for none."""
+    value = fields.values.get(key)
+    if value is None or (isinstance(value, int) and value in (-1, 0xFFFFFFFF)):
+        return None
+    return fields.integer(key)
+
+
+def _rotary(
+    fields: Fields, max_position: int, head_dim: int, divisors: tuple[float, ...] | None
+) -> RotaryConfig:
+    theta = fields.number("rope.freq_base", 10_000.0)
+    if divisors is not None and (
+        len(divisors) != head_dim // 2 or not all(math.isfinite(value) and value > 0 for value in divisors)
+    ):
+        raise fields.error("rope_freqs.weight", divisors, f"{head_dim // 2} numbers above zero")
+    # llama.cpp takes a factor without a type as linear, and has an older name for it.
+    kind = fields.text("rope.scaling.type", "linear")
+    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
+    gain = fields.number("rope.scaling.attn_factor", 1.0)
+    if kind == "yarn":
+        return RotaryConfig(
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_max_position=fields.integer(
+                "rope.scaling.original_context_length", max_position, low=1, high=MAX_POSITIONS
+            ),
+            beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+            attention_factor=None if gain == 1.0 else gain * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+            frequency_divisors=divisors,
+        )
+    if kind not in ("none", "linear") or gain != 1.0:
+        raise ModelError(
+            f"{fields.origin} scales its rotary embedding by {kind!r} with an attention factor of {gain:g}; "
+            "supported in GGUF are linear and yarn"
+        )
+    if kind == "none" or factor == 1.0:
+        return RotaryConfig(theta=theta, frequency_divisors=divisors)
+    return RotaryConfig(theta=theta, kind="linear", factor=factor, frequency_divisors=divisors)
+
+
+def _without_prefix(metadata: Mapping[str, object], prefix: str) -> dict[str, object]:
+    return {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}

@@ -1,0 +1,49 @@
+"""Where weights come from: one tensor at a time, straight into its place."""
+
+from typing import Protocol
+
+import torch
+
+from penstock.errors import ModelFileError
+from penstock.models.config import ModelConfig
+
+
+class WeightSource(Protocol):
+    """A model's weights on disk, with Hugging Face's names and transformers' layout, whatever the file."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the weights on disk."""
+        ...
+
+    def names(self) -> frozenset[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def load_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with the tensor, converted to its dtype. `out` has the tensor's shape and may be a part
+        of a larger tensor, so that fused weights are assembled in place. Needs a few MiB besides `out`."""
+        ...
+
+    def describe(self) -> str:
+        """The file and what is in it, in a few words."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def load_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The tensor alone, in memory of its own."""
+    out = torch.empty(source.shape(name), dtype=dtype)
+    source.load_into(name, out)
+    return out
+
+
+def require_shape(name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:
+    if tuple(out.shape) != shape:
+        raise ModelFileError(
+            f"tensor {name} has shape {list(shape)} in the file, but the model needs {list(out.shape)}"
+        )

@@ -1,0 +1,405 @@
+"""Tokenizers agree with transformers, or with llama.cpp's definition where that is the file's."""
+
+import json
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_SPLIT
+
+from penstock.errors import ModelError, ModelFileError, PromptError
+from penstock.models import gguf_tokenizer as gguf_tokenizer_module
+from penstock.models.folder_tokenizer import folder_tokenizer
+from penstock.models.gguf_header import read_header
+from penstock.models.gguf_tokenizer import gguf_tokenizer
+from penstock.models.opened import open_model
+from penstock.models.tokenizer import Tokenizer
+from tests.models.builders import SCORES, TOKENIZER, TOKENS, write_gguf
+
+TEXTS = [
+    "",
+    " ",
+    "\n",
+    "Hello world, this isn't hard: it's what we'll do.",
+    "WE'RE SHOUTING, AREN'T WE?",
+    "def f(x: int) -> int:\n\treturn x ** 2  # squared\n\n\nclass A:\n    pass\n",
+    "1234567890 3.14159 -1,000,000 0x1F",
+    "naïve café Ωμέγα Привет мир 你好世界 日本語テキスト العربية हिन्दी",
+    "🎉 👨‍👩‍👧‍👦 🇩🇪 ✌🏽",
+    "   leading,   inner     and trailing   \n \n  ",
+    "\t\ttabs\r\nand\r\rreturns\u00a0\u3000\u200b",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|><repo_name>x",
+    "x" * 300,
+    "e\u0301 (combining) ﬁ ½ \ufeff \ufffd \x00 \x7f",
+]
+CORPUS = [text for text in TEXTS if text] * 3
+
+
+def byte_level_backend() -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<s>", "</s>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+def save_folder(folder: Path, backend: tokenizers.Tokenizer, config: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **config})
+    )
+    return folder
+
+
+def oracle(folder: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(str(folder))
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> Tokenizer:
+    return open_model(smollm2_path).tokenizer
+
+
+@pytest.fixture(scope="module")
+def smollm2_oracle(smollm2_path: Path) -> Any:
+    return transformers.AutoTokenizer.from_pretrained(str(smollm2_path.parent), gguf_file=smollm2_path.name)
+
+
+@pytest.mark.parametrize("text", [text for text in TEXTS if "½" not in text])
+def test_the_default_model_encodes_as_transformers_does(
+    smollm2: Tokenizer, smollm2_oracle: Any, text: str
+) -> None:
+    ids = smollm2.encode(text, add_special_tokens=True)
+    assert ids == smollm2_oracle.encode(text)
+    assert smollm2.decode(ids, skip_special=False) == smollm2_oracle.decode(ids) == text
+    assert smollm2.decode(ids) == smollm2_oracle.decode(ids, skip_special_tokens=True)
+
+
+def test_the_default_model_splits_every_digit_off(smollm2: Tokenizer) -> None:
+    """As its own tokenizer.json and llama.cpp have it: any numeric character, where transformers, reading the
+    GGUF, keeps those beyond ASCII with their neighbours."""
+    for text, digits in (("a 12 b", 2), ("½ ² Ⅷ", 3), ("a٣٤b", 2)):
+        pieces = [smollm2.encode(part, add_special_tokens=False) for part in _around_digits(text)]
+        assert list(chain(*pieces)) == smollm2.encode(text, add_special_tokens=False)
+        assert len([part for part in _around_digits(text) if part.isnumeric()]) == digits
+
+
+def _around_digits(text: str) -> list[str]:
+    parts = [""]
+    for character in text:
+        if character.isnumeric():
+            parts += [character, ""]
+        else:
+            parts[-1] += character
+    return [part for part in parts if part]
+
+
+def test_the_default_model_s_tokens(smollm2: Tokenizer, smollm2_oracle: Any) -> None:
+    assert smollm2.vocab_size == len(smollm2_oracle)
+    assert smollm2.bos_id == 1
+    assert [smollm2.decode([token], skip_special=False) for token in smollm2.eos_ids] == [
+        "<|im_end|>",
+        "<|endoftext|>",
+    ]
+
+
+CHATS = [
+    [{"role": "user", "content": "What is 2 & 2 <now>?"}],
+    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "  hi\n"}],
+    [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b 🎉"},
+        {"role": "user", "content": "<|im_end|> inside"},
+    ],
+]
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("prompt", [True, False])
+def test_the_default_model_s_chats(
+    smollm2: Tokenizer, smollm2_oracle: Any, chat: list[dict[str, str]], prompt: bool
+) -> None:
+    assert smollm2.has_chat_template
+    text = smollm2.render_chat(chat, add_generation_prompt=prompt)
+    assert text == smollm2_oracle.apply_chat_template(chat, tokenize=False, add_generation_prompt=prompt)
+    if prompt:
+        theirs = smollm2_oracle.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+        assert smollm2.encode_chat(chat) == theirs
+
+
+@settings(deadline=None, max_examples=60)
+@given(text=st.text(st.characters(exclude_categories=["Cs", "Cc", "Cn", "Co"]), max_size=80))
+def test_text_survives_the_default_model_s_round_trip(smollm2: Tokenizer, text: str) -> None:
+    """Its vocabulary lacks some control characters, so these are left out here."""
+    assert smollm2.decode(smollm2.encode(text, add_special_tokens=False), skip_special=False) == text
+
+
+@settings(deadline=None, max_examples=200)
+@given(data=st.data())
+def test_decode_equals_the_library_s(smollm2: Tokenizer, data: st.DataObject) -> None:
+    ids = data.draw(st.lists(st.integers(0, smollm2.vocab_size - 1), max_size=40))
+    for skip in (True, False):
+        theirs = smollm2._backend.decode(ids, skip_special_tokens=skip)
+        assert smollm2.decode(ids, skip_special=skip) == theirs
+
+
+@pytest.mark.parametrize("adds", [None, (True, False), (False, True), (True, True), (False, False)])
+@pytest.mark.parametrize("template", [False, True])
+def test_a_folder_encodes_as_transformers_does(
+    tmp_path: Path, adds: tuple[bool, bool] | None, template: bool
+) -> None:
+    """The post-processor in tokenizer.json decides, whatever tokenizer_config.json says."""
+    backend = byte_level_backend()
+    if template:
+        backend.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+        )
+    backend.enable_truncation(4)  # must not cut a prompt
+    config: dict[str, Any] = {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "</s>"}}
+    if adds:
+        config |= {"add_bos_token": adds[0], "add_eos_token": adds[1]}
+    folder = save_folder(tmp_path, backend, config)
+    ours, theirs = folder_tokenizer(folder), oracle(folder)
+    for text in TEXTS:
+        for special in (True, False):
+            assert ours.encode(text, add_special_tokens=special) == theirs.encode(
+                text, add_special_tokens=special, truncation=False
+            )
+    assert ours.bos_id == theirs.bos_token_id
+    assert ours.eos_ids == (theirs.eos_token_id,)
+
+
+def test_tokens_with_a_role_are_special(tmp_path: Path) -> None:
+    state = json.loads(byte_level_backend().to_str())
+    state["added_tokens"] = []
+    backend = tokenizers.Tokenizer.from_str(json.dumps(state))
+    folder = save_folder(tmp_path, backend, {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<none>"})
+    ours = folder_tokenizer(folder)
+    ids = ours.encode("<s>hi</s>", add_special_tokens=False)
+    assert ids == oracle(folder).encode("<s>hi</s>", add_special_tokens=False)
+    assert ours.decode(ids) == "hi"
+
+
+def sentence_piece_backend(prefixed: bool) -> tokenizers.Tokenizer:
+    backend = tokenizers.Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+        limit_alphabet=60,
+    )
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    backend.train_from_iterator(CORPUS, trainer)
+    if prefixed:
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), backend.normalizer])
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefixed else []),
+        ]
+    )
+    # Training makes every one of them special; only three are.
+    state = json.loads(backend.to_str())
+    state["added_tokens"] = state["added_tokens"][:3]
+    return tokenizers.Tokenizer.from_str(json.dumps(state))
+
+
+@pytest.mark.parametrize("prefixed", [True, False])
+def test_a_sentence_piece_folder(tmp_path: Path, prefixed: bool) -> None:
+    folder = save_folder(
+        tmp_path, sentence_piece_backend(prefixed), {"bos_token": "<s>", "eos_token": "</s>"}
+    )
+    ours, theirs = folder_tokenizer(folder), oracle(folder)
+    for text in TEXTS:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ids == theirs.encode(text, add_special_tokens=False)
+        assert ours.decode(ids, skip_special=False) == theirs.decode(ids) == text
+
+
+def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    backend.model.save(str(tmp_path))  # vocab.json and merges.txt
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Qwen2Tokenizer", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "</s>"}'
+    )
+    ours = folder_tokenizer(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text, add_special_tokens=True) == oracle(tmp_path).encode(text)
+
+
+@pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"model": {"type": "BPE"}}', "null"])
+def test_a_damaged_tokenizer_json_is_an_error(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json"):
+        folder_tokenizer(tmp_path)
+
+
+def test_a_folder_without_any_tokenizer_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no tokenizer\.json"):
+        folder_tokenizer(tmp_path)
+
+
+def test_where_a_chat_template_may_lie(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    messages = [{"role": "user", "content": "hi"}]
+
+    def rendered(config: dict[str, Any]) -> str:
+        return folder_tokenizer(save_folder(tmp_path, backend, config)).render_chat(messages)
+
+    with pytest.raises(ModelError, match="no chat template"):
+        rendered({})
+    assert rendered({"chat_template": "config"}) == "config"
+    several = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "{{ bos_token }}!"}]
+    assert rendered({"chat_template": several, "bos_token": "<s>"}) == "<s>!"
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "json"}')
+    assert rendered({"chat_template": "config"}) == "json"
+    (tmp_path / "chat_template.jinja").write_text("jinja")
+    assert rendered({"chat_template": "config"}) == "jinja"
+    (tmp_path / "chat_template.jinja").unlink()
+    (tmp_path / "chat_template.json").unlink()
+    with pytest.raises(ModelFileError, match="chat_template"):
+        rendered({"chat_template": 7})
+
+
+def from_metadata(tmp_path: Path, **changes: Any) -> Tokenizer:
+    values = {f"tokenizer.ggml.{key}": value for key, value in changes.items()}
+    metadata = {key: value for key, value in (TOKENIZER | values).items() if value is not None}
+    return gguf_tokenizer(read_header(write_gguf(tmp_path / "t.gguf", metadata, {})).metadata, "t.gguf")
+
+
+def merge_by_score(text: str) -> list[int]:
+    """SentencePiece as llama.cpp has it: merge the pair with the best score, the leftmost of equals."""
+    scores = dict(zip(TOKENS, SCORES, strict=True))
+    symbols = list("▁" + text.replace(" ", "▁")) if text else []
+    while True:
+        pairs = [
+            (scores[left + right], -at)
+            for at, (left, right) in enumerate(pairwise(symbols))
+            if left + right in TOKENS
+        ]
+        if not pairs:
+            break
+        at = -max(pairs)[1]
+        symbols[at : at + 2] = [symbols[at] + symbols[at + 1]]
+    ids: list[int] = []
+    for symbol in symbols:
+        ids += [TOKENS.index(symbol)] if symbol in TOKENS else [3 + byte for byte in symbol.encode()]
+    return ids
+
+
+@settings(deadline=None, max_examples=100)
+@given(text=st.text(st.sampled_from("ab cé🎉"), max_size=12))
+def test_sentence_piece_of_gguf_merges_by_score(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    tokenizer = from_metadata(tmp_path_factory.mktemp("spm"))
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert ids == merge_by_score(text)
+    assert tokenizer.decode(ids) == text
+
+
+def test_sentence_piece_options_of_gguf(tmp_path: Path) -> None:
+    plain = from_metadata(tmp_path)
+    assert plain.encode("a</s>a", add_special_tokens=True) == [
+        1,
+        262,
+        2,
+        262,
+    ]  # a space after a special one too
+    assert plain.bos_id == 1
+    assert plain.eos_ids == (2,)
+    bare = from_metadata(tmp_path, add_space_prefix=False, add_bos_token=False, add_eos_token=True)
+    assert bare.encode("a", add_special_tokens=True) == [260, 2]
+    assert bare.encode("a", add_special_tokens=False) == [260]
+    assert bare.decode(bare.encode(" a", add_special_tokens=False)) == " a"
+
+
+BYTE_LEVEL: dict[str, Any] = {
+    "model": "gpt2",
+    "tokens": [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ab", "abb", "<think>", "<|eot_id|>"],
+    "token_type": [1] * 258 + [4, 3],
+    "merges": ["a b"],
+    "scores": None,
+    "bos_token_id": 259,
+    "eos_token_id": 258,
+    "unknown_token_id": None,
+}
+
+
+def test_byte_level_options_of_gguf(tmp_path: Path) -> None:
+    plain = from_metadata(tmp_path, **BYTE_LEVEL, pre="gpt-2")
+    ab, abb, think, eot = 256, 257, 258, 259
+    b = plain.encode("b", add_special_tokens=True)[0]
+    assert plain.encode("abb<think>ab<|eot_id|>", add_special_tokens=True) == [ab, b, think, ab, eot]
+    assert plain.eos_ids == (think, eot)
+    assert (
+        plain.decode([ab, think, eot]) == "ab<think>"
+    )  # user-defined tokens are text, control tokens are not
+    # Llama 3 takes a word that is a token as it is, whatever the merges, and begins with its first token.
+    llama3 = from_metadata(tmp_path, **BYTE_LEVEL, pre="llama-bpe")
+    assert llama3.encode("abb ab", add_special_tokens=True)[:2] == [eot, abb]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("gpt-2", "It's 1234  now", ["It", "'s", " 1234", " ", " now"]),
+        ("smollm", "a 12b", ["a", " ", "1", "2", "b"]),
+        ("llama3", "IT'S 12345\n\n x", ["IT", "'S", " ", "123", "45", "\n\n", " x"]),
+        ("qwen2", "IT'S 123\n\n x", ["IT", "'S", " ", "1", "2", "3", "\n\n", " x"]),
+        ("default", "a, 12345+b", ["a", ",", " ", "123", "45", "+", "b"]),
+    ],
+)
+def test_splits_before_merging(name: str, text: str, parts: list[str]) -> None:
+    found = [text]
+    for split in gguf_tokenizer_module._SPLITS[name]:
+        splitter = pre_tokenizers.Split(tokenizers.Regex(split), behavior="isolated")
+        found = [piece for part in found for piece, _ in splitter.pre_tokenize_str(part)]
+    assert found == parts
+
+
+def test_qwen2_s_split_is_that_of_transformers() -> None:
+    assert gguf_tokenizer_module._SPLITS["qwen2"] == (QWEN2_SPLIT,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "t5"}, "'t5'; supported in GGUF are gpt2 and llama"),
+        ({**BYTE_LEVEL, "pre": "martian"}, "pre-tokenizer 'martian' is not supported; known are .*smollm"),
+        ({**BYTE_LEVEL, "merges": ["a z"]}, "merges is 'a z'"),
+        ({**BYTE_LEVEL, "merges": None}, "merges is None"),
+        ({"tokens": None}, "tokens is None"),
+        ({"tokens": ["a", "a"]}, "token twice"),
+        ({"tokens": [1, 2]}, "an array of strings"),
+        ({"scores": [1.0]}, "an array of 265 numbers"),
+        ({"token_type": [1]}, "an array of 265 integers"),
+        ({"bos_token_id": 265}, "bos_token_id is 265"),
+        ({"add_bos_token": 1}, "true or false"),
+        ({"eos_token_id": [1, 2]}, "eos_token_id"),
+    ],
+)
+def test_an_unusable_tokenizer_in_gguf_is_an_error(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        from_metadata(tmp_path, **changes)
+
+
+def test_half_a_surrogate_pair_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="Unicode"):
+        from_metadata(tmp_path).encode("a\ud800", add_special_tokens=True)
