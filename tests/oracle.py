@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from penstock.engine.run import Canon, Run, canonical
+from penstock.engine.run import Canon, Run
 from penstock.engine.sampler import SamplingParams
 from penstock.kernels.probe import measure
 from penstock.kernels.torch_kernels import TorchKernels
@@ -94,7 +94,7 @@ def canon_of(model: Decoder) -> Canon:
     result = measure(model.kernels, model.probe_shapes, model.dtype, model.device)
     assert result.same_bits
     assert result.row_floor is not None
-    return canonical(model, result.row_floor)
+    return Canon(model.kernels.tile_size, result.row_floor)
 
 
 def run_prompt(model: Decoder, prompt: list[int], *, num_tokens: int = 1, **settings: Any) -> Run:

@@ -44,4 +44,6 @@ def test_shared_files_import_no_layer(name: str) -> None:
 
 
 def test_every_layer_is_there() -> None:
-    assert {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(LAYERS)
+    assert {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(
+        LAYERS
+    )

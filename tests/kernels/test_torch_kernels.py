@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from penstock.cache.kv import KV
 from penstock.errors import SettingError
 from penstock.kernels.protocol import select_kernels
-from penstock.kernels.rows import LANES, RowRule
+from penstock.kernels.shares import LANES, even_shares
 from penstock.kernels.torch_kernels import TorchKernels
 
 KERNELS = TorchKernels(tile_size=128)
@@ -89,18 +89,34 @@ def test_norm_and_activation() -> None:
 
 
 @given(
-    floor=st.integers(1, 64),
-    width=st.integers(1, 400).map(lambda n: n * LANES),
+    width=st.integers(1, 400).map(lambda n: n * LANES) | st.integers(1, 3000),
     num_threads=st.integers(1, 128),
     num_rows=st.integers(1, 3000),
 )
-def test_padding_is_enough_and_small(floor: int, width: int, num_threads: int, num_rows: int) -> None:
-    padded = RowRule(floor, width, num_threads).padded(num_rows)
-    assert padded >= max(num_rows, floor)
-    assert padded < max(num_rows, floor) + num_threads
-    # Each thread's run is in whole vectors.
-    num_runs = min(num_threads, -(-padded * width // 32_768))
-    assert -(-padded * width // num_runs) % LANES == 0
+def test_shares_cover_the_rows_in_whole_vectors(width: int, num_threads: int, num_rows: int) -> None:
+    shares = even_shares(num_rows, width, num_threads)
+    assert [row for share in shares for row in range(share.start, share.stop)] == list(range(num_rows))
+    for share in shares:
+        elements = (share.stop - share.start) * width
+        num_runs = min(num_threads, -(-elements // 32_768))
+        assert share.stop - share.start == 1 or -(-elements // num_runs) % LANES == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("width", [64, 1536, 1856, 77])
+def test_activation_of_a_row_does_not_depend_on_the_others(
+    width: int, num_threads: int, dtype: torch.dtype
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        gate_up = torch.randn(600, 2 * width).to(dtype)
+        whole = KERNELS.silu_and_mul(gate_up)
+        for num_rows in (1, 2, 7, 61, 200, 333, 599):
+            assert torch.equal(KERNELS.silu_and_mul(gate_up[-num_rows:]), whole[-num_rows:])
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_device_without_kernels_is_an_error() -> None:

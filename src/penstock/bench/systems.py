@@ -9,10 +9,9 @@ import torch
 from transformers import GenerationConfig
 
 from penstock.bench.transformers_model import load_transformers
-from penstock.engine.run import Canon, Run, canonical
+from penstock.engine.run import Canon, Run
 from penstock.kernels.probe import probe
 from penstock.kernels.protocol import select_kernels
-from penstock.kernels.rows import RowRule
 from penstock.models.decoder import Decoder, load_decoder
 from penstock.models.folder import HfFolder
 from penstock.models.gguf_file import GgufFile
@@ -130,7 +129,8 @@ def load_systems(
         device = torch.device("cpu")
         model = load_decoder(source, select_kernels(device), dtype, device)
         floor = probe(model.kernels, model.probe_shapes, dtype, device).row_floor
-        tiled, untiled = canonical(model, floor or 1), Canon(tile_size=0, rows=RowRule())
+        tiled = Canon(model.kernels.tile_size, floor or 1)
+        untiled = Canon(tile_size=0, row_floor=1)
         for name in ours:
             canon = untiled if name is SystemName.PENSTOCK_UNTILED else tiled
             size = 0 if name is SystemName.PENSTOCK_WHOLE else chunk

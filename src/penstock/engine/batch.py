@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 
 from penstock.cache import SequenceBlocks, TokenRange
-from penstock.kernels.rows import RowRule
 from penstock.layers.batch import AttentionWork, DecodeRow, ForwardBatch, TileRows
 from penstock.plan.request import Span
 from penstock.plan.tiles import TilePiece, cut_into_tiles
@@ -24,9 +23,9 @@ class SpanInput:
 
 
 def build_batch(
-    inputs: Sequence[SpanInput], *, tile_size: int, rows: RowRule, device: torch.device
+    inputs: Sequence[SpanInput], *, tile_size: int, row_floor: int, device: torch.device
 ) -> ForwardBatch:
-    """Lay the spans out as rows, one after the other, padded as `rows` says where a prompt is among them."""
+    """Lay the spans out as rows, one after the other, and pad them up to `row_floor` where a prompt is among them."""
     token_ids: list[int] = []
     positions: list[int] = []
     places: list[TokenRange] = []
@@ -61,11 +60,10 @@ def build_batch(
 
     num_tokens, num_logits = len(token_ids), len(logit_rows)
     if tiles:
-        padding = rows.padded(num_tokens) - num_tokens
-        token_ids += [0] * padding
-        positions += [0] * padding
+        token_ids += [0] * (row_floor - num_tokens)
+        positions += [0] * (row_floor - num_tokens)
         if num_logits:
-            logit_rows += [0] * (rows.padded(num_logits) - num_logits)
+            logit_rows += [0] * (row_floor - num_logits)
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, device=device),
         positions=torch.tensor(positions, device=device),

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceBlocks
@@ -12,7 +11,6 @@ from penstock.cache.kv import KVCache
 from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.errors import ContextLengthError, PromptError, SettingError
-from penstock.kernels.rows import RowRule
 from penstock.models.decoder import Decoder
 from penstock.plan import ChunkedPrefillConfig, Prefill, PrefillScheduler, Span
 
@@ -38,7 +36,7 @@ class Canon:
     """The canonical shapes on which a prompt runs, so that its bits do not depend on its chunks."""
 
     tile_size: int  # 0: no grid
-    rows: RowRule
+    row_floor: int  # fewer rows than this are padded up to it
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,10 @@ class Run:
         try:
             self.blocks.reserve(item.span.end)
             batch = build_batch(
-                [item], tile_size=self._canon.tile_size, rows=self._canon.rows, device=self.model.device
+                [item],
+                tile_size=self._canon.tile_size,
+                row_floor=self._canon.row_floor,
+                device=self.model.device,
             )
             logits = self.model.forward(batch, self.space.kv)
             token = None if logits is None else self._sampler.sample(logits[0], self.tokens)
@@ -157,9 +158,3 @@ def check_request(prompt: Sequence[int], max_tokens: int, context: int, vocab_si
         )
     if min(prompt) < 0 or max(prompt) >= vocab_size:
         raise PromptError(f"the prompt has token ids outside the model's vocabulary, 0 to {vocab_size - 1}")
-
-
-def canonical(model: Decoder, row_floor: int) -> Canon:
-    """The canonical shapes for a model whose products are row-invariant from `row_floor` rows up."""
-    num_threads = torch.get_num_threads() if model.device.type == "cpu" else 1
-    return Canon(model.kernels.tile_size, RowRule(row_floor, model.mlp_width, num_threads))

@@ -22,7 +22,7 @@ from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.protocol import Kernels
 
-_VERSION = 3
+_VERSION = 4
 _REFERENCE_ROWS = 512
 _ROW_COUNTS = (
     *range(1, 21),
@@ -111,6 +111,7 @@ def _row_floor(
     generator: torch.Generator,
 ) -> int | None:
     weight = _cancelling(shape.num_out, shape.num_in, generator, sign=1).to(device, dtype)
+    weight = kernels.pack(weight)
     bias = torch.zeros(shape.num_out, dtype=dtype, device=device) if shape.bias else None
     x = _cancelling(_REFERENCE_ROWS, shape.num_in, generator, sign=-1).to(device, dtype)
     reference = kernels.linear(x, weight, bias)

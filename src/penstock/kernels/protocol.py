@@ -16,8 +16,11 @@ class Kernels(Protocol):
     name: str
     tile_size: int
 
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight [out, in] in the form that `linear` takes it in, of the same size."""
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [rows, in] times weight [out, in], plus bias [out]."""
+        """x [rows, in] times a packed weight [out, in], plus bias [out]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension, computed in float32."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.cache.kv import KVCache, KVSpec
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.kernels.protocol import Kernels
-from penstock.kernels.rows import LANES
+from penstock.kernels.shares import LANES
 from penstock.layers.attention import Attention
 from penstock.layers.batch import ForwardBatch
 from penstock.layers.mlp import GatedMLP
@@ -45,7 +45,7 @@ class Decoder:
         self._embedding = embedding  # [vocab, hidden]
         self._layers = layers
         self._final_norm = final_norm  # [hidden]
-        self._head = head  # [vocab, hidden]
+        self._head = head  # [vocab, hidden], packed: where it is tied to the embedding, a copy of it
         self._rotary = Rotary(
             config.rotary, config.head_dim, config.max_position, embedding.dtype, embedding.device
         )
@@ -54,11 +54,6 @@ class Decoder:
     def kv_spec(self) -> KVSpec:
         """What the model caches for each token."""
         return KVSpec(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim, self.dtype)
-
-    @property
-    def mlp_width(self) -> int:
-        """The width of the feed-forward activation, padding included."""
-        return padded_width(self.config.intermediate_size)
 
     @property
     def probe_shapes(self) -> ProbeShapes:
@@ -70,7 +65,9 @@ class Decoder:
             (layer.mlp.gate_up_weight, layer.mlp.gate_up_bias),
             (layer.mlp.down_weight, layer.mlp.down_bias),
         ]
-        products = {ProductShape(weight.shape[0], weight.shape[1], bias is not None) for weight, bias in pairs}
+        products = {
+            ProductShape(weight.shape[0], weight.shape[1], bias is not None) for weight, bias in pairs
+        }
         return ProbeShapes(
             tuple(sorted(products, key=lambda p: (p.num_out, p.num_in, p.bias))),
             config.num_heads,
@@ -154,9 +151,9 @@ def load_decoder(source: WeightSource, kernels: Kernels, dtype: torch.dtype, dev
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             norm_eps=config.norm_eps,
-            qkv_weight=qkv("weight", hidden),
+            qkv_weight=kernels.pack(qkv("weight", hidden)),
             qkv_bias=qkv("bias") if config.qkv_bias else None,
-            out_weight=tensor(f"{prefix}.o_proj.weight", hidden, query),
+            out_weight=kernels.pack(tensor(f"{prefix}.o_proj.weight", hidden, query)),
             out_bias=optional(config.out_bias, f"{prefix}.o_proj.bias", hidden),
             query_norm=optional(config.head_norm, f"{prefix}.q_norm.weight", config.head_dim),
             key_norm=optional(config.head_norm, f"{prefix}.k_norm.weight", config.head_dim),
@@ -172,9 +169,9 @@ def load_decoder(source: WeightSource, kernels: Kernels, dtype: torch.dtype, dev
         down = torch.zeros(hidden, width, dtype=dtype, device=device)
         source.load_into(f"{prefix}.down_proj.weight", down[:, :inner])
         return GatedMLP(
-            gate_up_weight=gate_up("weight", hidden),
+            gate_up_weight=kernels.pack(gate_up("weight", hidden)),
             gate_up_bias=gate_up("bias") if config.mlp_bias else None,
-            down_weight=down,
+            down_weight=kernels.pack(down),
             down_bias=optional(config.mlp_bias, f"{prefix}.down_proj.bias", hidden),
         )
 
@@ -194,5 +191,5 @@ def load_decoder(source: WeightSource, kernels: Kernels, dtype: torch.dtype, dev
         embedding,
         [layer(index) for index in range(config.num_layers)],
         tensor("model.norm.weight", hidden),
-        embedding if config.tied_head else tensor("lm_head.weight", config.vocab_size, hidden),
+        kernels.pack(embedding if config.tied_head else tensor("lm_head.weight", config.vocab_size, hidden)),
     )

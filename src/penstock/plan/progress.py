@@ -47,7 +47,12 @@ class PrefillClock:
 
     def progress(self) -> Progress:
         return Progress(
-            self._num_done, self._num_tokens, self._chunks_done, self._num_chunks, self._elapsed_s, self._eta_s()
+            self._num_done,
+            self._num_tokens,
+            self._chunks_done,
+            self._num_chunks,
+            self._elapsed_s,
+            self._eta_s(),
         )
 
     def _eta_s(self) -> float | None:

@@ -1,0 +1,5 @@
+"""`python -m penstock` is the command `penstock`."""
+
+from penstock.frontends.cli import main
+
+main()

@@ -1,0 +1,62 @@
+"""From a model's name to an answer on standard output: what the command line and the demo share."""
+
+import io
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from penstock.frontends.exits import OutputError
+from penstock.frontends.lines import closing_line
+from penstock.frontends.present import Display
+from penstock.frontends.signals import on_interrupt
+
+if TYPE_CHECKING:
+    from penstock.engine.llm import LLM
+    from penstock.engine.results import Generation
+
+
+def load(model: str, display: Display, **settings: Any) -> "LLM":
+    """The model, downloaded where it must be."""
+    if not display.shows_bars:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    with display.busy(f"loading {model}"):
+        from penstock.engine.llm import LLM
+        from penstock.models.hub import resolve_model
+    with display.downloads() as report:
+        path = resolve_model(model, report)
+    with display.busy(f"loading {model}"):
+        return LLM(path, **settings)
+
+
+def answer(
+    llm: "LLM", prompt: str, display: Display, *, shows_text: bool = True, **request: Any
+) -> "Generation":
+    """Read the prompt and answer it, both in view. Ctrl-C ends it between two steps."""
+    stream = llm.stream(prompt, on_progress=display.progress, **request)
+
+    def cancel() -> None:
+        stream.cancel()
+        display.cancelling()
+
+    with stream, on_interrupt(cancel), display.reading(stream.progress):
+        text = ""
+        for text in stream:
+            if shows_text:
+                write(text)
+    if shows_text and text and not text.endswith("\n"):
+        write("\n")
+    display.close(closing_line(stream.result, stream.progress))
+    return stream.result
+
+
+def write(text: str) -> None:
+    """To standard output, at once and as it is."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # for a terminal that cannot show every character
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error

@@ -1,0 +1,125 @@
+"""The command `penstock generate`."""
+
+import json
+from functools import partial
+from typing import Annotated, Literal
+
+import typer
+
+from penstock.frontends.exits import INTERRUPTED, reported
+
+_model = partial(typer.Option, rich_help_panel="Model")
+_prompt = partial(typer.Option, rich_help_panel="Prompt")
+_answer = partial(typer.Option, rich_help_panel="Answer")
+_output = partial(typer.Option, rich_help_panel="Output")
+
+
+def generate(
+    prompt: Annotated[
+        str | None,
+        _prompt(
+            metavar="TEXT",
+            help="The prompt. With --prompt-file it follows the file's text and a blank line: "
+            "a document, then a question about it.",
+        ),
+    ] = None,
+    prompt_file: Annotated[
+        str | None,
+        _prompt(
+            metavar="PATH",
+            help="A file with the prompt, or - for standard input. Standard input is read too where there is "
+            "neither this nor --prompt.",
+        ),
+    ] = None,
+    system: Annotated[str | None, _prompt(metavar="TEXT", help="The system message.")] = None,
+    raw: Annotated[
+        bool, _prompt("--raw", help="Take the prompt as it is, without the chat template.")
+    ] = False,
+    chunk: Annotated[
+        str | None,
+        _prompt(
+            metavar="TOKENS",
+            help="Read the prompt in chunks of so many tokens; 0 is the whole prompt in one, auto leaves it "
+            "to Penstock. Without it $PENSTOCK_PREFILL_CHUNK applies, else 512.",
+        ),
+    ] = None,
+    overlap: Annotated[int, _prompt(min=0, help="Tokens at a chunk's end that the next runs again.")] = 0,
+    model: Annotated[
+        str,
+        _model(
+            metavar="NAME", help="smollm2, a folder with safetensors, a GGUF file or a Hugging Face name."
+        ),
+    ] = "smollm2",
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        _model(help="What to compute in; auto is bfloat16 where the processor does it natively."),
+    ] = "auto",
+    threads: Annotated[int | None, _model(min=1, help="Processor threads to use.")] = None,
+    max_tokens: Annotated[
+        int | None,
+        _answer(min=1, help="Tokens to generate at most: 512, or what the context has left, by default."),
+    ] = None,
+    temperature: Annotated[
+        float, _answer(help="0 takes the likeliest token; above 0, tokens are drawn.")
+    ] = 0.0,
+    top_k: Annotated[int, _answer(help="Draw from so many of the likeliest tokens; 0 is all.")] = 0,
+    top_p: Annotated[
+        float, _answer(help="Draw from the likeliest tokens that make up this probability.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, _answer(help="Leave out tokens below this fraction of the likeliest one's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, _answer(help="Above 1, tokens that were there before are less likely.")
+    ] = 1.0,
+    seed: Annotated[int | None, _answer(help="Makes what is drawn repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None,
+        _answer(metavar="TEXT", help="End the answer before this text. May be given several times."),
+    ] = None,
+    as_json: Annotated[bool, _output("--json", help="Print one JSON object instead of the text.")] = False,
+    quiet: Annotated[bool, _output("--quiet", help="Nothing on standard error but errors.")] = False,
+) -> None:
+    """Read a prompt in chunks, answer it on standard output.
+
+    Ctrl-C ends it after the chunk or token at hand and keeps what there is; a second Ctrl-C ends it at once.
+    """
+    with reported():
+        # What can be refused is refused before anything slow: first without torch, then without the model.
+        from penstock.errors import SettingError
+        from penstock.frontends.prompt import check_text, read_prompt
+        from penstock.plan import ChunkedPrefillConfig, resolve_chunk_size
+
+        ChunkedPrefillConfig(resolve_chunk_size(chunk).effective, overlap)
+        if raw and system is not None:
+            raise SettingError("--system is not accepted with --raw: put it into the prompt itself")
+        for option, text in [("--system", system or ""), *(("--stop", text) for text in stop or ())]:
+            check_text(option, text)
+        whole_prompt = read_prompt(prompt, prompt_file)
+
+        from penstock.frontends.answer import answer, load, write
+        from penstock.frontends.present import make_display
+
+        display = make_display(quiet)
+        with display.busy("starting"):
+            from penstock.engine.sampler import SamplingParams
+            from penstock.engine.stop import StopMatcher
+
+            sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+            StopMatcher(stop or ())
+        llm = load(model, display, dtype=dtype, chunk=chunk, overlap=overlap, threads=threads)
+        result = answer(
+            llm,
+            whole_prompt,
+            display,
+            shows_text=not as_json,
+            system=system,
+            raw=raw,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=stop or (),
+        )
+        if as_json:
+            write(json.dumps(result.to_dict()) + "\n")
+        if result.finish_reason == "cancelled":
+            raise SystemExit(INTERRUPTED)

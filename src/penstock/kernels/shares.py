@@ -1,0 +1,28 @@
+"""How an element-wise pass is divided, so that no element's bits depend on how many rows there are.
+
+torch gives each thread a run of elements and ends a run that is no multiple of the vector length in scalar code,
+whose exponential differs in the last bit. Here every run is whole vectors:
+
+    rows   [ as many as give every thread the same whole number of vectors )[ few ) [ few ) ...
+            one call, all threads                                            one thread each
+"""
+
+# No vector unit works on more elements at once, whatever the dtype.
+LANES = 64
+# A pass of up to this many elements is left to one thread.
+_GRAIN = 32_768
+
+
+def even_shares(num_rows: int, width: int, num_threads: int) -> list[slice]:
+    """Divide the rows of [num_rows, width] into calls. A width that is no multiple of LANES is taken row by row."""
+    if width % LANES:
+        return [slice(row, row + 1) for row in range(num_rows)]
+    rows_per_grain = max(_GRAIN // width, 1)
+    unit = num_threads * -(-_GRAIN // width)
+    start = num_rows // unit * unit if num_threads > 1 else 0
+    shares = [slice(0, start)] if start else []
+    while start < num_rows:
+        end = min(start + rows_per_grain, num_rows)
+        shares.append(slice(start, end))
+        start = end
+    return shares

@@ -1,0 +1,210 @@
+"""`penstock generate`, in this process, on a tiny random model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.frontends.conftest import CONTEXT, Generate
+
+DOCUMENT = "Seven sluices, and none of them leaks. " * 8
+
+
+def one_object(stdout: str) -> dict[str, Any]:
+    assert stdout.endswith("}\n")
+    assert stdout.count("\n") == 1
+    loaded = json.loads(stdout)
+    assert isinstance(loaded, dict)
+    return loaded
+
+
+def test_json_is_one_object_with_everything_in_it(generate: Generate) -> None:
+    done = generate("--prompt", DOCUMENT, "--max-tokens", "5", "--chunk", "100", "--json")
+    assert done.exit_code == 0, done.stderr
+    result = one_object(done.stdout)
+    assert {"text", "token_ids", "finish_reason", "usage", "timings", "prefill", "memory"} <= result.keys()
+    assert len(result["token_ids"]) == 5
+    assert result["finish_reason"] == "length"
+    usage = result["usage"]
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert usage["completion_tokens"] == 5
+    prefill = result["prefill"]
+    assert (prefill["requested"], prefill["effective"]) == ("100", 100)
+    assert prefill["chunks"] == -(-usage["prompt_tokens"] // 100)
+    assert "argument" in prefill["reason"]
+    assert result["memory"]["peak_resident_bytes"] > result["memory"]["kv_cache_bytes"] > 0
+    assert result["timings"]["time_to_first_token_s"] > 0
+
+
+@pytest.mark.parametrize("chunk", ["1", "7", "64", "100", "512", "auto"])
+def test_the_answer_does_not_depend_on_the_chunk(generate: Generate, chunk: str) -> None:
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "12", "--json")
+    whole = one_object(generate(*arguments, "--chunk", "0").stdout)
+    chunked = one_object(generate(*arguments, "--chunk", chunk).stdout)
+    assert (chunked["text"], chunked["token_ids"]) == (whole["text"], whole["token_ids"])
+
+
+def test_the_text_is_that_of_the_json(generate: Generate) -> None:
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "12")
+    text = one_object(generate(*arguments, "--json").stdout)["text"]
+    assert generate(*arguments).stdout.removesuffix("\n") == text.removesuffix("\n")
+
+
+def test_a_prompt_comes_from_an_option_a_file_or_standard_input(generate: Generate, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(DOCUMENT + "\n")
+    tail = ("--max-tokens", "6", "--json")
+    answers = [
+        generate("--prompt", DOCUMENT, *tail),
+        generate("--prompt-file", str(file), *tail),
+        generate("--prompt-file", "-", *tail, input=DOCUMENT),
+        generate(*tail, input=DOCUMENT + "\n"),
+    ]
+    assert len({tuple(one_object(done.stdout)["token_ids"]) for done in answers}) == 1
+
+
+def test_a_file_and_a_prompt_are_a_document_and_a_question(generate: Generate, tmp_path: Path) -> None:
+    file = tmp_path / "document.txt"
+    file.write_text("The document.\n")
+    both = generate("--prompt-file", str(file), "--prompt", "The question?", "--max-tokens", "6", "--json")
+    one = generate("--prompt", "The document.\n\nThe question?", "--max-tokens", "6", "--json")
+    assert one_object(both.stdout)["token_ids"] == one_object(one.stdout)["token_ids"]
+
+
+def test_the_chat_template_applies_unless_raw(generate: Generate) -> None:
+    def num_tokens(*arguments: str) -> int:
+        done = generate("--prompt", "hello", "--max-tokens", "1", "--json", *arguments)
+        return int(one_object(done.stdout)["usage"]["prompt_tokens"])
+
+    assert num_tokens("--raw") == len("hello")
+    assert num_tokens() == len("<user>hello\n<assistant>")
+    assert num_tokens("--system", "Be brief.") == len("<system>Be brief.\n<user>hello\n<assistant>")
+
+
+def test_a_seed_makes_draws_repeatable(generate: Generate) -> None:
+    def draw(seed: str) -> list[int]:
+        arguments = ["--temperature", "1.5", "--top-k", "100", "--top-p", "0.99", "--min-p", "0.001"]
+        arguments += ["--repetition-penalty", "1.1", "--seed", seed, "--max-tokens", "20", "--json"]
+        return list(one_object(generate("--prompt", DOCUMENT, *arguments).stdout)["token_ids"])
+
+    assert draw("1") == draw("1") != draw("2")
+
+
+def test_a_stop_text_ends_the_answer_before_it(generate: Generate) -> None:
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "40", "--json")
+    text = one_object(generate(*arguments).stdout)["text"]
+    stop = text[len(text) // 2]
+    result = one_object(generate(*arguments, "--stop", "never there", "--stop", stop).stdout)
+    assert result["finish_reason"] == "stop"
+    assert result["text"] == text.split(stop)[0]
+
+
+def test_the_environment_sets_the_chunk_and_the_option_overrules_it(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "1", "--json")
+    monkeypatch.setenv("PENSTOCK_PREFILL_CHUNK", "96")
+    prefill = one_object(generate(*arguments).stdout)["prefill"]
+    assert prefill["effective"] == 96
+    assert "PENSTOCK_PREFILL_CHUNK" in prefill["reason"]
+    assert one_object(generate(*arguments, "--chunk", "50").stdout)["prefill"]["effective"] == 50
+    monkeypatch.setenv("PENSTOCK_PREFILL_CHUNK", "ninety")
+    done = generate(*arguments)
+    assert done.exit_code == 2
+    assert done.stderr.startswith("penstock: PENSTOCK_PREFILL_CHUNK='ninety' is not accepted")
+
+
+def test_overlap_is_honoured(generate: Generate) -> None:
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "4", "--chunk", "64", "--json")
+    plain, overlapping = (one_object(generate(*arguments, "--overlap", n).stdout) for n in ("0", "32"))
+    assert overlapping["prefill"]["chunks"] > plain["prefill"]["chunks"]
+    assert overlapping["token_ids"] == plain["token_ids"]
+
+
+def test_progress_and_closing_line_are_plain_lines_on_standard_error(generate: Generate) -> None:
+    done = generate("--prompt", DOCUMENT * 4, "--max-tokens", "3", "--chunk", "8")
+    lines = done.stderr.splitlines()
+    *progress, closing = lines
+    assert 3 <= len(progress) <= 13
+    assert all(line.startswith("prefill ") and "tok/s, chunk " in line for line in progress)
+    assert not any(ord(character) < 32 for line in lines for character in line)
+    total = int(progress[-1].split()[1].split("/")[1])
+    assert progress[-1].startswith(f"prefill {total}/{total} tokens")
+    for part in (f"{total} prompt tokens", "first token after", "prefill", "decode", "peak memory"):
+        assert part in closing
+    assert "chunk 8 (set by --chunk)" in closing
+
+
+def test_quiet_leaves_only_the_answer(generate: Generate) -> None:
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "3")
+    quiet = generate(*arguments, "--quiet")
+    assert quiet.stderr == ""
+    assert quiet.stdout == generate(*arguments).stdout
+    both = generate(*arguments, "--quiet", "--json")
+    assert both.stderr == ""
+    one_object(both.stdout)
+
+
+def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(generate: Generate) -> None:
+    done = generate("--prompt", "x" * CONTEXT, "--raw", "--max-tokens", "7")
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert str(CONTEXT + 7) in line
+    assert f"{CONTEXT} tokens" in line
+    assert "--max-tokens is 7" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--chunk", "-1"), "--chunk '-1' is not accepted"),
+        (("--chunk", "many"), "--chunk 'many' is not accepted"),
+        (("--chunk", "8", "--overlap", "8"), "--overlap 8 is not accepted with --chunk 8"),
+        (("--temperature", "-1"), "--temperature -1.0 is not accepted"),
+        (("--temperature", "nan"), "--temperature nan is not accepted"),
+        (("--top-k", "-1"), "--top-k -1 is not accepted"),
+        (("--top-p", "0"), "--top-p 0.0 is not accepted"),
+        (("--min-p", "1"), "--min-p 1.0 is not accepted"),
+        (("--repetition-penalty", "0"), "--repetition-penalty 0.0 is not accepted"),
+        (("--seed", "-1"), "--seed -1 is not accepted"),
+        (("--stop", ""), "--stop '' is not accepted"),
+        (("--raw", "--system", "x"), "--system is not accepted with --raw"),
+        (("--system", "\udcff"), "--system is not accepted: it is not UTF-8 text"),
+    ],
+)
+def test_a_mistake_is_one_line_that_names_the_option(
+    generate: Generate, arguments: tuple[str, ...], said: str
+) -> None:
+    done = generate("--prompt", "hello", *arguments)
+    assert done.exit_code == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"penstock: {said}")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--bogus",),
+        ("--max-tokens", "0"),
+        ("--threads", "0"),
+        ("--overlap", "-1"),
+        ("--dtype", "int8"),
+        ("word",),
+    ],
+)
+def test_an_unknown_option_or_value_is_a_usage_error(generate: Generate, arguments: tuple[str, ...]) -> None:
+    done = generate("--prompt", "hello", *arguments)
+    assert done.exit_code == 2
+    assert "Usage: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_model_that_is_not_there_has_a_status_of_its_own(generate: Generate, tmp_path: Path) -> None:
+    done = generate("--model", str(tmp_path / "none"), "--prompt", "hello")
+    assert done.exit_code == 3
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("penstock: ")
+    assert str(tmp_path / "none") in line

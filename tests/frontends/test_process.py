@@ -1,0 +1,132 @@
+"""`penstock` as a process: signals, closed pipes, terminals, and how fast it starts."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from typing import IO
+
+import pytest
+
+Start = Callable[..., "subprocess.Popen[bytes]"]
+
+LONG = "Every sluice has its hour. " * 180  # nearly 5,000 tokens of one byte each
+TIMEOUT_S = 60
+
+
+def default_interrupt() -> None:
+    # A runner in the background may have it ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def wait_for(stream: IO[bytes] | None, prefix: bytes) -> None:
+    assert stream is not None
+    for line in stream:
+        if line.startswith(prefix):
+            return
+    pytest.fail(f"no line began with {prefix!r}")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["version"], ["--version"]])
+def test_help_and_version_do_not_wait_for_torch(arguments: list[str]) -> None:
+    program = (
+        "import sys; from penstock.frontends.cli import main\n"
+        f"sys.argv = ['penstock', *{arguments!r}]\n"
+        "try: main()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert not {'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+    if "--help" in arguments:
+        assert "Exit status: 0 done; 2 " in done.stdout
+    else:
+        assert re.fullmatch(r"penstock \d+\.\d+\.\d+\n", done.stdout)
+
+
+def test_an_interrupt_while_the_prompt_is_read_ends_between_chunks(start: Start) -> None:
+    process = start("--prompt", LONG, "--chunk", "1", "--json", preexec_fn=default_interrupt)
+    wait_for(process.stderr, b"prefill ")
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    result = json.loads(stdout)
+    assert result["finish_reason"] == "cancelled"
+    assert result["token_ids"] == []
+    assert 0 < result["prefill"]["chunks"] < result["usage"]["prompt_tokens"]
+    *progress, closing = stderr.decode().splitlines()
+    assert all(line.startswith("prefill ") for line in progress)
+    done, total = result["prefill"]["chunks"], result["usage"]["prompt_tokens"]
+    assert closing.startswith(f"cancelled after {done} of {total} prompt tokens, ")
+
+
+def test_an_interrupt_while_text_comes_keeps_the_text(start: Start) -> None:
+    process = start("--prompt", "hello", "--max-tokens", "5000", preexec_fn=default_interrupt)
+    assert process.stdout is not None
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 130
+    (first + stdout).decode()
+    assert re.search(r"cancelled after \d+ answer tokens?", stderr.decode().splitlines()[-1])
+    assert "Traceback" not in stderr.decode()
+
+
+def test_a_reader_that_goes_away_ends_it_quietly(start: Start) -> None:
+    process = start("--prompt", "hello", "--max-tokens", "5000", "--quiet")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.stderr is not None
+    assert process.stderr.read() == b""
+    assert process.wait(TIMEOUT_S) == 141
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_a_full_disk_is_one_line(start: Start) -> None:
+    with open("/dev/full", "wb") as full:
+        process = start("--prompt", "hello", "--max-tokens", "9", "--quiet", stdout=full)
+        _, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert stderr == b"penstock: cannot write to standard output: No space left on device\n"
+
+
+def test_a_terminal_shows_a_bar_then_the_text_then_the_closing_line(start: Start) -> None:
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "NO_COLOR")}
+    process = start(
+        *("--prompt", LONG, "--max-tokens", "3", "--chunk", "500"),
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env={**environment, "TERM": "xterm-256color"},
+    )
+    os.close(theirs)
+    pieces = []
+    with contextlib.suppress(OSError):  # Linux says EIO where the other side has gone
+        while piece := os.read(ours, 65536):
+            pieces.append(piece)
+    os.close(ours)
+    assert process.wait(TIMEOUT_S) == 0
+    screen = b"".join(pieces).decode(errors="replace")
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", screen)
+    assert "\x1b[" in screen
+    assert "loading " in plain
+    assert "━" in plain
+    assert "chunk 10/10" in plain
+    assert screen.count("\x1b[?25l") == screen.count("\x1b[?25h") > 0  # the cursor is back
+    assert "Traceback" not in plain
+    closing = plain.rstrip().rsplit("prompt tokens", 1)[1].replace("\r\n", "")
+    assert "peak memory" in closing

@@ -1,0 +1,47 @@
+"""The first Ctrl-C cancels, the second interrupts, and afterwards all is as before."""
+
+import signal
+import threading
+
+import pytest
+
+from penstock.frontends.signals import on_interrupt
+
+
+def test_first_cancels_second_interrupts() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    calls: list[int] = []
+
+    def interrupt_twice() -> None:
+        with on_interrupt(lambda: calls.append(1)):
+            signal.raise_signal(signal.SIGINT)
+            assert calls == [1]
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupt_twice()
+    assert calls == [1]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with on_interrupt(lambda: pytest.fail("cancelled")):
+            signal.raise_signal(signal.SIGINT)
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_another_thread_runs_without_it() -> None:
+    ran: list[bool] = []
+
+    def body() -> None:
+        with on_interrupt(lambda: None):
+            ran.append(True)
+
+    thread = threading.Thread(target=body)
+    thread.start()
+    thread.join()
+    assert ran == [True]
