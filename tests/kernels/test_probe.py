@@ -85,7 +85,7 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(probing, "measure", counted)
     probe(TorchKernels(), SHAPES, torch.bfloat16, CPU)
-    probe(TorchKernels(tile_size=512), SHAPES, torch.float32, CPU)
+    probe(TorchKernels(tile_size=256), SHAPES, torch.float32, CPU)
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)
     try:

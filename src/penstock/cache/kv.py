@@ -70,9 +70,9 @@ class KVCache:
 
     def write(self, layer: int, places: Sequence[TokenRange], keys: Tensor, values: Tensor) -> None:
         """Copy keys and values, each [n, num_kv_heads, head_dim], into places of n tokens."""
-        num_tokens = self._count(places)
-        self._check("keys", keys, num_tokens)
-        self._check("values", values, num_tokens)
+        shape = (self._count(places), self.spec.num_kv_heads, self.spec.head_dim)
+        self._check("keys", keys, shape)
+        self._check("values", values, shape)
         cached = self._layers[layer]
         start = 0
         for place in places:
@@ -108,12 +108,10 @@ class KVCache:
         shape = (self.num_blocks * BLOCK_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
         return KV(_zeros(shape, self.spec.dtype, device), _zeros(shape, self.spec.dtype, device))
 
-    def _check(self, name: str, given: Tensor, num_tokens: int) -> None:
-        spec = self.spec
-        shape = (num_tokens, spec.num_kv_heads, spec.head_dim)
-        if given.shape != shape or given.dtype != spec.dtype or given.device != self.device:
+    def _check(self, name: str, given: Tensor, shape: tuple[int, int, int]) -> None:
+        if given.shape != shape or given.dtype != self.spec.dtype or given.device != self.device:
             raise ValueError(
-                f"{name} to write must be {spec.dtype} {list(shape)} on {self.device}, "
+                f"{name} to write must be {self.spec.dtype} {list(shape)} on {self.device}, "
                 f"not {given.dtype} {list(given.shape)} on {given.device}"
             )
 

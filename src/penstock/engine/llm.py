@@ -77,9 +77,8 @@ class LLM:
         if isinstance(prompt, str):
             if raw or not self.tokenizer.has_chat_template:
                 if system is not None:
-                    raise SettingError(
-                        "system is not accepted with a raw prompt: put it into the prompt itself"
-                    )
+                    why = "with a raw prompt" if raw else "by a model without a chat template"
+                    raise SettingError(f"system is not accepted {why}: put it into the prompt itself")
                 return self.tokenizer.encode(prompt, add_special_tokens=True)
             messages: list[Mapping[str, str]] = [{"role": "user", "content": prompt}]
             if system is not None:
@@ -222,7 +221,7 @@ class TextStream:
             timings=Timings(
                 load_s=self._llm.load_s,
                 prefill_s=self._prefill_s,
-                time_to_first_token_s=self._prefill_s,
+                time_to_first_token_s=self._prefill_s if generated else None,
                 decode_s=self._decode_s,
                 prefill_tokens_per_s=progress.tokens_per_s,
                 decode_tokens_per_s=num_decoded / self._decode_s if num_decoded > 0 else None,

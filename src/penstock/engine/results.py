@@ -22,7 +22,7 @@ class Timings:
 
     load_s: float
     prefill_s: float
-    time_to_first_token_s: float
+    time_to_first_token_s: float | None  # None where there was none
     decode_s: float
     prefill_tokens_per_s: float
     decode_tokens_per_s: float | None  # None where there was no second token

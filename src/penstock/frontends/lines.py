@@ -50,7 +50,8 @@ def closing_line(result: "Generation", progress: Progress) -> str:
     facts = []
     if is_complete(progress):
         facts += [_count(result.usage.prompt_tokens, "prompt token"), _answer(result)]
-        facts += [f"first token after {format_seconds(timings.time_to_first_token_s)}"]
+        if timings.time_to_first_token_s is not None:
+            facts += [f"first token after {format_seconds(timings.time_to_first_token_s)}"]
     else:
         facts += [f"cancelled after {progress.num_done} of {progress.num_tokens} prompt tokens"]
     if progress.num_done:

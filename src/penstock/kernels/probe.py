@@ -22,7 +22,7 @@ from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.protocol import Kernels
 
-_VERSION = 4
+_VERSION = 5
 _REFERENCE_ROWS = 512
 _ROW_COUNTS = (
     *range(1, 21),
@@ -158,7 +158,7 @@ def _tiles_hold(
 
     scale = shapes.head_dim**-0.5
     queries, own = random(tile, shapes.num_heads), random_kv(tile)
-    edges = sorted({1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, tile // 2 + 9, tile - 1, tile})
+    edges = sorted({1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300, tile - 1, tile})
     ends = [end for end in edges if end <= tile]
     cuts = [(start, end) for end in ends for start in {0, end // 2, end - 1}]
     for past in (None, random_kv(tile), random_kv(5 * tile)):

@@ -1,6 +1,7 @@
 """The reference kernels, in plain torch. What they promise about bits is measured by `penstock.kernels.probe`."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,10 +12,14 @@ from penstock.kernels.shares import even_shares
 # A query keeps its bits as long as it keeps its place modulo this many rows of the attention kernel's input.
 QUERY_GRID = 64
 
-# Rows of the own tile's piece, for queries that end before the tile does. A shorter square gives the same bits as the
-# whole one at these sizes only (at 192 of 256 the library's products take another path).
+# The causal part of a tile is cut into squares of this size: what lies left of a square needs no mask, and the kernel
+# computes a masked score as dearly as any other.
+SQUARE = 256
+# Rows of a square's causal piece, for queries that end before the square does. A smaller one gives the same bits as
+# the whole one at these sizes (not at 192 of 256, where the library's products take another path).
 PREFIX_SIZES = (64, 128)
-
+# A decode's past is not split into parts of fewer tokens than this: merging costs more than it gains.
+_SPLIT_TOKENS = 512
 # The number of rows that packed weights are laid out for.
 _PACKED_FOR_ROWS = 512
 
@@ -26,7 +31,7 @@ class TorchKernels:
 
     name = "torch"
 
-    def __init__(self, tile_size: int = 256) -> None:
+    def __init__(self, tile_size: int = 512) -> None:
         self.tile_size = tile_size
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -59,47 +64,71 @@ class TorchKernels:
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
+        shares = even_shares(*gate.shape, torch.get_num_threads())
+        if len(shares) == 1:
+            return torch.nn.functional.silu(gate).mul_(up)
         activated = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        for rows in even_shares(*gate.shape, torch.get_num_threads()):
+        for rows in shares:
             torch.ops.aten.silu.out(gate[rows], out=activated[rows])
         return activated.mul_(up)
 
     def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
-        num_queries, num_heads, head_dim = queries.shape
-        rows = slice(offset, offset + num_queries)
+        end = offset + queries.shape[0]
         tile_size = own.keys.shape[0]
-        size = min((size for size in PREFIX_SIZES if rows.stop <= size), default=tile_size)
-        size = min(size, tile_size)
-        if num_queries < size:
-            tile = queries.new_zeros(size, num_heads, head_dim)
-            tile[rows] = queries
-        else:
-            tile = queries
-        own = KV(own.keys[:size], own.values[:size])
-        own_out, own_lse = _flash(tile, own, scale, causal=True)  # [S, H, D], [H, S]
-        if past is None:
-            return own_out[rows]
-
-        # The past needs only the rows at hand, out to the grid.
-        start = offset // QUERY_GRID * QUERY_GRID
-        end = min(-(-rows.stop // QUERY_GRID) * QUERY_GRID, size)
-        past_out, past_lse = _flash_grouped(tile[start:end], past, scale)  # [R, H, D], [H, R]
-        # The weights are computed on the tile's full shape: a vectorised exponential and its scalar tail differ
-        # in the last bit, so where a row stands among them must not depend on the chunk.
-        difference = own_lse.new_zeros(num_heads, tile_size)
-        difference[:, start:end] = past_lse - own_lse[:, start:end]
-        past_weight = torch.sigmoid(difference).t()[rows, :, None]  # [n, H, 1]
-        inner = slice(offset - start, offset - start + num_queries)
-        merged = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        return torch.add(own_out[rows] * (1.0 - past_weight), past_out[inner].mul(past_weight), out=merged)
+        # Without the grid a tile is a chunk of any size, and one square.
+        square_size = min(SQUARE, tile_size) if tile_size == self.tile_size else tile_size
+        past_piece = None if past is None else _attend_all(queries, offset, past, scale)
+        attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for square in range(offset // square_size * square_size, end, square_size):
+            first, last = max(offset, square), min(end, square + square_size)
+            rows = slice(first - offset, last - offset)
+            pieces = [] if past_piece is None else [past_piece.rows(rows)]
+            if square:
+                before = KV(own.keys[:square], own.values[:square])
+                pieces.append(_attend_all(queries[rows], first, before, scale))
+            square_kv = KV(own.keys[square:], own.values[square:])
+            pieces.append(_attend_square(queries[rows], first - square, square_kv, square_size, scale))
+            _merge(pieces, first - square, square_size, out=attended[rows])
+        return attended
 
     def attend_one(self, query: Tensor, past: Sequence[KV], scale: float) -> Tensor:
-        if len(past) == 1:
-            return _flash_grouped(query[None], past[0], scale)[0][0]
-        parts = [_flash_grouped(query[None], piece, scale) for piece in past]
-        weights = torch.softmax(torch.stack([lse for _, lse in parts]), dim=0)  # [pieces, H, 1]
-        outs = torch.stack([out[0] for out, _ in parts])  # [pieces, H, D]
-        return (outs * weights).sum(dim=0).to(query.dtype)
+        num_heads, head_dim = query.shape
+        num_kv_heads = past[0].keys.shape[1]
+        # A group's queries are the rows: [1, KV, G, D].
+        grouped = query.view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        parts = [part for piece in past for part in _split(piece, num_kv_heads)]
+        outs, lses = [], []
+        for keys, values in parts:  # [B, KV, tokens, D]
+            out, lse = flash_attention(
+                grouped.expand(keys.shape[0], -1, -1, -1), keys, values, 0.0, False, scale=scale
+            )
+            outs.append(out)
+            lses.append(lse)
+        if len(outs) == 1 and outs[0].shape[0] == 1:
+            return outs[0].reshape(num_heads, head_dim)
+        weights = torch.softmax(torch.cat(lses), dim=0)[..., None]  # [pieces, KV, G, 1]
+        return (torch.cat(outs) * weights).sum(dim=0).to(query.dtype).view(num_heads, head_dim)
+
+
+def _split(past: KV, num_kv_heads: int) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values as [B, KV, tokens, D]: a long past in B equal parts, so that there is work for every thread,
+    and what is left over in one of its own."""
+    num_tokens = past.keys.shape[0]
+    num_parts = 1
+    while num_kv_heads * num_parts < 4 * torch.get_num_threads():
+        num_parts *= 2
+    num_parts = max(min(num_parts, num_tokens // _SPLIT_TOKENS), 1)
+    size = num_tokens // num_parts
+    parts = [(slice(0, size * num_parts), num_parts)]
+    if size * num_parts < num_tokens:
+        parts.append((slice(size * num_parts, num_tokens), 1))
+    return [
+        (
+            past.keys[tokens].view(count, -1, *past.keys.shape[1:]).transpose(1, 2),
+            past.values[tokens].view(count, -1, *past.values.shape[1:]).transpose(1, 2),
+        )
+        for tokens, count in parts
+    ]
 
 
 def _can_pack(dtype: torch.dtype) -> bool:
@@ -108,27 +137,30 @@ def _can_pack(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _flash(queries: Tensor, kv: KV, scale: float, *, causal: bool) -> tuple[Tensor, Tensor]:
-    """Queries [R, H, D] to output [R, H, D] and log-sum-exp [H, R]."""
-    out, lse = flash_attention(
-        queries.transpose(0, 1)[None],
-        kv.keys.transpose(0, 1)[None],
-        kv.values.transpose(0, 1)[None],
-        0.0,
-        causal,
-        scale=scale,
-    )
-    return out[0].transpose(0, 1), lse[0]
+@dataclass(frozen=True)
+class _Piece:
+    """Queries' attention to a part of their keys, to be merged with that to the others."""
+
+    out: Tensor  # [n, H, D]
+    lse: Tensor  # [H, n], the logarithm of the sum of the exponentials of the scores
+
+    def rows(self, rows: slice) -> "_Piece":
+        return _Piece(self.out[rows], self.lse[:, rows])
 
 
-def _flash_grouped(queries: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tensor]:
-    """Unmasked attention with the queries of a group of heads stacked as rows: keys are read once a group, and
-    the kernel works on larger blocks. Same bits as head by head, a tenth less time for chunks and a fifth of it
-    for a single bfloat16 query."""
-    num_rows, num_heads, head_dim = queries.shape
+def _attend_all(queries: Tensor, offset: int, kv: KV, scale: float) -> _Piece:
+    """Queries [n, H, D] that stand at `offset` in their tile, each to all of the keys.
+
+    The queries of a group of heads are stacked as rows: keys are read once a group, and the kernel works on larger
+    blocks. The bits are those of head by head."""
+    num_queries, num_heads, head_dim = queries.shape
     num_kv_heads = kv.keys.shape[1]
     group = num_heads // num_kv_heads
-    stacked = queries.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    padded = _padded(
+        queries, offset % QUERY_GRID, -(-(offset % QUERY_GRID + num_queries) // QUERY_GRID) * QUERY_GRID
+    )
+    num_rows = padded.shape[0]
+    stacked = padded.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
     out, lse = flash_attention(
         stacked.reshape(1, num_kv_heads, group * num_rows, head_dim),
         kv.keys.transpose(0, 1)[None],
@@ -138,4 +170,49 @@ def _flash_grouped(queries: Tensor, kv: KV, scale: float) -> tuple[Tensor, Tenso
         scale=scale,
     )
     out = out.view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3)
-    return out.reshape(num_rows, num_heads, head_dim), lse.reshape(num_heads, num_rows)
+    piece = _Piece(out.reshape(num_rows, num_heads, head_dim), lse.reshape(num_heads, num_rows))
+    return piece.rows(slice(offset % QUERY_GRID, offset % QUERY_GRID + num_queries))
+
+
+def _attend_square(queries: Tensor, offset: int, kv: KV, square_size: int, scale: float) -> _Piece:
+    """Queries [n, H, D] that stand at `offset` in their square, each to the keys up to its own."""
+    end = offset + queries.shape[0]
+    size = min((size for size in PREFIX_SIZES if end <= size < square_size), default=square_size)
+    padded = _padded(queries, offset, size)
+    out, lse = flash_attention(
+        padded.transpose(0, 1)[None],
+        kv.keys[:size].transpose(0, 1)[None],
+        kv.values[:size].transpose(0, 1)[None],
+        0.0,
+        True,
+        scale=scale,
+    )
+    return _Piece(out[0].transpose(0, 1), lse[0]).rows(slice(offset, end))
+
+
+def _padded(queries: Tensor, offset: int, num_rows: int) -> Tensor:
+    """[num_rows, H, D] with the queries at `offset` and zeros around them."""
+    if queries.shape[0] == num_rows:
+        return queries
+    padded = queries.new_zeros(num_rows, *queries.shape[1:])
+    padded[offset : offset + queries.shape[0]] = queries
+    return padded
+
+
+def _merge(pieces: list[_Piece], offset: int, square_size: int, *, out: Tensor) -> None:
+    """Write the pieces' common result, for queries that stand at `offset` in their square, to `out` [n, H, D]."""
+    if len(pieces) == 1:
+        out.copy_(pieces[0].out)
+        return
+    num_queries, num_heads, _ = out.shape
+    # The weights are computed on the square's full shape: a vectorised exponential and its scalar tail differ in
+    # the last bit, so where a row stands among them must not depend on the chunk.
+    rows = slice(offset, offset + num_queries)
+    lse = pieces[0].lse.new_zeros(len(pieces), num_heads, square_size)
+    for index, piece in enumerate(pieces):
+        lse[index, :, rows] = piece.lse
+    weights = lse.softmax(dim=0).transpose(1, 2)[:, rows, :, None]  # [pieces, n, H, 1]
+    total = pieces[0].out * weights[0]
+    for piece, weight in zip(pieces[1:-1], weights[1:-1], strict=True):
+        total += piece.out * weight
+    torch.add(total, pieces[-1].out * weights[-1], out=out)

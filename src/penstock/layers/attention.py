@@ -45,6 +45,10 @@ class Attention:
     def attend(self, queries: Tensor, work: AttentionWork, cache: KVCache, kernels: Kernels) -> Tensor:
         """Queries [rows, heads, head_dim] to the block's output [rows, hidden]; padding rows attend to nothing."""
         scale = self.head_dim**-0.5
+        if not work.tiles and len(work.decodes) == 1 == len(queries):
+            past = [cache.read(self.index, [place]) for place in work.decodes[0].past]
+            attended = kernels.attend_one(queries[0], past, scale)
+            return kernels.linear(attended.view(1, -1), self.out_weight, self.out_bias)
         attended = queries.new_empty(queries.shape)
         num_done = 0
         for tile in work.tiles:
