@@ -25,5 +25,9 @@ class ModelFileError(ModelError):
     """A model file that is damaged, hostile or of a kind that is refused."""
 
 
+class MemoryExhaustedError(PenstockError):
+    """The machine has no memory left for a step, however small."""
+
+
 class CacheFullError(PenstockError):
     """The K/V cache has no room for what was asked."""

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from penstock.engine.run import CacheSpace, Run
 from penstock.engine.sampler import SamplingParams
-from penstock.errors import CacheFullError, ContextLengthError, PromptError, SettingError
+from penstock.errors import (
+    CacheFullError,
+    ContextLengthError,
+    MemoryExhaustedError,
+    PromptError,
+    SettingError,
+)
 from penstock.models.decoder import Decoder
 from penstock.plan import ChunkedPrefillConfig
 from tests.engine.test_same_bits import assert_same_bits
@@ -39,7 +45,7 @@ class Failing:
             if self.calls_left is not None:
                 if self.calls_left == 0:
                     self.calls_left = None
-                    raise MemoryError("injected")
+                    raise RuntimeError("injected")
                 self.calls_left -= 1
             return real(gate_up)
 
@@ -74,7 +80,7 @@ def test_failed_steps_leave_no_trace(data: st.DataObject) -> None:
             injected = failing.calls_left is not None
             try:
                 run.step()
-            except MemoryError:
+            except RuntimeError:
                 assert injected
                 assert (list(run.tokens), run.blocks.num_tokens, run.prefill.progress()) == before
                 run.space.pool.check_integrity()
@@ -91,11 +97,53 @@ def test_a_failed_chunk_is_run_again_to_the_same_bits(monkeypatch: pytest.Monkey
     run = start(random_prompt(300), 100)
     run.step()
     failing.calls_left = 0
-    with pytest.raises(MemoryError, match="injected"):
+    with pytest.raises(RuntimeError, match="injected"):
         run.step()
     while not run.generated:
         run.step()
     assert_same_bits(run, run_prompt(small_model(), random_prompt(300)))
+
+
+def limit_rows(monkeypatch: pytest.MonkeyPatch, most: int, error: Exception) -> None:
+    """Memory for passes of up to `most` rows only."""
+    kernels = small_model().kernels
+    real = kernels.silu_and_mul
+
+    def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+        if gate_up.shape[0] > most:
+            raise error
+        return real(gate_up)
+
+    monkeypatch.setattr(kernels, "silu_and_mul", silu_and_mul)
+
+
+@pytest.mark.parametrize("overlap", [0, 5])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")], ids=str
+)
+def test_running_out_of_memory_halves_the_chunk(error: Exception, overlap: int) -> None:
+    model, prompt = small_model(), random_prompt(300)
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        limit_rows(monkeypatch, 40, error)
+        run = Run(
+            model, prompt, config=ChunkedPrefillConfig(100, overlap), canon=canon_of(model), max_tokens=4
+        )
+        spans = []
+        while not run.generated:
+            spans.append(run.step().span)
+    assert run.num_shrinks == 2
+    assert {len(span) for span in spans} == {25}
+    assert run.prefill.progress() == 1.0
+    assert_same_bits(run, run_prompt(model, prompt))
+
+
+def test_no_memory_for_a_single_token_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_rows(monkeypatch, 0, MemoryError())
+    run = start(random_prompt(300), 100)
+    with pytest.raises(MemoryExhaustedError, match="one token"):
+        run.step()
+    assert run.blocks.num_tokens == 0
+    run.space.pool.check_integrity()
 
 
 def test_cancel_frees_everything() -> None:

@@ -82,6 +82,7 @@ def test_any_settings_give_a_token_and_a_seed_repeats_it(
         ("temperature", -0.1),
         ("temperature", math.inf),
         ("temperature", math.nan),
+        ("temperature", 1e-50),
         ("temperature", "1"),
         ("temperature", True),
         ("top_k", -1),

@@ -12,7 +12,7 @@ from penstock.kernels.probe import ProbeResult, ProbeShapes, ProductShape, measu
 from penstock.kernels.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
-SHAPES = ProbeShapes((ProductShape(96, 64), ProductShape(64, 130, bias=True)), 6, 2, 16)
+SHAPES = ProbeShapes((ProductShape(96, 64), ProductShape(64, 130, bias=True)), 6, 2, 16, 96, 1088)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -55,7 +55,7 @@ def test_the_real_kernels_hold(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("below", [1, 2, 7, 33])
 def test_finds_the_floor(dtype: torch.dtype, below: int) -> None:
-    shapes = ProbeShapes((ProductShape(96, 576),), 6, 2, 16)
+    shapes = ProbeShapes((ProductShape(96, 576),), 6, 2, 16, 96, 1088)
     assert measure(RowDependent(below), shapes, dtype, CPU).row_floor == below
 
 
@@ -65,9 +65,27 @@ def test_no_floor() -> None:
     assert not result.same_bits
 
 
+class SplitDependent(TorchKernels):
+    """An activation that is divided over threads wherever torch pleases."""
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+
+def test_notices_an_activation_that_depends_on_the_number_of_rows() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(5)
+    try:
+        assert not measure(SplitDependent(), SHAPES, torch.float32, CPU).passes_hold
+        assert measure(TorchKernels(), SHAPES, torch.float32, CPU).passes_hold
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_notices_a_query_that_depends_on_its_neighbours(dtype: torch.dtype) -> None:
-    assert not measure(NeighbourDependent(), SHAPES, dtype, CPU).tiles_hold
+    assert not measure(NeighbourDependent(), SHAPES, dtype, CPU).attention_holds
 
 
 def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +99,7 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     def counted(*args: object) -> ProbeResult:
         asked.append(args)
-        return ProbeResult(1, True)
+        return ProbeResult(1, True, True)
 
     monkeypatch.setattr(probing, "measure", counted)
     probe(TorchKernels(), SHAPES, torch.bfloat16, CPU)
@@ -97,7 +115,7 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     "damage",
-    ["", "{", "[]", "{}", '{"row_floor": "x", "tiles_hold": true}', '{"row_floor": 0, "tiles_hold": 1}'],
+    ["", "{", "[]", "{}", '{"row_floor": "x"}', '{"row_floor": 0, "attention_holds": 1, "passes_hold": 1}'],
 )
 def test_a_damaged_result_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str

@@ -235,3 +235,38 @@ def test_memory_savings_are_those_of_the_estimate() -> None:
     assert savings == estimate.savings_ratio
     assert 0.9 < savings < 1
     assert 0 < scheduler.memory_savings(SHAPE) < savings
+
+
+@given(
+    num_tokens=st.integers(1, 300),
+    chunk_size=st.integers(1, 80),
+    overlap=st.integers(0, 79),
+    shrinks=st.lists(st.booleans(), max_size=40),
+)
+def test_shrinking_still_covers_the_prompt(
+    num_tokens: int, chunk_size: int, overlap: int, shrinks: list[bool]
+) -> None:
+    config = ChunkedPrefillConfig(chunk_size, min(overlap, chunk_size - 1))
+    scheduler = PrefillScheduler(range(num_tokens), config)
+    finished = 0
+    while not scheduler.is_complete():
+        action = scheduler.next_action()
+        assert isinstance(action, Prefill)
+        chunk = action.chunk
+        assert chunk.start_pos <= finished < chunk.end_pos
+        if shrinks and shrinks.pop():
+            if len(chunk) == 1:
+                with pytest.raises(ChunkOrderError, match="cannot be halved"):
+                    scheduler.shrink(chunk)
+                scheduler.abandon(chunk)
+                continue
+            scheduler.shrink(chunk)
+            again = scheduler.next_action()
+            assert isinstance(again, Prefill)
+            assert again.chunk.start_pos == finished
+            assert len(again.chunk) <= -(-len(chunk) // 2)
+            scheduler.abandon(again.chunk)
+            continue
+        scheduler.complete(chunk)
+        finished = chunk.end_pos
+    assert finished == num_tokens

@@ -10,7 +10,7 @@ import torch
 
 from penstock.engine.memory import peak_resident_bytes, reset_peak
 from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
-from penstock.engine.run import Canon, Run, check_request
+from penstock.engine.run import Canon, Run
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.stop import StopMatcher
 from penstock.errors import ContextLengthError, SettingError
@@ -26,6 +26,7 @@ from penstock.plan.progress import PrefillClock, Progress
 DEFAULT_MODEL = "smollm2"
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
+MAX_THREADS = 1024
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 ProgressCallback = Callable[[Progress], None]
@@ -109,7 +110,9 @@ class LLM:
     ) -> "TextStream":
         """Text as it is generated. `on_progress` is called after each chunk of the prompt. What cannot be run is
         refused here, before any work."""
+        started = time.perf_counter()
         token_ids = self.tokenize(prompt, system=system, raw=raw)
+        tokenize_s = time.perf_counter() - started
         if max_tokens is None:
             room = self.context_length - len(token_ids)
             if room < 1:
@@ -118,7 +121,6 @@ class LLM:
                     f"model's context of {self.context_length} tokens: shorten the prompt"
                 )
             max_tokens = min(DEFAULT_MAX_TOKENS, room)
-        check_request(token_ids, max_tokens, self.context_length, self.model.config.vocab_size)
         run = Run(
             self.model,
             token_ids,
@@ -128,7 +130,7 @@ class LLM:
             sampling=sampling,
             eos_ids=self._eos_ids,
         )
-        return TextStream(self, run, StopMatcher(stop), on_progress)
+        return TextStream(self, run, StopMatcher(stop), on_progress, tokenize_s)
 
     def generate(
         self,
@@ -159,7 +161,14 @@ class LLM:
 class TextStream:
     """An iterator over pieces of text. `result` is there once it has ended; closing it early frees its cache."""
 
-    def __init__(self, llm: LLM, run: Run, stops: StopMatcher, on_progress: ProgressCallback | None) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        run: Run,
+        stops: StopMatcher,
+        on_progress: ProgressCallback | None,
+        tokenize_s: float,
+    ) -> None:
         self._llm = llm
         self._run = run
         self._stops = stops
@@ -168,6 +177,8 @@ class TextStream:
         self._clock = PrefillClock(run.prompt_length, run.prefill.total_chunks)
         self._prefill_s = 0.0
         self._decode_s = 0.0
+        self._tokenize_s = tokenize_s
+        self._first_token_s: float | None = None
         self._text: list[str] = []
         self._peak_bytes = 0
         self._pieces = self._generate()
@@ -221,7 +232,7 @@ class TextStream:
             timings=Timings(
                 load_s=self._llm.load_s,
                 prefill_s=self._prefill_s,
-                time_to_first_token_s=self._prefill_s if generated else None,
+                time_to_first_token_s=self._first_token_s,
                 decode_s=self._decode_s,
                 prefill_tokens_per_s=progress.tokens_per_s,
                 decode_tokens_per_s=num_decoded / self._decode_s if num_decoded > 0 else None,
@@ -230,7 +241,7 @@ class TextStream:
                 requested=chunk.requested,
                 effective=chunk.effective,
                 source=chunk.source,
-                reason=chunk.reason,
+                reason=chunk.reason + _shrink_reason(run.num_shrinks),
                 overlap=run.prefill.config.overlap,
                 chunks=progress.chunks_done,
                 same_bits=self._llm.probe.same_bits,
@@ -241,6 +252,7 @@ class TextStream:
     def _generate(self) -> Generator[str, None, None]:
         run, stops = self._run, self._stops
         decoder = StreamDecoder(self._llm.tokenizer)
+        started = time.perf_counter()
         reset_peak()
         try:
             while run.finish_reason is None:
@@ -248,6 +260,8 @@ class TextStream:
                     run.cancel()
                     break
                 token = self._step()
+                if token is not None and self._first_token_s is None:
+                    self._first_token_s = self._tokenize_s + time.perf_counter() - started
                 if token is None or token in self._llm._eos_ids:
                     continue
                 piece = stops.push(decoder.push(token))
@@ -278,6 +292,10 @@ class TextStream:
         return step.token
 
 
+def _shrink_reason(num_shrinks: int) -> str:
+    return f", halved {num_shrinks}x when memory ran out" if num_shrinks else ""
+
+
 def resolve_dtype(name: str) -> torch.dtype:
     """The dtype of a name; `auto` is bfloat16 on CPUs that compute it natively, else float32."""
     if name == "auto":
@@ -290,11 +308,13 @@ def resolve_dtype(name: str) -> torch.dtype:
 def _has_native_bfloat16() -> bool:
     if hasattr(torch.cpu, "get_capabilities"):
         capabilities = torch.cpu.get_capabilities()
-        return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+        return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _set_threads(threads: object) -> None:
-    if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
-        raise SettingError(f"threads={threads!r} is not accepted: give a whole number, 1 or more")
+    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MAX_THREADS:
+        raise SettingError(
+            f"threads={threads!r} is not accepted: give a whole number from 1 to {MAX_THREADS}"
+        )
     torch.set_num_threads(threads)

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceBlocks
 from penstock.cache.kv import KVCache
 from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.sampler import Sampler, SamplingParams
-from penstock.errors import ContextLengthError, PromptError, SettingError
+from penstock.errors import ContextLengthError, MemoryExhaustedError, PromptError, SettingError
 from penstock.models.decoder import Decoder
 from penstock.plan import ChunkedPrefillConfig, Prefill, PrefillScheduler, Span
 
@@ -75,6 +76,7 @@ class Run:
         self.space = space or CacheSpace.for_tokens(model, len(prompt) + max_tokens - 1)
         self.blocks = SequenceBlocks(self.space.pool)
         self.logits: Tensor | None = None  # [vocab], after the last step that sampled
+        self.num_shrinks = 0  # how often memory ran out and the chunk was halved
         self._canon = canon
         self._sampler = Sampler(sampling or SamplingParams())
         self._eos_ids = eos_ids
@@ -85,31 +87,32 @@ class Run:
         return self.tokens[self.prompt_length :]
 
     def step(self) -> StepResult:
-        """Schedule, build, run, sample, commit."""
-        item, action = self._schedule()
-        try:
-            self.blocks.reserve(item.span.end)
-            batch = build_batch(
-                [item],
-                tile_size=self._canon.tile_size,
-                row_floor=self._canon.row_floor,
-                device=self.model.device,
-            )
-            logits = self.model.forward(batch, self.space.kv)
-            token = None if logits is None else self._sampler.sample(logits[0], self.tokens)
-        except BaseException:
-            self._abort(action)
-            raise
-        self._commit(item.span, action, logits, token)
-        return StepResult(item.span, item.is_prompt, token)
+        """Schedule, build, run, sample, commit. Where memory runs out, the chunk is halved and tried again."""
+        while True:
+            item, action = self._schedule()
+            try:
+                self.blocks.reserve(item.span.end)
+                batch = build_batch(
+                    [item],
+                    tile_size=self._canon.tile_size,
+                    row_floor=self._canon.row_floor,
+                    device=self.model.device,
+                )
+                logits = self.model.forward(batch, self.space.kv)
+                token = None if logits is None else self._sampler.sample(logits[0], self.tokens)
+            except BaseException as error:
+                self._abort(item.span, action, error)
+            else:
+                self._commit(item.span, action, logits, token)
+                return StepResult(item.span, item.is_prompt, token)
 
     def cancel(self) -> None:
         """Stop between steps and free everything."""
         self.finish("cancelled")
 
     def finish(self, reason: FinishReason) -> None:
-        """End the request, if it has not ended, and give its blocks back."""
-        if self.finish_reason is None:
+        """End the request, if it has not ended, and give its blocks back. A stop string in the last token counts."""
+        if self.finish_reason is None or (self.finish_reason, reason) == ("length", "stop"):
             self.finish_reason = reason
             self.blocks.free()
 
@@ -125,10 +128,21 @@ class Run:
         start = len(self.tokens) - 1
         return SpanInput(Span(start, start + 1), self.tokens[start:], self.blocks, False, True), None
 
-    def _abort(self, action: Prefill | None) -> None:
+    def _abort(self, span: Span, action: Prefill | None, error: BaseException) -> None:
+        """Leave the request as it was before the step, and raise the error: unless memory ran out and the chunk can
+        be made smaller."""
+        self.blocks.truncate(self.blocks.num_tokens)
+        if action is not None and is_out_of_memory(error) and len(span) > 1:
+            self.prefill.shrink(action.chunk)
+            self.num_shrinks += 1
+            return
         if action is not None:
             self.prefill.abandon(action.chunk)
-        self.blocks.truncate(self.blocks.num_tokens)
+        if is_out_of_memory(error):
+            raise MemoryExhaustedError(
+                f"there is no memory left to run one token after {span.start}: free some, or use a smaller model"
+            ) from error
+        raise error
 
     def _commit(self, span: Span, action: Prefill | None, logits: Tensor | None, token: int | None) -> None:
         self.blocks.commit(span.end)
@@ -142,6 +156,13 @@ class Run:
             self.finish("stop")
         elif len(self.tokens) - self.prompt_length >= self.max_tokens:
             self.finish("length")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed. torch has no type of its own for that on CPU."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def check_request(prompt: Sequence[int], max_tokens: int, context: int, vocab_size: int) -> None:

@@ -9,6 +9,9 @@ from torch import Tensor
 
 from penstock.errors import SettingError
 
+# Below this, logits over temperature would leave the range of float32.
+MIN_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -22,9 +25,9 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _require_number(
-            "temperature", self.temperature, 0 <= _number(self.temperature) < math.inf, "0 or more"
-        )
+        temperature = _number(self.temperature)
+        is_ok = temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf
+        _require_number("temperature", self.temperature, is_ok, f"0 (greedy), or {MIN_TEMPERATURE} and more")
         _require_int("top_k", self.top_k, "0 (all) or more")
         _require_number("top_p", self.top_p, 0 < _number(self.top_p) <= 1, "above 0, up to 1")
         _require_number("min_p", self.min_p, 0 <= _number(self.min_p) < 1, "0 or more, below 1")

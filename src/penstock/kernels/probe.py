@@ -1,9 +1,10 @@
 """Measures, on the machine at hand, the facts that 'the same bits for any chunking' rests on.
 
-Two laws are tried on random data of the model's own shapes:
+Three laws are tried on random data of the model's own shapes:
 
 * a product gives each row the same bits whatever the number of rows, from some number up (the floor);
-* attention gives a query the same bits whatever the other queries of its tile hold.
+* attention gives a query the same bits whatever the other queries of its tile hold;
+* norm, rotation and activation give a row the same bits whatever the other rows.
 
 Neither is assumed. The result is kept in the cache folder, under a key of everything it depends on.
 """
@@ -17,36 +18,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.protocol import Kernels
 
-_VERSION = 5
+_VERSION = 7
 _REFERENCE_ROWS = 512
-_ROW_COUNTS = (
-    *range(1, 21),
-    23,
-    24,
-    25,
-    31,
-    32,
-    33,
-    47,
-    48,
-    49,
-    63,
-    64,
-    65,
-    100,
-    127,
-    128,
-    129,
-    200,
-    256,
-    257,
-    384,
-)
+_MOST_ROWS = 2048
+_ROW_COUNTS = (*range(1, 21), *range(23, 26), *range(31, 34), *range(47, 50), *range(63, 66), 100)
+_ROW_COUNTS += (*range(127, 130), 200, 256, 257, 384, 513, 1000, _MOST_ROWS)
+# Where the queries of a chunk may begin and end in a tile.
+_EDGES = (1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300)
 
 
 @dataclass(frozen=True)
@@ -60,25 +44,28 @@ class ProductShape:
 
 @dataclass(frozen=True)
 class ProbeShapes:
-    """What is probed: the model's distinct products and its attention's heads."""
+    """What is probed: the model's distinct products, its attention's heads, the widths of its other passes."""
 
     products: tuple[ProductShape, ...]
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    hidden_size: int
+    mlp_width: int
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """`row_floor` is None where no number of rows up to 512 was enough."""
+    """`row_floor` is None where products are row-invariant from no number of rows up to 256."""
 
     row_floor: int | None
-    tiles_hold: bool
+    attention_holds: bool
+    passes_hold: bool
 
     @property
     def same_bits(self) -> bool:
-        """Whether both laws hold, so that a prompt's bits do not depend on its chunks."""
-        return self.row_floor is not None and self.tiles_hold
+        """Whether all the laws hold, so that a prompt's bits do not depend on its chunks."""
+        return self.row_floor is not None and self.attention_holds and self.passes_hold
 
 
 def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
@@ -92,76 +79,75 @@ def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: tor
     return result
 
 
+@torch.inference_mode()
 def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
-    """Measure both laws now."""
-    generator = torch.Generator().manual_seed(0)
-    floors = [_row_floor(kernels, shape, dtype, device, generator) for shape in shapes.products]
+    """Measure the laws now."""
+    random = _Random(dtype, device)
+    floors = [_row_floor(kernels, shape, random) for shape in shapes.products]
     known = [floor for floor in floors if floor is not None]
     return ProbeResult(
         row_floor=max(known, default=1) if len(known) == len(floors) else None,
-        tiles_hold=_tiles_hold(kernels, shapes, dtype, device, generator),
+        attention_holds=_attention_holds(kernels, shapes, random),
+        passes_hold=_passes_hold(kernels, shapes, random),
     )
 
 
-def _row_floor(
-    kernels: Kernels,
-    shape: ProductShape,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-) -> int | None:
-    weight = _cancelling(shape.num_out, shape.num_in, generator, sign=1).to(device, dtype)
-    weight = kernels.pack(weight)
-    bias = torch.zeros(shape.num_out, dtype=dtype, device=device) if shape.bias else None
-    x = _cancelling(_REFERENCE_ROWS, shape.num_in, generator, sign=-1).to(device, dtype)
-    reference = kernels.linear(x, weight, bias)
-    floor = 1
-    for num_rows in _ROW_COUNTS:
-        for start in (0, (_REFERENCE_ROWS - num_rows) // 2):
-            rows = slice(start, start + num_rows)
-            if not torch.equal(kernels.linear(x[rows].clone(), weight, bias), reference[rows]):
-                floor = num_rows + 1
-    return floor if floor < _REFERENCE_ROWS // 2 else None
+class _Random:
+    """Random tensors, the same in every probe."""
 
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+        self._dtype = dtype
+        self._device = device
 
-def _cancelling(num_rows: int, width: int, generator: torch.Generator, *, sign: int) -> torch.Tensor:
-    """Random rows whose second half repeats the first in another order, with a sign.
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self._dtype, generator=self._generator).to(self._device)
 
-    The product of two such matrices of opposite sign is zero but for rounding, so that every difference in the
-    order of summing shows: on plain random data the rounding of the result hides most of them in bfloat16.
-    """
-    half = width // 2
-    order = torch.randperm(half, generator=torch.Generator().manual_seed(width))
-    first = torch.randn(num_rows, half, generator=generator)
-    return torch.cat((first, sign * first[:, order], torch.zeros(num_rows, width - 2 * half)), dim=1)
+    def cancelling(self, num_rows: int, width: int, sign: int) -> Tensor:
+        """Rows whose second half repeats the first in another order, with a sign.
 
+        The product of two such matrices of opposite sign is zero but for rounding, so that every difference in
+        the order of summing shows. In bfloat16 the rounding of the result would hide most of them."""
+        half = width // 2
+        order = torch.randperm(half, generator=torch.Generator().manual_seed(width)).to(self._device)
+        rows = self.normal(num_rows, width)
+        rows[:, half : 2 * half] = sign * rows[:, order]
+        rows[:, 2 * half :] = 0
+        return rows
 
-def _tiles_hold(
-    kernels: Kernels,
-    shapes: ProbeShapes,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-) -> bool:
-    tile = kernels.tile_size
-
-    def random(num_tokens: int, num_heads: int) -> torch.Tensor:
-        return torch.randn(num_tokens, num_heads, shapes.head_dim, generator=generator).to(device, dtype)
-
-    def random_kv(num_tokens: int) -> KV:
-        # Pairs of tokens, 32 apart, with equal keys and opposite values, for the reason given at `_cancelling`.
-        shape = (-1, 2, 32, shapes.num_kv_heads, shapes.head_dim)
-        keys, values = (random(num_tokens, shapes.num_kv_heads).view(shape) for _ in range(2))
+    def cancelling_kv(self, num_tokens: int, num_heads: int, head_dim: int) -> KV:
+        """Pairs of tokens, 32 apart, with equal keys and opposite values, for the same reason."""
+        shape = (-1, 2, 32, num_heads, head_dim)
+        keys, values = (self.normal(num_tokens, num_heads, head_dim).view(shape) for _ in range(2))
         keys[:, 1] = keys[:, 0]
         values[:, 1] = -values[:, 0]
         return KV(keys.flatten(0, 2), values.flatten(0, 2))
 
+
+def _row_floor(kernels: Kernels, shape: ProductShape, random: _Random) -> int | None:
+    weight = kernels.pack(random.cancelling(shape.num_out, shape.num_in, 1))
+    x = random.cancelling(_MOST_ROWS, shape.num_in, -1)
+    bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
+    reference = kernels.linear(x[:_REFERENCE_ROWS], weight, bias)
+    floor = 1
+    for num_rows in _ROW_COUNTS:
+        for start in {0, max(_REFERENCE_ROWS - num_rows, 0) // 2}:
+            end = min(start + num_rows, _REFERENCE_ROWS)
+            product = kernels.linear(x[start : start + num_rows].clone(), weight, bias)
+            if not torch.equal(product[: end - start], reference[start:end]):
+                floor = num_rows + 1
+    return floor if floor <= _REFERENCE_ROWS // 2 else None
+
+
+def _attention_holds(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> bool:
+    tile, kv_shape = kernels.tile_size, (shapes.num_kv_heads, shapes.head_dim)
     scale = shapes.head_dim**-0.5
-    queries, own = random(tile, shapes.num_heads), random_kv(tile)
-    edges = sorted({1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300, tile - 1, tile})
-    ends = [end for end in edges if end <= tile]
-    cuts = [(start, end) for end in ends for start in {0, end // 2, end - 1}]
-    for past in (None, random_kv(tile), random_kv(5 * tile)):
+    queries = random.normal(tile, shapes.num_heads, shapes.head_dim)
+    own = random.cancelling_kv(tile, *kv_shape)
+    cuts = [
+        (start, end) for end in (*_EDGES, tile - 1, tile) for start in {0, end // 2, end - 1} if end <= tile
+    ]
+    for past in (None, random.cancelling_kv(tile, *kv_shape), random.cancelling_kv(5 * tile, *kv_shape)):
         whole = kernels.attend_tile(queries, 0, past, own, scale)
         for start, end in cuts:
             # Keys after the last query are not there yet when a chunk ends inside the tile.
@@ -171,6 +157,31 @@ def _tiles_hold(
             part = kernels.attend_tile(queries[start:end], start, past, unseen, scale)
             if not torch.equal(part, whole[start:end]):
                 return False
+    return True
+
+
+def _passes_hold(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> bool:
+    hidden = random.normal(_REFERENCE_ROWS, shapes.hidden_size)
+    heads = random.normal(_REFERENCE_ROWS, shapes.num_heads, shapes.head_dim)
+    gate_up = random.normal(_REFERENCE_ROWS, 2 * shapes.mlp_width)
+    angles = random.normal(_REFERENCE_ROWS, shapes.head_dim)
+    weight, head_weight = random.normal(shapes.hidden_size), random.normal(shapes.head_dim)
+
+    def passes(rows: slice) -> list[Tensor]:
+        return [
+            kernels.rms_norm(hidden[rows], weight, 1e-5),
+            kernels.rms_norm(heads[rows], head_weight, 1e-5),
+            kernels.rotate(heads[rows], angles[rows], angles[rows]),
+            kernels.silu_and_mul(gate_up[rows]),
+        ]
+
+    whole = passes(slice(0, _REFERENCE_ROWS))
+    for num_rows in (1, 2, 3, 7, 61, 100, 333):
+        rows = slice(_REFERENCE_ROWS - num_rows, _REFERENCE_ROWS)
+        if not all(
+            torch.equal(ours, all_rows[rows]) for ours, all_rows in zip(passes(rows), whole, strict=True)
+        ):
+            return False
     return True
 
 
@@ -208,15 +219,13 @@ def _read(path: Path) -> ProbeResult | None:
     """A stored result; None where there is none or it cannot be read (it is then measured again)."""
     try:
         stored = json.loads(path.read_text())
-        floor, tiles_hold = stored["row_floor"], stored["tiles_hold"]
-    except (OSError, ValueError, KeyError, TypeError):
+        result = ProbeResult(**stored)
+    except (OSError, ValueError, TypeError):
         return None
-    if (
-        not (floor is None or (type(floor) is int and 1 <= floor <= _REFERENCE_ROWS))
-        or type(tiles_hold) is not bool
-    ):
-        return None
-    return ProbeResult(floor, tiles_hold)
+    has_floor = type(result.row_floor) is int and 1 <= result.row_floor <= _REFERENCE_ROWS
+    answers = (result.attention_holds, result.passes_hold)
+    is_valid = (has_floor or result.row_floor is None) and all(type(answer) is bool for answer in answers)
+    return result if is_valid else None
 
 
 def _write(path: Path, result: ProbeResult) -> None:

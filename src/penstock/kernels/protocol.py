@@ -26,7 +26,7 @@ class Kernels(Protocol):
         """Root-mean-square norm over the last dimension, computed in float32."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of x [rows, heads, head_dim]; cos and sin are [rows, rotary_dim], sin with its sign."""
+        """Rotary embedding of x [rows, heads, head_dim]; cos and sin are [rows, head_dim], sin with its sign."""
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, for gate_up [rows, 2 * width] with the gate in the first half."""

@@ -1,12 +1,13 @@
 """Grouped-query attention over the cache: keys and values are written first, then queries attend to the cache."""
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from penstock.cache.kv import KVCache
 from penstock.kernels.protocol import Kernels
-from penstock.layers.batch import AttentionWork, ForwardBatch
+from penstock.layers.batch import AttentionWork, DecodeRow, ForwardBatch
 
 
 @dataclass(frozen=True)
@@ -44,10 +45,8 @@ class Attention:
 
     def attend(self, queries: Tensor, work: AttentionWork, cache: KVCache, kernels: Kernels) -> Tensor:
         """Queries [rows, heads, head_dim] to the block's output [rows, hidden]; padding rows attend to nothing."""
-        scale = self.head_dim**-0.5
         if not work.tiles and len(work.decodes) == 1 == len(queries):
-            past = [cache.read(self.index, [place]) for place in work.decodes[0].past]
-            attended = kernels.attend_one(queries[0], past, scale)
+            attended = self._attend_decode(queries[0], work.decodes[0], cache, kernels)
             return kernels.linear(attended.view(1, -1), self.out_weight, self.out_bias)
         attended = queries.new_empty(queries.shape)
         num_done = 0
@@ -55,12 +54,19 @@ class Attention:
             past = cache.read(self.index, tile.past) if tile.past else None
             own = cache.read_padded(self.index, tile.own, tile.tile_size)
             attended[tile.start : tile.end] = kernels.attend_tile(
-                queries[tile.start : tile.end], tile.offset, past, own, scale
+                queries[tile.start : tile.end], tile.offset, past, own, self._scale
             )
             num_done = tile.end
         for decode in work.decodes:
-            past_pieces = [cache.read(self.index, [place]) for place in decode.past]
-            attended[decode.row] = kernels.attend_one(queries[decode.row], past_pieces, scale)
+            attended[decode.row] = self._attend_decode(queries[decode.row], decode, cache, kernels)
             num_done = max(num_done, decode.row + 1)
         attended[num_done:] = 0
         return kernels.linear(attended.flatten(1), self.out_weight, self.out_bias)
+
+    def _attend_decode(self, query: Tensor, decode: DecodeRow, cache: KVCache, kernels: Kernels) -> Tensor:
+        past = [cache.read(self.index, [place]) for place in decode.past]
+        return kernels.attend_one(query, past, self._scale)
+
+    @property
+    def _scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim)

@@ -54,6 +54,7 @@ class PrefillScheduler:
     ) -> None:
         """`chunk_ends`, where given, cuts the prompt in place of the configured chunk size and overlap."""
         self.config = config
+        self._prompt = prompt_tokens
         self._num_tokens = len(prompt_tokens)
         self._chunks = (
             create_prefill_chunks(prompt_tokens, config)
@@ -96,6 +97,19 @@ class PrefillScheduler:
         """Put the issued chunk back, as if it had never been issued. It is the next to be issued again."""
         self._check_issued(chunk, "abandoned")
         self._issued = None
+
+    def shrink(self, chunk: PrefillChunk) -> None:
+        """Put the issued chunk back and cut what is left of the prompt into chunks of half its size, without
+        overlap. A chunk of one token cannot be halved: that is an error."""
+        self._check_issued(chunk, "shrunk")
+        if len(chunk) == 1:
+            raise ChunkOrderError(f"chunk {chunk.chunk_index} has one token and cannot be halved")
+        self._issued = None
+        size = -(-len(chunk) // 2)
+        done = [finished.end_pos for finished in self._chunks[: self._num_complete]]
+        start = done[-1] if done else 0
+        ends = [*done, *range(start + size, self._num_tokens, size), self._num_tokens]
+        self._chunks = create_prefill_chunks_at(self._prompt, ends)
 
     def is_complete(self) -> bool:
         """Whether no chunk is left to run. True of an empty prompt."""
