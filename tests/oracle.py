@@ -15,7 +15,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from penstock.engine.run import Canon, Run
+from penstock.engine.batch import Canon, settle
+from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
 from penstock.kernels.probe import measure
 from penstock.kernels.torch_kernels import TorchKernels
@@ -93,19 +94,19 @@ def canon_of(model: Decoder) -> Canon:
     """The model's canonical shapes, by a probe made now."""
     result = measure(model.kernels, model.probe_shapes, model.dtype, model.device)
     assert result.same_bits
-    assert result.row_floor is not None
-    return Canon(model.kernels.tile_size, result.row_floor)
+    return settle(model.kernels, result)
 
 
 def run_prompt(model: Decoder, prompt: list[int], *, num_tokens: int = 1, **settings: Any) -> Run:
     """A run whose prompt has been read and `num_tokens` tokens sampled greedily."""
     chunk_size = settings.pop("chunk_size", 0)
     overlap = settings.pop("overlap", 0)
-    settings.setdefault("canon", canon_of(model))
+    canon = settings.pop("canon", None) or canon_of(model)
     run = Run(
         model,
         prompt,
         config=ChunkedPrefillConfig(chunk_size, overlap),
+        canon=canon,
         max_tokens=settings.pop("max_tokens", num_tokens + 1),
         sampling=SamplingParams(),
         **settings,

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from penstock.cache import BlockPool, Extent
 from penstock.cache.kv import KV, KVCache
+from penstock.engine.batch import settle
 from penstock.engine.run import CacheSpace, Run
+from penstock.kernels.probe import ProbeResult
 from penstock.models.decoder import Decoder
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
 
@@ -92,6 +94,31 @@ def test_any_schedule(data: st.DataObject) -> None:
     cuts = data.draw(st.sets(st.integers(1, len(prompt) - 1), max_size=12))
     run = run_prompt(model, prompt, chunk_ends=[*sorted(cuts), len(prompt)])
     assert_same_bits(run, run_prompt(model, prompt))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_products_in_slabs(dtype: torch.dtype) -> None:
+    """Where only a fixed number of rows is row-invariant, a prompt runs in slabs of that many."""
+    oracle = make_oracle("qwen3")
+    model = load_model.__wrapped__(oracle.folder, dtype)
+    canon = settle(model.kernels, ProbeResult(128, 128, True, True))
+    rows_seen: set[int] = set()
+    product = model.kernels._product
+
+    def recorded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if weight is not model._head:
+            rows_seen.add(x.shape[0])
+        return product(x, weight, bias)
+
+    model.kernels._product = recorded
+    prompt = random_prompt(300)
+    whole = run_prompt(model, prompt, canon=canon)
+    for chunk_size in (7, 128, 200):
+        assert_same_bits(run_prompt(model, prompt, canon=canon, chunk_size=chunk_size), whole)
+    assert rows_seen == {128}
+    if dtype == torch.float32:
+        assert whole.logits is not None
+        assert torch.allclose(whole.logits, oracle.logits(prompt), atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

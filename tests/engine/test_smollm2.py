@@ -7,7 +7,7 @@ import torch
 
 from penstock.bench.transformers_model import load_transformers
 from penstock.bench.workload import text_tokens
-from penstock.engine.run import Canon
+from penstock.engine.batch import Canon
 from penstock.kernels.torch_kernels import TorchKernels
 from penstock.models.decoder import Decoder, load_decoder
 from penstock.models.opened import OpenedModel, open_model
@@ -65,7 +65,7 @@ def test_same_bits(model: Decoder, prompt: list[int]) -> None:
 
 def test_the_grid_is_what_keeps_the_bits(model: Decoder, prompt: list[int]) -> None:
     """The comparison above can fail: without tiles and padding the same schedules give other bits."""
-    plain = Canon(tile_size=0, row_floor=1)
+    plain = Canon(tile_size=0)
     whole = run_prompt(model, prompt, canon=plain).logits
     chunked = run_prompt(model, prompt, canon=plain, chunk_size=100).logits
     assert whole is not None

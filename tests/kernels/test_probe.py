@@ -53,14 +53,30 @@ def test_the_real_kernels_hold(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("below", [1, 2, 7, 33])
+@pytest.mark.parametrize("below", [1, 2, 7, 25])
 def test_finds_the_floor(dtype: torch.dtype, below: int) -> None:
     shapes = ProbeShapes((ProductShape(96, 576),), 6, 2, 16, 96, 1088)
     assert measure(RowDependent(below), shapes, dtype, CPU).row_floor == below
 
 
-def test_no_floor() -> None:
+def test_no_floor_but_a_slab() -> None:
+    """Row counts that each sum in an order of their own: only a fixed number of rows will do."""
     result = measure(RowDependent(400), SHAPES, torch.float32, CPU)
+    assert (result.row_floor, result.row_slab) == (128, 128)
+    assert result.same_bits
+
+
+class PlaceDependent(TorchKernels):
+    """Products whose first row is rounded differently."""
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        out = super().linear(x, weight, bias)
+        out[0] *= 1.01
+        return out
+
+
+def test_neither_floor_nor_slab() -> None:
+    result = measure(PlaceDependent(), SHAPES, torch.float32, CPU)
     assert result.row_floor is None
     assert not result.same_bits
 
@@ -99,7 +115,7 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     def counted(*args: object) -> ProbeResult:
         asked.append(args)
-        return ProbeResult(1, True, True)
+        return ProbeResult(1, 0, True, True)
 
     monkeypatch.setattr(probing, "measure", counted)
     probe(TorchKernels(), SHAPES, torch.bfloat16, CPU)
@@ -115,7 +131,14 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(
     "damage",
-    ["", "{", "[]", "{}", '{"row_floor": "x"}', '{"row_floor": 0, "attention_holds": 1, "passes_hold": 1}'],
+    [
+        "",
+        "{",
+        "[]",
+        "{}",
+        '{"row_floor": "x"}',
+        '{"row_floor": 0, "row_slab": 0, "attention_holds": 1, "passes_hold": 1}',
+    ],
 )
 def test_a_damaged_result_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str

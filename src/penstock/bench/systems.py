@@ -9,7 +9,8 @@ import torch
 from transformers import GenerationConfig
 
 from penstock.bench.transformers_model import load_transformers
-from penstock.engine.run import Canon, Run
+from penstock.engine.batch import Canon, settle
+from penstock.engine.run import Run
 from penstock.kernels.probe import probe
 from penstock.kernels.protocol import select_kernels
 from penstock.models.decoder import Decoder, load_decoder
@@ -128,9 +129,8 @@ def load_systems(
     if ours:
         device = torch.device("cpu")
         model = load_decoder(source, select_kernels(device), dtype, device)
-        floor = probe(model.kernels, model.probe_shapes, dtype, device).row_floor
-        tiled = Canon(model.kernels.tile_size, floor or 1)
-        untiled = Canon(tile_size=0, row_floor=1)
+        tiled = settle(model.kernels, probe(model.kernels, model.probe_shapes, dtype, device))
+        untiled = Canon(tile_size=0)
         for name in ours:
             canon = untiled if name is SystemName.PENSTOCK_UNTILED else tiled
             size = 0 if name is SystemName.PENSTOCK_WHOLE else chunk

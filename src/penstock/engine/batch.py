@@ -6,9 +6,30 @@ from dataclasses import dataclass
 import torch
 
 from penstock.cache import SequenceBlocks, TokenRange
+from penstock.kernels.probe import ProbeResult
+from penstock.kernels.protocol import Kernels
 from penstock.layers.batch import AttentionWork, DecodeRow, ForwardBatch, TileRows
 from penstock.plan.request import Span
 from penstock.plan.tiles import TilePiece, cut_into_tiles
+
+
+@dataclass(frozen=True)
+class Canon:
+    """The canonical shapes on which a prompt runs, so that its bits do not depend on its chunks."""
+
+    tile_size: int  # 0: no grid
+    row_floor: int = 1  # fewer rows than this are padded up to it
+    row_slab: int = 0  # rows are padded up to a multiple of this; 0: of 1
+
+    def padded_rows(self, num_rows: int) -> int:
+        slab = self.row_slab or 1
+        return max(self.row_floor, -(-num_rows // slab) * slab)
+
+
+def settle(kernels: Kernels, found: ProbeResult) -> Canon:
+    """Set the kernels up as the probe found them to hold, and give the shapes to run them on."""
+    kernels.row_slab = found.row_slab
+    return Canon(kernels.tile_size, found.row_floor or 1, found.row_slab)
 
 
 @dataclass(frozen=True)
@@ -22,10 +43,9 @@ class SpanInput:
     wants_logits: bool  # of its last token
 
 
-def build_batch(
-    inputs: Sequence[SpanInput], *, tile_size: int, row_floor: int, device: torch.device
-) -> ForwardBatch:
-    """Lay the spans out as rows, one after the other, and pad them up to `row_floor` where a prompt is among them."""
+def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, device: torch.device) -> ForwardBatch:
+    """Lay the spans out as rows, one after the other, and pad them where a prompt is among them."""
+    tile_size = canon.tile_size
     token_ids: list[int] = []
     positions: list[int] = []
     places: list[TokenRange] = []
@@ -60,10 +80,11 @@ def build_batch(
 
     num_tokens, num_logits = len(token_ids), len(logit_rows)
     if tiles:
-        token_ids += [0] * (row_floor - num_tokens)
-        positions += [0] * (row_floor - num_tokens)
+        padding = canon.padded_rows(num_tokens) - num_tokens
+        token_ids += [0] * padding
+        positions += [0] * padding
         if num_logits:
-            logit_rows += [0] * (row_floor - num_logits)
+            logit_rows += [0] * (canon.padded_rows(num_logits) - num_logits)
     return ForwardBatch(
         token_ids=torch.tensor(token_ids, device=device),
         positions=torch.tensor(positions, device=device),

@@ -8,9 +8,10 @@ from typing import Literal, Self
 
 import torch
 
+from penstock.engine.batch import settle
 from penstock.engine.memory import peak_resident_bytes, reset_peak
 from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
-from penstock.engine.run import Canon, Run
+from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.stop import StopMatcher
 from penstock.errors import ContextLengthError, SettingError
@@ -65,7 +66,7 @@ class LLM:
             opened.source.close()
         self._eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
         self.probe = probe(self.model.kernels, self.model.probe_shapes, torch_dtype, device)
-        self._canon = Canon(self.model.kernels.tile_size, self.probe.row_floor or 1)
+        self._canon = settle(self.model.kernels, self.probe)
         self.load_s = time.perf_counter() - started
 
     @property

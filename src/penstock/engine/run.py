@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceBlocks
 from penstock.cache.kv import KVCache
-from penstock.engine.batch import SpanInput, build_batch
+from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.errors import ContextLengthError, MemoryExhaustedError, PromptError, SettingError
 from penstock.models.decoder import Decoder
@@ -30,14 +30,6 @@ class CacheSpace:
         """Space for one sequence of this many tokens."""
         num_blocks = -(-num_tokens // BLOCK_TOKENS)
         return cls(KVCache(model.kv_spec, num_blocks, model.device), BlockPool(num_blocks))
-
-
-@dataclass(frozen=True)
-class Canon:
-    """The canonical shapes on which a prompt runs, so that its bits do not depend on its chunks."""
-
-    tile_size: int  # 0: no grid
-    row_floor: int  # fewer rows than this are padded up to it
 
 
 @dataclass(frozen=True)
@@ -92,12 +84,7 @@ class Run:
             item, action = self._schedule()
             try:
                 self.blocks.reserve(item.span.end)
-                batch = build_batch(
-                    [item],
-                    tile_size=self._canon.tile_size,
-                    row_floor=self._canon.row_floor,
-                    device=self.model.device,
-                )
+                batch = build_batch([item], canon=self._canon, device=self.model.device)
                 logits = self.model.forward(batch, self.space.kv)
                 token = None if logits is None else self._sampler.sample(logits[0], self.tokens)
             except BaseException as error:

@@ -2,7 +2,8 @@
 
 Three laws are tried on random data of the model's own shapes:
 
-* a product gives each row the same bits whatever the number of rows, from some number up (the floor);
+* a product gives each row the same bits whatever the number of rows, from some number up (the floor); or else,
+  with a fixed number of rows (the slab), whatever the row's place among them;
 * attention gives a query the same bits whatever the other queries of its tile hold;
 * norm, rotation and activation give a row the same bits whatever the other rows.
 
@@ -24,11 +25,14 @@ from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.protocol import Kernels
 
-_VERSION = 7
+_VERSION = 9
 _REFERENCE_ROWS = 512
 _MOST_ROWS = 2048
+# A floor above this is not believed: a library that changes its ways at such sizes may do so again beyond.
+_HIGHEST_FLOOR = 32
 _ROW_COUNTS = (*range(1, 21), *range(23, 26), *range(31, 34), *range(47, 50), *range(63, 66), 100)
 _ROW_COUNTS += (*range(127, 130), 200, 256, 257, 384, 513, 1000, _MOST_ROWS)
+_SLABS = (128, 256, 64, 512)
 # Where the queries of a chunk may begin and end in a tile.
 _EDGES = (1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300)
 
@@ -56,9 +60,11 @@ class ProbeShapes:
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """`row_floor` is None where products are row-invariant from no number of rows up to 256."""
+    """Products are row-invariant from `row_floor` rows up; or, where `row_slab` is not 0, only in slabs of that many.
+    `row_floor` is None where neither is so."""
 
     row_floor: int | None
+    row_slab: int
     attention_holds: bool
     passes_hold: bool
 
@@ -85,8 +91,14 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
     random = _Random(dtype, device)
     floors = [_row_floor(kernels, shape, random) for shape in shapes.products]
     known = [floor for floor in floors if floor is not None]
+    row_floor = max(known, default=1) if len(known) == len(floors) else None
+    row_slab = 0
+    if row_floor is None:
+        slabs = [slab for slab in _SLABS if _slab_holds(kernels, shapes.products, slab, random)]
+        row_floor, row_slab = (slabs[0], slabs[0]) if slabs else (None, 0)
     return ProbeResult(
-        row_floor=max(known, default=1) if len(known) == len(floors) else None,
+        row_floor=row_floor,
+        row_slab=row_slab,
         attention_holds=_attention_holds(kernels, shapes, random),
         passes_hold=_passes_hold(kernels, shapes, random),
     )
@@ -136,7 +148,21 @@ def _row_floor(kernels: Kernels, shape: ProductShape, random: _Random) -> int | 
             product = kernels.linear(x[start : start + num_rows].clone(), weight, bias)
             if not torch.equal(product[: end - start], reference[start:end]):
                 floor = num_rows + 1
-    return floor if floor <= _REFERENCE_ROWS // 2 else None
+    return floor if floor <= _HIGHEST_FLOOR else None
+
+
+def _slab_holds(kernels: Kernels, products: tuple[ProductShape, ...], slab: int, random: _Random) -> bool:
+    """Whether products of exactly `slab` rows give a row the same bits wherever it stands among them."""
+    for shape in products:
+        weight = kernels.pack(random.cancelling(shape.num_out, shape.num_in, 1))
+        x = random.cancelling(2 * slab, shape.num_in, -1)
+        bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
+        reference = kernels.linear(x[:slab], weight, bias)
+        for start in (1, 2, 7, 16, 31, slab // 2, slab - 1):
+            moved = kernels.linear(x[start : start + slab].clone(), weight, bias)
+            if not torch.equal(moved[: slab - start], reference[start:]):
+                return False
+    return True
 
 
 def _attention_holds(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> bool:
@@ -224,7 +250,11 @@ def _read(path: Path) -> ProbeResult | None:
         return None
     has_floor = type(result.row_floor) is int and 1 <= result.row_floor <= _REFERENCE_ROWS
     answers = (result.attention_holds, result.passes_hold)
-    is_valid = (has_floor or result.row_floor is None) and all(type(answer) is bool for answer in answers)
+    is_valid = (
+        (has_floor or result.row_floor is None)
+        and result.row_slab in (0, *_SLABS)
+        and all(type(answer) is bool for answer in answers)
+    )
     return result if is_valid else None
 
 

@@ -15,6 +15,7 @@ class Kernels(Protocol):
 
     name: str
     tile_size: int
+    row_slab: int  # products of more rows than this run as several, of this many rows each; 0: as one
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the form that `linear` takes it in, of the same size."""

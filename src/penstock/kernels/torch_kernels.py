@@ -31,8 +31,9 @@ class TorchKernels:
 
     name = "torch"
 
-    def __init__(self, tile_size: int = 512) -> None:
+    def __init__(self, tile_size: int = 512, row_slab: int = 0) -> None:
         self.tile_size = tile_size
+        self.row_slab = row_slab
 
     def pack(self, weight: Tensor) -> Tensor:
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
@@ -43,6 +44,11 @@ class TorchKernels:
         return packed
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if 0 < self.row_slab < x.shape[0]:
+            return torch.cat([self._product(slab, weight, bias) for slab in x.split(self.row_slab)])
+        return self._product(x, weight, bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not weight.is_mkldnn:
             return torch.nn.functional.linear(x, weight, bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
