@@ -4,11 +4,19 @@ import os
 import sys
 from pathlib import Path
 
+from penstock.errors import SettingError
+
 
 def cache_home() -> Path:
     """`$PENSTOCK_HOME`, or `penstock` in the platform's cache folder. Not created here."""
     override = os.environ.get("PENSTOCK_HOME")
-    return Path(override).expanduser() if override else _platform_cache() / "penstock"
+    try:
+        return Path(override).expanduser() if override else _platform_cache() / "penstock"
+    except RuntimeError:  # pathlib's answer where there is no home folder
+        given = f"PENSTOCK_HOME={override!r} names no user's" if override else "this user has no"
+        raise SettingError(
+            f"{given} home folder: set PENSTOCK_HOME to the folder to keep models in"
+        ) from None
 
 
 def _platform_cache() -> Path:

@@ -12,9 +12,10 @@ from penstock.bench.benchmark import run_benchmark
 from penstock.bench.memory import Growth, Job, MeasurementError, can_measure_growth, growth_in_fresh_process
 from penstock.bench.report import render
 from penstock.bench.results import Settings
-from penstock.bench.systems import SystemName, load_systems, open_weights
+from penstock.bench.systems import SystemName, load_systems
 from penstock.bench.transformers_model import load_transformers
 from penstock.bench.workload import text_tokens
+from penstock.models.opened import open_weights
 from penstock.models.tokenizer import SpecialTokens, Tokenizer
 from tests.oracle import make_oracle, random_prompt
 
@@ -71,7 +72,7 @@ def test_a_process_of_its_own_measures_memory() -> None:
 
 
 def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
-    with pytest.raises(MeasurementError, match=r"penstock failed \(exit 1\).*No such file"):
+    with pytest.raises(MeasurementError, match=r"penstock failed \(exit 1\).*there is no file"):
         growth_in_fresh_process(Job(str(tmp_path / "no.gguf"), SystemName.PENSTOCK, "float32", 24, 1, (1, 2)))
 
 

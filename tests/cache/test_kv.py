@@ -1,3 +1,4 @@
+import resource
 import sys
 from pathlib import Path
 
@@ -154,7 +155,7 @@ def test_a_cache_larger_than_any_memory_is_an_error_that_says_so() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_taken_only_as_places_are_written() -> None:
     def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     before = resident_bytes()
     cache = KVCache(KVSpec(num_layers=4, num_kv_heads=8, head_dim=64, dtype=torch.float32), num_blocks=512)

@@ -71,8 +71,10 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     return float((ours - theirs).abs().max() / theirs.abs().max())
 
 
-@pytest.mark.parametrize("num_tokens", [1, 300])
-@pytest.mark.parametrize("chunk_size", CHUNK_SIZES)
+@pytest.mark.parametrize(
+    ("num_tokens", "chunk_size"),
+    [(1, 0), (1, 7), *((300, size) for size in CHUNK_SIZES), (700, 100), (700, 512), (1100, 512)],
+)
 def test_logits_after_the_prompt(oracle: Oracle, chunk_size: int, num_tokens: int) -> None:
     prompt = random_prompt(num_tokens)
     run = run_prompt(load_model(oracle.folder), prompt, chunk_size=chunk_size)
@@ -91,12 +93,17 @@ def test_greedy_tokens(oracle: Oracle) -> None:
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_uneven_chunks(data: st.DataObject) -> None:
-    family = data.draw(st.sampled_from(["llama", "qwen2", "qwen3"]))
-    oracle = make_oracle(family)
+    family, overrides = MODELS[data.draw(st.sampled_from(sorted(MODELS)))]
+    oracle = make_oracle(family, **overrides)
     prompt = random_prompt(data.draw(st.integers(2, 700)), seed=data.draw(st.integers(0, 3)))
     cuts = data.draw(st.sets(st.integers(1, len(prompt) - 1), max_size=8))
-    run = run_prompt(load_model(oracle.folder), prompt, chunk_ends=[*sorted(cuts), len(prompt)], num_tokens=4)
-    assert run.generated == oracle.greedy(prompt, 4)
+    ends = [*sorted(cuts), len(prompt)]
+    run = run_prompt(load_model(oracle.folder), prompt, chunk_ends=ends, max_tokens=32)
+    assert run.logits is not None
+    assert relative_error(run.logits, oracle.logits(prompt)) < 1e-4
+    while run.finish_reason is None:
+        run.step()
+    assert run.generated == oracle.greedy(prompt, 32)
 
 
 def test_bfloat16_error_is_that_of_the_dtype(oracle: Oracle) -> None:

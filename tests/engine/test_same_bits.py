@@ -10,6 +10,7 @@ from penstock.cache.kv import KV, KVCache
 from penstock.engine.batch import settle
 from penstock.engine.run import CacheSpace, Run
 from penstock.kernels.probe import ProbeResult
+from penstock.kernels.torch_kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
 
@@ -97,20 +98,22 @@ def test_any_schedule(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_in_slabs(dtype: torch.dtype) -> None:
+def test_products_in_slabs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only a fixed number of rows is row-invariant, a prompt runs in slabs of that many."""
     oracle = make_oracle("qwen3")
     model = load_model.__wrapped__(oracle.folder, dtype)
     canon = settle(model.kernels, ProbeResult(128, 128, True, True))
     rows_seen: set[int] = set()
-    product = model.kernels._product
+    kernels = model.kernels
+    assert isinstance(kernels, TorchKernels)
+    product = kernels._product
 
     def recorded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if weight is not model._head:
             rows_seen.add(x.shape[0])
         return product(x, weight, bias)
 
-    model.kernels._product = recorded
+    monkeypatch.setattr(kernels, "_product", recorded)
     prompt = random_prompt(300)
     whole = run_prompt(model, prompt, canon=canon)
     for chunk_size in (7, 128, 200):

@@ -1,6 +1,8 @@
 """The laws on a real model: SmolLM2, its own weights, real text."""
 
+import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,8 +43,10 @@ def test_transformers_agrees(opened: OpenedModel, prompt: list[int]) -> None:
         logits = theirs(torch.tensor([prompt]), logits_to_keep=1).logits[0, -1]
         answer = theirs.generate(torch.tensor([prompt]), max_new_tokens=32, do_sample=False)
     expected = answer[0, len(prompt) :].tolist()
-    for chunk_size in (0, 7, 64, 100, 512):
-        run = run_prompt(ours, prompt, chunk_size=chunk_size, max_tokens=32)
+    small = [*range(1, 20), *range(20, 40, 2), *range(42, 60, 3), *range(64, 200, 7), 500, 513, len(prompt)]
+    schedules: list[dict[str, Any]] = [{"chunk_size": size} for size in (0, 64, 100, 512)]
+    for schedule in (*schedules, {"chunk_ends": small}):
+        run = run_prompt(ours, prompt, max_tokens=32, **schedule)
         assert run.logits is not None
         assert relative_error(run.logits, logits) < 1e-4
         while run.finish_reason is None:
@@ -58,6 +62,9 @@ def test_same_bits(model: Decoder, prompt: list[int]) -> None:
     ends = [500, *range(501, 530), *range(530, 580, 2), *range(580, 640, 3), 760, *range(767, 800, 7), 1279]
     ends += [1280, 1281, 1790, 1999, 2000]
     assert_same_bits(run_prompt(model, prompt, chunk_ends=ends), whole)
+    for seed in range(2):
+        cuts = random.Random(seed).sample(range(1, len(prompt)), 9)
+        assert_same_bits(run_prompt(model, prompt, chunk_ends=[*sorted(cuts), len(prompt)]), whole)
     run = run_prompt(model, prompt, chunk_size=512, space=fragmented_space(model, 2048))
     assert len(run.blocks.extents) > 1
     assert_same_bits(run, whole)

@@ -168,6 +168,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(generate: Gene
         (("--top-p", "0"), "--top-p 0.0 is not accepted"),
         (("--min-p", "1"), "--min-p 1.0 is not accepted"),
         (("--repetition-penalty", "0"), "--repetition-penalty 0.0 is not accepted"),
+        (("--threads", "100000000"), "--threads 100000000 is not accepted"),
         (("--seed", "-1"), "--seed -1 is not accepted"),
         (("--stop", ""), "--stop '' is not accepted"),
         (("--raw", "--system", "x"), "--system is not accepted with --raw"),
@@ -200,6 +201,27 @@ def test_an_unknown_option_or_value_is_a_usage_error(generate: Generate, argumen
     assert done.exit_code == 2
     assert "Usage: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_without_a_home_folder_it_says_what_to_set(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", "~no-such-user/x")
+    done = generate("--model", "smollm2", "--prompt", "hello")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith(
+        "penstock: PENSTOCK_HOME='~no-such-user/x' names no user's home folder: set "
+    )
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("PENSTOCK_HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+    done = generate("--model", "smollm2", "--prompt", "hello")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("penstock: this user has no home folder: set PENSTOCK_HOME to ")
 
 
 def test_a_model_that_is_not_there_has_a_status_of_its_own(generate: Generate, tmp_path: Path) -> None:

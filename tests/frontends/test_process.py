@@ -102,6 +102,30 @@ def test_a_full_disk_is_one_line(start: Start) -> None:
     assert stderr == b"penstock: cannot write to standard output: No space left on device\n"
 
 
+@pytest.mark.parametrize("arguments", [["--json"], []])
+def test_closed_standard_output_is_one_line(start: Start, arguments: list[str]) -> None:
+    process = start("--prompt", "hello", *arguments, preexec_fn=lambda: os.close(1))
+    _, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1
+    assert stderr.startswith(b"penstock: standard output is closed")
+    assert stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"), [(["--max-tokens", "2"], 0), (["--chunk", "x"], 2), (["--bogus"], 2)]
+)
+def test_closed_standard_error_leaves_standard_output_alone(
+    start: Start, arguments: list[str], status: int
+) -> None:
+    process = start("--prompt", "hello", "--json", *arguments, preexec_fn=lambda: os.close(2))
+    stdout, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == status
+    if status == 0:
+        json.loads(stdout)
+    else:
+        assert stdout == b""
+
+
 def test_a_terminal_shows_a_bar_then_the_text_then_the_closing_line(start: Start) -> None:
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))

@@ -69,6 +69,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         (binary, r"is not UTF-8 text \(byte 3 is 0xff\)"),
         (binary / "below", "cannot be read: Not a directory"),
         ("nul\0", "cannot be read"),
+        ("~no-such-user/prompt", "cannot be read: Could not determine home directory"),
     ]:
         with pytest.raises(PromptError, match=said) as caught:
             read_prompt(None, str(file))
@@ -78,3 +79,17 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 def test_bytes_that_are_no_text_are_refused() -> None:
     with pytest.raises(PromptError, match="--prompt is not accepted: it is not UTF-8 text"):
         read_prompt("caf\udce9", None)
+
+
+def test_a_long_name_is_cut_short() -> None:
+    with pytest.raises(PromptError, match="cannot be read: File name too long") as caught:
+        read_prompt(None, "x" * 5000)
+    assert len(str(caught.value)) < 400
+
+
+def test_closed_standard_input_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(PromptError, match="standard input is closed"):
+        read_prompt(None, "-")
+    with pytest.raises(PromptError, match="there is no prompt"):
+        read_prompt(None, None)

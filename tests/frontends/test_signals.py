@@ -2,12 +2,22 @@
 
 import signal
 import threading
+from collections.abc import Iterator
 
 import pytest
 
 from penstock.frontends.signals import on_interrupt
 
 
+@pytest.fixture
+def _interruptible() -> Iterator[None]:
+    """A runner in the background may have the signal ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_interruptible")
 def test_first_cancels_second_interrupts() -> None:
     before = signal.getsignal(signal.SIGINT)
     calls: list[int] = []

@@ -136,8 +136,10 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         "{",
         "[]",
         "{}",
-        '{"row_floor": "x"}',
-        '{"row_floor": 0, "row_slab": 0, "attention_holds": 1, "passes_hold": 1}',
+        '{"row_floor": "x", "row_slab": 0, "attention_holds": true, "passes_hold": true}',
+        '{"row_floor": 0, "row_slab": 0, "attention_holds": true, "passes_hold": true}',
+        '{"row_floor": 1, "row_slab": 3, "attention_holds": true, "passes_hold": true}',
+        '{"row_floor": 1, "row_slab": 0, "attention_holds": 1, "passes_hold": true}',
     ],
 )
 def test_a_damaged_result_is_measured_again(

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 import transformers
 
+from penstock.models.source import WeightSource
+
 SHAPE = {
     "vocab_size": 96,
     "hidden_size": 64,
@@ -67,6 +69,13 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def load_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """A tensor of a file, in memory of its own."""
+    out = torch.empty(source.shape(name), dtype=dtype)
+    source.load_into(name, out)
+    return out
 
 
 def gguf_metadata(config: Any, architecture: str = "llama", **changes: Any) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from penstock.errors import ModelError, ModelFileError
 from penstock.models import bytefile
 from penstock.models.expected import check_source, expected_shapes
 from penstock.models.folder import HfFolder
-from penstock.models.source import load_tensor
-from tests.models.builders import hf_model
+from tests.models.builders import hf_model, load_tensor
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),

@@ -15,7 +15,6 @@ from penstock.models.config import ModelConfig, RotaryConfig
 from penstock.models.expected import check_source
 from penstock.models.gguf_file import ACCEPTED_KINDS, GgufFile
 from penstock.models.opened import open_model
-from penstock.models.source import load_tensor
 from tests.models.builders import (
     SHAPE,
     TOKENIZER,
@@ -23,6 +22,7 @@ from tests.models.builders import (
     gguf_name,
     hf_config,
     hf_model,
+    load_tensor,
     permute,
     write_gguf,
 )
@@ -156,6 +156,9 @@ def config_of(tmp_path: Path, **changes: Any) -> ModelConfig:
     return GgufFile(write_gguf(tmp_path / "model.gguf", metadata, tensors)).config
 
 
+YARN = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("changes", "rotary"),
     [
@@ -185,11 +188,10 @@ def test_token_ids(tmp_path: Path) -> None:
         **{
             "tokenizer.ggml.eos_token_id": 5,
             "tokenizer.ggml.eot_token_id": 6,
-            "tokenizer.ggml.eom_token_id": 5,
-            "tokenizer.ggml.bos_token_id": 0xFFFFFFFF,
+            "tokenizer.ggml.eom_token_id": 0xFFFFFFFF,
         },
     )
-    assert (config.eos_token_ids, config.bos_token_id) == ((5, 6), None)
+    assert config.eos_token_ids == (5, 6)
 
 
 @pytest.mark.parametrize(
@@ -209,6 +211,14 @@ def test_token_ids(tmp_path: Path) -> None:
         ({"llama.attention.head_count": [1, 2]}, "head_count"),
         ({"llama.attention.head_count_kv": 3}, "4 heads cannot share 3"),
         ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon is nan"),
+        ({"llama.rope.freq_base": 1.0}, "freq_base is 1.0"),
+        ({"llama.rope.scaling.factor": float("inf")}, "scaling.factor is inf"),
+        ({"llama.rope.scaling.factor": 1e38}, "scaling.factor is"),
+        ({**YARN, "llama.rope.scaling.yarn_beta_fast": 0.0}, "beta_fast is 0.0"),
+        ({**YARN, "llama.rope.scaling.yarn_beta_slow": 1e38}, "beta_slow is"),
+        ({**YARN, "llama.rope.scaling.attn_factor": float("nan")}, "attn_factor is nan"),
+        ({"llama.attention.key_length": 5}, "head size of 5"),
+        ({"divisors": [1e-30] * 8}, "rope_freqs"),
         ({"divisors": [1.0, 2.0]}, "rope_freqs"),
         ({"divisors": [0.0] * 8}, "rope_freqs"),
         ({"divisors": [[1.0] * 8] * 8}, "rope_freqs"),

@@ -3,6 +3,8 @@
 import os
 import random
 import struct
+import subprocess
+import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -15,8 +17,7 @@ from gguf import GGMLQuantizationType as Kind
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.gguf_header import read_header
 from penstock.models.opened import open_model
-from penstock.models.source import load_tensor
-from tests.models.builders import TOKENIZER, gguf_metadata, hf_model, write_gguf
+from tests.models.builders import TOKENIZER, gguf_metadata, hf_model, load_tensor, write_gguf
 from tests.models.test_gguf_file import float_tensors
 
 
@@ -93,6 +94,61 @@ def test_overwritten_numbers_give_an_error_or_a_model(tmp_path: Path, small_gguf
         value = rng.choice([0, 1 << 63, (1 << 64) - 1, 1 << 40, 1 << 31, len(small_gguf)])
         path.write_bytes(small_gguf[:at] + struct.pack("<Q", value) + small_gguf[at + 8 :])
         try_everything(path)
+
+
+# Allocations of torch and of Rust are not seen by tracemalloc, but the system refuses them.
+LIMITED = """
+import resource, sys
+from pathlib import Path
+from penstock.errors import ModelError
+from penstock.models.opened import open_model
+from tests.models.builders import load_tensor
+
+def try_all(folder):
+    refused = 0
+    for path in sorted(Path(folder).iterdir()):
+        try:
+            opened = open_model(path)
+            for name in opened.source.names():
+                load_tensor(opened.source, name)
+            opened.tokenizer.decode(opened.tokenizer.encode("a ab <s> é", add_special_tokens=True))
+            opened.source.close()
+        except ModelError as error:
+            assert "memory" not in str(error).lower(), (path, error)
+            refused += 1
+    return refused
+
+open_model(Path(sys.argv[1]))  # what is loaded and started once does not count
+used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30),) * 2)
+print(try_all(sys.argv[2]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_damaged_files_take_little_memory_of_any_kind(tmp_path: Path, small_gguf: bytes) -> None:
+    whole, corpus = tmp_path / "whole.gguf", tmp_path / "corpus"
+    whole.write_bytes(small_gguf)
+    corpus.mkdir()
+    rng = random.Random(3)
+    header_bytes = small_gguf.index(b"output_norm.weight") + 100
+    for index in range(300):
+        at = rng.randrange(8, header_bytes)
+        value = rng.choice([1 << 63, (1 << 64) - 1, 1 << 40, 1 << 31, 1 << 24, rng.randrange(1 << 64)])
+        width, code = rng.choice([(8, "<Q"), (4, "<I"), (1, "<B")])
+        damage = struct.pack(code, value % (1 << 8 * width))
+        (corpus / f"{index:03}.gguf").write_bytes(small_gguf[:at] + damage + small_gguf[at + width :])
+    done = subprocess.run(
+        [sys.executable, "-c", LIMITED, str(whole), str(corpus)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 50 < int(done.stdout) < 300
 
 
 def string(text: str) -> bytes:

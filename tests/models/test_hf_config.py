@@ -1,16 +1,21 @@
 """config.json is understood as transformers understands it."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.errors import ModelError, ModelFileError
+from penstock.layers.rotary import rotary_frequencies
 from penstock.models.config import RotaryConfig
 from penstock.models.fields import Fields
 from penstock.models.folder import read_folder_config
-from penstock.models.hf_config import SUPPORTED_FAMILIES, hf_model_config
+from penstock.models.hf_config import hf_model_config
 from tests.models.builders import CLASSES, hf_config
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -58,7 +63,7 @@ def as_transformers(rotary: RotaryConfig) -> dict[str, Any]:
     return {key: fields[key] for key in ROPES[rotary.kind]}
 
 
-@pytest.mark.parametrize("family", SUPPORTED_FAMILIES)
+@pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.parametrize("kind", ROPES)
 def test_rope_parameters_equal_those_of_transformers(tmp_path: Path, family: str, kind: str) -> None:
     config = hf_config(family, rope_parameters=dict(ROPES[kind]))
@@ -78,7 +83,7 @@ def test_the_older_keys_mean_the_same(kind: str) -> None:
     assert normalise(old) == normalise(new)
 
 
-@pytest.mark.parametrize("family", SUPPORTED_FAMILIES)
+@pytest.mark.parametrize("family", CLASSES)
 def test_absent_keys_take_transformers_defaults(family: str) -> None:
     theirs = CLASSES[family][0]()
     window = {"sliding_window": None} if family == "mistral" else {}
@@ -93,7 +98,6 @@ def test_absent_keys_take_transformers_defaults(family: str) -> None:
     assert ours.max_position == theirs.max_position_embeddings
     assert ours.norm_eps == theirs.rms_norm_eps
     assert ours.tied_head == theirs.tie_word_embeddings
-    assert ours.bos_token_id == theirs.bos_token_id
     assert ours.eos_token_ids == (() if theirs.eos_token_id is None else (theirs.eos_token_id,))
     assert ours.rotary == RotaryConfig(theta=theirs.rope_parameters["rope_theta"])
     assert ours.qkv_bias == (family == "qwen2")
@@ -147,7 +151,15 @@ def test_what_is_not_supported_is_refused_by_name(values: dict[str, Any], words:
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"rms_norm_eps": -1e-5}, "rms_norm_eps"),
         ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_theta": 1.0}, "rope_theta"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
         ({"rope_scaling": "linear"}, "rope_scaling"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e308}}, "factor"),
+        ({"rope_scaling": {**ROPES["yarn"], "factor": float("inf")}}, "factor"),
+        ({"rope_scaling": {**ROPES["yarn"], "beta_fast": 1e308}}, "beta_fast"),
+        ({"rope_scaling": {**ROPES["yarn"], "beta_slow": 0}}, "beta_slow"),
+        ({"rope_scaling": {**ROPES["yarn"], "rope_theta": 0.5}}, "rope_theta"),
         ({"rope_scaling": {"type": "linear"}}, "factor"),
         ({"rope_scaling": {"type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
@@ -159,6 +171,28 @@ def test_what_is_not_supported_is_refused_by_name(values: dict[str, Any], words:
 def test_wrong_values_are_errors_that_name_the_key(values: dict[str, Any], key: str) -> None:
     with pytest.raises(ModelFileError, match=key):
         normalise({"model_type": "llama", **values} if values else {})
+
+
+NUMBERS = st.sampled_from(
+    [0, -1, 1, 1.0000001, 2, 1e-308, 1e-9, 1e9, 1e15, 1e308, 10**400, math.inf, math.nan]
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), kind=st.sampled_from(["default", "linear", "llama3", "yarn"]))
+def test_absurd_rope_parameters_are_refused_or_give_finite_frequencies(
+    data: st.DataObject, kind: str
+) -> None:
+    rope = dict(ROPES[kind])
+    for key in data.draw(st.sets(st.sampled_from(sorted(set(rope) - {"rope_type", "truncate"})), min_size=1)):
+        rope[key] = data.draw(NUMBERS)
+    try:
+        config = normalise({"model_type": "llama", "head_dim": 16, "rope_parameters": rope})
+    except ModelFileError:
+        return
+    frequencies, scale = rotary_frequencies(config.rotary, config.head_dim, config.max_position)
+    assert torch.isfinite(frequencies).all()
+    assert math.isfinite(scale)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 100_000, "\x00", '{"model_type": "llama"'])

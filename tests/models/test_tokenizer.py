@@ -109,7 +109,6 @@ def _around_digits(text: str) -> list[str]:
 
 def test_the_default_model_s_tokens(smollm2: Tokenizer, smollm2_oracle: Any) -> None:
     assert smollm2.vocab_size == len(smollm2_oracle)
-    assert smollm2.bos_id == 1
     assert [smollm2.decode([token], skip_special=False) for token in smollm2.eos_ids] == [
         "<|im_end|>",
         "<|endoftext|>",
@@ -178,7 +177,6 @@ def test_a_folder_encodes_as_transformers_does(
             assert ours.encode(text, add_special_tokens=special) == theirs.encode(
                 text, add_special_tokens=special, truncation=False
             )
-    assert ours.bos_id == theirs.bos_token_id
     assert ours.eos_ids == (theirs.eos_token_id,)
 
 
@@ -320,7 +318,6 @@ def test_sentence_piece_options_of_gguf(tmp_path: Path) -> None:
         2,
         262,
     ]  # a space after a special one too
-    assert plain.bos_id == 1
     assert plain.eos_ids == (2,)
     bare = from_metadata(tmp_path, add_space_prefix=False, add_bos_token=False, add_eos_token=True)
     assert bare.encode("a", add_special_tokens=True) == [260, 2]
@@ -403,3 +400,23 @@ def test_an_unusable_tokenizer_in_gguf_is_an_error(
 def test_half_a_surrogate_pair_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="Unicode"):
         from_metadata(tmp_path).encode("a\ud800", add_special_tokens=True)
+
+
+def test_pairs_without_bound_are_refused(tmp_path: Path) -> None:
+    """Every cut of a run of one letter makes two tokens: thousands of pairs for a hundred tokens."""
+    tokens = ["a" * length for length in range(1, 100)]
+    changes = {"tokens": tokens, "scores": [0.0] * 99, "token_type": [1] * 99}
+    with pytest.raises(ModelFileError, match="99 tokens are made of more than 1584 pairs"):
+        from_metadata(tmp_path, **changes, bos_token_id=None, eos_token_id=None, unknown_token_id=None)
+
+
+@pytest.mark.parametrize("failure", [ValueError("no such\ntoken"), OverflowError()])
+def test_a_tokenizer_that_fails_is_an_error_of_the_file(tmp_path: Path, failure: Exception) -> None:
+    class Backend:
+        def encode(self, *_: object, **__: object) -> None:
+            raise failure
+
+    tokenizer = from_metadata(tmp_path)
+    tokenizer._backend = Backend()  # type: ignore[assignment]
+    with pytest.raises(ModelFileError, match=r"tokenizer fails: (no such|OverflowError)$"):
+        tokenizer.encode("a", add_special_tokens=True)

@@ -10,10 +10,11 @@ import torch
 from penstock.bench.machine import this_machine
 from penstock.bench.memory import WARM_UP_TOKENS, Growth, Job, growth_in_fresh_process
 from penstock.bench.results import Results, Settings
-from penstock.bench.systems import System, SystemName, load_systems, open_weights
+from penstock.bench.systems import System, SystemName, load_systems
 from penstock.bench.timing import Pass, Turn, take_turns, time_pass
 from penstock.bench.workload import DECODING, Case, estimate_s, plan_memory, plan_timings
 from penstock.models.config import ModelConfig
+from penstock.models.opened import open_weights
 
 Say = Callable[[str], None]
 

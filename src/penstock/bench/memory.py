@@ -11,9 +11,10 @@ from pathlib import Path
 
 import torch
 
-from penstock.bench.systems import System, SystemName, load_systems, open_weights
+from penstock.bench.systems import System, SystemName, load_systems
 from penstock.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
 from penstock.errors import PenstockError
+from penstock.models.opened import open_weights
 
 WARM_UP_TOKENS = 64
 METHOD = (

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -14,8 +13,6 @@ from penstock.engine.run import Run
 from penstock.kernels.probe import probe
 from penstock.kernels.protocol import select_kernels
 from penstock.models.decoder import Decoder, load_decoder
-from penstock.models.folder import HfFolder
-from penstock.models.gguf_file import GgufFile
 from penstock.models.source import WeightSource
 from penstock.plan import ChunkedPrefillConfig
 
@@ -111,11 +108,6 @@ class _Streamer:
 
     def end(self) -> None:
         pass
-
-
-def open_weights(path: Path) -> WeightSource:
-    """The weights of a folder or GGUF file, whether or not it has a tokenizer."""
-    return HfFolder(path) if path.is_dir() else GgufFile(path)
 
 
 def load_systems(

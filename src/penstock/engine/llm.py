@@ -19,12 +19,11 @@ from penstock.kernels.probe import probe
 from penstock.kernels.protocol import select_kernels
 from penstock.models.decoder import load_decoder
 from penstock.models.detokenize import StreamDecoder
-from penstock.models.hub import resolve_model
+from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.opened import open_model
 from penstock.plan import ChunkedPrefillConfig, ChunkSetting, resolve_chunk_size
 from penstock.plan.progress import PrefillClock, Progress
 
-DEFAULT_MODEL = "smollm2"
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
 MAX_THREADS = 1024

@@ -3,28 +3,36 @@
 import io
 import os
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.frontends.exits import OutputError
 from penstock.frontends.lines import closing_line
 from penstock.frontends.present import Display
 from penstock.frontends.signals import on_interrupt
+from penstock.models.reading import shortened
 
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
     from penstock.engine.results import Generation
 
 
-def load(model: str, display: Display, **settings: Any) -> "LLM":
-    """The model, downloaded where it must be."""
+def fetch(model: str, display: Display) -> Path:
+    """Where the model lies, downloaded where it must be."""
     if not display.shows_bars:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    with display.busy(f"loading {model}"):
-        from penstock.engine.llm import LLM
+    with display.busy(f"looking for {shortened(model, 60)}"):
         from penstock.models.hub import resolve_model
     with display.downloads() as report:
-        path = resolve_model(model, report)
-    with display.busy(f"loading {model}"):
+        return resolve_model(model, report, display.note)
+
+
+def load(model: str, display: Display, **settings: Any) -> "LLM":
+    """The model, downloaded where it must be."""
+    path = fetch(model, display)
+    with display.busy(f"loading {shortened(model, 60)}"):
+        from penstock.engine.llm import LLM
+
         return LLM(path, **settings)
 
 

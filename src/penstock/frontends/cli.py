@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
-from penstock.frontends.exits import MEANINGS, reported
+from penstock.frontends.exits import MEANINGS, fill_closed_error, reported
 from penstock.frontends.generate import generate
 
 app = typer.Typer(
@@ -34,22 +34,17 @@ def root(
 
 
 @app.command(epilog=MEANINGS)
-def pull(name: Annotated[str, typer.Argument(help="The model: smollm2.", show_default=False)]) -> None:
-    """Download a model into the cache folder, unless it is there, and print where it lies."""
+def pull(
+    name: Annotated[
+        str, typer.Argument(help="The model: smollm2 or a Hugging Face name.", show_default=False)
+    ],
+) -> None:
+    """Download a model, unless it is there, and print where it lies."""
     with reported():
-        from penstock.errors import ModelError
-        from penstock.frontends.answer import write
+        from penstock.frontends.answer import fetch, write
         from penstock.frontends.present import make_display
-        from penstock.models.pull import pull_smollm2
 
-        if name != "smollm2":
-            raise ModelError(
-                f"there is no model {name!r} to pull: give smollm2; other models are named by "
-                "'penstock generate --model', which downloads them where it must"
-            )
-        with make_display().downloads() as report:
-            path = pull_smollm2(report)
-        write(f"{path}\n")
+        write(f"{fetch(name, make_display())}\n")
 
 
 @app.command()
@@ -59,4 +54,5 @@ def version() -> None:
 
 
 def main() -> None:
+    fill_closed_error()
     app(prog_name="penstock")

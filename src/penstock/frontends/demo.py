@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pydoc_data.topics import topics
 
 from penstock.frontends.answer import answer, load, write
-from penstock.frontends.exits import INTERRUPTED, reported
+from penstock.frontends.exits import INTERRUPTED, fill_closed_error, reported
 from penstock.frontends.present import make_display
 
 MODEL = "smollm2"
@@ -53,4 +53,5 @@ def main(model: str = MODEL) -> None:
 
 
 if __name__ == "__main__":
+    fill_closed_error()
     main()

@@ -36,6 +36,8 @@ class OutputError(PenstockError):
 def reported() -> Iterator[None]:
     """Turns errors that the user can act on into one line and an exit status, never a traceback."""
     try:
+        if sys.stdout is None:
+            raise OutputError("standard output is closed: there is nowhere to write the answer")
         yield
     except PenstockError as error:
         complain(_with_option_names(error))
@@ -50,7 +52,16 @@ def reported() -> Iterator[None]:
         raise SystemExit(NO_READER) from None
 
 
+def fill_closed_error() -> None:
+    """Where standard error is closed, the next file that is opened would get its number, and the warnings of
+    libraries. Nothing reads what goes there now."""
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open to the end)
+
+
 def complain(message: str) -> None:
+    if sys.stderr is None:  # print would take standard output for it
+        return
     line = " ".join(message.splitlines())
     with contextlib.suppress(OSError):
         print(f"penstock: {line}", file=sys.stderr, flush=True)
@@ -79,5 +90,6 @@ def _discard_output() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
-            os.dup2(null, stream.fileno())
+            if stream is not None:
+                os.dup2(null, stream.fileno())
     os.close(null)

@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 from penstock.errors import PromptError
+from penstock.models.reading import shortened
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -37,14 +38,16 @@ def check_text(option: str, text: str) -> None:
 
 
 def _read(file: str) -> str:
-    name = "standard input" if file == "-" else f"--prompt-file {file}"
+    name = "standard input" if file == "-" else f"--prompt-file {shortened(file)}"
+    if file == "-" and sys.stdin is None:
+        raise PromptError("standard input is closed: give --prompt or --prompt-file")
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
     except FileNotFoundError:
         raise PromptError(f"{name}: there is no such file") from None
     except IsADirectoryError:
         raise PromptError(f"{name} is a folder: give a text file") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last of expanduser
         raise PromptError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
         text = content.decode("utf-8-sig")

@@ -45,7 +45,7 @@ class TorchKernels:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if 0 < self.row_slab < x.shape[0]:
-            return torch.cat([self._product(slab, weight, bias) for slab in x.split(self.row_slab)])
+            return torch.cat([self._product(slab, weight, bias) for slab in torch.split(x, self.row_slab)])
         return self._product(x, weight, bias)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

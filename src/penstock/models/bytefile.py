@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from penstock.errors import ModelFileError
+from penstock.models.reading import reading
 
 # Large enough for the disk, small enough to stay in a CPU's cache between the read and the conversion.
 SLICE_BYTES = 4 << 20
@@ -18,23 +19,19 @@ class ByteFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
+        with reading(path):
             self._stream = path.open("rb", buffering=0)
-        except OSError as error:
-            raise ModelFileError(f"cannot open {path}: {error.strerror or error}") from error
 
     def read_into(self, start: int, buffer: torch.Tensor) -> None:
         """Fill `buffer` (uint8, contiguous, on the CPU) with the bytes from `start` on."""
         view = memoryview(buffer.numpy().data)
-        try:
+        with reading(self.path):
             self._stream.seek(start)
             while view:
                 count = self._stream.readinto(view)
                 if not count:
                     raise ModelFileError(f"{self.path} ends early, {len(view)} bytes before a tensor does")
                 view = view[count:]
-        except OSError as error:
-            raise ModelFileError(f"cannot read {self.path}: {error.strerror or error}") from error
 
     def close(self) -> None:
         self._stream.close()

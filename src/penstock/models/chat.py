@@ -4,15 +4,21 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
+from types import CodeType
 from typing import Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
-import jinja2.sandbox
 
 from penstock.errors import ModelFileError, PromptError
+from penstock.models.reading import first_line
+from penstock.models.sandbox import BoundedEnvironment
+
+# What a template may spend, see `BoundedEnvironment`: so much, and more where it is given more.
+_BUDGET = 64 << 20
+_BUDGET_PER_CHARACTER = 32
 
 
 class ChatTemplate:
@@ -23,30 +29,45 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
 
     def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+        values = {
+            "messages": [dict(message) for message in messages],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **self._special_tokens,
+        }
+        num_given = sum(len(str(text)) for message in messages for text in message.values())
+        environment = _environment(_BUDGET + _BUDGET_PER_CHARACTER * num_given)
         try:
-            return self._compiled.render(
-                messages=[dict(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
+            template = jinja2.Template.from_code(environment, self._code, environment.globals)
+            parts = []
+            for part in template.generate(values):
+                environment.spend(len(part))
+                parts.append(part)
+            return "".join(parts)
         except _Refusal as error:
-            raise PromptError(f"the model's chat template refuses these messages: {error}") from error
+            raise PromptError(
+                f"the model's chat template refuses these messages: {first_line(error)}"
+            ) from error
         except Exception as error:  # the template is the file's code, and may fail in any way
-            raise ModelFileError(f"the model's chat template fails: {error}") from error
+            raise ModelFileError(f"the model's chat template fails: {first_line(error)}") from error
 
     @cached_property
-    def _compiled(self) -> jinja2.Template:
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _strftime_now
-        return environment.from_string(self.source)
+    def _code(self) -> CodeType:
+        return _environment(_BUDGET).compile(self.source)
+
+
+def _environment(budget: int) -> BoundedEnvironment:
+    environment = BoundedEnvironment(
+        budget,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
+    )
+    environment.filters["tojson"] = environment.paid(_to_json)
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
 
 
 class _Refusal(jinja2.TemplateError):

@@ -26,4 +26,3 @@ class ModelConfig:
     mlp_bias: bool = False
     head_norm: bool = False  # RMS norm on each head of the queries and keys (Qwen3)
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None

@@ -73,6 +73,8 @@ class Decoder:
             config.num_heads,
             config.num_kv_heads,
             config.head_dim,
+            config.hidden_size,
+            padded_width(config.intermediate_size),
         )
 
     @property

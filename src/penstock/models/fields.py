@@ -1,15 +1,11 @@
 """Values of a file that nobody checked yet: read one by one, with a type and a range."""
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ModelFileError
-
-
-def first_line(error: Exception) -> str:
-    """What an error of another library says, short enough for a message of ours."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+from penstock.models.reading import shortened
 
 
 @dataclass(frozen=True)
@@ -32,17 +28,21 @@ class Fields:
             raise self.error(key, value, f"an integer from {low} to {high}")
         return value
 
-    def number(self, key: str, default: float | None = None, *, positive: bool = True) -> float:
-        """A finite number, above zero unless `positive` is false."""
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        above: float = 0.0,
+        high: float = sys.float_info.max,
+    ) -> float:
+        """A number in (above, high]."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise self.error(key, value, "a finite number")
-        if positive and value <= 0:
-            raise self.error(key, value, "a number above zero")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, value, "a number")
+        if not above < value <= high:
+            raise self.error(key, value, f"a number above {above:g} and up to {high:g}")
         return float(value)
-
-    def optional_number(self, key: str) -> float | None:
-        return self.number(key) if self.has(key) else None
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         value = self._get(key, default)
@@ -76,9 +76,9 @@ class Fields:
         return tuple(ids)
 
     def error(self, key: str, value: object, accepted: str) -> ModelFileError:
-        shown = repr(value)
-        shown = shown if len(shown) <= 60 else shown[:57] + "..."
-        return ModelFileError(f"{self.origin}: {key} is {shown}, but {accepted} is needed")
+        return ModelFileError(
+            f"{self.origin}: {key} is {shortened(repr(value), 60)}, but {accepted} is needed"
+        )
 
     def _get(self, key: str, default: object) -> object:
         value = self.values.get(key)

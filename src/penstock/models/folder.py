@@ -11,8 +11,9 @@ from safetensors import SafetensorError, safe_open
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.bytefile import ByteFile, copy_plain
 from penstock.models.config import ModelConfig
-from penstock.models.fields import Fields, first_line
+from penstock.models.fields import Fields
 from penstock.models.hf_config import hf_model_config
+from penstock.models.reading import first_line, reading
 from penstock.models.source import require_shape
 
 _DTYPES = {
@@ -22,6 +23,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_REASON = "loading a pickle runs whatever code it contains; convert it to safetensors"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 64 << 20
@@ -44,7 +46,9 @@ class HfFolder:
         self._files: list[ByteFile] = []
         self._tensors: dict[str, _Stored] = {}
         try:
-            for shard in _weight_files(path):
+            with reading(path):
+                shards = _weight_files(path)
+            for shard in shards:
                 self._add_file(shard)
         except BaseException:
             self.close()
@@ -53,10 +57,6 @@ class HfFolder:
     @property
     def config(self) -> ModelConfig:
         return self._config
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(file.path.stat().st_size for file in self._files)
 
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
@@ -90,7 +90,7 @@ class HfFolder:
                 pass
         except (SafetensorError, OSError, ValueError) as error:
             raise ModelFileError(f"{path} is not a usable safetensors file: {first_line(error)}") from error
-        with path.open("rb") as stream:
+        with reading(path), path.open("rb") as stream:
             (header_bytes,) = struct.unpack("<Q", stream.read(8))
             table = json.loads(stream.read(header_bytes))
         file = ByteFile(path)
@@ -106,22 +106,23 @@ class HfFolder:
 
 def read_folder_config(path: Path) -> ModelConfig:
     """The configuration alone, without opening any weights."""
-    if not (path / "config.json").is_file():
-        raise ModelError(f"{path} is not a model folder: it has no config.json")
     generation = path / "generation_config.json"
-    generation_values = read_json(generation) if generation.is_file() else {}
+    with reading(path):
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} is not a model folder: it has no config.json")
+        generation_values = read_json(generation) if generation.is_file() else {}
     config = Fields(str(path / "config.json"), read_json(path / "config.json"))
     return hf_model_config(config, Fields(str(generation), generation_values))
 
 
 def read_json(path: Path) -> dict[str, object]:
     """A JSON object from a file that may hold anything."""
-    try:
+    with reading(path):
         if path.stat().st_size > _MAX_JSON_BYTES:
             raise ModelFileError(f"{path} is absurdly large for a JSON file")
-        value = json.loads(path.read_bytes())
-    except OSError as error:
-        raise ModelFileError(f"cannot read {path}: {error.strerror or error}") from error
+        content = path.read_bytes()
+    try:
+        value = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ModelFileError(f"{path} is not valid JSON: {first_line(error)}") from error
     if not isinstance(value, dict):
@@ -137,8 +138,7 @@ def _weight_files(path: Path) -> list[Path]:
     pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
     if pickles:
         raise ModelFileError(
-            f"{path} holds only pickled weights ({pickles[0]}), which are refused: loading a pickle runs "
-            "whatever code it contains; convert them to safetensors"
+            f"{path} holds only pickled weights ({pickles[0]}), which are refused: {PICKLE_REASON}"
         )
     raise ModelError(f"{path} holds no weights: neither {_SINGLE} nor {_INDEX}")
 

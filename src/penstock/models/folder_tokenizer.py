@@ -5,8 +5,9 @@ from pathlib import Path
 import tokenizers
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.fields import Fields, first_line
+from penstock.models.fields import Fields
 from penstock.models.folder import read_json
+from penstock.models.reading import first_line, reading, trusting
 from penstock.models.tokenizer import SpecialTokens, Tokenizer
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -14,6 +15,11 @@ _MAX_TEMPLATE_BYTES = 1 << 20
 
 
 def folder_tokenizer(path: Path) -> Tokenizer:
+    with trusting(f"{path} holds an unusable tokenizer"), reading(path):
+        return _folder_tokenizer(path)
+
+
+def _folder_tokenizer(path: Path) -> Tokenizer:
     config = _read(path / "tokenizer_config.json")
     special_map = _read(path / "special_tokens_map.json")
     backend = _backend(path)
@@ -24,7 +30,6 @@ def folder_tokenizer(path: Path) -> Tokenizer:
     added = backend.get_added_tokens_decoder()
     backend.add_special_tokens([names[role] for role, token in known.items() if token not in added])
     special = SpecialTokens(
-        bos_id=known.get("bos_token"),
         eos_ids=(known["eos_token"],) if "eos_token" in known else (),
         names=names,
     )
@@ -33,11 +38,9 @@ def folder_tokenizer(path: Path) -> Tokenizer:
 
 def _backend(path: Path) -> tokenizers.Tokenizer:
     file = path / "tokenizer.json"
-    try:
-        if file.is_file():
+    if file.is_file():
+        with trusting(f"{file} is not a usable tokenizer"):
             return tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # the library raises bare exceptions
-        raise ModelFileError(f"{file} is not a usable tokenizer: {first_line(error)}") from error
     try:
         from transformers import AutoTokenizer
 
@@ -53,12 +56,10 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
 def _chat_template(path: Path, config: Fields) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
-        try:
+        with trusting(f"cannot read {file}"):
             if file.stat().st_size > _MAX_TEMPLATE_BYTES:
                 raise ModelFileError(f"{file} is absurdly large for a chat template")
             return file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise ModelFileError(f"cannot read {file}: {error}") from error
     for fields in (_read(path / "chat_template.json"), config):
         template = fields.values.get("chat_template")
         if isinstance(template, list):  # several templates, by name

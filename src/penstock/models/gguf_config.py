@@ -11,8 +11,12 @@ from penstock.models.limits import (
     MAX_HEADS,
     MAX_LAYERS,
     MAX_POSITIONS,
+    MAX_SCALE,
+    MAX_THETA,
     MAX_VOCABULARY,
     MAX_WIDTH,
+    MIN_SCALE,
+    MIN_THETA,
     check_heads,
 )
 
@@ -73,7 +77,6 @@ def gguf_model_config(
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         head_norm=family == "qwen3",
         eos_token_ids=tuple(dict.fromkeys(ends)),
-        bos_token_id=token_id(tokens, "bos_token_id"),
     )
 
 
@@ -88,15 +91,23 @@ def token_id(fields: Fields, key: str) -> int | None:
 def _rotary(
     fields: Fields, max_position: int, head_dim: int, divisors: tuple[float, ...] | None
 ) -> RotaryConfig:
-    theta = fields.number("rope.freq_base", 10_000.0)
+    theta = fields.number("rope.freq_base", 10_000.0, above=MIN_THETA, high=MAX_THETA)
     if divisors is not None and (
-        len(divisors) != head_dim // 2 or not all(math.isfinite(value) and value > 0 for value in divisors)
+        len(divisors) != head_dim // 2 or not all(MIN_SCALE < value <= MAX_SCALE for value in divisors)
     ):
-        raise fields.error("rope_freqs.weight", divisors, f"{head_dim // 2} numbers above zero")
+        raise fields.error(
+            "rope_freqs.weight",
+            divisors,
+            f"a row of {head_dim // 2} numbers above {MIN_SCALE:g} and up to {MAX_SCALE:g}",
+        )
+
+    def scale(key: str, default: float) -> float:
+        return fields.number(key, default, above=MIN_SCALE, high=MAX_SCALE)
+
     # llama.cpp takes a factor without a type as linear, and has an older name for it.
     kind = fields.text("rope.scaling.type", "linear")
-    factor = fields.number("rope.scaling.factor", fields.number("rope.scale_linear", 1.0))
-    gain = fields.number("rope.scaling.attn_factor", 1.0)
+    factor = scale("rope.scaling.factor", scale("rope.scale_linear", 1.0))
+    gain = scale("rope.scaling.attn_factor", 1.0)
     if kind == "yarn":
         return RotaryConfig(
             theta=theta,
@@ -105,8 +116,8 @@ def _rotary(
             original_max_position=fields.integer(
                 "rope.scaling.original_context_length", max_position, low=1, high=MAX_POSITIONS
             ),
-            beta_fast=fields.number("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=fields.number("rope.scaling.yarn_beta_slow", 1.0),
+            beta_fast=scale("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=scale("rope.scaling.yarn_beta_slow", 1.0),
             attention_factor=None if gain == 1.0 else gain * (0.1 * math.log(max(factor, 1.0)) + 1.0),
             frequency_divisors=divisors,
         )

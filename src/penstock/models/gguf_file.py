@@ -89,10 +89,6 @@ class GgufFile:
     def config(self) -> ModelConfig:
         return self._config
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self._tensors.values())
-
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
 

@@ -13,6 +13,7 @@ import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from penstock.errors import ModelFileError
+from penstock.models.reading import reading
 
 # Vocabularies of a quarter of a million tokens take some ten MiB.
 MAX_HEADER_BYTES = 64 << 20
@@ -45,11 +46,8 @@ class GgufHeader:
 
 def read_header(path: Path) -> GgufHeader:
     """Parse and check the header. Takes time and memory in proportion to the header's size at most."""
-    try:
-        with path.open("rb") as stream:
-            return _Parser(path, stream, path.stat().st_size).header()
-    except OSError as error:
-        raise ModelFileError(f"cannot read {path}: {error.strerror or error}") from error
+    with reading(path), path.open("rb") as stream:
+        return _Parser(path, stream, path.stat().st_size).header()
 
 
 class _Parser:

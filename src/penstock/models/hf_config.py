@@ -9,8 +9,12 @@ from penstock.models.limits import (
     MAX_HEADS,
     MAX_LAYERS,
     MAX_POSITIONS,
+    MAX_SCALE,
+    MAX_THETA,
     MAX_VOCABULARY,
     MAX_WIDTH,
+    MIN_SCALE,
+    MIN_THETA,
     check_heads,
 )
 
@@ -24,7 +28,6 @@ class _Family:
     max_position: int
     num_kv_heads: int | None = None  # as many as heads
     head_dim: int | None = None  # hidden size over heads
-    bos: int | None = None
     eos: int | None = None
     attention_bias: bool = False
     has_bias_options: bool = False
@@ -32,14 +35,13 @@ class _Family:
 
 
 _FAMILIES = {
-    "llama": _Family(32000, 11008, 2048, bos=1, eos=2, has_bias_options=True),
-    "mistral": _Family(32000, 14336, 4096 * 32, num_kv_heads=8, bos=1, eos=2),
+    "llama": _Family(32000, 11008, 2048, eos=2, has_bias_options=True),
+    "mistral": _Family(32000, 14336, 4096 * 32, num_kv_heads=8, eos=2),
     "qwen2": _Family(151936, 22016, 32768, num_kv_heads=32, attention_bias=True),
     "qwen3": _Family(
         151936, 22016, 32768, num_kv_heads=32, head_dim=128, has_bias_options=True, head_norm=True
     ),
 }
-SUPPORTED_FAMILIES = tuple(_FAMILIES)
 
 _ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
 
@@ -75,7 +77,6 @@ def hf_model_config(config: Fields, generation: Fields) -> ModelConfig:
 
     bias = family.has_bias_options and config.boolean("attention_bias", False)
     ends = config.token_ids("eos_token_id", family.eos) + generation.token_ids("eos_token_id")
-    bos = config.token_ids("bos_token_id", family.bos)
     return ModelConfig(
         family=name,
         vocab_size=config.integer("vocab_size", family.vocab_size, low=1, high=MAX_VOCABULARY),
@@ -96,7 +97,6 @@ def hf_model_config(config: Fields, generation: Fields) -> ModelConfig:
         mlp_bias=name == "llama" and config.boolean("mlp_bias", False),
         head_norm=family.head_norm,
         eos_token_ids=tuple(dict.fromkeys(ends)),
-        bos_token_id=bos[0] if bos else None,
     )
 
 
@@ -125,7 +125,15 @@ def _rotary(config: Fields, max_position: int) -> RotaryConfig:
     rope = config.nested("rope_scaling")
     if not rope.values:
         rope = config.nested("rope_parameters")
-    theta = rope.number("rope_theta", config.number("rope_theta", 10_000.0))
+
+    def scale(key: str, default: float | None = None) -> float:
+        return rope.number(key, default, above=MIN_SCALE, high=MAX_SCALE)
+
+    def optional_scale(key: str) -> float | None:
+        return scale(key) if rope.has(key) else None
+
+    theta = config.number("rope_theta", 10_000.0, above=MIN_THETA, high=MAX_THETA)
+    theta = rope.number("rope_theta", theta, above=MIN_THETA, high=MAX_THETA)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in _ROTARY_KINDS:
         raise ModelError(
@@ -137,7 +145,7 @@ def _rotary(config: Fields, max_position: int) -> RotaryConfig:
     if kind == "default":
         return RotaryConfig(theta=theta)
     if kind == "linear":
-        return RotaryConfig(theta=theta, kind=kind, factor=rope.number("factor"))
+        return RotaryConfig(theta=theta, kind=kind, factor=scale("factor"))
     original = config.integer(
         "original_max_position_embeddings",
         rope.integer("original_max_position_embeddings", max_position, low=1, high=MAX_POSITIONS),
@@ -145,13 +153,13 @@ def _rotary(config: Fields, max_position: int) -> RotaryConfig:
         high=MAX_POSITIONS,
     )
     if kind == "llama3":
-        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        low, high = scale("low_freq_factor"), scale("high_freq_factor")
         if high <= low:
             raise rope.error("high_freq_factor", high, f"more than low_freq_factor ({low:g})")
         return RotaryConfig(
             theta=theta,
             kind=kind,
-            factor=rope.number("factor"),
+            factor=scale("factor"),
             original_max_position=original,
             low_freq_factor=low,
             high_freq_factor=high,
@@ -159,12 +167,12 @@ def _rotary(config: Fields, max_position: int) -> RotaryConfig:
     return RotaryConfig(
         theta=theta,
         kind=kind,
-        factor=rope.number("factor", max_position / original),
+        factor=scale("factor", max_position / original),
         original_max_position=original,
-        beta_fast=rope.number("beta_fast", 32.0),
-        beta_slow=rope.number("beta_slow", 1.0),
-        attention_factor=rope.optional_number("attention_factor"),
-        mscale=rope.optional_number("mscale"),
-        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        beta_fast=scale("beta_fast", 32.0),
+        beta_slow=scale("beta_slow", 1.0),
+        attention_factor=optional_scale("attention_factor"),
+        mscale=optional_scale("mscale"),
+        mscale_all_dim=optional_scale("mscale_all_dim"),
         truncate=rope.boolean("truncate", True),
     )

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.fields import first_line
-from penstock.models.folder import PICKLE_SUFFIXES
-from penstock.models.pull import Report, pull_smollm2
+from penstock.models.folder import PICKLE_REASON, PICKLE_SUFFIXES
+from penstock.models.pull import Note, Report, pull_smollm2
+from penstock.models.reading import first_line, shortened
 
 DEFAULT_MODEL = "smollm2"
 
@@ -20,25 +20,30 @@ _ACCEPTED = (
 )
 
 
-def resolve_model(name: str, report: Report | None = None) -> Path:
-    """The GGUF file or model folder that `name` stands for, downloaded first where it has to be."""
+def resolve_model(name: str, report: Report | None = None, note: Note | None = None) -> Path:
+    """The GGUF file or model folder that `name` stands for, downloaded first where it has to be. `report` is
+    told how far a download is, `note` what else there is to wait for."""
     if name == DEFAULT_MODEL:
-        return pull_smollm2(report)
-    path = Path(name).expanduser()
-    if name and path.is_dir():
-        return path
-    if path.is_file():
-        return _model_file(path)
+        return pull_smollm2(report, note)
+    shown = repr(shortened(name))
+    try:
+        path = Path(name).expanduser()
+        if name and path.is_dir():
+            return path
+        if path.is_file():
+            return _model_file(path)
+    except RuntimeError:  # of expanduser
+        raise ModelError(f"there is no model {shown}: no such user has a home folder; {_ACCEPTED}") from None
+    except OSError as error:
+        raise ModelError(f"there is no model {shown}: {error.strerror or error}; {_ACCEPTED}") from error
     if _REPOSITORY.fullmatch(name) and not name.endswith(".gguf"):
         return _from_hugging_face(name)
-    raise ModelError(f"there is no model {name!r}: no such file or folder; {_ACCEPTED}")
+    raise ModelError(f"there is no model {shown}: no such file or folder; {_ACCEPTED}")
 
 
 def _model_file(path: Path) -> Path:
     if path.suffix in PICKLE_SUFFIXES:
-        raise ModelFileError(
-            f"{path} is refused: loading a pickle runs whatever code it contains; convert it to safetensors"
-        )
+        raise ModelFileError(f"{path} is refused: {PICKLE_REASON}")
     if path.suffix == ".safetensors":
         raise ModelError(f"{path} holds weights alone; give the folder with its config.json and tokenizer")
     return path
@@ -48,9 +53,26 @@ def _from_hugging_face(name: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        return Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        folder = Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except Exception as error:  # no connection, no such repository, no permission, a full disk
         raise ModelError(
             f"there is no file or folder {name!r}, and Hugging Face does not give it: {first_line(error)}; "
             f"{_ACCEPTED}"
         ) from error
+    if not any(folder.glob("*.safetensors")):
+        _refuse_pickles(name)
+    return folder
+
+
+def _refuse_pickles(name: str) -> None:
+    """Pickles are never downloaded, so that only the repository's list tells why no weights came."""
+    try:
+        from huggingface_hub import list_repo_files
+
+        pickles = sorted(file for file in list_repo_files(name) if file.endswith(PICKLE_SUFFIXES))
+    except Exception:  # no connection, say; what came is then judged by itself
+        return
+    if pickles:
+        raise ModelFileError(
+            f"{name} on Hugging Face holds only pickled weights ({pickles[0]}), which are refused: {PICKLE_REASON}"
+        )

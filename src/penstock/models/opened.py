@@ -8,8 +8,7 @@ from penstock.errors import ModelError
 from penstock.models.expected import check_source
 from penstock.models.folder import HfFolder
 from penstock.models.folder_tokenizer import folder_tokenizer
-from penstock.models.gguf_file import GgufFile
-from penstock.models.gguf_tokenizer import gguf_tokenizer
+from penstock.models.reading import reading
 from penstock.models.source import WeightSource
 from penstock.models.tokenizer import Tokenizer
 
@@ -22,15 +21,34 @@ class OpenedModel:
 
 def open_model(path: Path) -> OpenedModel:
     """Open a GGUF file or a Hugging Face folder, with every tensor's shape checked and none loaded yet."""
-    if not path.exists():
-        raise ModelError(f"there is no file or folder {path}")
     with ExitStack() as on_error:
-        source = HfFolder(path) if path.is_dir() else GgufFile(path)
+        source = open_weights(path)
         on_error.callback(source.close)
         check_source(source)
-        if isinstance(source, GgufFile):
-            tokenizer = gguf_tokenizer(source.metadata, str(path))
-        else:
-            tokenizer = folder_tokenizer(path)
+        is_folder = isinstance(source, HfFolder)
+        tokenizer = folder_tokenizer(path) if is_folder else _gguf_tokenizer(source, str(path))
         on_error.pop_all()
         return OpenedModel(source, tokenizer)
+
+
+def open_weights(path: Path) -> WeightSource:
+    """The weights alone, as the file has them."""
+    with reading(path):
+        if not path.exists():
+            raise ModelError(f"there is no file or folder {path}")
+        is_folder = path.is_dir()
+    if is_folder:
+        return HfFolder(path)
+    try:  # where the package is absent, everything but GGUF files works
+        from penstock.models.gguf_file import GgufFile
+    except ImportError as error:
+        raise ModelError("reading GGUF files needs the gguf package: pip install gguf") from error
+    return GgufFile(path)
+
+
+def _gguf_tokenizer(source: WeightSource, origin: str) -> Tokenizer:
+    from penstock.models.gguf_file import GgufFile
+    from penstock.models.gguf_tokenizer import gguf_tokenizer
+
+    assert isinstance(source, GgufFile)
+    return gguf_tokenizer(source.metadata, origin)

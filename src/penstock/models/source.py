@@ -14,11 +14,6 @@ class WeightSource(Protocol):
     @property
     def config(self) -> ModelConfig: ...
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of the weights on disk."""
-        ...
-
     def names(self) -> frozenset[str]: ...
 
     def shape(self, name: str) -> tuple[int, ...]: ...
@@ -33,13 +28,6 @@ class WeightSource(Protocol):
         ...
 
     def close(self) -> None: ...
-
-
-def load_tensor(source: WeightSource, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The tensor alone, in memory of its own."""
-    out = torch.empty(source.shape(name), dtype=dtype)
-    source.load_into(name, out)
-    return out
 
 
 def require_shape(name: str, shape: tuple[int, ...], out: torch.Tensor) -> None:

@@ -8,13 +8,13 @@ import tokenizers
 from penstock.errors import ModelError, PromptError
 from penstock.models.chat import ChatTemplate
 from penstock.models.pieces import TokenPieces
+from penstock.models.reading import trusting
 
 
 @dataclass(frozen=True)
 class SpecialTokens:
     """The tokens with a role. `names` are those that a chat template may call by name, such as bos_token."""
 
-    bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -38,10 +38,6 @@ class Tokenizer:
         return self._backend.get_vocab_size(with_added_tokens=True)
 
     @property
-    def bos_id(self) -> int | None:
-        return self._special.bos_id
-
-    @property
     def eos_ids(self) -> tuple[int, ...]:
         return self._special.eos_ids
 
@@ -51,10 +47,13 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Special tokens written out in the text become those tokens, as in transformers."""
-        try:
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:  # half of a surrogate pair
+                raise PromptError("the text is not valid Unicode") from error
+        with trusting("the model's tokenizer fails"):
             ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except TypeError as error:  # the library's answer to half of a surrogate pair
-            raise PromptError("the text is not valid Unicode") from error
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
