@@ -12,7 +12,7 @@ help:
 	$(PYTHON) -c 'import sys; sys.exit("Penstock needs Python 3.11 or newer" if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
 	touch $@
 
 setup: .venv/.ready
@@ -33,7 +33,7 @@ test: lint
 	$(BIN)/pytest
 
 bench: setup
-	$(BIN)/python -m penstock.bench
+	$(BIN)/python -m penstock.bench --check
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

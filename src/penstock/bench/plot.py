@@ -99,7 +99,12 @@ def _draw_panel(axis: Any, panel: _Panel, label: Callable[[SystemName], str]) ->
         bars = axis.bar(
             places, medians, 0.94 * width, yerr=whiskers, capsize=2, color=_COLOURS[name], label=label(name)
         )
-        axis.bar_label(bars, [f"{value:.3g}" for value in medians], padding=2, fontsize=7)
+        axis.bar_label(
+            bars,
+            [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in medians],
+            padding=2,
+            fontsize=7,
+        )
     axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
     axis.set_title(panel.title)
     axis.set_xlabel("prompt length (tokens)")

@@ -25,7 +25,7 @@ from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.protocol import Kernels
 
-_VERSION = 9
+_VERSION = 10
 _REFERENCE_ROWS = 512
 _MOST_ROWS = 2048
 # A floor above this is not believed: a library that changes its ways at such sizes may do so again beyond.

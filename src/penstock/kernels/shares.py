@@ -7,6 +7,8 @@ whose exponential differs in the last bit. Here every run is whole vectors:
             one call, all threads                                            one thread each
 """
 
+from math import gcd
+
 # No vector unit works on more elements at once, whatever the dtype.
 LANES = 64
 # A pass of up to this many elements is left to one thread.
@@ -17,10 +19,14 @@ def even_shares(num_rows: int, width: int, num_threads: int) -> list[slice]:
     """Divide the rows of [num_rows, width] into calls. A width that is no multiple of LANES is taken row by row."""
     if width % LANES:
         return [slice(row, row + 1) for row in range(num_rows)]
-    rows_per_grain = max(_GRAIN // width, 1)
-    unit = num_threads * -(-_GRAIN // width)
-    start = num_rows // unit * unit if num_threads > 1 else 0
+    # With this many rows or more there is a grain for every thread; a multiple of `unit` rows divides evenly.
+    enough = -(-num_threads * _GRAIN // width)
+    unit = num_threads // gcd(num_threads, width // LANES)
+    start = num_rows // unit * unit
+    if start < enough and num_threads > 1:
+        start = 0
     shares = [slice(0, start)] if start else []
+    rows_per_grain = max(_GRAIN // width, 1)
     while start < num_rows:
         end = min(start + rows_per_grain, num_rows)
         shares.append(slice(start, end))
