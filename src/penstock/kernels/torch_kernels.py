@@ -100,8 +100,12 @@ class TorchKernels:
     def attend_one(self, query: Tensor, past: Sequence[KV], scale: float) -> Tensor:
         num_heads, head_dim = query.shape
         num_kv_heads = past[0].keys.shape[1]
+        group = num_heads // num_kv_heads
         # A group's queries are the rows: [1, KV, G, D].
-        grouped = query.view(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
+        grouped = query.view(1, num_kv_heads, group, head_dim)
+        if group == 1 and query.dtype == torch.bfloat16:
+            # The kernel is several times slower on a single row than on two.
+            grouped = torch.nn.functional.pad(grouped, (0, 0, 0, 1))
         parts = [part for piece in past for part in _split(piece, num_kv_heads)]
         outs: list[Tensor] = []
         lses: list[Tensor] = []
@@ -109,8 +113,8 @@ class TorchKernels:
             out, lse = flash_attention(
                 grouped.expand(keys.shape[0], -1, -1, -1), keys, values, 0.0, False, scale=scale
             )
-            outs.append(out)
-            lses.append(lse)
+            outs.append(out[:, :, :group])
+            lses.append(lse[:, :, :group])
         if len(outs) == 1 and outs[0].shape[0] == 1:
             return outs[0].reshape(num_heads, head_dim)
         weights = torch.softmax(torch.cat(lses), dim=0)[..., None]  # [pieces, KV, G, 1]
