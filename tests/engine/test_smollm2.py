@@ -70,6 +70,13 @@ def test_same_bits(model: Decoder, prompt: list[int]) -> None:
     assert_same_bits(run, whole)
 
 
+def test_same_bits_in_tiny_chunks(model: Decoder, prompt: list[int]) -> None:
+    whole = run_prompt(model, prompt)
+    # Thousands of steps: in float32 the two slowest sizes are left to the schedule of the test above.
+    for chunk_size in (1, 2, 3, 7) if model.dtype == torch.bfloat16 else (3, 7):
+        assert_same_bits(run_prompt(model, prompt, chunk_size=chunk_size), whole)
+
+
 def test_the_grid_is_what_keeps_the_bits(model: Decoder, prompt: list[int]) -> None:
     """The comparison above can fail: without tiles and padding the same schedules give other bits."""
     plain = Canon(tile_size=0)
