@@ -79,10 +79,11 @@ def test_several_extents(model: Decoder) -> None:
         run = run_prompt(model, prompt, chunk_size=chunk_size, space=space)
         assert len(run.blocks.extents) > 1
         assert_same_bits(run, whole)
+    # A decode attends to extents one by one: the same tokens, but for rounding that bfloat16 may show.
+    if model.dtype == torch.float32:
         expected = run_prompt(model, prompt, num_tokens=8).generated
-        assert (
-            run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640)).generated == expected
-        )
+        fragmented = run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640))
+        assert fragmented.generated == expected
 
 
 @settings(max_examples=60, deadline=None)
