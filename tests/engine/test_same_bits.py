@@ -80,10 +80,10 @@ def test_several_extents(model: Decoder) -> None:
         assert len(run.blocks.extents) > 1
         assert_same_bits(run, whole)
     # A decode attends to extents one by one: the same tokens, but for rounding that bfloat16 may show.
-    if model.dtype == torch.float32:
-        expected = run_prompt(model, prompt, num_tokens=8).generated
-        fragmented = run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640))
-        assert fragmented.generated == expected
+    expected = run_prompt(model, prompt, num_tokens=8).generated
+    fragmented = run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640)).generated
+    same = 8 if model.dtype == torch.float32 else 1
+    assert fragmented[:same] == expected[:same]
 
 
 @settings(max_examples=60, deadline=None)

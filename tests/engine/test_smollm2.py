@@ -72,8 +72,8 @@ def test_same_bits(model: Decoder, prompt: list[int]) -> None:
 
 def test_same_bits_in_tiny_chunks(model: Decoder, prompt: list[int]) -> None:
     whole = run_prompt(model, prompt)
-    # Thousands of steps: in float32 the two slowest sizes are left to the schedule of the test above.
-    for chunk_size in (1, 2, 3, 7) if model.dtype == torch.bfloat16 else (3, 7):
+    # Thousands of steps: sizes 2 and 3, and 1 in float32, are left to the schedule of the test above.
+    for chunk_size in (1, 7) if model.dtype == torch.bfloat16 else (7,):
         assert_same_bits(run_prompt(model, prompt, chunk_size=chunk_size), whole)
 
 

@@ -119,7 +119,7 @@ class TorchKernels:
             return outs[0].reshape(num_heads, head_dim)
         weights = torch.softmax(torch.cat(lses), dim=0)[..., None]  # [pieces, KV, G, 1]
         merged = (torch.cat(outs) * weights).sum(dim=0).to(query.dtype)
-        return merged.view(num_heads, head_dim)
+        return merged.reshape(num_heads, head_dim)
 
 
 def _split(past: KV, num_kv_heads: int) -> list[tuple[Tensor, Tensor]]:

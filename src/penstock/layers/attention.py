@@ -47,7 +47,7 @@ class Attention:
         """Queries [rows, heads, head_dim] to the block's output [rows, hidden]; padding rows attend to nothing."""
         if not work.tiles and len(work.decodes) == 1 == len(queries):
             attended = self._attend_decode(queries[0], work.decodes[0], cache, kernels)
-            return kernels.linear(attended.view(1, -1), self.out_weight, self.out_bias)
+            return kernels.linear(attended.reshape(1, -1), self.out_weight, self.out_bias)
         attended = queries.new_empty(queries.shape)
         num_done = 0
         for tile in work.tiles:
