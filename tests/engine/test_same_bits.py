@@ -79,11 +79,9 @@ def test_several_extents(model: Decoder) -> None:
         run = run_prompt(model, prompt, chunk_size=chunk_size, space=space)
         assert len(run.blocks.extents) > 1
         assert_same_bits(run, whole)
-    # A decode attends to extents one by one: the same tokens, but for rounding that bfloat16 may show.
     expected = run_prompt(model, prompt, num_tokens=8).generated
-    fragmented = run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640)).generated
-    same = 8 if model.dtype == torch.float32 else 1
-    assert fragmented[:same] == expected[:same]
+    fragmented = run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640))
+    assert fragmented.generated == expected
 
 
 @settings(max_examples=60, deadline=None)
