@@ -1,8 +1,16 @@
 """Random configurations and prompts for the laws in this folder."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
-from penstock.plan import ChunkedPrefillConfig, ModelShape, PrefillPriority
+from penstock.plan import (
+    ChunkedPrefillConfig,
+    DeltaNetShape,
+    ExpertsShape,
+    ModelShape,
+    PrefillPriority,
+)
 
 
 @st.composite
@@ -27,6 +35,36 @@ def shapes(draw: st.DrawFn) -> ModelShape:
         num_kv_heads=num_kv_heads,
         head_dim=draw(st.integers(1, 16)),
         vocab_size=draw(st.integers(1, 4000)),
+    )
+
+
+@st.composite
+def hybrid_shapes(draw: st.DrawFn) -> ModelShape:
+    """Any of: delta-net layers, experts, gated attention."""
+    plain = draw(shapes())
+    num_layers = st.integers(1, plain.num_layers)
+    num_key_heads = draw(st.integers(1, 3))
+    net = st.builds(
+        DeltaNetShape,
+        num_layers=num_layers,
+        num_key_heads=st.just(num_key_heads),
+        num_value_heads=st.integers(1, 3).map(lambda groups: groups * num_key_heads),
+        key_head_dim=st.integers(1, 16),
+        value_head_dim=st.integers(1, 16),
+        conv_kernel=st.integers(1, 5),
+    )
+    experts = st.builds(
+        ExpertsShape,
+        num_layers=num_layers,
+        num_experts=st.integers(1, 64),
+        intermediate_size=st.integers(1, 64),
+        shared_intermediate_size=st.integers(0, 64),
+    )
+    return replace(
+        plain,
+        gated_attention=draw(st.booleans()),
+        delta_net=draw(st.none() | net),
+        experts=draw(st.none() | experts),
     )
 
 

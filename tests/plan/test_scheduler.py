@@ -1,5 +1,5 @@
 from collections.abc import Iterable, Iterator
-from itertools import repeat
+from itertools import pairwise, repeat
 from typing import Any
 
 import pytest
@@ -270,3 +270,96 @@ def test_shrinking_still_covers_the_prompt(
         scheduler.complete(chunk)
         finished = chunk.end_pos
     assert finished == num_tokens
+
+
+def sizes_after_shrinks(size: int, grid: int) -> list[int]:
+    """The sizes of the first chunk, each of which fails but the last."""
+    scheduler = PrefillScheduler(range(10_000), ChunkedPrefillConfig(size), grid=grid)
+    sizes = []
+    while True:
+        chunk = issue(scheduler)
+        sizes.append(len(chunk))
+        if len(chunk) == 1:
+            return sizes
+        scheduler.shrink(chunk)
+
+
+@pytest.mark.parametrize(
+    ("grid", "sizes"),
+    [
+        (64, [512, 256, 128, 64, 32, 16, 8, 4, 2, 1]),
+        (64, [192, 128, 64, 32, 16, 8, 4, 2, 1]),
+        (64, [100, 64, 32, 16, 8, 4, 2, 1]),
+        (64, [65, 64, 32, 16, 8, 4, 2, 1]),
+        (64, [50, 25, 13, 7, 4, 2, 1]),
+        (1, [192, 96, 48, 24, 12, 6, 3, 2, 1]),
+    ],
+)
+def test_halving_keeps_to_the_grid_down_to_one_step_of_it(grid: int, sizes: list[int]) -> None:
+    assert sizes_after_shrinks(sizes[0], grid) == sizes
+
+
+@given(size=st.integers(2, 3000), grid=st.integers(1, 200))
+def test_every_shrink_is_shorter_and_on_the_grid_while_longer_than_it(size: int, grid: int) -> None:
+    sizes = sizes_after_shrinks(size, grid)
+    for before, after in pairwise(sizes):
+        half = -(-before // 2)
+        assert after < before
+        assert half <= after < half + grid
+        assert after % grid == 0 if before > grid else after == half
+
+
+@given(
+    num_tokens=st.integers(1, 1500),
+    chunk=st.integers(1, 10),
+    overlap=st.integers(0, 9),
+    grid=st.sampled_from([16, 64]),
+    shrinks=st.lists(st.booleans(), max_size=40),
+)
+def test_cuts_stay_on_the_grid_however_often_memory_runs_out(
+    num_tokens: int, chunk: int, overlap: int, grid: int, shrinks: list[bool]
+) -> None:
+    config = ChunkedPrefillConfig(chunk * grid, min(overlap, chunk - 1) * grid)
+    scheduler = PrefillScheduler(range(num_tokens), config, grid=grid)
+    assert scheduler.lies_on(grid)
+    finished = 0
+    while not scheduler.is_complete():
+        issued = issue(scheduler)
+        if shrinks and shrinks.pop() and len(issued) > grid:
+            scheduler.shrink(issued)
+        else:
+            scheduler.complete(issued)
+            finished = issued.end_pos
+        assert finished % grid == 0 or finished == num_tokens
+        assert scheduler.lies_on(grid)
+    assert finished == num_tokens
+
+
+@given(prompts, configs(), st.integers(1, 20))
+def test_lying_on_a_grid_is_that_of_every_chunk(
+    prompt: list[int], config: ChunkedPrefillConfig, grid: int
+) -> None:
+    chunks = create_prefill_chunks(prompt, config)
+    cuts = {chunk.start_pos for chunk in chunks} | {chunk.end_pos for chunk in chunks if not chunk.is_last}
+    assert PrefillScheduler(prompt, config).lies_on(grid) == all(cut % grid == 0 for cut in cuts)
+
+
+def test_a_shrink_below_the_grid_leaves_it() -> None:
+    scheduler = PrefillScheduler(range(200), ChunkedPrefillConfig(64), grid=64)
+    scheduler.complete(issue(scheduler))
+    scheduler.shrink(issue(scheduler))
+    assert [chunk.end_pos for chunk in scheduler._chunks] == [64, 96, 128, 160, 192, 200]
+    assert not scheduler.lies_on(64)
+
+
+def test_a_whole_prompt_is_shrunk_on_the_grid() -> None:
+    scheduler = PrefillScheduler(range(1000), ChunkedPrefillConfig(0), grid=64)
+    scheduler.shrink(issue(scheduler))
+    assert len(issue(scheduler)) == 512
+    assert scheduler.lies_on(64)
+
+
+@pytest.mark.parametrize("grid", [0, -64, 64.0, True])
+def test_the_grid_is_a_count(grid: Any) -> None:
+    with pytest.raises(SettingError, match="grid="):
+        PrefillScheduler([1], ChunkedPrefillConfig(), grid=grid)

@@ -5,7 +5,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import SettingError
-from penstock.plan import CHUNK_VARIABLE, ChunkedPrefillConfig, ChunkSetting, resolve_chunk_size
+from penstock.plan import (
+    ALIGN_VARIABLE,
+    CHUNK_VARIABLE,
+    STATE_GRID,
+    AlignSetting,
+    ChunkedPrefillConfig,
+    ChunkSetting,
+    resolve_align,
+    resolve_chunk_size,
+)
 
 
 def env(value: str) -> dict[str, str]:
@@ -80,8 +89,15 @@ def test_arguments_that_are_no_counts(value: Any) -> None:
 
 def test_rounding_is_reported() -> None:
     setting = resolve_chunk_size(100, environ={}, grid=64)
-    assert (setting.requested, setting.effective) == ("100", 128)
-    assert "rounded up from 100 to 128 on the 64-token grid" in setting.reason
+    assert (setting.requested, setting.effective, setting.grid) == ("100", 128, 64)
+    assert setting.reason == (
+        "set by argument, rounded up from 100 to 128, a multiple of 64: on a model with recurrent state such "
+        "chunks give the same bits and run faster; align=False or --no-align keeps 100"
+    )
+    assert resolve_chunk_size(environ=env("1"), grid=64).reason.startswith(
+        "set by PENSTOCK_PREFILL_CHUNK, rounded up from 1 to 64, a multiple of 64: "
+    )
+    assert resolve_chunk_size(environ={}, grid=STATE_GRID).reason == "default"
     assert "rounded up from 512 to 600" in resolve_chunk_size(environ={}, grid=100).reason
     assert resolve_chunk_size("auto", environ={}, grid=100).effective == 600
 
@@ -92,7 +108,8 @@ def test_the_grid_only_rounds_up_and_only_if_needed(size: int, grid: int) -> Non
     assert setting == resolve_chunk_size(str(size), environ={}, grid=grid)
     assert setting.effective % grid == 0
     assert size <= setting.effective < size + grid
-    assert ("rounded" in setting.reason) == (setting.effective != size)
+    for said in (f"rounded up from {size} to {setting.effective}", f"--no-align keeps {size}"):
+        assert (said in setting.reason) == (setting.effective != size)
     assert setting.requested == str(size)
 
 
@@ -100,3 +117,60 @@ def test_the_grid_only_rounds_up_and_only_if_needed(size: int, grid: int) -> Non
 def test_grid_is_checked(grid: Any) -> None:
     with pytest.raises(SettingError, match="grid="):
         resolve_chunk_size(100, environ={}, grid=grid)
+
+
+def align_env(value: str) -> dict[str, str]:
+    return {ALIGN_VARIABLE: value, "HOME": "/"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "environ", "expected"),
+    [
+        (None, {}, AlignSetting(True, "default")),
+        (True, {}, AlignSetting(True, "argument")),
+        (False, {}, AlignSetting(False, "argument")),
+        (None, align_env("0"), AlignSetting(False, "environment")),
+        (None, align_env("1"), AlignSetting(True, "environment")),
+        (True, align_env("0"), AlignSetting(True, "argument")),
+        (False, align_env("1"), AlignSetting(False, "argument")),
+        (False, align_env("nonsense"), AlignSetting(False, "argument")),
+    ],
+)
+def test_alignment_precedence(argument: bool | None, environ: dict[str, str], expected: AlignSetting) -> None:
+    assert resolve_align(argument, environ=environ) == expected
+
+
+def test_the_process_environment_may_switch_alignment_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PREFILL_ALIGN", "0")
+    assert resolve_align() == AlignSetting(False, "environment")
+    monkeypatch.delenv("PENSTOCK_PREFILL_ALIGN")
+    assert resolve_align() == AlignSetting(True, "default")
+
+
+@pytest.mark.parametrize(
+    "text", ["", " ", "2", "00", "01", "1 ", "-1", "true", "True", "yes", "on", "off", "٣"]
+)
+def test_alignment_text_is_0_or_1(text: str) -> None:
+    with pytest.raises(SettingError, match=r"give 1 to .* or 0 to keep any size") as error:
+        resolve_align(environ=align_env(text))
+    assert str(error.value).startswith(f"PENSTOCK_PREFILL_ALIGN={text!r} is not accepted: ")
+
+
+@pytest.mark.parametrize("value", [0, 1, "1", "yes", 1.0, [True]])
+def test_alignment_arguments_are_true_or_false(value: Any) -> None:
+    with pytest.raises(SettingError, match="is not accepted: give True or False") as error:
+        resolve_align(value, environ=align_env("1"))
+    assert str(error.value).startswith(f"align={value!r} ")
+
+
+@given(st.integers(0, 10**6), st.booleans(), st.booleans())
+def test_alignment_changes_a_size_only_with_recurrent_state(
+    size: int, enabled: bool, has_state: bool
+) -> None:
+    grid = resolve_align(enabled, environ={}).grid(has_state=has_state)
+    setting = resolve_chunk_size(size, environ={}, grid=grid)
+    if enabled and has_state:
+        assert setting.effective % STATE_GRID == 0
+    else:
+        assert setting == resolve_chunk_size(size, environ={})
+        assert setting.effective == size

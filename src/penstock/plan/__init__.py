@@ -7,13 +7,8 @@ from penstock.plan.chunks import (
     num_prefill_chunks,
     prefill_chunk_span,
 )
-from penstock.plan.config import DEFAULT_CHUNK_SIZE, ChunkedPrefillConfig, PrefillPriority
-from penstock.plan.memory import (
-    ModelShape,
-    PrefillMemoryEstimate,
-    PrefillMemoryParts,
-    peak_memory_estimate,
-)
+from penstock.plan.config import DEFAULT_CHUNK_SIZE, STATE_GRID, ChunkedPrefillConfig, PrefillPriority
+from penstock.plan.memory import PrefillMemoryEstimate, PrefillMemoryParts, peak_memory_estimate
 from penstock.plan.request import Span
 from penstock.plan.scheduler import (
     ChunkOrderError,
@@ -23,17 +18,30 @@ from penstock.plan.scheduler import (
     StartDecode,
     YieldToDecode,
 )
-from penstock.plan.settings import CHUNK_VARIABLE, ChunkSetting, ChunkSource, resolve_chunk_size
+from penstock.plan.settings import (
+    ALIGN_VARIABLE,
+    CHUNK_VARIABLE,
+    AlignSetting,
+    ChunkSetting,
+    SettingSource,
+    resolve_align,
+    resolve_chunk_size,
+)
+from penstock.plan.shape import DeltaNetShape, ExpertsShape, ModelShape
 from penstock.plan.tokens import TokenView
 from penstock.plan.units import format_bytes
 
 __all__ = [
+    "ALIGN_VARIABLE",
     "CHUNK_VARIABLE",
     "DEFAULT_CHUNK_SIZE",
+    "STATE_GRID",
+    "AlignSetting",
     "ChunkOrderError",
     "ChunkSetting",
-    "ChunkSource",
     "ChunkedPrefillConfig",
+    "DeltaNetShape",
+    "ExpertsShape",
     "ModelShape",
     "Prefill",
     "PrefillAction",
@@ -42,6 +50,7 @@ __all__ = [
     "PrefillMemoryParts",
     "PrefillPriority",
     "PrefillScheduler",
+    "SettingSource",
     "Span",
     "StartDecode",
     "TokenView",
@@ -52,5 +61,6 @@ __all__ = [
     "num_prefill_chunks",
     "peak_memory_estimate",
     "prefill_chunk_span",
+    "resolve_align",
     "resolve_chunk_size",
 ]

@@ -1,4 +1,4 @@
-"""The one check that every number in this package goes through."""
+"""The checks that every number and every switch in this package goes through."""
 
 from penstock.errors import SettingError
 
@@ -7,4 +7,11 @@ def check_int(name: str, value: object, minimum: int) -> int:
     """Return `value` if it is an integer of at least `minimum`. A bool is not an integer, nor is 512.0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
         raise SettingError(f"{name}={value!r} is not accepted: give an integer of at least {minimum}")
+    return value
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Return `value` if it is True or False. 1 is neither."""
+    if not isinstance(value, bool):
+        raise SettingError(f"{name}={value!r} is not accepted: give True or False")
     return value

@@ -8,6 +8,8 @@ from penstock.errors import SettingError
 from penstock.plan.checks import check_int
 
 DEFAULT_CHUNK_SIZE = 512
+# Recurrent state passes through a prompt in blocks of so many tokens: chunks cut between blocks change no bits.
+STATE_GRID = 64
 
 
 class PrefillPriority(StrEnum):
@@ -55,6 +57,12 @@ class ChunkedPrefillConfig:
                 f"overlap={self.overlap} is not accepted with chunk_size={self.chunk_size}: "
                 f"give an overlap from 0 to {self.chunk_size - 1}"
             )
+
+    @property
+    def num_state_slots(self) -> int:
+        """The recurrent states that one sequence holds during a step: the one it reads and the one it writes, so that
+        it can fail without a trace. Where chunks overlap, both are kept where the next chunk begins, too."""
+        return 4 if self.overlap else 2
 
     def with_overlap(self, overlap: int) -> Self:
         """The same configuration with another overlap."""

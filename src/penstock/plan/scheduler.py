@@ -7,7 +7,8 @@ from penstock.errors import PenstockError, PromptError
 from penstock.plan.checks import check_int
 from penstock.plan.chunks import PrefillChunk, create_prefill_chunks, create_prefill_chunks_at
 from penstock.plan.config import ChunkedPrefillConfig, PrefillPriority
-from penstock.plan.memory import ModelShape, peak_memory_estimate
+from penstock.plan.memory import peak_memory_estimate
+from penstock.plan.shape import ModelShape
 
 
 class ChunkOrderError(PenstockError, RuntimeError):
@@ -51,9 +52,12 @@ class PrefillScheduler:
         config: ChunkedPrefillConfig,
         *,
         chunk_ends: Sequence[int] | None = None,
+        grid: int = 1,
     ) -> None:
-        """`chunk_ends`, where given, cuts the prompt in place of the configured chunk size and overlap."""
+        """`chunk_ends`, where given, cuts the prompt in place of the configured chunk size and overlap. `grid` is
+        what chunks that are shrunk keep to; the configured size stays as it is."""
         self.config = config
+        self._grid = check_int("grid", grid, 1)
         self._prompt = prompt_tokens
         self._num_tokens = len(prompt_tokens)
         self._chunks = (
@@ -100,16 +104,25 @@ class PrefillScheduler:
 
     def shrink(self, chunk: PrefillChunk) -> None:
         """Put the issued chunk back and cut what is left of the prompt into chunks of half its size, without
-        overlap. A chunk of one token cannot be halved: that is an error."""
+        overlap. A chunk longer than the grid gives a multiple of the grid. A chunk of one token cannot be halved:
+        that is an error."""
         self._check_issued(chunk, "shrunk")
         if len(chunk) == 1:
             raise ChunkOrderError(f"chunk {chunk.chunk_index} has one token and cannot be halved")
         self._issued = None
-        size = -(-len(chunk) // 2)
+        size = _half(len(chunk), self._grid)
         done = [finished.end_pos for finished in self._chunks[: self._num_complete]]
         start = done[-1] if done else 0
         ends = [*done, *range(start + size, self._num_tokens, size), self._num_tokens]
         self._chunks = create_prefill_chunks_at(self._prompt, ends)
+
+    def lies_on(self, grid: int) -> bool:
+        """Whether every chunk, as the prompt is cut now, begins and ends on a grid of so many tokens, but for the
+        prompt's end."""
+        return all(
+            chunk.start_pos % grid == 0 and (chunk.is_last or chunk.end_pos % grid == 0)
+            for chunk in self._chunks
+        )
 
     def is_complete(self) -> bool:
         """Whether no chunk is left to run. True of an empty prompt."""
@@ -167,3 +180,9 @@ class PrefillScheduler:
             f"chunk {chunk.chunk_index} [{chunk.start_pos}, {chunk.end_pos}) cannot be {verb}: "
             f"it is not the issued one, {issued}"
         )
+
+
+def _half(num_tokens: int, grid: int) -> int:
+    """Half of a chunk, rounded up; up to the grid where the chunk is longer than that, which is still shorter."""
+    half = -(-num_tokens // 2)
+    return half if num_tokens <= grid else -(-half // grid) * grid

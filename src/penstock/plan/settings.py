@@ -1,4 +1,4 @@
-"""The chunk size that applies, where it came from and why."""
+"""The chunk size that applies and whether it is aligned, where each came from and why."""
 
 import os
 import re
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.errors import SettingError
-from penstock.plan.checks import check_int
-from penstock.plan.config import DEFAULT_CHUNK_SIZE
+from penstock.plan.checks import check_bool, check_int
+from penstock.plan.config import DEFAULT_CHUNK_SIZE, STATE_GRID
 
 CHUNK_VARIABLE = "PENSTOCK_PREFILL_CHUNK"
-ChunkSource = Literal["argument", "environment", "default"]
+ALIGN_VARIABLE = "PENSTOCK_PREFILL_ALIGN"
+SettingSource = Literal["argument", "environment", "default"]
 
 # Digits and nothing else: no sign, space, underscore or leading zero; short enough for any int conversion.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
@@ -19,12 +20,28 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 
 @dataclass(frozen=True)
 class ChunkSetting:
-    """A resolved chunk size: what was asked for, what applies (0: the whole prompt in one chunk), and why."""
+    """A resolved chunk size: what was asked for, what applies (0: the whole prompt in one chunk), and why.
+
+    What applies is a multiple of `grid`; 1 is no grid.
+    """
 
     requested: str
     effective: int
-    source: ChunkSource
+    source: SettingSource
     reason: str
+    grid: int = 1
+
+
+@dataclass(frozen=True)
+class AlignSetting:
+    """Whether chunk sizes are rounded up to whole blocks, where a model has recurrent state."""
+
+    enabled: bool
+    source: SettingSource
+
+    def grid(self, *, has_state: bool) -> int:
+        """The grid of chunk sizes on a model with recurrent state, or without: there nothing is to be aligned."""
+        return STATE_GRID if self.enabled and has_state else 1
 
 
 def resolve_chunk_size(
@@ -33,8 +50,8 @@ def resolve_chunk_size(
     """The chunk size from the argument, else from `PENSTOCK_PREFILL_CHUNK`, else the default.
 
     Either is a number of tokens, 0 (off: the whole prompt in one chunk) or `auto`. Text is taken strictly: no
-    spaces, signs or capitals. An overruled source is not read. A size that is not a multiple of `grid` is
-    rounded up to one, and the reason says so.
+    spaces, signs or capitals. An overruled source is not read. A size that is not a multiple of `grid`, which
+    a model with recurrent state has, is rounded up to one, and the reason says so.
     """
     check_int("grid", grid, 1)
     environ = os.environ if environ is None else environ
@@ -45,7 +62,23 @@ def resolve_chunk_size(
     return _on_grid("default", DEFAULT_CHUNK_SIZE, "default", "default", grid)
 
 
-def _resolve(name: str, value: object, source: ChunkSource, grid: int) -> ChunkSetting:
+def resolve_align(argument: bool | None = None, *, environ: Mapping[str, str] | None = None) -> AlignSetting:
+    """Whether to align chunks, from the argument, else from `PENSTOCK_PREFILL_ALIGN` (0 or 1), else yes."""
+    environ = os.environ if environ is None else environ
+    if argument is not None:
+        return AlignSetting(check_bool("align", argument), "argument")
+    if ALIGN_VARIABLE in environ:
+        text = environ[ALIGN_VARIABLE]
+        if text not in ("0", "1"):
+            raise SettingError(
+                f"{ALIGN_VARIABLE}={text!r} is not accepted: give 1 to round chunk sizes up to a multiple of "
+                f"{STATE_GRID} on models with recurrent state, or 0 to keep any size"
+            )
+        return AlignSetting(text == "1", "environment")
+    return AlignSetting(True, "default")
+
+
+def _resolve(name: str, value: object, source: SettingSource, grid: int) -> ChunkSetting:
     if value == "auto":
         reason = f"auto: {DEFAULT_CHUNK_SIZE} for now, no measurements are used yet"
         return _on_grid("auto", DEFAULT_CHUNK_SIZE, source, reason, grid)
@@ -67,8 +100,11 @@ def _number_of_tokens(name: str, value: object) -> int:
     )
 
 
-def _on_grid(requested: str, size: int, source: ChunkSource, reason: str, grid: int) -> ChunkSetting:
+def _on_grid(requested: str, size: int, source: SettingSource, reason: str, grid: int) -> ChunkSetting:
     effective = -(-size // grid) * grid
     if effective != size:
-        reason = f"{reason}, rounded up from {size} to {effective} on the {grid}-token grid this model needs"
-    return ChunkSetting(requested, effective, source, reason)
+        reason = (
+            f"{reason}, rounded up from {size} to {effective}, a multiple of {grid}: on a model with recurrent "
+            f"state such chunks give the same bits and run faster; align=False or --no-align keeps {size}"
+        )
+    return ChunkSetting(requested, effective, source, reason, grid)
