@@ -2,18 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.cache.blocks import BLOCK_TOKENS
+from penstock.cache.memory import zeros
 from penstock.cache.sequence import TokenRange
 from penstock.errors import CacheFullError
-
-# What torch's own allocator gives. Kernels may take another path, with other bits, for other alignments.
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +102,7 @@ class KVCache:
 
     def _empty_layer(self, device: torch.device) -> KV:
         shape = (self.num_blocks * BLOCK_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
-        return KV(_zeros(shape, self.spec.dtype, device), _zeros(shape, self.spec.dtype, device))
+        return KV(zeros(shape, self.spec.dtype, device), zeros(shape, self.spec.dtype, device))
 
     def _check(self, name: str, given: Tensor, shape: tuple[int, int, int]) -> None:
         if given.shape != shape or given.dtype != self.spec.dtype or given.device != self.device:
@@ -134,13 +130,3 @@ def _padded(cached: Tensor, places: Sequence[TokenRange], used: int, num_tokens:
         start = end
     padded[used:].zero_()
     return padded
-
-
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    # torch.zeros writes every page at once; numpy's zeros are pages that the system commits on first use.
-    num_bytes = prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8))
-    offset = -memory.data_ptr() % _ALIGNMENT_BYTES
-    return memory[offset : offset + num_bytes].view(dtype).view(shape)

@@ -1,0 +1,80 @@
+"""All that one sequence holds of a cache: blocks for its keys and values, slots for its recurrent states."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.cache.blocks import BlockPool
+from penstock.cache.sequence import SequenceBlocks
+from penstock.cache.slots import SlotPool
+from penstock.cache.state import SequenceState, StateSnapshot, StateStep
+
+
+@dataclass(frozen=True)
+class SequenceSnapshot:
+    """A position of a sequence to come back to. Keys and values before it stay in their blocks; the state is held."""
+
+    num_tokens: int
+    state: StateSnapshot | None
+
+    def release(self) -> None:
+        if self.state is not None:
+            self.state.release()
+
+
+class SequenceCache:
+    """Blocks and, for models that have them, recurrent states; they change together.
+
+    A step reserves, writes and commits; one that fails aborts, and all is as it was before.
+    """
+
+    def __init__(self, blocks: BlockPool, slots: SlotPool | None = None) -> None:
+        self.blocks = SequenceBlocks(blocks)
+        self.state = None if slots is None else SequenceState(slots)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.blocks.num_tokens
+
+    def reserve(self, start: int, ends: Sequence[int]) -> StateStep | None:
+        """Make room for tokens [start, ends[-1]) and for the states after each of `ends`. All or nothing."""
+        step = None if self.state is None else self.state.reserve(start, ends)
+        try:
+            self.blocks.reserve(ends[-1])
+        except BaseException:
+            if self.state is not None:
+                self.state.abort()
+            raise
+        return step
+
+    def commit(self, end: int) -> None:
+        """The step's tokens are written: the sequence is `end` tokens long, no fewer than before."""
+        self.blocks.commit(end)
+        if self.state is not None:
+            self.state.commit()
+
+    def abort(self) -> None:
+        """Leave everything as it was before the step."""
+        self.blocks.truncate(self.num_tokens)
+        if self.state is not None:
+            self.state.abort()
+
+    def snapshot(self) -> SequenceSnapshot:
+        """Where the sequence stands, to be released by the caller."""
+        return SequenceSnapshot(self.num_tokens, None if self.state is None else self.state.snapshot())
+
+    def restore(self, snapshot: SequenceSnapshot) -> None:
+        """Go back to a snapshot of this sequence, which has not been shorter since."""
+        if snapshot.num_tokens > self.num_tokens:
+            raise ValueError(
+                f"cannot restore a snapshot at token {snapshot.num_tokens}: keys and values are kept up to "
+                f"{self.num_tokens} only"
+            )
+        if self.state is not None and snapshot.state is not None:
+            self.state.restore(snapshot.state)
+        self.blocks.truncate(snapshot.num_tokens)
+
+    def free(self) -> None:
+        """Release everything. The sequence is then empty and may be used again."""
+        self.blocks.free()
+        if self.state is not None:
+            self.state.free()

@@ -1,0 +1,284 @@
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from penstock.cache import EMPTY, SequenceState, SlotPool, StateStep, StateWrite
+from penstock.errors import CacheFullError
+
+
+def standing_at(pool: SlotPool, *positions: int) -> SequenceState:
+    """A sequence that keeps its states at these positions."""
+    state = SequenceState(pool)
+    state.reserve(0, positions)
+    state.commit()
+    return state
+
+
+def test_a_new_sequence_is_empty_and_holds_nothing() -> None:
+    pool = SlotPool(2)
+    state = SequenceState(pool)
+    assert (state.num_tokens, state.slot, state.positions) == (0, EMPTY, ())
+    assert pool.num_free == 2
+
+
+def test_a_step_reads_the_state_where_it_begins_and_writes_free_slots() -> None:
+    pool = SlotPool(8)
+    state = SequenceState(pool)
+    assert state.reserve(0, [64, 100]) == StateStep(EMPTY, (StateWrite(64, 0), StateWrite(100, 1)))
+    state.commit()
+    assert (state.num_tokens, state.slot, state.positions) == (100, 1, (64, 100))
+    assert state.reserve(100, [101]) == StateStep(1, (StateWrite(101, 2),))
+    state.commit()
+    assert (state.num_tokens, state.slot, state.positions) == (101, 2, (101,))
+    assert pool.num_free == 7
+
+
+def test_decoding_takes_turns_between_two_slots() -> None:
+    """Double buffering: whatever the length, one state and the one that is being written."""
+    pool = SlotPool(2)
+    state = SequenceState(pool)
+    for token in range(20):
+        step = state.reserve(token, [token + 1])
+        assert step.read == state.slot != step.writes[0].slot
+        state.commit()
+    assert pool.num_free == 1
+
+
+def test_a_chunk_that_overlaps_begins_with_the_state_kept_there() -> None:
+    pool = SlotPool(4)
+    state = SequenceState(pool)
+    first = state.reserve(0, [48, 64])
+    state.commit()
+    second = state.reserve(48, [96, 112])
+    assert second.read == first.writes[0].slot
+    assert not {write.slot for write in first.writes} & {write.slot for write in second.writes}
+    state.commit()
+    assert state.positions == (96, 112)
+    assert pool.num_free == 2
+
+
+def test_a_step_may_always_begin_again_at_token_0() -> None:
+    state = standing_at(SlotPool(4), 10)
+    assert state.reserve(0, [20]).read == EMPTY
+    state.abort()
+    assert state.positions == (10,)
+
+
+def test_until_it_is_committed_a_step_changes_nothing() -> None:
+    pool = SlotPool(5)
+    state = standing_at(pool, 10, 20)
+    before = (state.num_tokens, state.slot, state.positions)
+    state.reserve(20, [30, 40])
+    assert (state.num_tokens, state.slot, state.positions) == before
+    assert pool.num_free == 1
+    state.abort()
+    assert (state.num_tokens, state.slot, state.positions) == before
+    assert pool.num_free == 3
+    state.abort()  # nothing is reserved: nothing to do
+    assert pool.num_free == 3
+    assert state.reserve(10, [30]).read == 0
+
+
+def test_a_reserve_that_fails_changes_nothing() -> None:
+    pool = SlotPool(4)
+    state = standing_at(pool, 10, 20)
+    with pytest.raises(CacheFullError, match="3 slots wanted, 2 free of 4"):
+        state.reserve(20, [30, 40, 50])
+    assert state.positions == (10, 20)
+    assert pool.num_free == 2
+    state.reserve(20, [30, 40])  # no step was left behind
+
+
+@pytest.mark.parametrize("start", [-1, 1, 15, 21])
+def test_a_step_begins_only_where_a_state_is_kept(start: int) -> None:
+    pool = SlotPool(4)
+    state = standing_at(pool, 10, 20)
+    with pytest.raises(ValueError, match=f"begin a step at token {start}: .* 0, 10, 20$"):
+        state.reserve(start, [100])
+    assert pool.num_free == 2
+
+
+@pytest.mark.parametrize("ends", [[], [10], [9], [30, 30], [30, 20], [-1]])
+def test_states_are_kept_only_at_ascending_positions_after_the_start(ends: list[int]) -> None:
+    pool = SlotPool(4)
+    state = standing_at(pool, 10)
+    with pytest.raises(ValueError, match="ascending, above 10"):
+        state.reserve(10, ends)
+    assert pool.num_free == 3
+
+
+def test_one_step_at_a_time_and_nothing_moves_under_it() -> None:
+    pool = SlotPool(5)
+    state = standing_at(pool, 10, 20)
+    snapshot = state.snapshot()
+    step = state.reserve(20, [30])
+    forbidden: list[Callable[[], object]] = [
+        lambda: state.reserve(20, [30]),
+        lambda: state.restore(snapshot),
+        lambda: state.rewind(10),
+    ]
+    for action in forbidden:
+        with pytest.raises(ValueError, match="a step is reserved; commit or abort it first"):
+            action()
+    assert pool.num_free == 2
+    state.commit()
+    assert state.slot == step.writes[0].slot
+    with pytest.raises(ValueError, match="no step is reserved"):
+        state.commit()
+
+
+def test_a_snapshot_is_a_reference_that_outlives_its_sequence() -> None:
+    pool = SlotPool(3)
+    state = standing_at(pool, 10)
+    snapshot = state.snapshot()
+    assert (snapshot.num_tokens, snapshot.slot) == (10, state.slot)
+    assert pool.num_free == 2
+    state.reserve(10, [20])
+    state.commit()
+    state.free()
+    assert pool.num_free == 2
+    assert pool.allocate_many(2) == (1, 2)  # not the snapshot's
+    snapshot.release()
+    assert pool.num_free == 1
+
+
+def test_a_snapshot_during_a_step_is_of_what_is_committed() -> None:
+    pool = SlotPool(3)
+    state = standing_at(pool, 10)
+    slot = state.slot
+    state.reserve(10, [20])
+    with state.snapshot() as snapshot:
+        state.commit()
+        assert (snapshot.num_tokens, snapshot.slot) == (10, slot)
+        assert pool.num_free == 1
+    assert pool.num_free == 2
+
+
+def test_restoring_needs_no_slot_and_leaves_the_snapshot_valid() -> None:
+    pool = SlotPool(4)
+    state = standing_at(pool, 10, 20)
+    snapshot = state.snapshot()
+    for _ in range(3):
+        state.reserve(state.num_tokens, [50, 60])
+        state.commit()
+        other = pool.allocate()
+        assert pool.num_free == 0
+        state.restore(snapshot)
+        pool.release(other)
+        assert (state.num_tokens, state.slot, state.positions) == (20, snapshot.slot, (20,))
+        assert pool.num_free == 3
+    snapshot.release()
+    assert pool.num_free == 3
+    state.free()
+    assert pool.num_free == 4
+
+
+def test_a_snapshot_restores_into_several_sequences() -> None:
+    pool = SlotPool(4)
+    origin = standing_at(pool, 10)
+    others = [SequenceState(pool), standing_at(pool, 5)]
+    with origin.snapshot() as snapshot:
+        for state in others:
+            state.restore(snapshot)
+    assert {state.slot for state in others} == {origin.slot}
+    assert pool.num_free == 3
+    for state in (origin, *others):
+        step = state.reserve(10, [11])
+        assert step.read == 0 != step.writes[0].slot
+    assert pool.num_free == 0
+    for state in (origin, *others):
+        state.commit()
+    assert pool.num_free == 1
+
+
+def test_restoring_where_one_stands_drops_only_the_other_states() -> None:
+    pool = SlotPool(3)
+    state = standing_at(pool, 10, 20)
+    with state.snapshot() as snapshot:
+        state.restore(snapshot)
+    assert state.positions == (20,)
+    assert pool.num_free == 2
+    pool.check_integrity()
+
+
+def test_a_snapshot_before_the_first_token_works_too() -> None:
+    pool = SlotPool(2)
+    snapshot = SequenceState(pool).snapshot()
+    assert (snapshot.num_tokens, snapshot.slot) == (0, EMPTY)
+    state = standing_at(pool, 10)
+    state.restore(snapshot)
+    assert (state.num_tokens, state.slot, state.positions) == (0, EMPTY, ())
+    assert pool.num_free == 2
+    snapshot.release()
+    with pytest.raises(ValueError, match="was released"):
+        snapshot.release()
+
+
+def test_a_released_snapshot_is_not_used_again() -> None:
+    pool = SlotPool(2)
+    state = standing_at(pool, 10)
+    with state.snapshot() as snapshot:
+        pass
+    uses: list[Callable[[], object]] = [
+        snapshot.release,
+        lambda: state.restore(snapshot),
+        lambda: snapshot.slot,
+    ]
+    for use in uses:
+        with pytest.raises(ValueError, match="snapshot at token 10 was released; take a new one"):
+            use()
+    assert state.positions == (10,)
+    assert pool.num_free == 1
+
+
+def test_a_snapshot_of_another_pool_is_an_error_and_changes_nothing() -> None:
+    mine, other = SlotPool(2), SlotPool(2)
+    state = standing_at(mine, 10)
+    for snapshot in (standing_at(other, 20).snapshot(), SequenceState(other).snapshot()):
+        with pytest.raises(ValueError, match="another pool"):
+            state.restore(snapshot)
+    assert state.positions == (10,)
+    assert mine.num_free == 1
+
+
+@pytest.mark.parametrize(("position", "kept"), [(0, ()), (10, (10,)), (20, (10, 20)), (30, (10, 20, 30))])
+def test_rewind_keeps_the_states_up_to_the_position(position: int, kept: tuple[int, ...]) -> None:
+    pool = SlotPool(4)
+    state = standing_at(pool, 10, 20, 30)
+    state.rewind(position)
+    assert state.positions == kept
+    assert state.num_tokens == position
+    assert state.slot == (len(kept) - 1 if kept else EMPTY)
+    assert pool.num_free == 4 - len(kept)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("position", [-1, 5, 31])
+def test_a_rewind_to_elsewhere_is_an_error_that_names_the_positions(position: int) -> None:
+    pool = SlotPool(4)
+    state = standing_at(pool, 10, 20, 30)
+    with pytest.raises(ValueError, match=f"rewind to token {position}: .* 0, 10, 20, 30$"):
+        state.rewind(position)
+    assert state.positions == (10, 20, 30)
+    assert pool.num_free == 1
+
+
+def test_free_gives_a_reserved_step_back_too_and_the_sequence_may_be_used_again() -> None:
+    pool = SlotPool(4)
+    state = SequenceState(pool)
+    for _ in range(3):
+        state.reserve(0, [10, 20])
+        state.commit()
+        state.reserve(20, [30, 40])
+        state.free()
+        state.free()
+        assert (state.num_tokens, state.slot, state.positions) == (0, EMPTY, ())
+        assert pool.num_free == 4
+        pool.check_integrity()
+
+
+def test_state_accounting_needs_no_torch() -> None:
+    code = "import sys, penstock.cache.slots, penstock.cache.state; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
