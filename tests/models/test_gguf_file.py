@@ -142,7 +142,9 @@ def test_other_kinds_are_refused_with_the_tensor_and_what_is_accepted(tmp_path: 
     block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
     data = np.zeros((4, block_bytes), dtype=np.uint8)
     metadata = gguf_metadata(hf_config("llama"))
-    path = write_gguf(tmp_path / "model.gguf", metadata, {"output.weight": (data, kind)})
+    tensors = {"token_embd.weight": (np.zeros((96, 64), dtype=np.float32), Kind.F32)}
+    tensors["output.weight"] = (data, kind)
+    path = write_gguf(tmp_path / "model.gguf", metadata, tensors)
     with pytest.raises(ModelFileError, match=rf"output\.weight is {kind.name}; accepted are F32, .*Q6_K"):
         GgufFile(path)
 

@@ -7,7 +7,8 @@ from penstock.layers.rotary import RotaryConfig as RotaryConfig
 
 @dataclass(frozen=True)
 class DeltaNetConfig:
-    """The gated-delta-net layers of a hybrid: a causal convolution, then a delta rule with a matrix of state a head."""
+    """The gated-delta-net layers of a hybrid: a causal convolution, then a delta rule with a matrix of state for each
+    head."""
 
     num_key_heads: int  # of the queries too; each serves num_value_heads / num_key_heads value heads
     num_value_heads: int

@@ -56,6 +56,22 @@ class Fields:
             raise self.error(key, value, "a string")
         return value
 
+    def integers(self, key: str, *, low: int = 0, high: int = 1 << 31) -> tuple[int, ...]:
+        """A list of integers in [low, high]; empty when there is none."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(
+            isinstance(each, int) and not isinstance(each, bool) and low <= each <= high for each in value
+        ):
+            raise self.error(key, value, f"a list of integers from {low} to {high}")
+        return tuple(value)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.error(key, value, "a list of strings")
+        return tuple(value)
+
     def nested(self, key: str) -> "Fields":
         """The object under `key`; empty when there is none."""
         value = self._get(key, {})

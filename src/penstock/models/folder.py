@@ -13,7 +13,7 @@ from penstock.models.bytefile import ByteFile, copy_plain
 from penstock.models.config import ModelConfig
 from penstock.models.fields import Fields
 from penstock.models.hf_config import hf_model_config
-from penstock.models.reading import first_line, reading
+from penstock.models.reading import first_line, reading, shortened
 from penstock.models.source import require_shape
 
 _DTYPES = {
@@ -27,6 +27,7 @@ PICKLE_REASON = "loading a pickle runs whatever code it contains; convert it to 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 64 << 20
+_TEXT_PREFIX = "model.language_model."  # of the text model within a multimodal one
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class _Stored:
 
 
 class HfFolder:
-    """A `WeightSource` over a folder as transformers' `save_pretrained` writes it."""
+    """A `WeightSource` over a folder as transformers' `save_pretrained` writes it. The text model of a multimodal
+    one has the names it would have alone."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -98,10 +100,18 @@ class HfFolder:
         for name, entry in table.items():
             if name == "__metadata__":
                 continue
-            if name in self._tensors:
-                raise ModelFileError(f"{path}: tensor {name} is in another file too")
             start = 8 + header_bytes + entry["data_offsets"][0]
-            self._tensors[name] = _Stored(file, start, entry["dtype"], tuple(entry["shape"]))
+            self._add(name, _Stored(file, start, entry["dtype"], tuple(entry["shape"])))
+
+    def _add(self, stored_name: str, stored: _Stored) -> None:
+        name = stored_name
+        if name.startswith(_TEXT_PREFIX):
+            name = "model." + name.removeprefix(_TEXT_PREFIX)
+        if name in self._tensors:
+            other = self._tensors[name].file.path
+            where = f"in {other.name} too" if other != stored.file.path else "there twice, under two prefixes"
+            raise ModelFileError(f"{stored.file.path}: tensor {shortened(stored_name)} is {where}")
+        self._tensors[name] = stored
 
 
 def read_folder_config(path: Path) -> ModelConfig:

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from penstock.errors import ModelError
 from penstock.models.config import ModelConfig, RotaryConfig
 from penstock.models.fields import Fields
+from penstock.models.gguf_blocks import check_rotary_sections, gguf_delta_net, gguf_experts
 from penstock.models.gguf_header import GgufHeader
 from penstock.models.limits import (
     MAX_HEADS,
@@ -20,7 +22,32 @@ from penstock.models.limits import (
     check_heads,
 )
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+
+@dataclass(frozen=True)
+class _Architecture:
+    """What an architecture's name says beyond the metadata."""
+
+    family: str  # transformers' model_type
+    qkv_bias: bool = False
+    head_norm: bool = False
+    experts: bool = False  # in every layer
+    hybrid: bool = (
+        False  # delta-net layers, gated attention, zero-centred norms, a shared expert beside experts
+    )
+
+
+_ARCHITECTURES = {
+    "llama": _Architecture("llama"),
+    "qwen2": _Architecture("qwen2", qkv_bias=True),
+    "qwen3": _Architecture("qwen3", head_norm=True),
+    "qwen3moe": _Architecture("qwen3_moe", head_norm=True, experts=True),
+    "qwen3next": _Architecture("qwen3_next", head_norm=True, experts=True, hybrid=True),
+    "qwen35": _Architecture("qwen3_5_text", head_norm=True, hybrid=True),
+    "qwen35moe": _Architecture("qwen3_5_moe_text", head_norm=True, experts=True, hybrid=True),
+}
+# Families whose files hold value heads as (value head of a key head, key head), where transformers has
+# (key head, value head of it).
+TILED_VALUE_HEADS = ("qwen3_5_text", "qwen3_5_moe_text")
 
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
@@ -30,16 +57,21 @@ def gguf_model_config(
 ) -> ModelConfig:
     """`frequency_divisors` are the contents of rope_freqs.weight, where the file has it."""
     metadata, tensors = header.metadata, header.tensors
-    family = Fields(origin, metadata).text("general.architecture")
-    if family not in ARCHITECTURES:
+    name = Fields(origin, metadata).text("general.architecture")
+    architecture = _ARCHITECTURES.get(name)
+    if architecture is None:
         raise ModelError(
-            f"{origin} has the architecture {family!r}; supported in GGUF are {', '.join(ARCHITECTURES)}"
+            f"{origin} has the architecture {name!r}; supported in GGUF are {', '.join(_ARCHITECTURES)}"
         )
-    fields = Fields(origin, _without_prefix(metadata, f"{family}."))
+    family = architecture.family
+    fields = Fields(origin, _without_prefix(metadata, f"{name}."))
     tokens = Fields(origin, _without_prefix(metadata, "tokenizer.ggml."))
-    if fields.integer("expert_count", 0) > 0:
-        raise ModelError(f"{origin} is a mixture of experts, which is not supported")
+    if not architecture.experts and fields.integer("expert_count", 0) > 0:
+        raise ModelError(f"{origin} is a mixture of experts, which is not supported for {name}")
 
+    num_blocks = fields.integer("block_count", low=1, high=MAX_LAYERS)
+    # Blocks that predict tokens further ahead come after the model's layers.
+    num_layers = num_blocks - fields.integer("nextn_predict_layers", 0, high=num_blocks - 1)
     hidden = fields.integer("embedding_length", low=1, high=MAX_WIDTH)
     num_heads = fields.integer("attention.head_count", low=1, high=MAX_HEADS)
     num_kv_heads = fields.integer("attention.head_count_kv", num_heads, low=1, high=MAX_HEADS)
@@ -48,11 +80,23 @@ def gguf_model_config(
     check_heads(origin, num_heads, num_kv_heads, head_dim)
     if fields.integer("attention.value_length", head_dim, high=MAX_WIDTH) != head_dim:
         raise ModelError(f"{origin} has values of another size than keys, which is not supported")
-    if fields.integer("rope.dimension_count", head_dim, high=MAX_WIDTH) != head_dim:
-        raise ModelError(f"{origin} rotates only a part of each head, which is not supported")
+    rotary_dim = fields.integer("rope.dimension_count", head_dim, high=MAX_WIDTH)
+    if rotary_dim != head_dim and not architecture.hybrid:
+        raise ModelError(f"{origin} rotates only a part of each head, which is not supported for {name}")
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise fields.error("rope.dimension_count", rotary_dim, f"an even number from 2 to {head_dim}")
     window = fields.integer("attention.sliding_window", 0)
     if 0 < window < max_position:
         raise ModelError(f"{origin} has a sliding window of {window} tokens, which is not supported")
+
+    delta_net, experts = None, None
+    if architecture.hybrid:
+        delta_net = gguf_delta_net(fields, num_layers, num_blocks, family in TILED_VALUE_HEADS)
+        check_rotary_sections(fields, rotary_dim // 2)
+    if architecture.experts:
+        experts = gguf_experts(fields, num_layers, shared=architecture.hybrid)
+    recurrent = delta_net.layers if delta_net else ()
+    attention = next(f"blk.{index}" for index in range(num_layers) if index not in recurrent)
 
     embedding = tensors.get("token_embd.weight")
     vocab_size = fields.integer(
@@ -63,19 +107,26 @@ def gguf_model_config(
         family=family,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=fields.integer("feed_forward_length", low=1, high=MAX_WIDTH),
-        num_layers=fields.integer("block_count", low=1, high=MAX_LAYERS),
+        intermediate_size=fields.integer(
+            "feed_forward_length", experts.intermediate_size if experts else None, low=1, high=MAX_WIDTH
+        ),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max_position,
         norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
         tied_head="output.weight" not in tensors,
-        rotary=_rotary(fields, max_position, head_dim, frequency_divisors),
-        qkv_bias=family == "qwen2" or "blk.0.attn_q.bias" in tensors,
-        out_bias="blk.0.attn_output.bias" in tensors,
+        rotary=_rotary(fields, max_position, rotary_dim, frequency_divisors),
+        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
+        qkv_bias=architecture.qkv_bias or f"{attention}.attn_q.bias" in tensors,
+        out_bias=f"{attention}.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
-        head_norm=family == "qwen3",
+        head_norm=architecture.head_norm,
+        gated_attention=architecture.hybrid,
+        zero_centred_norm=architecture.hybrid,
+        delta_net=delta_net,
+        experts=experts,
         eos_token_ids=tuple(dict.fromkeys(ends)),
     )
 
@@ -89,16 +140,16 @@ def token_id(fields: Fields, key: str) -> int | None:
 
 
 def _rotary(
-    fields: Fields, max_position: int, head_dim: int, divisors: tuple[float, ...] | None
+    fields: Fields, max_position: int, rotary_dim: int, divisors: tuple[float, ...] | None
 ) -> RotaryConfig:
     theta = fields.number("rope.freq_base", 10_000.0, above=MIN_THETA, high=MAX_THETA)
     if divisors is not None and (
-        len(divisors) != head_dim // 2 or not all(MIN_SCALE < value <= MAX_SCALE for value in divisors)
+        len(divisors) != rotary_dim // 2 or not all(MIN_SCALE < value <= MAX_SCALE for value in divisors)
     ):
         raise fields.error(
             "rope_freqs.weight",
             divisors,
-            f"a row of {head_dim // 2} numbers above {MIN_SCALE:g} and up to {MAX_SCALE:g}",
+            f"a row of {rotary_dim // 2} numbers above {MIN_SCALE:g} and up to {MAX_SCALE:g}",
         )
 
     def scale(key: str, default: float) -> float:

@@ -1,6 +1,6 @@
 """Weights in a GGUF file: dequantised a slice at a time into transformers' layout."""
 
-import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from penstock.models.config import ModelConfig
 from penstock.models.fields import Fields
 from penstock.models.gguf_config import gguf_model_config
 from penstock.models.gguf_header import GgufTensor, GgufValue, read_header
+from penstock.models.gguf_layout import Place, tensor_places
 from penstock.models.source import require_shape
 
 _PLAIN = {
@@ -30,26 +31,6 @@ _QUANTISED = (
 )
 ACCEPTED_KINDS = (*_PLAIN, *_QUANTISED)
 
-_GLOBAL_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_NAMES = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-_GLOBAL = re.compile(r"(\w+)\.(weight|bias)")
 _ROTARY_DIVISORS = "rope_freqs.weight"
 
 # Elements that are dequantised at once: the temporaries of a slice stay in a CPU's cache.
@@ -67,71 +48,76 @@ class GgufFile:
                 f"{path} is a part of a split model; join the parts with llama-gguf-split --merge"
             )
         self._path = path
-        self._tensors: dict[str, GgufTensor] = {}
-        for name, tensor in header.tensors.items():
-            known = _hugging_face_name(name)
-            if known is not None:
-                self._require_accepted(tensor)
-            if name != _ROTARY_DIVISORS:
-                self._tensors[known or name] = tensor
+        divisors = header.tensors.get(_ROTARY_DIVISORS)
+        tensors = {name: tensor for name, tensor in header.tensors.items() if tensor is not divisors}
+        self._kinds = [tensor.kind for tensor in tensors.values()]
         self._file = ByteFile(path)
         try:
-            divisors = header.tensors.get(_ROTARY_DIVISORS)
             self._config = gguf_model_config(
                 header, str(path), None if divisors is None else self._read_divisors(divisors)
             )
+            self._places = tensor_places(tensors, self._config, str(path))
+            for name, place in self._places.items():
+                if name != place.tensor.name:
+                    self._require_accepted(place.tensor)
         except BaseException:
             self.close()
             raise
-        self._num_heads = {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}
 
     @property
     def config(self) -> ModelConfig:
         return self._config
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._tensors)
+        return frozenset(self._places)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        return self._places[name].shape
 
     @torch.no_grad()
     def load_into(self, name: str, out: torch.Tensor) -> None:
-        tensor = self._tensors[name]
-        require_shape(name, tensor.shape, out)
-        self._require_accepted(tensor)
-        module = name.rpartition(".")[0].rpartition(".")[2]
-        if self._config.family == "llama" and module in self._num_heads:
-            # GGUF interleaves the two halves of each head in Llama's queries and keys: (head, pair, half).
-            half = self._config.head_dim // 2
-            if out.shape[0] != 2 * half * self._num_heads[module]:
-                raise ModelFileError(f"tensor {name} has {out.shape[0]} rows, not whole heads")
-            out = out.view(self._num_heads[module], 2, half, *out.shape[1:]).transpose(1, 2)
-        if tensor.kind in _PLAIN:
-            copy_plain(self._file, tensor.start, _PLAIN[tensor.kind], out)
-        else:
-            self._copy_quantised(tensor, out)
+        place = self._places[name]
+        require_shape(name, place.shape, out)
+        self._require_accepted(place.tensor)
+        if place.restore is None:
+            self._fill(out, place)
+        else:  # a row of a few thousand values
+            values = torch.empty(out.shape, dtype=torch.float32)
+            self._fill(values, place)
+            out.copy_(place.restore(values))
 
     def describe(self) -> str:
-        kinds = [tensor.kind for tensor in self._tensors.values()]
-        common = max(set(kinds), key=kinds.count).name if kinds else "empty"
+        common = max(set(self._kinds), key=self._kinds.count).name if self._kinds else "empty"
         return f"{self._path.name} (GGUF, {self._config.family}, {common})"
 
     def close(self) -> None:
         self._file.close()
 
-    def _copy_quantised(self, tensor: GgufTensor, out: torch.Tensor) -> None:
-        block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
-        row_elements = out[0].numel()
+    def _fill(self, out: torch.Tensor, place: Place) -> None:
+        kind = place.tensor.kind
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        start = place.tensor.start + place.first // block * block_bytes
+        for part in place.order(out) if place.order else [out]:
+            for rows in _in_slices(part, block):
+                if kind in _PLAIN:
+                    copy_plain(self._file, start, _PLAIN[kind], rows)
+                else:
+                    self._copy_quantised(start, kind, rows)
+                start += rows.numel() // block * block_bytes
+
+    def _copy_quantised(self, start: int, kind: GGMLQuantizationType, rows: torch.Tensor) -> None:
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        rows = rows if rows.dim() > 1 else rows.unsqueeze(0)
+        row_elements = rows[0].numel()
         row_bytes = row_elements // block * block_bytes
         num_rows = max(1, _SLICE_ELEMENTS // row_elements)
-        buffer = torch.empty(min(num_rows, out.shape[0]) * row_bytes, dtype=torch.uint8)
-        for first in range(0, out.shape[0], num_rows):
-            part = out[first : first + num_rows]
+        buffer = torch.empty(min(num_rows, rows.shape[0]) * row_bytes, dtype=torch.uint8)
+        for first in range(0, rows.shape[0], num_rows):
+            part = rows[first : first + num_rows]
             raw = buffer[: part.shape[0] * row_bytes]
-            self._file.read_into(tensor.start + first * row_bytes, raw)
+            self._file.read_into(start + first * row_bytes, raw)
             # As one row: gguf works in groups of rows, and this way the slice is the group.
-            values = dequantize(raw.numpy().reshape(1, -1), tensor.kind)
+            values = dequantize(raw.numpy().reshape(1, -1), kind)
             part.copy_(torch.from_numpy(values).view(part.shape))
 
     def _read_divisors(self, tensor: GgufTensor) -> tuple[float, ...]:
@@ -149,10 +135,12 @@ class GgufFile:
             )
 
 
-def _hugging_face_name(name: str) -> str | None:
-    """The tensor's name in transformers, where it has one."""
-    if (match := _LAYER.fullmatch(name)) and match[2] in _LAYER_NAMES:
-        return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}"
-    if (match := _GLOBAL.fullmatch(name)) and match[1] in _GLOBAL_NAMES:
-        return f"{_GLOBAL_NAMES[match[1]]}.{match[2]}"
-    return None
+def _in_slices(part: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
+    """The tensor in parts, one after the other, whose rows are as small as they get in whole blocks, or small enough
+    to be converted at once."""
+    row = part[0]
+    if row.dim() > 1 and row.numel() > _SLICE_ELEMENTS and row[0].numel() % block == 0:
+        for row in part:
+            yield from _in_slices(row, block)
+    else:
+        yield part

@@ -26,6 +26,10 @@ _MODERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
     r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# Marks belong to words.
+_QWEN35 = _MODERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r" ?[^\s\p{L}\p{N}]", r" ?[^\s\p{L}\p{M}\p{N}]"
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 # Each expression splits what those before it left whole.
@@ -35,6 +39,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "smollm": (r"\p{N}", _GPT2),
     "llama3": (_MODERN % "{1,3}",),
     "qwen2": (_MODERN % "",),
+    "qwen35": (_QWEN35 % "",),
 }
 _ALIASES = {
     "gpt2": "gpt-2",

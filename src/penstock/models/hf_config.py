@@ -3,18 +3,16 @@
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.models.config import ModelConfig, RotaryConfig
+from penstock.models.config import ModelConfig
 from penstock.models.fields import Fields
+from penstock.models.hf_layers import ExpertDefaults, hf_delta_net, hf_experts
+from penstock.models.hf_rotary import hf_rotary, hf_rotary_dim
 from penstock.models.limits import (
     MAX_HEADS,
     MAX_LAYERS,
     MAX_POSITIONS,
-    MAX_SCALE,
-    MAX_THETA,
     MAX_VOCABULARY,
     MAX_WIDTH,
-    MIN_SCALE,
-    MIN_THETA,
     check_heads,
 )
 
@@ -24,14 +22,19 @@ class _Family:
     """What transformers' configuration class of a family assumes where config.json is silent."""
 
     vocab_size: int
-    intermediate_size: int
+    intermediate_size: int | None  # None: the family has no dense feed-forward block
     max_position: int
+    hidden_size: int = 4096
+    num_layers: int = 32
+    num_heads: int = 32
     num_kv_heads: int | None = None  # as many as heads
     head_dim: int | None = None  # hidden size over heads
     eos: int | None = None
     attention_bias: bool = False
     has_bias_options: bool = False
     head_norm: bool = False
+    is_hybrid: bool = False  # delta-net layers, gated attention, a part of each head rotated, norms around 1
+    experts: ExpertDefaults | None = None
 
 
 _FAMILIES = {
@@ -41,30 +44,83 @@ _FAMILIES = {
     "qwen3": _Family(
         151936, 22016, 32768, num_kv_heads=32, head_dim=128, has_bias_options=True, head_norm=True
     ),
+    "qwen3_moe": _Family(
+        151936,
+        6144,
+        32768,
+        hidden_size=2048,
+        num_layers=24,
+        num_kv_heads=4,
+        has_bias_options=True,
+        head_norm=True,
+        experts=ExpertDefaults(128, 8, 768, normalised=False, count_key="num_local_experts"),
+    ),
+    "qwen3_next": _Family(
+        151936,
+        5632,
+        32768,
+        hidden_size=2048,
+        num_layers=48,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        has_bias_options=True,
+        head_norm=True,
+        is_hybrid=True,
+        experts=ExpertDefaults(512, 10, 512, shared_intermediate_size=512),
+    ),
+    "qwen3_5_text": _Family(
+        248320,
+        12288,
+        32768,
+        num_heads=16,
+        num_kv_heads=4,
+        head_dim=256,
+        has_bias_options=True,
+        head_norm=True,
+        is_hybrid=True,
+    ),
+    "qwen3_5_moe_text": _Family(
+        248320,
+        None,
+        32768,
+        hidden_size=2048,
+        num_layers=40,
+        num_heads=16,
+        num_kv_heads=2,
+        head_dim=256,
+        has_bias_options=True,
+        head_norm=True,
+        is_hybrid=True,
+        experts=ExpertDefaults(256, 8, 512, shared_intermediate_size=512, has_options=False),
+    ),
 }
 
-_ROTARY_KINDS = ("default", "linear", "llama3", "yarn")
+# Models of text and pictures, whose text model is described under `text_config`.
+_MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
-def hf_model_config(config: Fields, generation: Fields) -> ModelConfig:
-    """`config` is config.json, `generation` is generation_config.json (empty where there is none)."""
-    name = config.text("model_type")
+def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
+    """`file` is config.json, `generation` is generation_config.json (empty where there is none)."""
+    name, config = file.text("model_type"), file
+    if name in _MULTIMODAL:
+        name, config = _MULTIMODAL[name], file.nested("text_config")
     family = _FAMILIES.get(name)
     if family is None:
+        supported = ", ".join((*_FAMILIES, *_MULTIMODAL))
         raise ModelError(
-            f"{config.origin}: the model type {name!r} is not supported; supported are {', '.join(_FAMILIES)}"
+            f"{file.origin}: the model type {name!r} is not supported; supported are {supported}"
         )
-    if config.has("quantization_config"):
+    if file.has("quantization_config") or config.has("quantization_config"):
         raise ModelError(
-            f"{config.origin}: quantised safetensors are not supported; "
-            "use the original weights or a GGUF file"
+            f"{file.origin}: quantised safetensors are not supported; use the original weights or a GGUF file"
         )
     if (activation := config.text("hidden_act", "silu")) != "silu":
         raise ModelError(f"{config.origin}: the activation {activation!r} is not supported, only silu is")
 
-    hidden = config.integer("hidden_size", 4096, low=1, high=MAX_WIDTH)
-    num_layers = config.integer("num_hidden_layers", 32, low=1, high=MAX_LAYERS)
-    num_heads = config.integer("num_attention_heads", 32, low=1, high=MAX_HEADS)
+    hidden = config.integer("hidden_size", family.hidden_size, low=1, high=MAX_WIDTH)
+    num_layers = config.integer("num_hidden_layers", family.num_layers, low=1, high=MAX_LAYERS)
+    num_heads = config.integer("num_attention_heads", family.num_heads, low=1, high=MAX_HEADS)
     default_kv_heads = num_heads
     if family.num_kv_heads is not None and "num_key_value_heads" not in config.values:
         default_kv_heads = family.num_kv_heads
@@ -75,40 +131,52 @@ def hf_model_config(config: Fields, generation: Fields) -> ModelConfig:
     max_position = config.integer("max_position_embeddings", family.max_position, low=1, high=MAX_POSITIONS)
     _refuse_sliding_window(config, name, max_position, num_layers)
 
+    experts = hf_experts(config, family.experts, num_layers) if family.experts else None
+    if family.intermediate_size is not None:
+        intermediate = config.integer("intermediate_size", family.intermediate_size, low=1, high=MAX_WIDTH)
+    else:
+        assert experts is not None
+        intermediate = experts.intermediate_size  # of no dense layer, since there is none
     bias = family.has_bias_options and config.boolean("attention_bias", False)
-    ends = config.token_ids("eos_token_id", family.eos) + generation.token_ids("eos_token_id")
+    ends = config.token_ids("eos_token_id", family.eos) + file.token_ids("eos_token_id")
     return ModelConfig(
         family=name,
         vocab_size=config.integer("vocab_size", family.vocab_size, low=1, high=MAX_VOCABULARY),
         hidden_size=hidden,
-        intermediate_size=config.integer(
-            "intermediate_size", family.intermediate_size, low=1, high=MAX_WIDTH
-        ),
+        intermediate_size=intermediate,
         num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max_position,
         norm_eps=config.number("rms_norm_eps", 1e-6),
-        tied_head=config.boolean("tie_word_embeddings", False),
-        rotary=_rotary(config, max_position),
+        # A multimodal model ties its head by the outer key, and writes both.
+        tied_head=file.boolean("tie_word_embeddings", config.boolean("tie_word_embeddings", False)),
+        rotary=hf_rotary(config, max_position),
+        rotary_dim=hf_rotary_dim(config, head_dim, 0.25 if family.is_hybrid else None),
         qkv_bias=bias or family.attention_bias,
         out_bias=bias,
         mlp_bias=name == "llama" and config.boolean("mlp_bias", False),
         head_norm=family.head_norm,
-        eos_token_ids=tuple(dict.fromkeys(ends)),
+        gated_attention=family.is_hybrid,
+        zero_centred_norm=family.is_hybrid,
+        delta_net=hf_delta_net(config, num_layers) if family.is_hybrid else None,
+        experts=experts,
+        eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
     )
 
 
 def _refuse_sliding_window(config: Fields, family: str, max_position: int, num_layers: int) -> None:
-    if family == "llama":
+    if family == "llama" or _FAMILIES[family].is_hybrid:
         return
     if family == "mistral":
         slides = True
     else:
         slides = config.boolean("use_sliding_window", False)
         layer_types = config.values.get("layer_types")
-        if isinstance(layer_types, list):
+        if family == "qwen3_moe":
+            pass  # a window is every layer's
+        elif isinstance(layer_types, list):
             slides = slides and "sliding_attention" in layer_types
         else:
             slides = slides and config.integer("max_window_layers", 28) < num_layers
@@ -118,61 +186,3 @@ def _refuse_sliding_window(config: Fields, family: str, max_position: int, num_l
             f"{config.origin}: a sliding window of {window} tokens is not supported "
             f"(the model's context is {max_position})"
         )
-
-
-def _rotary(config: Fields, max_position: int) -> RotaryConfig:
-    """From `rope_parameters`, or `rope_scaling` and `rope_theta` as older files have them."""
-    rope = config.nested("rope_scaling")
-    if not rope.values:
-        rope = config.nested("rope_parameters")
-
-    def scale(key: str, default: float | None = None) -> float:
-        return rope.number(key, default, above=MIN_SCALE, high=MAX_SCALE)
-
-    def optional_scale(key: str) -> float | None:
-        return scale(key) if rope.has(key) else None
-
-    theta = config.number("rope_theta", 10_000.0, above=MIN_THETA, high=MAX_THETA)
-    theta = rope.number("rope_theta", theta, above=MIN_THETA, high=MAX_THETA)
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    if kind not in _ROTARY_KINDS:
-        raise ModelError(
-            f"{rope.origin}: the rope type {kind!r} is not supported; "
-            f"supported are {', '.join(_ROTARY_KINDS)}"
-        )
-    if rope.number("partial_rotary_factor", config.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"{rope.origin}: rotating only a part of each head is not supported")
-    if kind == "default":
-        return RotaryConfig(theta=theta)
-    if kind == "linear":
-        return RotaryConfig(theta=theta, kind=kind, factor=scale("factor"))
-    original = config.integer(
-        "original_max_position_embeddings",
-        rope.integer("original_max_position_embeddings", max_position, low=1, high=MAX_POSITIONS),
-        low=1,
-        high=MAX_POSITIONS,
-    )
-    if kind == "llama3":
-        low, high = scale("low_freq_factor"), scale("high_freq_factor")
-        if high <= low:
-            raise rope.error("high_freq_factor", high, f"more than low_freq_factor ({low:g})")
-        return RotaryConfig(
-            theta=theta,
-            kind=kind,
-            factor=scale("factor"),
-            original_max_position=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-    return RotaryConfig(
-        theta=theta,
-        kind=kind,
-        factor=scale("factor", max_position / original),
-        original_max_position=original,
-        beta_fast=scale("beta_fast", 32.0),
-        beta_slow=scale("beta_slow", 1.0),
-        attention_factor=optional_scale("attention_factor"),
-        mscale=optional_scale("mscale"),
-        mscale_all_dim=optional_scale("mscale_all_dim"),
-        truncate=rope.boolean("truncate", True),
-    )

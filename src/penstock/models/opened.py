@@ -9,6 +9,7 @@ from penstock.models.expected import check_source
 from penstock.models.folder import HfFolder
 from penstock.models.folder_tokenizer import folder_tokenizer
 from penstock.models.reading import reading
+from penstock.models.skipped import SkippedWeights, skipped_weights
 from penstock.models.source import WeightSource
 from penstock.models.tokenizer import Tokenizer
 
@@ -17,6 +18,7 @@ from penstock.models.tokenizer import Tokenizer
 class OpenedModel:
     source: WeightSource
     tokenizer: Tokenizer
+    skipped: SkippedWeights
 
 
 def open_model(path: Path) -> OpenedModel:
@@ -24,11 +26,11 @@ def open_model(path: Path) -> OpenedModel:
     with ExitStack() as on_error:
         source = open_weights(path)
         on_error.callback(source.close)
-        check_source(source)
+        skipped = skipped_weights(source.config, check_source(source))
         is_folder = isinstance(source, HfFolder)
         tokenizer = folder_tokenizer(path) if is_folder else _gguf_tokenizer(source, str(path))
         on_error.pop_all()
-        return OpenedModel(source, tokenizer)
+        return OpenedModel(source, tokenizer, skipped)
 
 
 def open_weights(path: Path) -> WeightSource:
