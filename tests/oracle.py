@@ -12,7 +12,11 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from penstock.engine.batch import Canon, settle
@@ -20,11 +24,21 @@ from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
 from penstock.kernels.probe import measure
 from penstock.kernels.torch_kernels import TorchKernels
-from penstock.models.decoder import Decoder, load_decoder
+from penstock.models.decoder import Decoder
 from penstock.models.folder import HfFolder
+from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig
 
-_CONFIGS = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+_CONFIGS = {
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "qwen2": Qwen2Config,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "qwen3_next": Qwen3NextConfig,
+    "qwen3_5_text": Qwen3_5TextConfig,
+    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
+}
 _SMALL = {
     "vocab_size": 211,
     "hidden_size": 96,
@@ -38,6 +52,23 @@ _SMALL = {
     "bos_token_id": None,
     "eos_token_id": None,
     "pad_token_id": None,
+}
+
+
+_DELTA_NET = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+_OWN = {
+    "qwen3_moe": _EXPERTS,
+    "qwen3_next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56},
+    "qwen3_5_text": _DELTA_NET,
+    "qwen3_5_moe_text": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56},
 }
 
 
@@ -67,7 +98,8 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
     """A random model of a family. Weights are drawn wide enough that attention and norms all matter."""
     torch.manual_seed(7)
     rope = dict(overrides.pop("rope", ()))
-    settings = {**_SMALL, **overrides}
+    overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
+    settings = {**_SMALL, **_OWN.get(family, {}), **overrides}
     if rope:
         settings["rope_parameters"] = {"rope_theta": 10_000.0, **rope}
     if family == "mistral":
@@ -76,7 +108,11 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                is_zero_centred = family in HYBRIDS and "linear_attn" not in name
+                parameter.uniform_(-0.5, 0.5) if is_zero_centred else parameter.uniform_(0.5, 1.5)
+            elif "A_log" in name or "dt_bias" in name:
+                # Some heads remember a few tokens, some hundreds.
+                parameter.uniform_(-4.0, 1.0)
             else:
                 parameter.normal_(std=1.0 if "embed" in name else parameter.shape[-1] ** -0.5)
     folder = Path(mkdtemp(prefix="penstock-oracle-"))

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,17 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from penstock.engine.llm import resolve_dtype
-from penstock.errors import ContextLengthError, PromptError, SettingError
+from penstock.engine.llm import keeps_bits, resolve_dtype
+from penstock.errors import ContextLengthError, ModelError, PromptError, SettingError
+from penstock.models.config import DeltaNetConfig, ModelConfig
+from penstock.plan import (
+    STATE_GRID,
+    AlignSetting,
+    ChunkedPrefillConfig,
+    ChunkSetting,
+    Prefill,
+    PrefillScheduler,
+)
 from penstock.plan.progress import Progress
 
 QUESTION = "What is the capital of France? Answer in one word."
@@ -85,7 +95,7 @@ def test_cancel_between_chunks(llm: LLM) -> None:
 def test_closing_early_frees_the_cache(llm: LLM) -> None:
     with llm.stream(QUESTION, max_tokens=30) as stream:
         next(stream)
-    pool = stream._run.space.pool
+    pool = stream._run.space.blocks
     assert pool.num_free == pool.num_blocks
     assert stream.result.finish_reason == "cancelled"
 
@@ -123,6 +133,8 @@ def test_bad_prompts(llm: LLM) -> None:
         ({"chunk": -1}, "chunk"),
         ({"chunk": "12x"}, "chunk"),
         ({"chunk": 64, "overlap": 64}, "overlap"),
+        ({"align": "no"}, "align"),
+        ({"align": 0}, "align"),
         ({"dtype": "float16"}, "dtype"),
         ({"threads": 0}, "threads"),
         ({"threads": True}, "threads"),
@@ -140,6 +152,60 @@ def test_environment_sets_the_chunk(smollm2_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PENSTOCK_PREFILL_CHUNK", "many")
     with pytest.raises(SettingError, match="PENSTOCK_PREFILL_CHUNK"):
         LLM(smollm2_path)
+
+
+def test_environment_sets_the_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_PREFILL_ALIGN", "maybe")
+    with pytest.raises(SettingError, match="PENSTOCK_PREFILL_ALIGN='maybe'"):
+        LLM("no-such-model")
+    with pytest.raises(ModelError):
+        LLM("no-such-model", align=True)
+
+
+def test_alignment_is_not_a_matter_of_models_without_recurrent_state(llm: LLM, smollm2_path: Path) -> None:
+    assert llm.align == AlignSetting(True, "default")
+    other = LLM(smollm2_path, chunk=100, align=True)
+    assert other.chunk == ChunkSetting("100", 100, "argument", "set by argument")
+    result = other.generate(QUESTION * 12, max_tokens=1)
+    assert (result.prefill.effective, result.prefill.reason) == (100, "set by argument")
+    assert result.prefill.same_bits
+
+
+def test_nothing_of_the_model_is_skipped(llm: LLM) -> None:
+    assert llm.skipped is None
+
+
+PLAIN = ModelConfig("llama", 100, 32, 64, 4, 4, 2, 8, 4096, 1e-6, False)
+HYBRID = replace(PLAIN, delta_net=DeltaNetConfig(2, 4, 8, 8, 4, (0, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("chunk", "overlap", "num_tokens", "keeps"),
+    [
+        (128, 0, 1000, True),
+        (128, 64, 1000, True),
+        (0, 0, 1000, True),
+        (100, 0, 100, True),  # the whole prompt in one chunk
+        (100, 0, 101, False),
+        (128, 32, 1000, False),
+    ],
+)
+def test_a_state_cut_inside_a_block_may_change_bits(
+    chunk: int, overlap: int, num_tokens: int, keeps: bool
+) -> None:
+    prefill = PrefillScheduler(range(num_tokens), ChunkedPrefillConfig(chunk, overlap))
+    assert keeps_bits(HYBRID, prefill) == keeps
+    assert keeps_bits(PLAIN, prefill)
+
+
+def test_bits_are_not_promised_once_a_block_was_halved() -> None:
+    prefill = PrefillScheduler(range(500), ChunkedPrefillConfig(128), grid=STATE_GRID)
+    for keeps in (True, False):
+        action = prefill.next_action()
+        assert isinstance(action, Prefill)
+        prefill.shrink(action.chunk)
+        assert keeps_bits(HYBRID, prefill) == keeps
+        assert keeps_bits(PLAIN, prefill)
 
 
 def test_dtype_by_name() -> None:

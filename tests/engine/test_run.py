@@ -60,9 +60,9 @@ def test_no_token_is_run_twice_or_skipped() -> None:
             covered.append(run.step().span)
         assert covered[0].start == 0
         assert all(a.end == b.start for a, b in pairwise(covered))
-        assert run.blocks.num_tokens == 300
+        assert run.cache.blocks.num_tokens == 300
         run.step()
-        assert run.blocks.num_tokens == 301
+        assert run.cache.blocks.num_tokens == 301
 
 
 @settings(max_examples=25, deadline=None)
@@ -75,15 +75,15 @@ def test_failed_steps_leave_no_trace(data: st.DataObject) -> None:
         failing = Failing(monkeypatch)
         run = start(prompt, chunk_size)
         while len(run.generated) < 4:
-            before = (list(run.tokens), run.blocks.num_tokens, run.prefill.progress())
+            before = (list(run.tokens), run.cache.blocks.num_tokens, run.prefill.progress())
             failing.calls_left = data.draw(st.one_of(st.none(), st.integers(0, 1)))
             injected = failing.calls_left is not None
             try:
                 run.step()
             except RuntimeError:
                 assert injected
-                assert (list(run.tokens), run.blocks.num_tokens, run.prefill.progress()) == before
-                run.space.pool.check_integrity()
+                assert (list(run.tokens), run.cache.blocks.num_tokens, run.prefill.progress()) == before
+                run.space.blocks.check_integrity()
             failing.calls_left = None
     expected = run_prompt(small_model(), prompt, num_tokens=4)
     assert run.generated == expected.generated
@@ -142,17 +142,17 @@ def test_no_memory_for_a_single_token_is_a_clear_error(monkeypatch: pytest.Monke
     run = start(random_prompt(300), 100)
     with pytest.raises(MemoryExhaustedError, match="one token"):
         run.step()
-    assert run.blocks.num_tokens == 0
-    run.space.pool.check_integrity()
+    assert run.cache.blocks.num_tokens == 0
+    run.space.blocks.check_integrity()
 
 
 def test_cancel_frees_everything() -> None:
     run = start(random_prompt(300), 64)
     run.step()
-    assert run.space.pool.num_free < run.space.pool.num_blocks
+    assert run.space.blocks.num_free < run.space.blocks.num_blocks
     run.cancel()
-    assert run.space.pool.num_free == run.space.pool.num_blocks
-    run.space.pool.check_integrity()
+    assert run.space.blocks.num_free == run.space.blocks.num_blocks
+    run.space.blocks.check_integrity()
     assert run.finish_reason == "cancelled"
     with pytest.raises(SettingError, match="has ended"):
         run.step()
@@ -170,7 +170,7 @@ def test_ends_at_max_tokens_and_at_end_of_sequence() -> None:
         run.step()
     assert run.finish_reason == "stop"
     assert run.generated[-1] == third
-    assert run.space.pool.num_free == run.space.pool.num_blocks
+    assert run.space.blocks.num_free == run.space.blocks.num_blocks
 
 
 def test_too_long_for_the_context() -> None:
@@ -196,8 +196,8 @@ def test_cache_too_small_is_an_error_and_changes_nothing() -> None:
     run.step()
     with pytest.raises(CacheFullError):
         run.step()
-    assert run.blocks.num_tokens == 100
-    run.space.pool.check_integrity()
+    assert run.cache.blocks.num_tokens == 100
+    run.space.blocks.check_integrity()
 
 
 def test_overlap_covers_the_prompt() -> None:
@@ -210,7 +210,7 @@ def test_overlap_covers_the_prompt() -> None:
         spans.append(run.step().span)
     assert [span.start for span in spans] == [index * 48 for index in range(len(spans))]
     assert spans[-1].end == 300
-    assert run.blocks.num_tokens == 300
+    assert run.cache.blocks.num_tokens == 300
 
 
 def test_sampling_is_repeatable_across_chunks() -> None:

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cache import BlockPool, Extent
-from penstock.cache.kv import KV, KVCache
+from penstock.cache import Extent
+from penstock.cache.kv import KV
 from penstock.engine.batch import settle
 from penstock.engine.run import CacheSpace, Run
 from penstock.kernels.probe import ProbeResult
@@ -27,8 +27,8 @@ MODELS = {
 
 def cached(run: Run) -> list[KV]:
     """All keys and values of a run's prompt."""
-    places = run.blocks.locate(0, run.prompt_length)
-    return [run.space.kv.read(layer, places) for layer in range(run.model.config.num_layers)]
+    places = run.cache.blocks.locate(0, run.prompt_length)
+    return [run.space.tensors.kv.read(layer, places) for layer in range(run.model.cache_spec.kv.num_layers)]
 
 
 def assert_same_bits(run: Run, whole: Run) -> None:
@@ -43,9 +43,9 @@ def assert_same_bits(run: Run, whole: Run) -> None:
 def fragmented_space(model: Decoder, num_tokens: int) -> CacheSpace:
     """Room for a sequence, in single blocks that do not touch."""
     num_blocks = 2 * -(-num_tokens // 64)
-    space = CacheSpace(KVCache(model.kv_spec, num_blocks), BlockPool(num_blocks))
-    space.pool.allocate(num_blocks)
-    space.pool.release([Extent(block, block + 1) for block in range(0, num_blocks, 2)])
+    space = CacheSpace.for_tokens(model, num_blocks * 64)
+    space.blocks.allocate(num_blocks)
+    space.blocks.release([Extent(block, block + 1) for block in range(0, num_blocks, 2)])
     return space
 
 
@@ -77,7 +77,7 @@ def test_several_extents(model: Decoder) -> None:
     for chunk_size in (0, 100, 512):
         space = fragmented_space(model, 640)
         run = run_prompt(model, prompt, chunk_size=chunk_size, space=space)
-        assert len(run.blocks.extents) > 1
+        assert len(run.cache.blocks.extents) > 1
         assert_same_bits(run, whole)
     expected = run_prompt(model, prompt, num_tokens=8).generated
     fragmented = run_prompt(model, prompt, num_tokens=8, space=fragmented_space(model, 640))

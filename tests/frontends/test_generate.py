@@ -1,10 +1,13 @@
 """`penstock generate`, in this process, on a tiny random model."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from tests.frontends.conftest import CONTEXT, Generate
 
@@ -115,6 +118,28 @@ def test_the_environment_sets_the_chunk_and_the_option_overrules_it(
     assert done.stderr.startswith("penstock: PENSTOCK_PREFILL_CHUNK='ninety' is not accepted")
 
 
+@pytest.mark.parametrize("option", [(), ("--align",), ("--no-align",)])
+def test_alignment_is_not_a_matter_of_models_without_recurrent_state(
+    generate: Generate, option: tuple[str, ...]
+) -> None:
+    done = generate("--prompt", DOCUMENT, "--max-tokens", "1", "--chunk", "100", "--json", *option)
+    assert done.exit_code == 0, done.stderr
+    prefill = one_object(done.stdout)["prefill"]
+    assert (prefill["effective"], prefill["reason"]) == (100, "set by argument")
+    assert "align" not in done.stderr
+
+
+def test_a_bad_alignment_in_the_environment_is_refused_before_the_model_unless_overruled(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_PREFILL_ALIGN", "yes")
+    done = generate("--model", "no such model", "--prompt", "hello")
+    assert (done.exit_code, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("penstock: PENSTOCK_PREFILL_ALIGN='yes' is not accepted: give 1 to ")
+    assert generate("--prompt", "hello", "--max-tokens", "1", "--no-align").exit_code == 0
+
+
 def test_overlap_is_honoured(generate: Generate) -> None:
     arguments = ("--prompt", DOCUMENT, "--max-tokens", "4", "--chunk", "64", "--json")
     plain, overlapping = (one_object(generate(*arguments, "--overlap", n).stdout) for n in ("0", "32"))
@@ -134,6 +159,20 @@ def test_progress_and_closing_line_are_plain_lines_on_standard_error(generate: G
     for part in (f"{total} prompt tokens", "first token after", "prefill", "decode", "peak memory"):
         assert part in closing
     assert "chunk 8 (set by --chunk)" in closing
+
+
+def test_weights_that_are_skipped_are_named(generate: Generate, tiny_model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model, folder)
+    file = folder / "model.safetensors"
+    with_more = {**load_file(file), "mtp.fc.weight": torch.zeros(2, 2), "model.visual.a.bias": torch.zeros(2)}
+    save_file(with_more, file, metadata={"format": "pt"})
+    arguments = ("--prompt", "hello", "--max-tokens", "3", "--model", str(folder))
+    done = generate(*arguments)
+    assert done.exit_code == 0, done.stderr
+    assert done.stderr.splitlines()[0] == "skipped: 1 multi-token-prediction weight, 1 vision weight"
+    assert generate(*arguments, "--quiet").stderr == ""
+    assert done.stdout == generate("--prompt", "hello", "--max-tokens", "3").stdout
 
 
 def test_quiet_leaves_only_the_answer(generate: Generate) -> None:

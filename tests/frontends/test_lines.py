@@ -7,6 +7,7 @@ import pytest
 from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
 from penstock.frontends.lines import closing_line, format_rate, format_seconds, progress_facts
 from penstock.frontends.present import LineDisplay
+from penstock.plan import STATE_GRID, resolve_chunk_size
 from penstock.plan.progress import PrefillClock, Progress
 
 HALF = Progress(num_done=1024, num_tokens=4311, chunks_done=2, num_chunks=9, elapsed_s=1.3, eta_s=4.4)
@@ -72,6 +73,15 @@ def test_closing_line() -> None:
     assert early.startswith("cancelled after 1024 of 4311 prompt tokens, prefill ")
     assert "first token" not in early
     assert "decode" not in early
+
+
+def test_a_chunk_that_was_rounded_is_explained_in_the_words_of_the_command_line() -> None:
+    setting = resolve_chunk_size("100", environ={}, grid=STATE_GRID)
+    prefill = replace(RESULT.prefill, requested="100", effective=setting.effective, reason=setting.reason)
+    assert (
+        "chunk 128 (set by --chunk, rounded up from 100 to 128, a multiple of 64: on a model with recurrent state "
+        "such chunks give the same bits and run faster; --no-align keeps 100), peak memory"
+    ) in closing_line(replace(RESULT, prefill=prefill), WHOLE)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 9, 100, 5000])

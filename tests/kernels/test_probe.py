@@ -12,7 +12,7 @@ from penstock.kernels.probe import ProbeResult, ProbeShapes, ProductShape, measu
 from penstock.kernels.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
-SHAPES = ProbeShapes((ProductShape(96, 64), ProductShape(64, 130, bias=True)), 6, 2, 16, 96, 1088)
+SHAPES = ProbeShapes((ProductShape(96, 64), ProductShape(64, 130, bias=True)), 6, 2, 16, 96, (1088,), 16)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -55,7 +55,7 @@ def test_the_real_kernels_hold(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("below", [1, 2, 7, 25])
 def test_finds_the_floor(dtype: torch.dtype, below: int) -> None:
-    shapes = ProbeShapes((ProductShape(96, 576),), 6, 2, 16, 96, 1088)
+    shapes = ProbeShapes((ProductShape(96, 576),), 6, 2, 16, 96, (1088,), 16)
     assert measure(RowDependent(below), shapes, dtype, CPU).row_floor == below
 
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.cache import SequenceBlocks, TokenRange
+from penstock.cache import SequenceBlocks, StateStep, TokenRange
 from penstock.kernels.probe import ProbeResult
-from penstock.kernels.protocol import Kernels
-from penstock.layers.batch import AttentionWork, DecodeRow, ForwardBatch, TileRows
+from penstock.kernels.protocol import Kernels, padded_rows
+from penstock.layers.batch import AttentionWork, DecodeRow, ForwardBatch, StateRows, TileRows
 from penstock.plan.request import Span
 from penstock.plan.tiles import TilePiece, cut_into_tiles
 
@@ -22,14 +22,13 @@ class Canon:
     row_slab: int = 0  # rows are padded up to a multiple of this; 0: of 1
 
     def padded_rows(self, num_rows: int) -> int:
-        slab = self.row_slab or 1
-        return max(self.row_floor, -(-num_rows // slab) * slab)
+        return padded_rows(num_rows, self.row_floor, self.row_slab)
 
 
 def settle(kernels: Kernels, found: ProbeResult) -> Canon:
     """Set the kernels up as the probe found them to hold, and give the shapes to run them on."""
-    kernels.row_slab = found.row_slab
-    return Canon(kernels.tile_size, found.row_floor or 1, found.row_slab)
+    kernels.row_floor, kernels.row_slab = found.row_floor or 1, found.row_slab
+    return Canon(kernels.tile_size, kernels.row_floor, kernels.row_slab)
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,7 @@ class SpanInput:
     blocks: SequenceBlocks
     is_prompt: bool  # prompt tokens run on the tile grid; a decode is one token that sees everything
     wants_logits: bool  # of its last token
+    state: StateStep | None = None  # where the model has recurrent layers
 
 
 def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, device: torch.device) -> ForwardBatch:
@@ -54,11 +54,13 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, device: torch.devi
     logit_rows: list[int] = []
     last_tiles: list[TileRows] = []
     last_decodes: list[DecodeRow] = []
+    states: list[StateRows] = []
     for item in inputs:
         row_of_start = len(token_ids)
         token_ids.extend(item.token_ids)
         positions.extend(range(item.span.start, item.span.end))
         places.extend(item.blocks.locate(item.span.start, item.span.end))
+        states += _state_rows(item, row_of_start)
         last_row = len(logit_rows)
         if item.wants_logits:
             logit_rows.append(len(token_ids) - 1)
@@ -95,7 +97,21 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, device: torch.devi
         last_layer=AttentionWork(tuple(last_tiles), tuple(last_decodes)),
         logit_rows=torch.tensor(logit_rows, dtype=torch.long, device=device),
         num_logits=num_logits,
+        states=tuple(states),
     )
+
+
+def _state_rows(item: SpanInput, row_of_start: int) -> list[StateRows]:
+    """A span is cut where a state is to be kept."""
+    if item.state is None:
+        return []
+    rows: list[StateRows] = []
+    start, read = row_of_start, item.state.read
+    for write in item.state.writes:
+        end = row_of_start + write.end - item.span.start
+        rows.append(StateRows(start, end, read, write.slot, item.is_prompt))
+        start, read = end, write.slot
+    return rows
 
 
 def _tile_rows(piece: TilePiece, row: int, tile_size: int, blocks: SequenceBlocks) -> TileRows:

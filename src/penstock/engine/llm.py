@@ -17,11 +17,20 @@ from penstock.engine.stop import StopMatcher
 from penstock.errors import ContextLengthError, SettingError
 from penstock.kernels.probe import probe
 from penstock.kernels.protocol import select_kernels
-from penstock.models.decoder import load_decoder
+from penstock.models.config import ModelConfig
 from penstock.models.detokenize import StreamDecoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
+from penstock.models.loading import load_decoder
 from penstock.models.opened import open_model
-from penstock.plan import ChunkedPrefillConfig, ChunkSetting, resolve_chunk_size
+from penstock.plan import (
+    STATE_GRID,
+    AlignSetting,
+    ChunkedPrefillConfig,
+    ChunkSetting,
+    PrefillScheduler,
+    resolve_align,
+    resolve_chunk_size,
+)
 from penstock.plan.progress import PrefillClock, Progress
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
@@ -38,7 +47,10 @@ class LLM:
     """A loaded model. One request runs at a time.
 
     `model` is `smollm2`, a folder of safetensors, a GGUF file or a Hugging Face name. `chunk` is a number of
-    tokens, 0 (the whole prompt in one chunk) or "auto"; without it `PENSTOCK_PREFILL_CHUNK` applies.
+    tokens, 0 (the whole prompt in one chunk) or "auto"; without it `PENSTOCK_PREFILL_CHUNK` applies. On a model
+    with recurrent state it is rounded up to a multiple of 64, unless `align` is False; without that
+    `PENSTOCK_PREFILL_ALIGN` (0 or 1) applies. `chunk` says afterwards what was asked for, what applies and why;
+    `skipped` names the weights in the model's files that it has no use for, None where there are none.
     """
 
     def __init__(
@@ -48,18 +60,24 @@ class LLM:
         dtype: Dtype = "auto",
         chunk: int | str | None = None,
         overlap: int = 0,
+        align: bool | None = None,
         threads: int | None = None,
     ) -> None:
         started = time.perf_counter()
-        self.chunk: ChunkSetting = resolve_chunk_size(chunk)
-        self._config = ChunkedPrefillConfig(self.chunk.effective, overlap)
+        # What can be refused is refused before anything slow; rounding comes when the model is known.
+        self.align: AlignSetting = resolve_align(align)
+        ChunkedPrefillConfig(resolve_chunk_size(chunk).effective, overlap)
         torch_dtype = resolve_dtype(dtype)
         if threads is not None:
             _set_threads(threads)
         device = torch.device("cpu")
         opened = open_model(resolve_model(str(model)))
         try:
+            grid = self.align.grid(has_state=has_state(opened.source.config))
+            self.chunk: ChunkSetting = resolve_chunk_size(chunk, grid=grid)
+            self._config = ChunkedPrefillConfig(self.chunk.effective, overlap)
             self.tokenizer = opened.tokenizer
+            self.skipped = opened.skipped.describe()
             self.model = load_decoder(opened.source, select_kernels(device), torch_dtype, device)
         finally:
             opened.source.close()
@@ -223,7 +241,7 @@ class TextStream:
             raise SettingError("the stream has not ended: read it to its end, or close it")
         generated, progress = run.generated, self._clock.progress()
         num_decoded = len(generated) - 1
-        chunk, kv = self._llm.chunk, run.space.kv
+        chunk, kv = self._llm.chunk, run.space.tensors.kv
         return Generation(
             text="".join(self._text),
             token_ids=tuple(generated),
@@ -244,7 +262,7 @@ class TextStream:
                 reason=chunk.reason + _shrink_reason(run.num_shrinks),
                 overlap=run.prefill.config.overlap,
                 chunks=progress.chunks_done,
-                same_bits=self._llm.probe.same_bits,
+                same_bits=self._llm.probe.same_bits and keeps_bits(self._llm.model.config, run.prefill),
             ),
             memory=MemoryReport(self._llm.model.num_weight_bytes, kv.num_bytes, self._peak_bytes),
         )
@@ -292,8 +310,18 @@ class TextStream:
         return step.token
 
 
+def has_state(config: ModelConfig) -> bool:
+    """Whether the model carries a recurrent state from token to token."""
+    return config.delta_net is not None
+
+
+def keeps_bits(config: ModelConfig, prefill: PrefillScheduler) -> bool:
+    """Whether the way a prompt is cut has no part in its bits: always, but where a state is cut inside a block."""
+    return not has_state(config) or prefill.lies_on(STATE_GRID)
+
+
 def _shrink_reason(num_shrinks: int) -> str:
-    return f", halved {num_shrinks}x when memory ran out" if num_shrinks else ""
+    return f"; halved {num_shrinks}x when memory ran out" if num_shrinks else ""
 
 
 def resolve_dtype(name: str) -> torch.dtype:

@@ -30,8 +30,12 @@ class Timings:
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """The chunk size: what was asked for, what applied and why. `same_bits` tells whether this machine was found
-    to give the same bits for any other size too."""
+    """The chunk size: what was asked for, what applied and why.
+
+    `same_bits` tells whether this machine was found to give the same bits for any other size too. On a model with
+    recurrent state that holds among prompts cut on the grid of 64 tokens: it is true only where every chunk begins
+    there (chunk size and overlap are multiples of 64, or the whole prompt is one chunk).
+    """
 
     requested: str
     effective: int

@@ -1,14 +1,14 @@
 """One request on its way through the model: a step at a time, each a transaction."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceBlocks
-from penstock.cache.kv import KVCache
+from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceCache, SlotPool
+from penstock.cache.tensors import CacheTensors
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.errors import ContextLengthError, MemoryExhaustedError, PromptError, SettingError
@@ -20,16 +20,26 @@ FinishReason = Literal["stop", "length", "cancelled"]
 
 @dataclass(frozen=True)
 class CacheSpace:
-    """The K/V tensors and the pool that says who owns which block of them."""
+    """The tensors of a cache, and the pools that say who owns which block and which slot of them."""
 
-    kv: KVCache
-    pool: BlockPool
+    tensors: CacheTensors
+    blocks: BlockPool
+    slots: SlotPool | None
 
     @classmethod
-    def for_tokens(cls, model: Decoder, num_tokens: int) -> "CacheSpace":
-        """Space for one sequence of this many tokens."""
+    def for_tokens(cls, model: Decoder, num_tokens: int, *, num_slots: int = 2) -> "CacheSpace":
+        """Space for sequences of so many tokens together; a step needs a slot to read and one for each state that
+        it keeps."""
         num_blocks = -(-num_tokens // BLOCK_TOKENS)
-        return cls(KVCache(model.kv_spec, num_blocks, model.device), BlockPool(num_blocks))
+        spec = model.cache_spec
+        return cls(
+            CacheTensors.of(spec, num_blocks, num_slots, model.device),
+            BlockPool(num_blocks),
+            SlotPool(num_slots) if spec.recurrent else None,
+        )
+
+    def new_sequence(self) -> SequenceCache:
+        return SequenceCache(self.blocks, self.slots)
 
 
 @dataclass(frozen=True)
@@ -63,10 +73,14 @@ class Run:
         self.tokens = list(prompt)
         self.max_tokens = max_tokens
         self.finish_reason: FinishReason | None = None
-        self.prefill = PrefillScheduler(prompt, config, chunk_ends=chunk_ends)
+        # Chunks of a model with recurrent state have the best bits and speed on the grid, also when memory runs out.
+        grid = BLOCK_TOKENS if model.config.delta_net else 1
+        self.prefill = PrefillScheduler(prompt, config, chunk_ends=chunk_ends, grid=grid)
         # The last token generated is never run, so it needs no place.
-        self.space = space or CacheSpace.for_tokens(model, len(prompt) + max_tokens - 1)
-        self.blocks = SequenceBlocks(self.space.pool)
+        self.space = space or CacheSpace.for_tokens(
+            model, len(prompt) + max_tokens - 1, num_slots=config.num_state_slots
+        )
+        self.cache = self.space.new_sequence()
         self.logits: Tensor | None = None  # [vocab], after the last step that sampled
         self.num_shrinks = 0  # how often memory ran out and the chunk was halved
         self._canon = canon
@@ -83,9 +97,9 @@ class Run:
         while True:
             item, action = self._schedule()
             try:
-                self.blocks.reserve(item.span.end)
-                batch = build_batch([item], canon=self._canon, device=self.model.device)
-                logits = self.model.forward(batch, self.space.kv)
+                state = self.cache.reserve(item.span.start, self._states_to_keep(item, action))
+                batch = build_batch([replace(item, state=state)], canon=self._canon, device=self.model.device)
+                logits = self.model.forward(batch, self.space.tensors)
                 token = None if logits is None else self._sampler.sample(logits[0], self.tokens)
             except BaseException as error:
                 self._abort(item.span, action, error)
@@ -98,10 +112,10 @@ class Run:
         self.finish("cancelled")
 
     def finish(self, reason: FinishReason) -> None:
-        """End the request, if it has not ended, and give its blocks back. A stop string in the last token counts."""
+        """End the request, if it has not ended, and give its cache back. A stop string in the last token counts."""
         if self.finish_reason is None or (self.finish_reason, reason) == ("length", "stop"):
             self.finish_reason = reason
-            self.blocks.free()
+            self.cache.free()
 
     def _schedule(self) -> tuple[SpanInput, Prefill | None]:
         if self.finish_reason is not None:
@@ -111,14 +125,23 @@ class Run:
             assert isinstance(action, Prefill)  # nobody else decodes
             chunk = action.chunk
             span = Span(chunk.start_pos, chunk.end_pos)
-            return SpanInput(span, chunk.tokens, self.blocks, True, chunk.is_last), action
+            return SpanInput(span, chunk.tokens, self.cache.blocks, True, chunk.is_last), action
         start = len(self.tokens) - 1
-        return SpanInput(Span(start, start + 1), self.tokens[start:], self.blocks, False, True), None
+        return SpanInput(Span(start, start + 1), self.tokens[start:], self.cache.blocks, False, True), None
+
+    def _states_to_keep(self, item: SpanInput, action: Prefill | None) -> list[int]:
+        """The positions whose states the step keeps: its end, and where the next chunk begins if it runs some tokens
+        again."""
+        end = item.span.end
+        overlap = self.prefill.config.overlap
+        if action is None or action.chunk.is_last or not overlap or end - overlap <= item.span.start:
+            return [end]
+        return [end - overlap, end]
 
     def _abort(self, span: Span, action: Prefill | None, error: BaseException) -> None:
         """Leave the request as it was before the step, and raise the error: unless memory ran out and the chunk can
         be made smaller."""
-        self.blocks.truncate(self.blocks.num_tokens)
+        self.cache.abort()
         if action is not None and is_out_of_memory(error) and len(span) > 1:
             self.prefill.shrink(action.chunk)
             self.num_shrinks += 1
@@ -132,7 +155,7 @@ class Run:
         raise error
 
     def _commit(self, span: Span, action: Prefill | None, logits: Tensor | None, token: int | None) -> None:
-        self.blocks.commit(span.end)
+        self.cache.commit(span.end)
         if action is not None:
             self.prefill.complete(action.chunk)
         if logits is None or token is None:

@@ -33,7 +33,10 @@ def load(model: str, display: Display, **settings: Any) -> "LLM":
     with display.busy(f"loading {shortened(model, 60)}"):
         from penstock.engine.llm import LLM
 
-        return LLM(path, **settings)
+        llm = LLM(path, **settings)
+    if llm.skipped:
+        display.note(llm.skipped)
+    return llm
 
 
 def answer(

@@ -58,10 +58,16 @@ def closing_line(result: "Generation", progress: Progress) -> str:
         facts.append(f"prefill {format_rate(timings.prefill_tokens_per_s)}")
     if timings.decode_tokens_per_s is not None:
         facts.append(f"decode {format_rate(timings.decode_tokens_per_s)}")
-    reason = prefill.reason.replace("set by argument", "set by --chunk")
-    facts.append(f"chunk {prefill.effective} ({reason})")
+    facts.append(f"chunk {prefill.effective} ({_as_typed(prefill.reason)})")
     facts.append(f"peak memory {format_bytes(result.memory.peak_resident_bytes)}")
     return ", ".join(facts)
+
+
+def _as_typed(reason: str) -> str:
+    """A reason with settings named as the user types them here."""
+    return reason.replace("set by argument", "set by --chunk").replace(
+        "align=False or --no-align", "--no-align"
+    )
 
 
 def _answer(result: "Generation") -> str:

@@ -1,13 +1,14 @@
 """Measures, on the machine at hand, the facts that 'the same bits for any chunking' rests on.
 
-Three laws are tried on random data of the model's own shapes:
+Four laws are tried on random data of the model's own shapes:
 
 * a product gives each row the same bits whatever the number of rows, from some number up (the floor); or else,
   with a fixed number of rows (the slab), whatever the row's place among them;
 * attention gives a query the same bits whatever the other queries of its tile hold;
-* norm, rotation and activation give a row the same bits whatever the other rows.
+* norm, rotation and activation give a row the same bits whatever the other rows;
+* a delta net gives the same bits for spans that end on multiples of 64 tokens (in `penstock.kernels.probe_delta`).
 
-Neither is assumed. The result is kept in the cache folder, under a key of everything it depends on.
+None is assumed. The result is kept in the cache folder, under a key of everything it depends on.
 """
 
 import hashlib
@@ -23,9 +24,10 @@ from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.home import cache_home
+from penstock.kernels.probe_delta import DeltaShape, recurrence_holds
 from penstock.kernels.protocol import Kernels
 
-_VERSION = 10
+_VERSION = 11
 _REFERENCE_ROWS = 512
 _MOST_ROWS = 2048
 # A floor above this is not believed: a library that changes its ways at such sizes may do so again beyond.
@@ -55,7 +57,10 @@ class ProbeShapes:
     num_kv_heads: int
     head_dim: int
     hidden_size: int
-    mlp_width: int
+    mlp_widths: tuple[int, ...]
+    rotary_dim: int
+    delta_net: DeltaShape | None = None
+    num_experts: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,14 @@ class ProbeResult:
     row_slab: int
     attention_holds: bool
     passes_hold: bool
+    recurrence_holds: bool = True  # of models without recurrent layers too
 
     @property
     def same_bits(self) -> bool:
         """Whether all the laws hold, so that a prompt's bits do not depend on its chunks."""
-        return self.row_floor is not None and self.attention_holds and self.passes_hold
+        return (
+            self.row_floor is not None and self.attention_holds and self.passes_hold and self.recurrence_holds
+        )
 
 
 def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
@@ -101,6 +109,8 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         row_slab=row_slab,
         attention_holds=_attention_holds(kernels, shapes, random),
         passes_hold=_passes_hold(kernels, shapes, random),
+        recurrence_holds=shapes.delta_net is None
+        or recurrence_holds(kernels, shapes.delta_net, random.normal),
     )
 
 
@@ -189,16 +199,21 @@ def _attention_holds(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> 
 def _passes_hold(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> bool:
     hidden = random.normal(_REFERENCE_ROWS, shapes.hidden_size)
     heads = random.normal(_REFERENCE_ROWS, shapes.num_heads, shapes.head_dim)
-    gate_up = random.normal(_REFERENCE_ROWS, 2 * shapes.mlp_width)
-    angles = random.normal(_REFERENCE_ROWS, shapes.head_dim)
+    gate_ups = [random.normal(_REFERENCE_ROWS, 2 * width) for width in shapes.mlp_widths]
+    angles = random.normal(_REFERENCE_ROWS, shapes.rotary_dim)
     weight, head_weight = random.normal(shapes.hidden_size), random.normal(shapes.head_dim)
+    scores = random.normal(_REFERENCE_ROWS, max(shapes.num_experts, 1)).float()
 
     def passes(rows: slice) -> list[Tensor]:
         return [
             kernels.rms_norm(hidden[rows], weight, 1e-5),
+            kernels.rms_norm(hidden[rows], weight.float(), 1e-5),
             kernels.rms_norm(heads[rows], head_weight, 1e-5),
+            kernels.rms_norm(heads[rows], head_weight.float(), 1e-5),
             kernels.rotate(heads[rows], angles[rows], angles[rows]),
-            kernels.silu_and_mul(gate_up[rows]),
+            kernels.sigmoid(heads[rows].flatten(1)),
+            torch.softmax(scores[rows], dim=-1),
+            *(kernels.silu_and_mul(gate_up[rows]) for gate_up in gate_ups),
         ]
 
     whole = passes(slice(0, _REFERENCE_ROWS))
@@ -249,7 +264,7 @@ def _read(path: Path) -> ProbeResult | None:
     except (OSError, ValueError, TypeError):
         return None
     has_floor = type(result.row_floor) is int and 1 <= result.row_floor <= _REFERENCE_ROWS
-    answers = (result.attention_holds, result.passes_hold)
+    answers = (result.attention_holds, result.passes_hold, result.recurrence_holds)
     is_valid = (
         (has_floor or result.row_floor is None)
         and result.row_slab in (0, *_SLABS)

@@ -15,6 +15,7 @@ class Kernels(Protocol):
 
     name: str
     tile_size: int
+    row_floor: int  # products of fewer rows than this do not give a row the same bits as those of more
     row_slab: int  # products of more rows than this run as several, of this many rows each; 0: as one
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -24,13 +25,18 @@ class Kernels(Protocol):
         """x [rows, in] times a packed weight [out, in], plus bias [out]."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Root-mean-square norm over the last dimension, computed in float32."""
+        """Root-mean-square norm over the last dimension, computed in float32. A float32 weight is applied before
+        rounding to the dtype of x, any other after it."""
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of x [rows, heads, head_dim]; cos and sin are [rows, head_dim], sin with its sign."""
+        """Rotary embedding of x [rows, heads, head_dim]; cos and sin are [rows, rotary_dim], sin with its sign. What
+        of a head lies beyond rotary_dim stays as it is."""
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, for gate_up [rows, 2 * width] with the gate in the first half."""
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """The logistic function of x [rows, width]."""
 
     def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
         """Attention of queries [n, heads, head_dim] that stand at `offset` in their tile.
@@ -41,6 +47,56 @@ class Kernels(Protocol):
 
     def attend_one(self, query: Tensor, past: Sequence[KV], scale: float) -> Tensor:
         """Attention of one query [heads, head_dim] to everything in `past`, in any number of pieces."""
+
+    def causal_conv(self, x: Tensor, tail: Tensor, weight: Tensor, out_tail: Tensor) -> Tensor:
+        """silu of the convolution of each channel of x [n, channels] over time, in the dtype of x.
+
+        `tail` [taps - 1, channels] is what came before x; its successor goes to `out_tail`. `weight` is
+        [taps, channels] in float32, with the tap of the token itself last."""
+
+    def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithm of the decay, rate * softplus(a + bias), and beta, sigmoid(b), in float32.
+
+        a and b are [n, lanes], rate and bias [lanes] in float32."""
+
+    def gated_delta_rule(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        out_state: Tensor,
+    ) -> Tensor:
+        """The gated delta rule over a span: outputs [n, heads, value_dim] in float32.
+
+        queries and keys are [n, key_heads, key_dim] and are scaled to unit length here (queries by
+        key_dim ** -0.5 too), values [n, heads, value_dim], log_decay and beta [n, heads] in float32. `state`
+        [heads, key_dim, value_dim], float32, is that before the span; the one after it goes to `out_state`, which is
+        another tensor. Spans cut at multiples of 64 tokens give the same bits."""
+
+    def gated_delta_steps(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        state: Tensor,
+        out_state: Tensor,
+    ) -> Tensor:
+        """The same, one token after the other: the form for a single token."""
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of each head of x [n, heads, dim], float32, times silu of gate [n, heads * dim]; in the dtype of
+        the gate, and of its shape. The weight [dim] is float32."""
+
+
+def padded_rows(num_rows: int, row_floor: int, row_slab: int) -> int:
+    """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
+    slab = row_slab or 1
+    return max(row_floor, -(-num_rows // slab) * slab)
 
 
 def select_kernels(device: torch.device) -> Kernels:

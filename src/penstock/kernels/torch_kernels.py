@@ -1,12 +1,13 @@
 """The reference kernels, in plain torch. What they promise about bits is measured by `penstock.kernels.probe`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.cache.kv import KV
+from penstock.kernels import torch_delta
 from penstock.kernels.shares import even_shares
 
 # A query keeps its bits as long as it keeps its place modulo this many rows of the attention kernel's input.
@@ -20,6 +21,8 @@ SQUARE = 256
 PREFIX_SIZES = (64, 128)
 # A decode's past is not split into parts of fewer tokens than this: merging costs more than it gains.
 _SPLIT_TOKENS = 512
+# Rows of a gated norm that are taken at once: what it holds in float32 then stays in a processor's cache.
+_NORM_ROWS = 64
 # The number of rows that packed weights are laid out for.
 _PACKED_FOR_ROWS = 512
 
@@ -30,9 +33,13 @@ class TorchKernels:
     """Kernels for the CPU."""
 
     name = "torch"
+    causal_conv = staticmethod(torch_delta.causal_conv)
+    gated_delta_rule = staticmethod(torch_delta.gated_delta_rule)
+    gated_delta_steps = staticmethod(torch_delta.gated_delta_steps)
 
     def __init__(self, tile_size: int = 512, row_slab: int = 0) -> None:
         self.tile_size = tile_size
+        self.row_floor = 1
         self.row_slab = row_slab
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -61,23 +68,38 @@ class TorchKernels:
         # zero and whose variance is the mean square of x, is five.
         size = weight.shape[0]
         both = torch.cat((x, x.neg()), dim=-1)
+        if weight.dtype == torch.float32:
+            doubled = torch.cat((weight, weight))
+            return torch.nn.functional.layer_norm(both, (2 * size,), doubled, eps=eps)[..., :size]
         return torch.nn.functional.layer_norm(both, (2 * size,), eps=eps)[..., :size] * weight
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         # The two halves of a head are the pairs' first and second parts. `sin` is negative in its first half, so
         # that a rotation is two products and a sum, which round alike in vector and scalar code.
-        half = cos.shape[-1] // 2
-        return torch.roll(x, half, dims=-1).mul_(sin[:, None]).add_(x * cos[:, None])
+        size = cos.shape[-1]
+        part = x[..., :size]
+        rotated = torch.roll(part, size // 2, dims=-1).mul_(sin[:, None]).add_(part * cos[:, None])
+        return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        shares = even_shares(gate.shape[0], gate.shape[1], torch.get_num_threads())
-        if len(shares) == 1:
-            return torch.nn.functional.silu(gate).mul_(up)
-        activated = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        for rows in shares:
-            torch.ops.aten.silu.out(gate[rows], out=activated[rows])
-        return activated.mul_(up)
+        return _in_shares(torch.ops.aten.silu.out, gate).mul_(up)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return _in_shares(torch.ops.aten.sigmoid.out, x)
+
+    def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        log_decay = _in_shares(torch.ops.aten.softplus.out, a.float() + bias).mul_(rate)
+        return log_decay, self.sigmoid(b.float())
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        for start in range(0, x.shape[0], _NORM_ROWS):
+            rows = slice(start, start + _NORM_ROWS)
+            activated = _in_shares(torch.ops.aten.silu.out, gate[rows].float())
+            normed = torch.nn.functional.rms_norm(x[rows], weight.shape, weight, eps)
+            out[rows] = activated.mul_(normed.flatten(1))
+        return out
 
     def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
         end = offset + queries.shape[0]
@@ -120,6 +142,14 @@ class TorchKernels:
         weights = torch.softmax(torch.cat(lses), dim=0)[..., None]  # [pieces, KV, G, 1]
         merged = (torch.cat(outs) * weights).sum(dim=0).to(query.dtype)
         return merged.reshape(num_heads, head_dim)
+
+
+def _in_shares(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """An element-wise function of x [rows, width], whose rows do not notice how many they are."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for rows in even_shares(x.shape[0], x.shape[1], torch.get_num_threads()):
+        function(x[rows], out=out[rows])
+    return out
 
 
 def _split(past: KV, num_kv_heads: int) -> list[tuple[Tensor, Tensor]]:

@@ -39,6 +39,18 @@ class AttentionWork:
 
 
 @dataclass(frozen=True)
+class StateRows:
+    """Rows [start, end) of the batch, successive tokens of one sequence: the state in slot `read` is that before
+    them, the one after them goes into slot `write`."""
+
+    start: int
+    end: int
+    read: int
+    write: int
+    is_prompt: bool
+
+
+@dataclass(frozen=True)
 class ForwardBatch:
     """Spans of tokens to run in one pass, one after the other, then padding rows.
 
@@ -55,3 +67,11 @@ class ForwardBatch:
     last_layer: AttentionWork
     logit_rows: Tensor  # [last layer's rows]
     num_logits: int
+    states: tuple[
+        StateRows, ...
+    ] = ()  # where a model has recurrent layers: all rows but the padding, in order
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether prompt tokens are among the rows, whose bits must not depend on how many there are."""
+        return bool(self.all_layers.tiles)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.kernels.protocol import Kernels
+from penstock.layers.batch import ForwardBatch
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,10 @@ class GatedMLP:
     down_weight: Tensor  # [hidden, width]
     down_bias: Tensor | None
 
-    def __call__(self, x: Tensor, kernels: Kernels) -> Tensor:
+    def __call__(self, x: Tensor, num_rows: int, batch: ForwardBatch, kernels: Kernels) -> Tensor:
+        """x [rows, hidden] to the block's output; padding after `num_rows` rows is run like any other row."""
+        return self.feed(x, kernels)
+
+    def feed(self, x: Tensor, kernels: Kernels) -> Tensor:
         activated = kernels.silu_and_mul(kernels.linear(x, self.gate_up_weight, self.gate_up_bias))
         return kernels.linear(activated, self.down_weight, self.down_bias)

@@ -1,0 +1,79 @@
+"""The law that hybrids' bits rest on: a delta net gives the same outputs and the same state, whether it reads its
+tokens in one span or in several that end on multiples of 64."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.kernels.protocol import Kernels
+from penstock.kernels.shares import whole_lanes
+
+_NUM_TOKENS = 333
+_SCHEDULES = ((64, 333), (128, 192, 333), (256, 320, 333), (64, 128, 192, 256, 320, 333))
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """The heads of a delta net and the taps of its convolution."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_kernel: int
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+
+def recurrence_holds(kernels: Kernels, shape: DeltaShape, normal: Callable[..., Tensor]) -> bool:
+    """`normal` makes random tensors of a shape, in the dtype that is probed."""
+    sizes = [shape.key_size, shape.key_size, shape.value_size]
+    lanes = whole_lanes(shape.num_value_heads)
+    qkv, gate = normal(_NUM_TOKENS, sum(sizes)), normal(_NUM_TOKENS, shape.value_size)
+    a, b = normal(_NUM_TOKENS, lanes), normal(_NUM_TOKENS, lanes)
+    taps = normal(shape.conv_kernel, sum(sizes)).float()
+    rate, bias, weight = (
+        -normal(lanes).float().exp(),
+        normal(lanes).float(),
+        normal(shape.value_head_dim).float(),
+    )
+    heads = slice(0, shape.num_value_heads)
+
+    def run(ends: tuple[int, ...]) -> list[Tensor]:
+        tail = qkv.new_zeros(shape.conv_kernel - 1, sum(sizes))
+        state = torch.zeros(
+            shape.num_value_heads, shape.key_head_dim, shape.value_head_dim, device=qkv.device
+        )
+        outs, start = [], 0
+        for end in ends:
+            rows = slice(start, end)
+            next_tail, next_state = torch.empty_like(tail), torch.empty_like(state)
+            mixed = kernels.causal_conv(qkv[rows], tail, taps, next_tail)
+            queries, keys, values = torch.split(mixed, sizes, dim=-1)
+            log_decay, beta = kernels.delta_gates(a[rows], b[rows], rate, bias)
+            attended = kernels.gated_delta_rule(
+                queries.view(end - start, shape.num_key_heads, -1),
+                keys.view(end - start, shape.num_key_heads, -1),
+                values.view(end - start, shape.num_value_heads, -1),
+                log_decay[:, heads],
+                beta[:, heads],
+                state,
+                next_state,
+            )
+            outs += [mixed, attended.flatten(1), kernels.gated_norm(attended, gate[rows], weight, 1e-6)]
+            tail, state, start = next_tail, next_state, end
+        return [torch.cat(outs[kind::3]) for kind in range(3)] + [tail, state]
+
+    whole = run((_NUM_TOKENS,))
+    return all(
+        all(torch.equal(ours, theirs) for ours, theirs in zip(run(ends), whole, strict=True))
+        for ends in _SCHEDULES
+    )

@@ -1,0 +1,122 @@
+"""Hybrids to test with, and a sequence that is run span by span, with steps that fail and places to come back to."""
+
+from typing import Any
+
+import torch
+
+from penstock.cache import SequenceSnapshot
+from penstock.engine.batch import SpanInput, build_batch
+from penstock.engine.run import CacheSpace
+from penstock.models.decoder import Decoder
+from penstock.plan import Span
+from tests.oracle import Oracle, canon_of, load_model, make_oracle
+
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", {}),
+    "qwen3_5, state in the last layer": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ("linear_attention", "full_attention", "linear_attention"),
+            "linear_num_value_heads": 2,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5, 3 taps": (
+        "qwen3_5_text",
+        {"linear_conv_kernel_dim": 3, "linear_num_key_heads": 1, "linear_value_head_dim": 16},
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next, some dense layers": (
+        "qwen3_next",
+        {"decoder_sparse_step": 2, "mlp_only_layers": (3,), "norm_topk_prob": False},
+    ),
+}
+# Mixtures of experts without recurrent state.
+MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, normalised, one dense layer": (
+        "qwen3_moe",
+        {"norm_topk_prob": True, "mlp_only_layers": (0,), "num_experts": 5},
+    ),
+}
+
+
+def hybrid_oracle(name: str) -> Oracle:
+    family, overrides = (MODELS | MIXTURES)[name]
+    return make_oracle(family, **overrides)
+
+
+def hybrid(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
+    return load_model(hybrid_oracle(name).folder, dtype)
+
+
+class Tape:
+    """One sequence and the tokens it will read. Every call runs real spans through the model."""
+
+    def __init__(self, model: Decoder, tokens: list[int], *, num_generated: int = 0) -> None:
+        self.model = model
+        self.tokens = list(tokens)
+        self.prompt_length = len(tokens)
+        self.space = CacheSpace.for_tokens(model, len(tokens) + num_generated, num_slots=8)
+        self.cache = self.space.new_sequence()
+        self.logits: torch.Tensor | None = None
+
+    def run(self, end: int, *, fails: bool = False) -> None:
+        """Run the prompt up to `end`; a step that fails does all its work, and is aborted."""
+        start = self.cache.num_tokens
+        logits = self._forward(Span(start, end), is_prompt=True)
+        if fails:
+            self.cache.abort()
+        else:
+            self.cache.commit(end)
+            self.logits = logits
+
+    def generate(self, num_tokens: int, *, failures: frozenset[int] = frozenset()) -> list[int]:
+        """Greedy tokens after the prompt. Steps in `failures` are aborted once and tried again."""
+        for step in range(num_tokens):
+            assert self.logits is not None
+            self.tokens.append(int(self.logits.argmax()))
+            end = len(self.tokens)
+            if step in failures:
+                self._forward(Span(end - 1, end), is_prompt=False)
+                self.cache.abort()
+            self.logits = self._forward(Span(end - 1, end), is_prompt=False)
+            self.cache.commit(end)
+        return self.tokens[self.prompt_length :]
+
+    def snapshot(self) -> SequenceSnapshot:
+        return self.cache.snapshot()
+
+    def restore(self, snapshot: SequenceSnapshot) -> None:
+        self.cache.restore(snapshot)
+
+    def states(self) -> list[torch.Tensor]:
+        """Tail and matrix of every layer where the sequence stands, copied."""
+        states, slot = self.space.tensors.states, self.cache.state
+        assert slot is not None
+        return [
+            part.clone()
+            for layer in range(states.spec.num_layers)
+            for part in (states.tail(layer, slot.slot), states.matrix(layer, slot.slot))
+        ]
+
+    def keys_and_values(self) -> list[torch.Tensor]:
+        places = self.cache.blocks.locate(0, self.cache.num_tokens)
+        kv = self.space.tensors.kv
+        return [
+            part
+            for layer in range(kv.spec.num_layers)
+            for cached in (kv.read(layer, places),)
+            for part in (cached.keys, cached.values)
+        ]
+
+    def _forward(self, span: Span, *, is_prompt: bool) -> torch.Tensor | None:
+        state = self.cache.reserve(span.start, [span.end])
+        wants_logits = not is_prompt or span.end == self.prompt_length
+        tokens = self.tokens[span.start : span.end]
+        item = SpanInput(span, tokens, self.cache.blocks, is_prompt, wants_logits, state)
+        batch = build_batch([item], canon=canon_of(self.model), device=self.model.device)
+        logits = self.model.forward(batch, self.space.tensors)
+        return None if logits is None else logits[0]

@@ -1,0 +1,103 @@
+"""Hybrids and mixtures of experts give transformers' answer, at any chunk size and on any way through the prompt."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.cache import SequenceSnapshot
+from tests.engine.hybrids import MIXTURES, MODELS, Tape, hybrid, hybrid_oracle
+from tests.engine.test_parity import relative_error
+from tests.oracle import random_prompt, run_prompt
+
+# Of the convolution's taps and the delta rule's blocks: one fewer, as many, one more. 0 is the whole prompt.
+CHUNK_SIZES = (1, 2, 3, 4, 5, 63, 64, 65, 127, 0)
+SHORT_PROMPTS = (1, 2, 3, 4, 5, 63, 64, 65)
+NAMES = (*MODELS, *MIXTURES)
+
+
+@pytest.fixture(scope="module", params=NAMES, ids=lambda name: name.replace(", ", "-").replace(" ", "_"))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def check_logits(name: str, num_tokens: int, chunk_sizes: tuple[int, ...]) -> None:
+    prompt = random_prompt(num_tokens)
+    expected = hybrid_oracle(name).logits(prompt)
+    for chunk_size in chunk_sizes:
+        logits = run_prompt(hybrid(name), prompt, chunk_size=chunk_size).logits
+        assert logits is not None
+        assert relative_error(logits, expected) < 1e-4, chunk_size
+
+
+def test_short_prompts(name: str) -> None:
+    for num_tokens in SHORT_PROMPTS:
+        check_logits(name, num_tokens, CHUNK_SIZES)
+
+
+def test_several_hundred_tokens(name: str) -> None:
+    check_logits(name, 333, CHUNK_SIZES)
+
+
+@pytest.mark.parametrize("chunk_size", [3, 64, 127, 512, 0])
+def test_thousands_of_tokens(name: str, chunk_size: int) -> None:
+    check_logits(name, 2077, (chunk_size,))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 64, 333])
+def test_greedy_tokens(name: str, num_tokens: int) -> None:
+    prompt = random_prompt(num_tokens)
+    expected = hybrid_oracle(name).greedy(prompt, 32)
+    for chunk_size in CHUNK_SIZES:
+        run = run_prompt(hybrid(name), prompt, chunk_size=chunk_size, num_tokens=32)
+        assert run.generated == expected, chunk_size
+
+
+@pytest.mark.parametrize(("chunk_size", "overlap"), [(64, 1), (5, 4), (100, 37), (128, 64), (3, 1)])
+def test_overlap(name: str, chunk_size: int, overlap: int) -> None:
+    """Tokens that run again begin with the state before them, not with the one after."""
+    prompt = random_prompt(333)
+    run = run_prompt(hybrid(name), prompt, chunk_size=chunk_size, overlap=overlap)
+    assert run.logits is not None
+    assert relative_error(run.logits, hybrid_oracle(name).logits(prompt)) < 1e-4
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_any_way_through_the_prompt(data: st.DataObject) -> None:
+    """Uneven spans, steps that fail and are tried again, snapshots, and ways back to them."""
+    name = data.draw(st.sampled_from(sorted(MODELS)))
+    prompt = random_prompt(data.draw(st.integers(1, 400)), seed=data.draw(st.integers(0, 3)))
+    tape = Tape(hybrid(name), prompt, num_generated=32)
+    snapshots: list[SequenceSnapshot] = []
+    ways_back = data.draw(st.integers(0, 3))
+    while tape.cache.num_tokens < len(prompt):
+        start = tape.cache.num_tokens
+        move = data.draw(st.sampled_from(["run", "run", "run", "fail", "snapshot", "restore"]))
+        if move == "snapshot" and len(snapshots) < 4:
+            snapshots.append(tape.snapshot())
+        elif move == "restore" and snapshots and ways_back:
+            ways_back -= 1
+            chosen = data.draw(st.integers(0, len(snapshots) - 1))
+            tape.restore(snapshots[chosen])
+            # What came after it is given up, blocks and all.
+            for dropped in snapshots[chosen + 1 :]:
+                dropped.release()
+            del snapshots[chosen + 1 :]
+        else:
+            longest = data.draw(st.sampled_from([1, 4, 70, 400]))
+            end = data.draw(st.integers(start + 1, min(start + longest, len(prompt))))
+            tape.run(end, fails=move == "fail")
+    oracle = hybrid_oracle(name)
+    assert tape.logits is not None
+    assert relative_error(tape.logits, oracle.logits(prompt)) < 1e-4
+    failures = data.draw(st.frozensets(st.integers(0, 31), max_size=4))
+    assert tape.generate(32, failures=failures) == oracle.greedy(prompt, 32)
+    for snapshot in snapshots:
+        snapshot.release()
+    tape.cache.free()
+    for pool in (tape.space.blocks, tape.space.slots):
+        assert pool is not None
+        pool.check_integrity()
+    assert tape.space.slots is not None
+    assert tape.space.slots.num_free == tape.space.slots.num_slots
+    assert tape.space.blocks.num_free == tape.space.blocks.num_blocks
