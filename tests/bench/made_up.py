@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from penstock.bench.machine import Machine
 from penstock.bench.memory import Growth
 from penstock.bench.results import Results, Settings
+from penstock.bench.suites import SUITES, SuiteName
 from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass
 
@@ -31,6 +32,7 @@ def made_up_results(
     activations: Mapping[tuple[SystemName, int], Sequence[float]] | None = None,
     *,
     token_ids: Mapping[SystemName, tuple[int, ...]] | None = None,
+    suite: SuiteName = SuiteName.PREFILL,
     dtype: str = "bfloat16",
     chunk: int = 512,
 ) -> Results:
@@ -47,26 +49,33 @@ def made_up_results(
         for value in values
     ]
     lengths = tuple(sorted({length for _, length in seconds}))
-    settings = Settings("model.gguf (GGUF, llama, Q4_1)", dtype, chunk, lengths, None, 2, 3)
+    measured = tuple(sorted({length for _, length in activations or {}}))
+    model = "model.gguf (GGUF, llama, Q4_1)"
+    settings = Settings(suite, model, dtype, chunk, lengths, measured, None, 2, 3)
     return Results(MACHINE, settings, tuple(passes), tuple(growths), 12.5)
 
 
-def good_results(**changes: object) -> Results:
-    """Every system at three lengths, every bar met."""
+_FACTORS = {
+    SystemName.PENSTOCK: 0.9,
+    SystemName.PENSTOCK_WHOLE: 0.92,
+    SystemName.PENSTOCK_UNTILED: 0.88,
+    SystemName.PENSTOCK_TOKENWISE: 9.0,
+    SystemName.TRANSFORMERS: 1.0,
+    SystemName.TRANSFORMERS_CHUNKED: 1.2,
+}
+
+
+def good_results(suite: SuiteName = SuiteName.PREFILL, **changes: object) -> Results:
+    """Every system of a suite at its lengths, every bar met."""
     seconds, decode_s, activations = {}, {}, {}
-    for length in (512, 2048, 8000):
+    for length in SUITES[suite].lengths:
         base = length / 700 * (1 + length / 8000)
-        for name, factor in (
-            (SystemName.PENSTOCK, 0.9),
-            (SystemName.PENSTOCK_WHOLE, 0.92),
-            (SystemName.PENSTOCK_UNTILED, 0.88),
-            (SystemName.TRANSFORMERS, 1.0),
-            (SystemName.TRANSFORMERS_CHUNKED, 1.2),
-        ):
-            seconds[name, length] = [base * factor * jitter for jitter in (1.0, 1.04, 0.98)]
+        for name in SUITES[suite].systems:
+            seconds[name, length] = [base * _FACTORS[name] * jitter for jitter in (1.0, 1.04, 0.98)]
         decode_s[SystemName.PENSTOCK, length] = [0.05, 0.051, 0.052]
         decode_s[SystemName.TRANSFORMERS, length] = [0.2, 0.21, 0.2]
+    for length in SUITES[suite].memory_lengths:
         activations[SystemName.PENSTOCK, length] = [24.0, 25.0, 26.5]
         activations[SystemName.TRANSFORMERS, length] = [length / 20]
         activations[SystemName.TRANSFORMERS_CHUNKED, length] = [30 + length / 100]
-    return made_up_results(seconds, decode_s, activations, **changes)  # type: ignore[arg-type]
+    return made_up_results(seconds, decode_s, activations, suite=suite, **changes)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 import pytest
 
 from penstock.bench.bars import Bar, check_bars
+from penstock.bench.suites import SuiteName
 from penstock.bench.systems import SystemName
 from tests.bench.made_up import good_results, made_up_results
 
@@ -26,6 +27,39 @@ def test_good_results_meet_every_bar() -> None:
     # Three ratios against transformers and the tiles' cost at three lengths, memory, and the tokens.
     assert len(bars) == 4 * 3 + 1 + 3
     assert len({bar.name for bar in bars}) == len(bars)
+
+
+def test_a_good_hybrid_meets_every_bar() -> None:
+    bars = check_bars(good_results(SuiteName.HYBRID))
+    assert missed(bars) == []
+    # Token by token and transformers at one length, memory, and the tokens at two.
+    assert len(bars) == 2 + 1 + 2
+
+
+@pytest.mark.parametrize(
+    ("name", "their_speed", "expected"),
+    [
+        (SystemName.PENSTOCK_TOKENWISE, 0.25, "Penstock over token by token, 1,000 tokens"),
+        (SystemName.TRANSFORMERS, 1.02, "Penstock over transformers whole, 1,000 tokens"),
+    ],
+)
+def test_a_slow_hybrid_is_missed(name: SystemName, their_speed: float, expected: str) -> None:
+    def bars(length: int) -> list[Bar]:
+        seconds = {(OURS, length): [1.0] * 3, (name, length): [1.0 / their_speed] * 3}
+        return check_bars(made_up_results(seconds, suite=SuiteName.HYBRID))
+
+    assert missed(bars(1000)) == [f"prefill tokens/s, {expected}"]
+    # At other lengths it is a figure without a bar.
+    assert missed(bars(4000)) == []
+
+
+def test_a_hybrids_activations_must_not_grow() -> None:
+    def bars(longer: float) -> list[Bar]:
+        activations = {(OURS, 2000): [100.0] * 3, (OURS, 8000): [longer] * 3}
+        return check_bars(made_up_results({}, activations=activations, suite=SuiteName.HYBRID))
+
+    assert missed(bars(109)) == []
+    assert missed(bars(111)) == ["activation memory, Penstock, 8,000 over 2,000 tokens"]
 
 
 @pytest.mark.parametrize(
@@ -78,6 +112,12 @@ def test_another_first_token_is_missed() -> None:
     results = made_up_results(seconds, token_ids={OURS: (5,), SystemName.PENSTOCK_WHOLE: (6,)})
     (name,) = missed(check_bars(results))
     assert "same first token" in name
+
+
+def test_token_by_token_may_round_to_another_token() -> None:
+    seconds = {(name, 512): [1.0] * 3 for name in (OURS, SystemName.PENSTOCK_TOKENWISE)}
+    tokens = {OURS: (5,), SystemName.PENSTOCK_TOKENWISE: (6,)}
+    assert missed(check_bars(made_up_results(seconds, token_ids=tokens))) == []
 
 
 def test_limits_hold_for_the_settings_they_were_made_for() -> None:

@@ -12,6 +12,7 @@ from penstock.bench.benchmark import run_benchmark
 from penstock.bench.memory import Growth, Job, MeasurementError, can_measure_growth, growth_in_fresh_process
 from penstock.bench.report import render
 from penstock.bench.results import Settings
+from penstock.bench.suites import SUITES, SuiteName
 from penstock.bench.systems import SystemName, load_systems
 from penstock.bench.transformers_model import load_transformers
 from penstock.bench.workload import text_tokens
@@ -28,12 +29,16 @@ def private_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
 
 
-def settings_for(lengths: tuple[int, ...], *, with_memory: bool) -> Settings:
+def settings_for(
+    lengths: tuple[int, ...], *, with_memory: bool, suite: SuiteName = SuiteName.PREFILL
+) -> Settings:
     return Settings(
+        suite=suite,
         model="random",
         dtype="float32",
         chunk=24,
         lengths=lengths,
+        memory_lengths=lengths,
         repeats=2,
         decode_tokens=3,
         memory_repeats=1,
@@ -41,13 +46,20 @@ def settings_for(lengths: tuple[int, ...], *, with_memory: bool) -> Settings:
     )
 
 
-def test_all_systems_take_turns() -> None:
+@pytest.mark.parametrize(
+    ("suite", "family"), [(SuiteName.PREFILL, "llama"), (SuiteName.HYBRID, "qwen3_5_text")]
+)
+def test_all_systems_take_turns(suite: SuiteName, family: str) -> None:
     said: list[str] = []
     results = run_benchmark(
-        make_oracle("llama").folder, random_prompt(64), settings_for((32, 64), with_memory=False), said.append
+        make_oracle(family).folder,
+        random_prompt(64),
+        settings_for((32, 64), with_memory=False, suite=suite),
+        said.append,
     )
-    assert len(results.passes) == 2 * 2 * len(SystemName)
-    assert {speed.system for speed in results.speeds} == set(SystemName)
+    systems = SUITES[suite].systems
+    assert len(results.passes) == 2 * 2 * len(systems)
+    assert {speed.system for speed in results.speeds} == set(systems)
     assert {speed.system for speed in results.speeds if speed.decode} == {
         SystemName.PENSTOCK,
         SystemName.TRANSFORMERS,
@@ -76,12 +88,32 @@ def test_a_process_that_fails_says_why(tmp_path: Path) -> None:
         growth_in_fresh_process(Job(str(tmp_path / "no.gguf"), SystemName.PENSTOCK, "float32", 24, 1, (1, 2)))
 
 
-@pytest.mark.parametrize("name", list(SystemName))
+@pytest.mark.parametrize("name", SUITES[SuiteName.PREFILL].systems)
 def test_the_cache_counts_the_prompt_alone(name: SystemName) -> None:
     source = open_weights(make_oracle("llama").folder)
     system = load_systems([name], source, torch.float32, 24)[name]
     source.close()
     assert system.generate(random_prompt(64), 1, lambda token: None) == CACHE_BYTES
+
+
+def test_the_cache_counts_recurrent_states() -> None:
+    source = open_weights(make_oracle("qwen3_5_text").folder)
+    names = [SystemName.PENSTOCK, SystemName.TRANSFORMERS, SystemName.TRANSFORMERS_CHUNKED]
+    systems = load_systems(names, source, torch.float32, 24)
+    source.close()
+    cached = {
+        name: [system.generate(random_prompt(length), 1, lambda token: None) for length in (64, 128)]
+        for name, system in systems.items()
+    }
+    # One attention layer, 2 heads of 16: 64 tokens more are so much more, whatever the states take.
+    assert {longer - shorter for shorter, longer in cached.values()} == {64 * 2 * 2 * 16 * 4}
+    # Three delta nets, each with a matrix of 16 by 24 for each of 4 heads, and a convolution's last inputs.
+    matrices, channels = 3 * 4 * 16 * 24 * 4, 3 * (2 * 2 * 16 + 4 * 24) * 4
+    keys_and_values = 64 * 2 * 2 * 16 * 4
+    # Penstock keeps the state that a step reads beside the one it writes; transformers one more input.
+    assert cached[SystemName.PENSTOCK][0] == keys_and_values + 2 * (matrices + 3 * channels)
+    assert cached[SystemName.TRANSFORMERS][0] == keys_and_values + matrices + 4 * channels
+    assert cached[SystemName.TRANSFORMERS_CHUNKED] == cached[SystemName.TRANSFORMERS]
 
 
 def test_memory_is_measured_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:

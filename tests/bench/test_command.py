@@ -7,13 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import penstock.bench.__main__ as command
+from penstock.bench.memory import can_measure_growth
+from penstock.bench.options import parse_options
 from penstock.bench.plot import can_plot
+from penstock.bench.random_model import random_hybrid
 from penstock.bench.results import Results
+from penstock.bench.suites import SUITES, SuiteName
 from penstock.bench.systems import SystemName
 from tests.bench.made_up import good_results, made_up_results
 from tests.bench.test_workload import CONFIG
+from tests.models.hybrids import hybrid_settings
 
 
 @pytest.fixture
@@ -28,6 +34,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[Results]:
     return answers
 
 
+HYBRID = hybrid_settings("qwen3_5_text", tie_word_embeddings=True)
 SLOW = made_up_results({(SystemName.PENSTOCK, 512): [9.0] * 3, (SystemName.TRANSFORMERS, 512): [1.0] * 3})
 
 
@@ -44,6 +51,46 @@ def test_results_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureF
     assert output.with_suffix(".png").exists() == can_plot()
 
 
+def test_a_hybrid_is_made_and_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The real thing, at a small size: nothing but the model's shape is another."""
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(command, "random_hybrid", lambda say: random_hybrid(say, HYBRID))
+    output = tmp_path / "hybrid.json"
+    arguments = ["hybrid", "--lengths", "70,130", "--repeats", "1", "--memory-repeats", "1"]
+    arguments += [
+        "--decode-tokens",
+        "2",
+        "--chunk",
+        "64",
+        "--threads",
+        str(torch.get_num_threads()),
+        "--check",
+    ]
+    assert command.main([*arguments, "--output", str(output)]) == 0
+    written = json.loads(output.read_text())
+    assert written["settings"]["suite"] == "hybrid"
+    assert written["settings"]["model"].startswith("random-qwen3.5-4x64-")
+    assert {each["system"] for each in written["passes"]} == set(SUITES[SuiteName.HYBRID].systems)
+    assert any("over token by token" in ratio["name"] for ratio in written["ratios"])
+    growth = {(each["system"], each["prompt_tokens"]) for each in written["memory"]["growth"]}
+    if can_measure_growth():
+        assert growth == {(name, length) for name in ("penstock", "transformers") for length in (70, 130)}
+    assert "Penstock, token by token" in capsys.readouterr().out
+    assert output.with_suffix(".png").exists() == can_plot()
+
+
+def test_each_suite_has_its_own_defaults() -> None:
+    prefill, hybrid = parse_options([]), parse_options(["hybrid"])
+    assert (prefill.suite, str(prefill.output)) == ("prefill", "bench-results/prefill.json")
+    assert prefill.lengths == prefill.memory_lengths == (512, 2048, 8000)
+    assert (hybrid.suite, str(hybrid.output)) == ("hybrid", "bench-results/hybrid.json")
+    assert (hybrid.lengths, hybrid.memory_lengths) == ((1000, 4000), (2000, 8000))
+    given = parse_options(["hybrid", "--lengths", "32,16"])
+    assert given.lengths == given.memory_lengths == (32, 16)
+
+
 def test_a_missed_bar_is_an_exit_status_only_when_asked(measured: list[Results], tmp_path: Path) -> None:
     measured.append(SLOW)
     output = ["--output", str(tmp_path / "results.json")]
@@ -56,6 +103,7 @@ def test_a_missed_bar_is_an_exit_status_only_when_asked(measured: list[Results],
     ("arguments", "expected"),
     [
         (["--lengths", "512,8190"], "context of 8192 tokens"),
+        (["hybrid", "--model", "smollm2"], "--model smollm2 contradicts hybrid"),
         (["--output", "."], "--output . cannot be written"),
         (["--output", "/dev/null/results.json"], "--output /dev/null/results.json"),
     ],

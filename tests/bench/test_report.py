@@ -8,6 +8,8 @@ import pytest
 from penstock.bench.bars import check_bars
 from penstock.bench.plot import draw
 from penstock.bench.report import aligned, render
+from penstock.bench.results import Results
+from penstock.bench.suites import SUITES, SuiteName
 from penstock.bench.systems import SystemName
 from tests.bench.made_up import good_results, made_up_results
 
@@ -17,8 +19,9 @@ def test_columns_are_aligned() -> None:
     assert lines == ["               512 tokens", "  a long name  1", "  b            22"]
 
 
-def test_the_page_names_everything_it_rests_on() -> None:
-    page = render(good_results())
+@pytest.mark.parametrize("suite", list(SuiteName))
+def test_the_page_names_everything_it_rests_on(suite: SuiteName) -> None:
+    page = render(good_results(suite))
     for fact in (
         "A processor",
         "2 CPUs",
@@ -29,9 +32,10 @@ def test_the_page_names_everything_it_rests_on() -> None:
         "2026-01-02",
     ):
         assert fact in page
-    for name in SystemName:
+    for name in SUITES[suite].systems:
         assert name.label(512) in page
-    assert "3 at 8,000 tokens" in page
+    for length in SUITES[suite].lengths:
+        assert f"3 at {length:,} tokens" in page
     assert "VmHWM" in page
     assert "MISS" not in page
     assert max(map(len, page.splitlines())) < 140
@@ -45,6 +49,15 @@ def test_noise_and_misses_are_shown() -> None:
     page = render(made_up_results(seconds))
     assert "MISS (noisy)" in page
     assert "0.250 (0.181 to 0.375) noisy" in page
+
+
+def test_fewer_rounds_are_told() -> None:
+    seconds = {
+        (SystemName.PENSTOCK, 1000): [1.0] * 5,
+        (SystemName.PENSTOCK_TOKENWISE, 1000): [9.0] * 3,
+    }
+    page = render(made_up_results(seconds, suite=SuiteName.HYBRID))
+    assert "5 at 1,000 tokens (3 for Penstock, token by token)" in page
 
 
 def test_agreement_counts_tokens() -> None:
@@ -87,16 +100,22 @@ def test_the_json_has_a_schema() -> None:
     for growth in plain["memory"]["growth"]:
         assert set(growth) == {"system", "prompt_tokens", "cache_bytes", "growth_bytes", "activation_bytes"}
     assert len(plain["passes"]) == len(results.passes)
-    assert {each["system"] for each in plain["passes"]} == {str(name) for name in SystemName}
+    assert {each["system"] for each in plain["passes"]} == set(SUITES[SuiteName.PREFILL].systems)
+    assert plain["settings"]["suite"] == "prefill"
+    assert plain["settings"]["lengths"] == plain["settings"]["memory_lengths"] == [512, 2048, 8000]
     for bar in check_bars(results):
         assert set(bar.to_dict()) == {"name", "value", "limit", "is_lower_limit", "noise", "is_met"}
 
 
-@pytest.mark.parametrize("with_timings", [True, False])
-def test_a_picture_is_drawn(tmp_path: Path, with_timings: bool) -> None:
+@pytest.mark.parametrize(
+    "results",
+    [
+        good_results(),
+        good_results(SuiteName.HYBRID),
+        made_up_results({}, activations={(SystemName.PENSTOCK, 512): [20.0, 30.0]}),
+    ],
+)
+def test_a_picture_is_drawn(tmp_path: Path, results: Results) -> None:
     pytest.importorskip("matplotlib")
-    results = good_results()
-    if not with_timings:
-        results = made_up_results({}, activations={(SystemName.PENSTOCK, 512): [20.0, 30.0]})
     draw(results, tmp_path / "new" / "plot.png")
     assert (tmp_path / "new" / "plot.png").read_bytes().startswith(b"\x89PNG")

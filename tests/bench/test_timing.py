@@ -39,8 +39,8 @@ def test_each_round_has_all_and_each_begins_in_turn(num_items: int, num_rounds: 
 def test_passes_say_who_and_when() -> None:
     log: list[SystemName] = []
     told: list[Pass] = []
-    turns = [Turn(Counting(OURS, log), 4), Turn(Counting(THEIRS, log), 1)]
-    passes = take_turns(turns, [1] * 10, 3, told.append)
+    turns = [Turn(Counting(OURS, log), 4, 3), Turn(Counting(THEIRS, log), 1, 3)]
+    passes = take_turns(turns, [1] * 10, told.append)
     assert log == [OURS, THEIRS, THEIRS, OURS, OURS, THEIRS]
     assert told == passes
     assert [each.round_index for each in passes] == [0, 0, 1, 1, 2, 2]
@@ -51,6 +51,17 @@ def test_passes_say_who_and_when() -> None:
         assert (each.decode_tokens_per_s is None) == (each.system is THEIRS)
 
 
+def test_who_has_fewer_rounds_has_the_first() -> None:
+    log: list[SystemName] = []
+    turns = [Turn(Counting(OURS, log), 1, 4), Turn(Counting(THEIRS, log), 1, 2)]
+    passes = take_turns(turns, [1], lambda done: None)
+    assert log == [OURS, THEIRS, THEIRS, OURS, OURS, OURS]
+    assert [each.round_index for each in passes if each.system is THEIRS] == [0, 1]
+    spread = paired(passes, OURS, THEIRS, lambda each: each.first_token_s)
+    assert spread is not None
+    assert len(spread.values) == 2
+
+
 def test_speeds() -> None:
     timed = Pass(OURS, 0, 100, (1, 2, 3), first_token_s=0.5, decode_s=0.25)
     assert timed.prefill_tokens_per_s == 200
@@ -59,7 +70,7 @@ def test_speeds() -> None:
 
 def test_a_system_that_stops_early_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="3 tokens where 4"):
-        take_turns([Turn(Counting(OURS, [], missing=1), 4)], [1], 1, lambda done: None)
+        take_turns([Turn(Counting(OURS, [], missing=1), 4, 1)], [1], lambda done: None)
 
 
 @given(

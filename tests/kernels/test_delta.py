@@ -26,8 +26,15 @@ class Inputs:
     state: Tensor
 
     def rows(self, start: int, end: int, state: Tensor) -> "Inputs":
-        parts = (self.queries, self.keys, self.values, self.log_decay, self.beta)
-        return Inputs(*(part[start:end] for part in parts), state)
+        rows = slice(start, end)
+        return Inputs(
+            self.queries[rows],
+            self.keys[rows],
+            self.values[rows],
+            self.log_decay[rows],
+            self.beta[rows],
+            state,
+        )
 
 
 def random_inputs(

@@ -1,10 +1,13 @@
 """`python -m penstock.bench`: Penstock and transformers on the same weights, taking turns."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,28 +15,23 @@ import torch
 from penstock.bench.bars import check_bars
 from penstock.bench.benchmark import run_benchmark
 from penstock.bench.memory import can_measure_growth
+from penstock.bench.options import parse_options
 from penstock.bench.plot import can_plot, draw
+from penstock.bench.random_model import random_hybrid
 from penstock.bench.report import render
 from penstock.bench.results import Results, Settings
-from penstock.bench.workload import (
-    DEFAULT_DECODE_TOKENS,
-    DEFAULT_LENGTHS,
-    DEFAULT_MEMORY_REPEATS,
-    text_tokens,
-)
+from penstock.bench.suites import SuiteName
+from penstock.bench.workload import random_tokens, text_tokens
 from penstock.errors import ContextLengthError, PenstockError, SettingError
-from penstock.models.hub import DEFAULT_MODEL, resolve_model
-from penstock.models.opened import open_model
-from penstock.plan.config import DEFAULT_CHUNK_SIZE
-
-DEFAULT_OUTPUT = Path("bench-results/prefill.json")
+from penstock.models.config import ModelConfig
+from penstock.models.hub import resolve_model
+from penstock.models.opened import open_model, open_weights
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 where --check found a bar that is missed, 2 where nothing could be measured."""
-    options = _parser().parse_args(arguments)
     try:
-        return _run(options)
+        return _run(parse_options(arguments))
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -55,23 +53,20 @@ def _run(options: argparse.Namespace) -> int:
         _say("memory growth is not measured: it needs Linux's /proc/self/status and /proc/self/clear_refs")
         with_memory = False
 
-    path = resolve_model(options.model)
-    opened = open_model(path)
-    try:
-        description, context = opened.source.describe(), opened.source.config.max_position
-    finally:
-        opened.source.close()
-    longest = max(options.lengths)
+    subject = _random_subject() if options.suite is SuiteName.HYBRID else _text_subject(options.model)
+    longest, context = max(*options.lengths, *options.memory_lengths), subject.config.max_position
     if longest + options.decode_tokens + 1 > context:
         raise ContextLengthError(
             f"{longest} tokens and {options.decode_tokens + 1} generated after them do not fit into the "
             f"model's context of {context} tokens: give shorter --lengths or fewer --decode-tokens"
         )
     settings = Settings(
-        model=description,
+        suite=options.suite,
+        model=subject.description,
         dtype=options.dtype,
         chunk=options.chunk,
         lengths=tuple(sorted(set(options.lengths))),
+        memory_lengths=tuple(sorted(set(options.memory_lengths))),
         repeats=options.repeats,
         decode_tokens=options.decode_tokens,
         memory_repeats=options.memory_repeats,
@@ -79,12 +74,36 @@ def _run(options: argparse.Namespace) -> int:
         with_timings=not options.only_memory,
         with_memory=with_memory,
     )
-    results = run_benchmark(path, text_tokens(opened.tokenizer, longest), settings, _say)
+    results = run_benchmark(subject.path, subject.prompt(longest), settings, _say)
     print(f"\n{render(results)}\n")
     _write(results, options.output)
     _plot(results, options)
     missed = [bar for bar in check_bars(results) if not bar.is_met]
     return 1 if options.check and missed else 0
+
+
+@dataclass(frozen=True)
+class _Subject:
+    """A model, and the prompt of any length that it is to read."""
+
+    path: Path
+    description: str
+    config: ModelConfig
+    prompt: Callable[[int], Sequence[int]]
+
+
+def _text_subject(model: str) -> _Subject:
+    path = resolve_model(model)
+    opened = open_model(path)
+    with contextlib.closing(opened.source) as source:
+        return _Subject(path, source.describe(), source.config, partial(text_tokens, opened.tokenizer))
+
+
+def _random_subject() -> _Subject:
+    path = random_hybrid(_say)
+    with contextlib.closing(open_weights(path)) as source:
+        config = source.config
+        return _Subject(path, source.describe(), config, partial(random_tokens, config.vocab_size))
 
 
 def _require_writable(path: Path) -> None:
@@ -116,51 +135,6 @@ def _plot(results: Results, options: argparse.Namespace) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m penstock.bench",
-        description="Time to first token, decoding and memory of Penstock and of transformers, on the same "
-        "weights and the same text, taking turns in one process. Takes about ten minutes on two cores.",
-    )
-    add = parser.add_argument
-    add(
-        "--model",
-        default=DEFAULT_MODEL,
-        help="smollm2, a folder, a GGUF file or a Hugging Face name (%(default)s)",
-    )
-    add(
-        "--lengths",
-        type=_counts,
-        default=DEFAULT_LENGTHS,
-        metavar="N,N",
-        help="prompt tokens (512,2048,8000)",
-    )
-    add("--chunk", type=_count, default=DEFAULT_CHUNK_SIZE, help="tokens per chunk (%(default)s)")
-    add("--repeats", type=_count, help="rounds at every length (5, and 3 for long prompts)")
-    add("--decode-tokens", type=_count, default=DEFAULT_DECODE_TOKENS, help="after the first (%(default)s)")
-    add("--memory-repeats", type=_count, default=DEFAULT_MEMORY_REPEATS, help="for Penstock (%(default)s)")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
-    add("--threads", type=_count, help="threads that torch computes with (torch's own choice)")
-    add("--full", action="store_true", help="every system and every round at long prompts too")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--skip-memory", action="store_true", help="timings only")
-    which.add_argument("--only-memory", action="store_true", help="memory growth only")
-    add("--check", action="store_true", help="exit with 1 where a bar is missed")
-    add("--output", type=Path, default=DEFAULT_OUTPUT, help="the results as JSON (%(default)s)")
-    add("--plot", type=Path, help="a picture of them (beside the JSON, where matplotlib is installed)")
-    return parser
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) >= 1):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
-    return int(text)
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
 
 
 if __name__ == "__main__":

@@ -10,15 +10,17 @@ import torch
 from penstock.bench.machine import this_machine
 from penstock.bench.memory import WARM_UP_TOKENS, Growth, Job, growth_in_fresh_process
 from penstock.bench.results import Results, Settings
+from penstock.bench.suites import SUITES
 from penstock.bench.systems import System, SystemName, load_systems
 from penstock.bench.timing import Pass, Turn, take_turns, time_pass
-from penstock.bench.workload import DECODING, Case, estimate_s, plan_memory, plan_timings
+from penstock.bench.workload import DECODING, SLOW, Case, estimate_s, plan_memory, plan_timings
 from penstock.models.config import ModelConfig
 from penstock.models.opened import open_weights
 
 Say = Callable[[str], None]
 
 _WARM_UP_PROMPT = 512
+_SLOW_WARM_UP_PROMPT = 32
 _WARM_UP_DECODES = 4
 
 
@@ -27,10 +29,12 @@ def run_benchmark(path: Path, prompt: Sequence[int], settings: Settings, say: Sa
     the longest length. `say` is told what goes on."""
     started = time.perf_counter()
     machine = this_machine()
-    timings = (
-        plan_timings(settings.lengths, settings.repeats, full=settings.full) if settings.with_timings else []
-    )
-    memory = plan_memory(settings.lengths, settings.memory_repeats) if settings.with_memory else []
+    suite = SUITES[settings.suite]
+    timings, memory = [], []
+    if settings.with_timings:
+        timings = plan_timings(suite, settings.lengths, settings.repeats, full=settings.full)
+    if settings.with_memory:
+        memory = plan_memory(suite, settings.memory_lengths, settings.memory_repeats)
 
     passes: list[Pass] = []
     if timings:
@@ -48,7 +52,7 @@ def run_benchmark(path: Path, prompt: Sequence[int], settings: Settings, say: Sa
 def _load(
     path: Path, cases: Sequence[Case], settings: Settings
 ) -> tuple[dict[SystemName, System], ModelConfig]:
-    wanted = {name for case in cases for name in case.systems}
+    wanted = {name for case in cases for name in case.rounds}
     source = open_weights(path)
     try:
         names = [name for name in SystemName if name in wanted]
@@ -60,10 +64,10 @@ def _load(
 def _warm_up(
     systems: dict[SystemName, System], prompt: Sequence[int], settings: Settings
 ) -> dict[SystemName, Pass]:
-    short = prompt[: min(_WARM_UP_PROMPT, *settings.lengths)]
-
     def once(system: System) -> Pass:
-        return time_pass(Turn(system, 1 + _WARM_UP_DECODES if system.name in DECODING else 1), short, 0)
+        length = min(_SLOW_WARM_UP_PROMPT if system.name in SLOW else _WARM_UP_PROMPT, *settings.lengths)
+        num_tokens = 1 + _WARM_UP_DECODES if system.name in DECODING else 1
+        return time_pass(Turn(system, num_tokens, 1), prompt[:length], 0)
 
     for system in systems.values():
         once(system)
@@ -74,17 +78,18 @@ def _time(
     case: Case, systems: dict[SystemName, System], prompt: Sequence[int], settings: Settings, say: Say
 ) -> list[Pass]:
     turns = [
-        Turn(systems[name], 1 + (settings.decode_tokens if name in DECODING else 0)) for name in case.systems
+        Turn(systems[name], 1 + (settings.decode_tokens if name in DECODING else 0), num_rounds)
+        for name, num_rounds in case.rounds.items()
     ]
 
     def tell(done: Pass) -> None:
         decoding = "" if done.decode_s is None else f", then {done.decode_tokens_per_s:.1f} tokens/s"
         say(
-            f"{case.prompt_tokens:,} tokens, round {done.round_index + 1} of {case.num_rounds}: "
+            f"{case.prompt_tokens:,} tokens, round {done.round_index + 1} of {case.rounds[done.system]}: "
             f"{done.system.label(settings.chunk)}: {done.first_token_s:.2f} s{decoding}"
         )
 
-    return take_turns(turns, prompt[: case.prompt_tokens], case.num_rounds, tell)
+    return take_turns(turns, prompt[: case.prompt_tokens], tell)
 
 
 def _measure_memory(
@@ -92,7 +97,7 @@ def _measure_memory(
 ) -> list[Growth]:
     growths: list[Growth] = []
     for case in cases:
-        for name in case.systems:
+        for name, num_rounds in case.rounds.items():
             job = Job(
                 model=str(path),
                 system=name,
@@ -104,10 +109,10 @@ def _measure_memory(
             if not growths:
                 # What is measured once per machine and kept is then there for all processes alike.
                 growth_in_fresh_process(replace(job, prompt=job.prompt[:WARM_UP_TOKENS]))
-            for index in range(case.num_rounds):
+            for index in range(num_rounds):
                 growths.append(growth_in_fresh_process(job))
                 say(
-                    f"{case.prompt_tokens:,} tokens, memory {index + 1} of {case.num_rounds}: "
+                    f"{case.prompt_tokens:,} tokens, memory {index + 1} of {num_rounds}: "
                     f"{name.label(settings.chunk)}: {growths[-1].growth_bytes / 2**20:.1f} MiB"
                 )
     return growths

@@ -21,7 +21,8 @@ METHOD = (
     f"in a fresh process each: load, read {WARM_UP_TOKENS} tokens to warm up, collect garbage, give free "
     "heap back (malloc_trim), reset the peak (/proc/self/clear_refs), read the prompt, generate one token. "
     "Growth is peak resident memory (VmHWM) less resident memory before (VmRSS), with the C library's "
-    "allocator as it is; activations are growth less the keys and values cached for the prompt"
+    "allocator as it is; activations are growth less what is cached for the prompt: keys and values, and "
+    "recurrent states where the model has them"
 )
 
 

@@ -16,6 +16,7 @@ _COLOURS = {
     SystemName.PENSTOCK: "#0b5394",
     SystemName.PENSTOCK_WHOLE: "#5b9bd5",
     SystemName.PENSTOCK_UNTILED: "#b4d3ee",
+    SystemName.PENSTOCK_TOKENWISE: "#7aa6c2",
     SystemName.TRANSFORMERS: "#d9730d",
     SystemName.TRANSFORMERS_CHUNKED: "#f6b26b",
 }
@@ -33,10 +34,11 @@ class _Panel:
     title: str
     unit: str
     cells: Cells
+    shows_growth: bool = False  # lines over the prompt's length; otherwise bars, side by side
 
 
 def draw(results: Results, path: Path) -> None:
-    """Bars by length and system, a panel per quantity; whiskers from the smallest value to the largest."""
+    """A panel per quantity, by length and system; whiskers from the smallest value to the largest."""
     panels = _panels(results)
     # By name, so that the package needs matplotlib only here.
     figure = import_module("matplotlib.figure").Figure(
@@ -76,7 +78,7 @@ def _panels(results: Results) -> list[_Panel]:
     panels = [
         _Panel("Prefill", "prompt tokens per second", prefill),
         _Panel("Decode after the prompt", "tokens per second", decode),
-        _Panel("Activation memory during prefill", "peak growth, K/V cache aside (MiB)", memory),
+        _Panel("Activation memory during prefill", "peak growth, cache aside (MiB)", memory, True),
     ]
     return [panel for panel in panels if panel.cells]
 
@@ -87,29 +89,38 @@ def _draw_panel(axis: Any, panel: _Panel, label: Callable[[SystemName], str]) ->
     names = [name for name in SystemName if any(system is name for system, _ in cells)]
     width = 0.84 / len(names)
     for index, name in enumerate(names):
-        own = [
-            (place, cells[name, length]) for place, length in enumerate(lengths) if (name, length) in cells
-        ]
-        places = [place + (index - (len(names) - 1) / 2) * width for place, _ in own]
-        medians = [spread.median for _, spread in own]
-        whiskers = [
-            [spread.median - spread.smallest for _, spread in own],
-            [spread.largest - spread.median for _, spread in own],
-        ]
-        bars = axis.bar(
-            places, medians, 0.94 * width, yerr=whiskers, capsize=2, color=_COLOURS[name], label=label(name)
-        )
-        axis.bar_label(
-            bars,
-            [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in medians],
-            padding=2,
-            fontsize=7,
-        )
-    axis.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths])
+        own = [length for length in lengths if (name, length) in cells]
+        spreads = [cells[name, length] for length in own]
+        medians = [spread.median for spread in spreads]
+        style = {
+            "yerr": [
+                [spread.median - spread.smallest for spread in spreads],
+                [spread.largest - spread.median for spread in spreads],
+            ],
+            "capsize": 2,
+            "color": _COLOURS[name],
+            "label": label(name),
+        }
+        texts = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in medians]
+        if panel.shows_growth:
+            axis.errorbar(own, medians, marker="o", **style)
+            for place, value, text in zip(own, medians, texts, strict=True):
+                axis.annotate(
+                    text, (place, value), (0, 5), textcoords="offset points", ha="center", fontsize=7
+                )
+        else:
+            shift = (index - (len(names) - 1) / 2) * width
+            places = [lengths.index(length) + shift for length in own]
+            axis.bar_label(axis.bar(places, medians, 0.94 * width, **style), texts, padding=2, fontsize=7)
+    ticks = lengths if panel.shows_growth else list(range(len(lengths)))
+    axis.set_xticks(ticks, [f"{length:,}" for length in lengths])
     axis.set_title(panel.title)
     axis.set_xlabel("prompt length (tokens)")
     axis.set_ylabel(panel.unit)
     axis.margins(y=0.12)
+    if panel.shows_growth:
+        axis.margins(x=0.1)
+        axis.set_ylim(bottom=min([0.0, *(spread.smallest for spread in cells.values())]))
     axis.spines[["top", "right"]].set_visible(False)
 
 

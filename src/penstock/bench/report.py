@@ -3,13 +3,15 @@
 from collections.abc import Sequence
 from textwrap import wrap
 
-from penstock.bench.bars import SCOPE, Bar, check_bars
+from penstock.bench.bars import Bar, check_bars, scope
 from penstock.bench.memory import METHOD
 from penstock.bench.results import GrowthSummary, Results
 from penstock.bench.spread import Spread
+from penstock.bench.suites import SuiteName
 from penstock.plan.units import format_bytes
 
 _WIDTH = 110
+_NEAR_TIES = "with random weights many logits nearly tie, and rounding decides"
 
 
 def render(results: Results) -> str:
@@ -36,11 +38,25 @@ def _facts(results: Results) -> str:
         "software": [*software, f"Python {machine.python}"],
         "date": [machine.date, f"{results.duration_s:.0f} s"],
     }
-    num_rounds = {each.prompt_tokens: 1 + each.round_index for each in results.passes}
-    if num_rounds:
-        facts["rounds"] = [f"{count} at {length:,} tokens" for length, count in num_rounds.items()]
-        facts["rounds"].append("systems take turns, another begins each round")
+    if results.passes:
+        facts["rounds"] = [*_rounds(results), "systems take turns, another begins each round"]
     return "\n".join(f"{name:<10}{', '.join(parts)}" for name, parts in facts.items())
+
+
+def _rounds(results: Results) -> list[str]:
+    """At each length, with the systems that had fewer than the others."""
+    speeds, parts = results.speeds, []
+    for length in sorted({each.prompt_tokens for each in speeds}):
+        counts = {each.system: len(each.prefill.values) for each in speeds if each.prompt_tokens == length}
+        most = max(counts.values())
+        fewer = [
+            f"{count} for {name.label(results.settings.chunk)}"
+            for name, count in counts.items()
+            if count < most
+        ]
+        rest = f" ({'; '.join(fewer)})" if fewer else ""
+        parts.append(f"{most} at {length:,} tokens{rest}")
+    return parts
 
 
 def _speeds(results: Results) -> str:
@@ -63,7 +79,8 @@ def _speeds(results: Results) -> str:
             _by_length(decode),
         ]
     if results.agreements:
-        parts += ["", "Greedy tokens that Penstock and transformers agree on:"]
+        doubt = f" ({_NEAR_TIES})" if results.settings.suite is SuiteName.HYBRID else ""
+        parts += ["", f"Greedy tokens that Penstock and transformers agree on{doubt}:"]
         parts += [
             f"  after {each.prompt_tokens:,} tokens: {each.num_equal} of {each.num_tokens}, "
             f"the first {each.num_equal_from_start} in a row"
@@ -87,7 +104,7 @@ def _memory(results: Results) -> str:
     cells = {(each.system.label(chunk), each.prompt_tokens): _growth(each) for each in results.memory}
     return "\n".join(
         [
-            "Peak memory growth during prefill, MiB: activations (smallest to largest) + K/V cache. Median",
+            "Peak memory growth during prefill, MiB: activations (smallest to largest) + cache. Median",
             _by_length(cells),
             *wrap(f"Measured {METHOD}.", _WIDTH, initial_indent="  ", subsequent_indent="  "),
         ]
@@ -97,7 +114,8 @@ def _memory(results: Results) -> str:
 def _bars(results: Results) -> str:
     rows = [["bar", "measured", "wanted", ""]]
     rows += [[bar.name, f"{bar.value:.3f}", _limit(bar), _verdict(bar)] for bar in check_bars(results)]
-    return f"{SCOPE}\n{aligned(rows)}" if len(rows) > 1 else SCOPE
+    where = scope(results.settings.suite)
+    return f"{where}\n{aligned(rows)}" if len(rows) > 1 else where
 
 
 def _limit(bar: Bar) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from penstock.bench.machine import Machine
 from penstock.bench.memory import METHOD, Growth
 from penstock.bench.spread import Spread
+from penstock.bench.suites import SuiteName
 from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass, paired
 
@@ -17,10 +18,12 @@ SCHEMA = 1
 class Settings:
     """What was asked for."""
 
+    suite: SuiteName
     model: str
     dtype: str
     chunk: int
     lengths: tuple[int, ...]
+    memory_lengths: tuple[int, ...]
     repeats: int | None  # None: by length
     decode_tokens: int
     memory_repeats: int
@@ -74,6 +77,7 @@ PREFILL_OVER_CHUNKED = "prefill tokens/s, Penstock over transformers chunked"
 DECODE_OVER_TRANSFORMERS = "decode tokens/s, Penstock over transformers"
 TILED_OVER_UNTILED = "prefill time, with the tile grid over without"
 CHUNKED_OVER_WHOLE = "prefill time, Penstock chunked over whole"
+PREFILL_OVER_TOKENWISE = "prefill tokens/s, Penstock over token by token"
 
 
 @dataclass(frozen=True)
@@ -118,6 +122,7 @@ class Results:
                 DECODE_OVER_TRANSFORMERS: paired(passes, ours, SystemName.TRANSFORMERS, decode),
                 TILED_OVER_UNTILED: paired(passes, ours, SystemName.PENSTOCK_UNTILED, seconds),
                 CHUNKED_OVER_WHOLE: paired(passes, ours, SystemName.PENSTOCK_WHOLE, seconds),
+                PREFILL_OVER_TOKENWISE: paired(passes, ours, SystemName.PENSTOCK_TOKENWISE, speed),
             }
             ratios += [Ratio(name, length, spread) for name, spread in spreads.items() if spread is not None]
         return ratios
@@ -157,7 +162,7 @@ class Results:
         return {
             "schema": SCHEMA,
             "machine": asdict(self.machine),
-            "settings": {**asdict(self.settings), "lengths": list(self.settings.lengths)},
+            "settings": asdict(self.settings),
             "duration_s": self.duration_s,
             "speeds": [
                 {

@@ -12,7 +12,8 @@ from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.kernels.probe import probe
 from penstock.kernels.protocol import select_kernels
-from penstock.models.decoder import Decoder, load_decoder
+from penstock.models.decoder import Decoder
+from penstock.models.loading import load_decoder
 from penstock.models.source import WeightSource
 from penstock.plan import ChunkedPrefillConfig
 
@@ -25,6 +26,7 @@ class SystemName(StrEnum):
     PENSTOCK = "penstock"
     PENSTOCK_WHOLE = "penstock-whole"
     PENSTOCK_UNTILED = "penstock-untiled"
+    PENSTOCK_TOKENWISE = "penstock-token-by-token"
     TRANSFORMERS = "transformers"
     TRANSFORMERS_CHUNKED = "transformers-chunked"
 
@@ -33,6 +35,7 @@ class SystemName(StrEnum):
             SystemName.PENSTOCK: f"Penstock, chunk {chunk}",
             SystemName.PENSTOCK_WHOLE: "Penstock, whole",
             SystemName.PENSTOCK_UNTILED: f"Penstock, chunk {chunk}, no tiles",
+            SystemName.PENSTOCK_TOKENWISE: "Penstock, token by token",
             SystemName.TRANSFORMERS: "transformers, whole",
             SystemName.TRANSFORMERS_CHUNKED: f"transformers, chunk {chunk}",
         }[self]
@@ -45,12 +48,12 @@ class System(Protocol):
 
     def generate(self, prompt: Sequence[int], num_tokens: int, on_token: OnToken) -> int:
         """Generate exactly `num_tokens` tokens and report each as soon as it is known. Returns the bytes of
-        the keys and values that were cached at the end."""
+        the keys, values and recurrent states that were cached at the end."""
         ...
 
 
 class PenstockSystem:
-    """Penstock's own run, chunked or whole, with its tile grid or without."""
+    """Penstock's own run: chunked, whole or token by token, with its tile grid or without."""
 
     def __init__(self, name: SystemName, model: Decoder, canon: Canon, chunk: int) -> None:
         self.name = name
@@ -64,7 +67,10 @@ class PenstockSystem:
             token = run.step().token
             if token is not None:
                 on_token(token)
-        return (len(prompt) + num_tokens - 1) * self._model.kv_spec.bytes_per_token
+        states = run.space.tensors.recurrent
+        key_value_bytes = (len(prompt) + num_tokens - 1) * self._model.cache_spec.kv.bytes_per_token
+        # A step reads one state and writes another: after two steps both are in memory.
+        return key_value_bytes + (states.num_bytes if states else 0)
 
 
 class TransformersSystem:
@@ -91,7 +97,16 @@ class TransformersSystem:
             generation_config=settings,
             streamer=_Streamer(on_token),
         )
-        return sum(layer.keys.nbytes + layer.values.nbytes for layer in output.past_key_values.layers)
+        return sum(
+            tensor.nbytes for layer in output.past_key_values.layers for tensor in _cached_tensors(layer)
+        )
+
+
+def _cached_tensors(layer: Any) -> list[torch.Tensor]:
+    """What a layer of transformers' cache holds: keys and values, or the states of a linear attention."""
+    if hasattr(layer, "keys"):
+        return [layer.keys, layer.values]
+    return [*layer.conv_states.values(), *layer.recurrent_states.values()]
 
 
 class _Streamer:
@@ -123,10 +138,10 @@ def load_systems(
         model = load_decoder(source, select_kernels(device), dtype, device)
         tiled = settle(model.kernels, probe(model.kernels, model.probe_shapes, dtype, device))
         untiled = Canon(tile_size=0)
+        sizes = {SystemName.PENSTOCK_WHOLE: 0, SystemName.PENSTOCK_TOKENWISE: 1}
         for name in ours:
             canon = untiled if name is SystemName.PENSTOCK_UNTILED else tiled
-            size = 0 if name is SystemName.PENSTOCK_WHOLE else chunk
-            systems[name] = PenstockSystem(name, model, canon, size)
+            systems[name] = PenstockSystem(name, model, canon, sizes.get(name, chunk))
     if theirs:
         reference = load_transformers(source, dtype)
         for name in theirs:

@@ -34,10 +34,11 @@ class Pass:
 
 @dataclass(frozen=True)
 class Turn:
-    """A system, and how many tokens it generates in its turn."""
+    """A system, how many tokens it generates in its turn, and in how many of the rounds it has one."""
 
     system: System
     num_tokens: int
+    num_rounds: int
 
 
 def time_pass(turn: Turn, prompt: Sequence[int], round_index: int) -> Pass:
@@ -73,15 +74,14 @@ def rounds(items: Sequence[T], num_rounds: int) -> Iterator[list[T]]:
         yield [*items[shift:], *items[:shift]]
 
 
-def take_turns(
-    turns: Sequence[Turn], prompt: Sequence[int], num_rounds: int, on_pass: Callable[[Pass], None]
-) -> list[Pass]:
-    """All passes, in the order they ran."""
+def take_turns(turns: Sequence[Turn], prompt: Sequence[int], on_pass: Callable[[Pass], None]) -> list[Pass]:
+    """All passes, in the order they ran. Who has fewer rounds than others has the first ones."""
     passes: list[Pass] = []
-    for index, order in enumerate(rounds(turns, num_rounds)):
+    for index, order in enumerate(rounds(turns, max(turn.num_rounds for turn in turns))):
         for turn in order:
-            passes.append(time_pass(turn, prompt, index))
-            on_pass(passes[-1])
+            if index < turn.num_rounds:
+                passes.append(time_pass(turn, prompt, index))
+                on_pass(passes[-1])
     return passes
 
 

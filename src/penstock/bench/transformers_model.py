@@ -1,5 +1,6 @@
 """The weights that Penstock runs, in transformers' own model."""
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -9,18 +10,23 @@ from transformers import (
     MistralConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 
 from penstock.errors import ModelError
 from penstock.layers.rotary import rotary_frequencies
 from penstock.models.config import ModelConfig
-from penstock.models.expected import expected_shapes
+from penstock.models.expected import check_source, expected_shapes
 from penstock.models.source import WeightSource
 
 
 def load_transformers(source: WeightSource, dtype: torch.dtype) -> Any:
     """A causal language model of transformers with `sdpa` attention, filled one tensor at a time."""
+    check_source(source)
     config = source.config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
@@ -28,15 +34,15 @@ def load_transformers(source: WeightSource, dtype: torch.dtype) -> Any:
         )
     model = model.to_empty(device="cpu").eval()
     model.tie_weights()
-    parameters = dict(model.named_parameters())
-    if {name: tuple(each.shape) for name, each in parameters.items()} != expected_shapes(config):
+    parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    if {name: tuple(each.shape) for name, each in parameters.items()} != expected_shapes(config, parameters):
         raise ModelError(
             f"{source.describe()}: transformers' {config.family} model has other tensors, "
             "so there is nothing to compare with"
         )
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            source.load_into(name, parameter)
+    present = source.names()
+    for name, parameter in parameters.items():
+        _load(source, present, name, parameter)
     _fill_rotary(model.model.rotary_emb, config)
     return model
 
@@ -69,13 +75,73 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
             return Qwen2Config(**common)
         case "qwen3":
             return Qwen3Config(**common, attention_bias=config.qkv_bias)
+        case "qwen3_moe":
+            return Qwen3MoeConfig(**common, **_experts(config), attention_bias=config.qkv_bias)
+        case "qwen3_next":
+            return Qwen3NextConfig(**common, **_experts(config), **_hybrid(config))
+        case "qwen3_5_text":
+            return Qwen3_5TextConfig(**common, **_hybrid(config))
+        case "qwen3_5_moe_text":
+            return Qwen3_5MoeTextConfig(**common, **_experts(config), **_hybrid(config))
     raise ModelError(f"transformers' model of the family {config.family!r} is not known to the benchmark")
+
+
+def _experts(config: ModelConfig) -> dict[str, Any]:
+    experts = config.experts
+    if experts is None:
+        return {"num_experts": 0}
+    return {
+        "num_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_active,
+        "moe_intermediate_size": experts.intermediate_size,
+        "shared_expert_intermediate_size": experts.shared_intermediate_size,
+        "norm_topk_prob": experts.normalised,
+        "mlp_only_layers": [index for index in range(config.num_layers) if index not in experts.layers],
+    }
+
+
+def _hybrid(config: ModelConfig) -> dict[str, Any]:
+    net = config.delta_net
+    full = {"attention_bias": config.qkv_bias, "layer_types": ["full_attention"] * config.num_layers}
+    if net is None:
+        return full
+    return full | {
+        "layer_types": [
+            "linear_attention" if index in net.layers else "full_attention"
+            for index in range(config.num_layers)
+        ],
+        "linear_num_key_heads": net.num_key_heads,
+        "linear_num_value_heads": net.num_value_heads,
+        "linear_key_head_dim": net.key_head_dim,
+        "linear_value_head_dim": net.value_head_dim,
+        "linear_conv_kernel_dim": net.conv_kernel,
+    }
+
+
+def _load(source: WeightSource, present: Collection[str], name: str, out: torch.Tensor) -> None:
+    """One parameter of transformers' model, which has a layer's experts as one, whatever the file has."""
+    block, _, fused = name.rpartition(".experts.")
+    if name in present:
+        source.load_into(name, out)
+    elif fused == "gate_up_proj":  # [experts, gate and up, hidden]
+        for index, expert in enumerate(out.unbind()):
+            gate, up = expert.chunk(2)
+            source.load_into(f"{block}.experts.{index}.gate_proj.weight", gate)
+            source.load_into(f"{block}.experts.{index}.up_proj.weight", up)
+    elif fused == "down_proj":  # [experts, hidden, inner]
+        for index, expert in enumerate(out.unbind()):
+            source.load_into(f"{block}.experts.{index}.down_proj.weight", expert)
+    else:
+        raise ModelError(
+            f"{source.describe()}: there is no {name} in it, which transformers' model needs, "
+            "so there is nothing to compare with"
+        )
 
 
 def _fill_rotary(rotary: Any, config: ModelConfig) -> None:
     """The frequencies are no parameters: they are set to Penstock's, which knows what each file asks for."""
-    frequencies, scale = rotary_frequencies(config.rotary, config.head_dim, config.max_position)
-    with torch.no_grad():
-        for buffer in rotary.buffers():
-            buffer.copy_(frequencies)
+    rotated = config.rotary_dim or config.head_dim
+    frequencies, scale = rotary_frequencies(config.rotary, rotated, config.max_position)
+    for name in [name for name, _ in rotary.named_buffers()]:
+        setattr(rotary, name, frequencies.clone())
     rotary.attention_scaling = scale

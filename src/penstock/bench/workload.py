@@ -1,26 +1,28 @@
-"""What is run: real text, in several lengths, through several systems, so many times."""
+"""What is run: real text or random tokens, in several lengths, through several systems, so many times."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pydoc_data.topics import topics
 
+import torch
+
+from penstock.bench.suites import Suite
 from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass
 from penstock.models.config import ModelConfig
 from penstock.models.tokenizer import Tokenizer
 
-DEFAULT_LENGTHS = (512, 2048, 8000)
 DEFAULT_DECODE_TOKENS = 32
 DEFAULT_MEMORY_REPEATS = 3
 
-# A pass over a long prompt takes so long that only the systems with a bar run it, and fewer times.
-LONG_TOKENS = 4096
+# A pass over a long prompt takes so long that only the systems of most interest run it, and fewer times.
+LONG_TOKENS = 4000
 _REPEATS = 5
 _LONG_REPEATS = 3
-_ALWAYS = (SystemName.PENSTOCK, SystemName.TRANSFORMERS, SystemName.TRANSFORMERS_CHUNKED)
+# So does one of these over any prompt.
+SLOW = (SystemName.PENSTOCK_TOKENWISE,)
 # How fast a system decodes does not depend on how it read the prompt, so one of each engine is enough.
 DECODING = (SystemName.PENSTOCK, SystemName.TRANSFORMERS)
-MEMORY_SYSTEMS = _ALWAYS
 
 # Importing, loading and warming up, for the estimate of a measurement in a process of its own.
 _PROCESS_START_S = 6.0
@@ -28,34 +30,32 @@ _PROCESS_START_S = 6.0
 
 @dataclass(frozen=True)
 class Case:
-    """A prompt length, who reads it and how many times."""
+    """A prompt length, and how many times each system reads it."""
 
     prompt_tokens: int
-    systems: tuple[SystemName, ...]
-    num_rounds: int
+    rounds: Mapping[SystemName, int]
 
 
-def plan_timings(lengths: Sequence[int], repeats: int | None = None, *, full: bool = False) -> list[Case]:
+def plan_timings(
+    suite: Suite, lengths: Sequence[int], repeats: int | None = None, *, full: bool = False
+) -> list[Case]:
     """The cases to time. `full` runs every system at every length, and as often at the long ones."""
     cases = []
     for length in lengths:
         is_short = full or length < LONG_TOKENS
+        names = suite.systems if is_short else suite.long_systems
+        usual = _REPEATS if is_short else _LONG_REPEATS
         cases.append(
-            Case(
-                length,
-                tuple(SystemName) if is_short else _ALWAYS,
-                repeats or (_REPEATS if is_short else _LONG_REPEATS),
-            )
+            Case(length, {name: repeats or (_LONG_REPEATS if name in SLOW else usual) for name in names})
         )
     return cases
 
 
-def plan_memory(lengths: Sequence[int], repeats: int = DEFAULT_MEMORY_REPEATS) -> list[Case]:
+def plan_memory(suite: Suite, lengths: Sequence[int], repeats: int = DEFAULT_MEMORY_REPEATS) -> list[Case]:
     """The cases whose growth is measured: Penstock's, which has a bar, several times, the others' once."""
     return [
-        Case(length, (name,), repeats if name is SystemName.PENSTOCK else 1)
+        Case(length, {name: repeats if name is SystemName.PENSTOCK else 1 for name in suite.memory_systems})
         for length in lengths
-        for name in MEMORY_SYSTEMS
     ]
 
 
@@ -65,6 +65,13 @@ def text_tokens(tokenizer: Tokenizer, num_tokens: int) -> list[int]:
     token_ids = tokenizer.encode(text, add_special_tokens=True)
     repeats = -(-num_tokens // len(token_ids))
     return (token_ids * repeats)[:num_tokens]
+
+
+def random_tokens(vocab_size: int, num_tokens: int) -> list[int]:
+    """The same tokens every time, for a model to whom no text means anything."""
+    generator = torch.Generator().manual_seed(0)
+    tokens: list[int] = torch.randint(0, vocab_size, (num_tokens,), generator=generator).tolist()
+    return tokens
 
 
 def estimate_s(
@@ -80,7 +87,8 @@ def estimate_s(
     and the keys and values it attends to."""
     query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     weights = config.hidden_size * (2 * query + 2 * key + 3 * config.intermediate_size)
-    attention_share = query / weights  # per token of the prompt
+    # Per token of the prompt; layers without attention do not grow with it.
+    attention_share = query / weights * len(config.attention_layers) / config.num_layers
 
     def pass_s(name: SystemName, prompt_tokens: int, num_decoded: int) -> float:
         known = warm_up[name]
@@ -90,13 +98,13 @@ def estimate_s(
         return prefill_s + (num_decoded / speed * growth if speed else 0.0)
 
     timing_s = sum(
-        case.num_rounds * pass_s(name, case.prompt_tokens, decode_tokens if name in DECODING else 0)
+        num_rounds * pass_s(name, case.prompt_tokens, decode_tokens if name in DECODING else 0)
         for case in timings
-        for name in case.systems
+        for name, num_rounds in case.rounds.items()
     )
     memory_s = sum(
-        case.num_rounds * (_PROCESS_START_S + pass_s(name, case.prompt_tokens, 0))
+        num_rounds * (_PROCESS_START_S + pass_s(name, case.prompt_tokens, 0))
         for case in memory
-        for name in case.systems
+        for name, num_rounds in case.rounds.items()
     )
     return timing_s + memory_s
