@@ -76,7 +76,7 @@ def test_overlap_on_the_grid(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("num_threads", [1, 3, 5])
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 def test_any_number_of_threads(num_threads: int, dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.kernels import torch_delta
 from penstock.kernels.torch_delta import BLOCK, STEP_TOKENS, _inverse
 from penstock.kernels.torch_kernels import TorchKernels
 
@@ -117,6 +118,16 @@ def test_carried_state(form: str, cut: int) -> None:
         assert torch.equal(state, whole_state)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_blocks_at_once_do_not_matter(num_blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = random_inputs(500)
+    out, state = run("rule", inputs)
+    monkeypatch.setattr(torch_delta, "_blocks_at_once", lambda width: num_blocks)
+    other_out, other_state = run("rule", inputs)
+    assert torch.equal(other_out, out)
+    assert torch.equal(other_state, state)
+
+
 def test_dropped_state_is_noticed() -> None:
     inputs = random_inputs(200)
     whole_out, _ = run("rule", inputs)
@@ -139,7 +150,7 @@ def test_inverse_where_powers_would_explode() -> None:
     """All ones below the diagonal: the 32nd power of that has entries of 1e17, its inverse none above 1."""
     system = torch.ones(2, BLOCK, BLOCK)
     exact = torch.linalg.inv(torch.ones(BLOCK, BLOCK, dtype=torch.float64).tril())
-    assert torch.equal(_inverse(system).double(), exact.expand(2, -1, -1))
+    assert torch.equal(_inverse(system[None])[0].double(), exact.expand(2, -1, -1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -7,12 +7,25 @@ whose exponential differs in the last bit. Here every run is whole vectors:
             one call, all threads                                            one thread each
 """
 
+from collections.abc import Callable
 from math import gcd
+
+import torch
+from torch import Tensor
 
 # No vector unit works on more elements at once, whatever the dtype.
 LANES = 64
 # A pass of up to this many elements is left to one thread.
 _GRAIN = 32_768
+
+
+def in_shares(function: Callable[..., Tensor], x: Tensor, out: Tensor | None = None) -> Tensor:
+    """An element-wise function of x [rows, width], whose rows do not notice how many they are."""
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for rows in even_shares(x.shape[0], x.shape[1], torch.get_num_threads()):
+        function(x[rows], out=out[rows])
+    return out
 
 
 def whole_lanes(width: int) -> int:

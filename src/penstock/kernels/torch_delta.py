@@ -1,8 +1,8 @@
 """The gated delta rule and its convolution in plain torch.
 
-Both run in blocks of 64 tokens, counted from the start of a span. A block is always computed at its full shape, with
-zeros after the last token, so that a token's bits depend on its own block and on the state before it: spans that end
-on multiples of 64 give the same bits however many there are.
+The rule runs in blocks of 64 tokens, counted from the start of a span. A block is always computed at its full shape,
+with zeros after the last token, so that a token's bits depend on its own block and on the state before it: spans that
+end on multiples of 64 give the same bits however many there are.
 
 Within a block, with S the state before it, g the sum of log decays up to a token and b its beta:
 
@@ -10,7 +10,8 @@ Within a block, with S the state before it, g the sum of log decays up to a toke
     o_i = exp(g_i) q_i S + sum over j <= i of exp(g_i - g_j) (q_i . k_j) u_j                 what it reads
     S'  = exp(g_last) S + sum over j of exp(g_last - g_j) k_j u_j
 
-The first line is a triangular system (I + A) u = b (v - exp(g) k S).
+The first line is a triangular system, (I + A) u = b v - b exp(g) k S. Its inverse and all else that does not depend
+on S is computed for a few blocks at once; then S goes through them one after the other.
 """
 
 from dataclasses import dataclass
@@ -19,7 +20,13 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from penstock.kernels.shares import in_shares
+
 BLOCK = 64
+# Blocks are prepared several at once where that gives every thread so many elements of a token to work on. More would
+# only take more memory, which a processor's cache does not hold.
+_ELEMENTS_PER_THREAD = 2048
+_MOST_BLOCKS = 8
 # A block of so few tokens is cheaper one token after the other.
 STEP_TOKENS = 8
 _NORM_EPS = 1e-6
@@ -30,15 +37,15 @@ _CORNER = 16
 def causal_conv(x: Tensor, tail: Tensor, weight: Tensor, out_tail: Tensor) -> Tensor:
     num_rows, num_before = x.shape[0], tail.shape[0]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for start in range(0, num_rows, BLOCK):
-        end = min(start + BLOCK, num_rows)
-        lines = x[start - num_before : end] if start else torch.cat((tail, x[:end]))
-        size = BLOCK if end - start > STEP_TOKENS else end - start
-        window = _padded_to(lines, size + num_before)
+    at_once = BLOCK * _blocks_at_once(x.shape[1])
+    for start in range(0, num_rows, at_once):
+        end = min(start + at_once, num_rows)
+        size = end - start
+        window = (x[start - num_before : end] if start else torch.cat((tail, x[:end]))).float()
         mixed = window[:size] * weight[0]
         for tap in range(1, num_before + 1):
             mixed.addcmul_(window[tap : tap + size], weight[tap])
-        out[start:end] = torch.nn.functional.silu(mixed)[: end - start]
+        out[start:end] = in_shares(torch.ops.aten.silu.out, mixed)
     kept = x[num_rows - num_before :] if num_rows >= num_before else torch.cat((tail[num_rows:], x))
     out_tail.copy_(kept)
     return out
@@ -54,14 +61,23 @@ def gated_delta_rule(
     out_state: Tensor,
 ) -> Tensor:
     num_tokens = values.shape[0]
+    at_once = BLOCK * _blocks_at_once(values.shape[1] * values.shape[2])
+    # Tokens after the last whole block are one more, filled up, unless they are few.
+    in_blocks = num_tokens if num_tokens % BLOCK > STEP_TOKENS else num_tokens // BLOCK * BLOCK
     out = values.new_empty(values.shape, dtype=torch.float32)
-    for start in range(0, num_tokens, BLOCK):
-        rows = slice(start, min(start + BLOCK, num_tokens))
-        form = _block if rows.stop - start > STEP_TOKENS else gated_delta_steps
-        out[rows] = form(
+    for start in range(0, in_blocks, at_once):
+        rows = slice(start, min(start + at_once, in_blocks))
+        blocks = _prepare(queries[rows], keys[rows], values[rows], log_decay[rows], beta[rows])
+        outs = torch.empty_like(blocks.values)  # [blocks, H, B, V]
+        for index in range(outs.shape[0]):
+            _carry(blocks, index, state, out_state, outs[index])
+            state = out_state
+        out[rows] = outs.transpose(1, 2).flatten(0, 1)[: rows.stop - start]
+    if in_blocks < num_tokens:
+        rows = slice(in_blocks, num_tokens)
+        out[rows] = gated_delta_steps(
             queries[rows], keys[rows], values[rows], log_decay[rows], beta[rows], state, out_state
         )
-        state = out_state
     return out
 
 
@@ -94,79 +110,91 @@ def gated_delta_steps(
     return out
 
 
-def _block(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    out_state: Tensor,
-) -> Tensor:
-    """One block, padded to its full shape. Tokens come first in all arguments, heads inside."""
-    num_tokens, num_heads, _ = values.shape
-    num_key_heads, key_dim = keys.shape[1:]
+@dataclass(frozen=True)
+class _Blocks:
+    """What is known of some blocks before the state that they begin with. All are [blocks, H, ...]."""
+
+    pairs: Tensor  # [..., 2B, K]: keys, then queries
+    values: Tensor  # [..., B, V]
+    beta: Tensor  # [..., B, 1]
+    decay: Tensor  # [..., B, 1]: from the block's start up to each token
+    inverse: Tensor  # [..., B, B]: of the system that gives what the tokens write
+    attention: Tensor  # [..., B, B]: what each token reads of what the tokens up to it write
+    writers: (
+        Tensor  # [..., K, B]: where in the state it is written, as much as is left of it at the block's end
+    )
+
+
+def _prepare(queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor) -> _Blocks:
+    """Tokens come first in all arguments, heads inside."""
+    num_heads, num_key_heads = values.shape[1], keys.shape[1]
     group = num_heads // num_key_heads
-    pairs = torch.zeros(num_key_heads, 2 * BLOCK, key_dim)  # keys, then queries
-    pairs[:, :num_tokens] = keys.transpose(0, 1)
-    pairs[:, BLOCK : BLOCK + num_tokens] = queries.transpose(0, 1)
+    pairs = torch.cat((_by_block(keys), _by_block(queries)), dim=2)  # [N, KH, 2B, K]
+    num_blocks, _, _, key_dim = pairs.shape
     pairs *= torch.rsqrt((pairs * pairs).sum(-1, keepdim=True) + _NORM_EPS)
-    pairs[:, BLOCK:] *= key_dim**-0.5
-    values = _padded_heads(values)  # [H, B, V]
-    beta = _padded_heads(beta)[:, :, None]
-    total = _padded_heads(log_decay).cumsum(-1)  # [H, B]
+    pairs[:, :, BLOCK:] *= key_dim**-0.5
+    beta = _by_block(beta)[..., None]  # [N, H, B, 1]
+    total = _by_block(log_decay).cumsum(-1)  # [N, H, B]
 
     # Decay from token j to token i, for j <= i; the differences above the diagonal could overflow.
-    decays = (total[:, :, None] - total[:, None]).masked_fill_(_constants().above, -torch.inf).exp_()
-    dots = torch.bmm(pairs, pairs[:, :BLOCK].transpose(1, 2))  # [KH, 2B, B]
-    by_group = decays.view(num_key_heads, group, BLOCK, BLOCK)
-    system = (dots[:, None, :BLOCK] * by_group).view_as(decays).mul_(beta)
-    reads = (dots[:, None, BLOCK:] * by_group).view_as(decays)
+    decays = (total[..., :, None] - total[..., None, :]).masked_fill_(_constants().above, -torch.inf)
+    decays = _exp(decays).view(num_blocks, num_key_heads, group, BLOCK, BLOCK)
+    dots = (pairs @ pairs[:, :, :BLOCK].transpose(2, 3)).unsqueeze(2)  # [N, KH, 1, 2B, B]
+    shape = (num_blocks, num_heads, BLOCK, BLOCK)
+    system = (dots[..., :BLOCK, :] * decays).view(shape).mul_(beta)
+    attention = (dots[..., BLOCK:, :] * decays).view(shape)
 
-    pairs = pairs.repeat_interleave(group, dim=0) if group > 1 else pairs  # [H, 2B, K]
-    since_start = total.exp()[:, :, None]
-    remembered = torch.bmm(pairs, state)  # [H, 2B, V]
-    target = torch.addcmul(values, remembered[:, :BLOCK], since_start, value=-1).mul_(beta)
-    written = torch.bmm(_inverse(system), target)
-    out = torch.baddbmm(remembered[:, BLOCK:] * since_start, reads, written)
+    pairs = pairs.repeat_interleave(group, dim=1) if group > 1 else pairs  # [N, H, 2B, K]
+    to_end = _exp(total[..., -1:] - total)[..., None]
+    return _Blocks(
+        pairs=pairs,
+        values=_by_block(values),
+        beta=beta,
+        decay=_exp(total)[..., None],
+        inverse=_inverse(system),
+        attention=attention,
+        writers=(pairs[:, :, :BLOCK] * to_end).transpose(2, 3),
+    )
 
-    to_end = (total[:, -1:] - total).exp()[:, :, None]
-    fading_keys = (pairs[:, :BLOCK] * to_end).transpose(1, 2)
-    torch.baddbmm(state * since_start[:, -1:], fading_keys, written, out=out_state)
-    return out.transpose(0, 1)[:num_tokens]
+
+def _carry(blocks: _Blocks, index: int, state: Tensor, out_state: Tensor, out: Tensor) -> None:
+    """Take the state through one block: its outputs [H, B, V] go to `out`."""
+    beta, decay = blocks.beta[index], blocks.decay[index]
+    held = torch.bmm(blocks.pairs[index], state)  # [H, 2B, V]
+    target = torch.addcmul(blocks.values[index], held[:, :BLOCK], decay, value=-1).mul_(beta)
+    written = torch.bmm(blocks.inverse[index], target)
+    torch.baddbmm(held[:, BLOCK:] * decay, blocks.attention[index], written, out=out)
+    torch.baddbmm(state * decay[:, -1:], blocks.writers[index], written, out=out_state)
 
 
 def _inverse(system: Tensor) -> Tensor:
-    """(I + A)^-1 for A the part of `system` [H, B, B] below the diagonal.
+    """(I + A)^-1 for A the part of `system` [N, H, B, B] below the diagonal.
 
     For a lower triangle of 2 x 2 blocks with inverses P and Q on the diagonal and L below, the inverse has -Q L P
     below. That doubles the size of what is inverted: within the corners by masked products of whole corners, beyond
     them block by block. Sums stay short, as in forward substitution; powers of A would overflow."""
-    num_heads = system.shape[0]
-    size, count = _CORNER, BLOCK // _CORNER
-    grid = system.view(num_heads, count, size, count, size)
-    corners = torch.stack([grid[:, index, :, index] for index in range(count)], dim=1).flatten(0, 1)
+    num_blocks, num_heads = system.shape[:2]
+    matrices = system.flatten(0, 1)
+    size = _CORNER
     masks = _constants().corner_masks
+    corners = torch.stack(
+        [matrices[:, at : at + size, at : at + size] for at in range(0, BLOCK, size)], dim=1
+    ).flatten(0, 1)
     inverse = _constants().corner_identity - corners * masks[0]
     for mask in masks[1:]:
         inverse = torch.baddbmm(inverse, inverse, torch.bmm(corners * mask, inverse), alpha=-1)
-    while count > 1:
-        grid = system.view(num_heads, count, size, count, size)
-        below = torch.stack([grid[:, row, :, row - 1] for row in range(1, count, 2)], dim=1).flatten(0, 1)
-        halves = inverse.view(num_heads * count // 2, 2, size, size)
-        joined = system.new_zeros(num_heads * count // 2, 2 * size, 2 * size)
+    while size < BLOCK:
+        below = torch.stack(
+            [matrices[:, at + size : at + 2 * size, at : at + size] for at in range(0, BLOCK, 2 * size)],
+            dim=1,
+        ).flatten(0, 1)
+        halves = inverse.view(-1, 2, size, size)
+        joined = torch.zeros(halves.shape[0], 2 * size, 2 * size)
         joined[:, :size, :size] = halves[:, 0]
         joined[:, size:, size:] = halves[:, 1]
-        torch.baddbmm(
-            joined[:, size:, :size],
-            torch.bmm(halves[:, 1], below),
-            halves[:, 0],
-            beta=0,
-            alpha=-1,
-            out=joined[:, size:, :size],
-        )
-        inverse, size, count = joined, 2 * size, count // 2
-    return inverse
+        joined[:, size:, :size] = torch.bmm(torch.bmm(halves[:, 1], below), halves[:, 0]).neg_()
+        inverse, size = joined, 2 * size
+    return inverse.view(num_blocks, num_heads, BLOCK, BLOCK)
 
 
 @dataclass(frozen=True)
@@ -190,15 +218,24 @@ def _constants() -> _Constants:
     return _Constants(above, torch.eye(_CORNER), masks)
 
 
-def _padded_to(lines: Tensor, num_rows: int) -> Tensor:
-    """[num_rows, ...] in float32, with zeros after the lines."""
-    padded = torch.zeros(num_rows, *lines.shape[1:])
-    padded[: lines.shape[0]] = lines
-    return padded
+def _blocks_at_once(width: int) -> int:
+    """How many blocks of tokens of so many elements to work on together."""
+    return max(1, min(_ELEMENTS_PER_THREAD * torch.get_num_threads() // width, _MOST_BLOCKS))
 
 
-def _padded_heads(x: Tensor) -> Tensor:
-    """[tokens, heads, ...] as [heads, B, ...] in float32, with zeros after the last token."""
-    padded = torch.zeros(x.shape[1], BLOCK, *x.shape[2:])
-    padded[:, : x.shape[0]] = x.transpose(0, 1)
-    return padded
+def _by_block(x: Tensor) -> Tensor:
+    """[tokens, heads, ...] as [blocks, heads, B, ...] in float32, with zeros after the last token."""
+    num_tokens, num_heads = x.shape[:2]
+    whole, rest = divmod(num_tokens, BLOCK)
+    blocks = torch.empty(whole + (rest > 0), num_heads, BLOCK, *x.shape[2:])
+    blocks[:whole] = x[: whole * BLOCK].view(whole, BLOCK, *x.shape[1:]).transpose(1, 2)
+    if rest:
+        blocks[whole, :, :rest] = x[whole * BLOCK :].transpose(0, 1)
+        blocks[whole, :, rest:] = 0
+    return blocks
+
+
+def _exp(x: Tensor) -> Tensor:
+    """The exponential of x [..., B], in place, whose bits do not depend on how many blocks there are."""
+    in_shares(torch.ops.aten.exp.out, x.view(-1, BLOCK), out=x.view(-1, BLOCK))
+    return x

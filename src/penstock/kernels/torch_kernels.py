@@ -1,6 +1,6 @@
 """The reference kernels, in plain torch. What they promise about bits is measured by `penstock.kernels.probe`."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.kernels import torch_delta
-from penstock.kernels.shares import even_shares
+from penstock.kernels.shares import in_shares
 
 # A query keeps its bits as long as it keeps its place modulo this many rows of the attention kernel's input.
 QUERY_GRID = 64
@@ -22,7 +22,7 @@ PREFIX_SIZES = (64, 128)
 # A decode's past is not split into parts of fewer tokens than this: merging costs more than it gains.
 _SPLIT_TOKENS = 512
 # Rows of a gated norm that are taken at once: what it holds in float32 then stays in a processor's cache.
-_NORM_ROWS = 64
+_NORM_ROWS = 256
 # The number of rows that packed weights are laid out for.
 _PACKED_FOR_ROWS = 512
 
@@ -83,20 +83,20 @@ class TorchKernels:
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return _in_shares(torch.ops.aten.silu.out, gate).mul_(up)
+        return in_shares(torch.ops.aten.silu.out, gate).mul_(up)
 
     def sigmoid(self, x: Tensor) -> Tensor:
-        return _in_shares(torch.ops.aten.sigmoid.out, x)
+        return in_shares(torch.ops.aten.sigmoid.out, x)
 
     def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        log_decay = _in_shares(torch.ops.aten.softplus.out, a.float() + bias).mul_(rate)
+        log_decay = in_shares(torch.ops.aten.softplus.out, a.float() + bias).mul_(rate)
         return log_decay, self.sigmoid(b.float())
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         for start in range(0, x.shape[0], _NORM_ROWS):
             rows = slice(start, start + _NORM_ROWS)
-            activated = _in_shares(torch.ops.aten.silu.out, gate[rows].float())
+            activated = in_shares(torch.ops.aten.silu.out, gate[rows].float())
             normed = torch.nn.functional.rms_norm(x[rows], weight.shape, weight, eps)
             out[rows] = activated.mul_(normed.flatten(1))
         return out
@@ -142,14 +142,6 @@ class TorchKernels:
         weights = torch.softmax(torch.cat(lses), dim=0)[..., None]  # [pieces, KV, G, 1]
         merged = (torch.cat(outs) * weights).sum(dim=0).to(query.dtype)
         return merged.reshape(num_heads, head_dim)
-
-
-def _in_shares(function: Callable[..., Tensor], x: Tensor) -> Tensor:
-    """An element-wise function of x [rows, width], whose rows do not notice how many they are."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows in even_shares(x.shape[0], x.shape[1], torch.get_num_threads()):
-        function(x[rows], out=out[rows])
-    return out
 
 
 def _split(past: KV, num_kv_heads: int) -> list[tuple[Tensor, Tensor]]:
