@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 from penstock.frontends.cli import app
+from tests.models.hybrids import rewrite_weights
 from tests.oracle import make_oracle
 
 CONTEXT = 6000
@@ -25,8 +27,28 @@ Generate = Callable[..., Result]
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random model whose tokens are bytes."""
-    oracle = make_oracle("llama", vocab_size=256, max_position_embeddings=CONTEXT)
-    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return model_of_bytes("llama", tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with recurrent state, as it is published: names of a model of text and pictures, more weights."""
+    folder = model_of_bytes("qwen3_5_text", tmp_path_factory.mktemp("models") / "hybrid")
+    rewrite_weights(folder, as_published)
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "qwen3_5", "tie_word_embeddings": False, "text_config": config}
+    (folder / "config.json").write_text(json.dumps(outer))
+    return folder
+
+
+def as_published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    renamed = {name.replace("model.", "model.language_model.", 1): tensors[name] for name in tensors}
+    more = {"mtp.fc.weight": torch.zeros(2, 2), "model.visual.pos_embed.weight": torch.zeros(3, 2)}
+    return renamed | more
+
+
+def model_of_bytes(family: str, folder: Path) -> Path:
+    oracle = make_oracle(family, vocab_size=256, max_position_embeddings=CONTEXT)
     shutil.copytree(oracle.folder, folder)
     vocab = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))

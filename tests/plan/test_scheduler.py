@@ -363,3 +363,28 @@ def test_a_whole_prompt_is_shrunk_on_the_grid() -> None:
 def test_the_grid_is_a_count(grid: Any) -> None:
     with pytest.raises(SettingError, match="grid="):
         PrefillScheduler([1], ChunkedPrefillConfig(), grid=grid)
+
+
+def test_cuts_that_were_made_are_not_forgotten_when_memory_runs_out() -> None:
+    """Chunks of 128 that overlap by 32: the first leaves off at 96 for the next, which does not come to it."""
+    scheduler = PrefillScheduler(range(600), ChunkedPrefillConfig(128, 32), grid=64)
+    first = scheduler.next_action()
+    assert isinstance(first, Prefill)
+    assert scheduler.next_start(first.chunk) == 96
+    scheduler.complete(first.chunk)
+    second = scheduler.next_action()
+    assert isinstance(second, Prefill)
+    scheduler.shrink(second.chunk)
+    assert not scheduler.lies_on(64)
+    third = scheduler.next_action()
+    assert isinstance(third, Prefill)
+    assert scheduler.next_start(third.chunk) == third.chunk.end_pos
+
+
+def test_memory_that_runs_out_in_the_first_chunk_puts_the_rest_on_the_grid() -> None:
+    scheduler = PrefillScheduler(range(600), ChunkedPrefillConfig(128, 32), grid=64)
+    first = scheduler.next_action()
+    assert isinstance(first, Prefill)
+    assert not scheduler.lies_on(64)
+    scheduler.shrink(first.chunk)
+    assert scheduler.lies_on(64)

@@ -15,6 +15,7 @@ class SequenceSnapshot:
 
     num_tokens: int
     state: StateSnapshot | None
+    num_returns: int  # how often the sequence had gone back by then
 
     def release(self) -> None:
         if self.state is not None:
@@ -30,6 +31,7 @@ class SequenceCache:
     def __init__(self, blocks: BlockPool, slots: SlotPool | None = None) -> None:
         self.blocks = SequenceBlocks(blocks)
         self.state = None if slots is None else SequenceState(slots)
+        self._returns: list[int] = []  # the positions that the sequence went back to
 
     @property
     def num_tokens(self) -> int:
@@ -60,21 +62,27 @@ class SequenceCache:
 
     def snapshot(self) -> SequenceSnapshot:
         """Where the sequence stands, to be released by the caller."""
-        return SequenceSnapshot(self.num_tokens, None if self.state is None else self.state.snapshot())
+        state = None if self.state is None else self.state.snapshot()
+        return SequenceSnapshot(self.num_tokens, state, len(self._returns))
 
     def restore(self, snapshot: SequenceSnapshot) -> None:
         """Go back to a snapshot of this sequence, which has not been shorter since."""
-        if snapshot.num_tokens > self.num_tokens:
+        shortest = min((self.num_tokens, *self._returns[snapshot.num_returns :]))
+        if snapshot.num_tokens > shortest:
             raise ValueError(
-                f"cannot restore a snapshot at token {snapshot.num_tokens}: keys and values are kept up to "
-                f"{self.num_tokens} only"
+                f"cannot restore a snapshot at token {snapshot.num_tokens}: "
+                f"the sequence went back to {shortest} since"
             )
+        if (self.state is None) != (snapshot.state is None):
+            raise ValueError("cannot restore a snapshot of another model's sequence")
         if self.state is not None and snapshot.state is not None:
             self.state.restore(snapshot.state)
         self.blocks.truncate(snapshot.num_tokens)
+        self._returns.append(snapshot.num_tokens)
 
     def free(self) -> None:
         """Release everything. The sequence is then empty and may be used again."""
+        self._returns.append(0)
         self.blocks.free()
         if self.state is not None:
             self.state.free()

@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
@@ -11,10 +13,10 @@ import torch
 from penstock.engine.batch import settle
 from penstock.engine.memory import peak_resident_bytes, reset_peak
 from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
-from penstock.engine.run import Run
+from penstock.engine.run import Run, is_out_of_memory
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.stop import StopMatcher
-from penstock.errors import ContextLengthError, SettingError
+from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError
 from penstock.kernels.probe import probe
 from penstock.kernels.protocol import select_kernels
 from penstock.models.config import ModelConfig
@@ -22,12 +24,15 @@ from penstock.models.detokenize import StreamDecoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_model
+from penstock.models.shape import model_shape
 from penstock.plan import (
     STATE_GRID,
     AlignSetting,
     ChunkedPrefillConfig,
     ChunkSetting,
+    PrefillMemoryEstimate,
     PrefillScheduler,
+    peak_memory_estimate,
     resolve_align,
     resolve_chunk_size,
 )
@@ -74,15 +79,16 @@ class LLM:
         opened = open_model(resolve_model(str(model)))
         try:
             grid = self.align.grid(has_state=has_state(opened.source.config))
-            self.chunk: ChunkSetting = resolve_chunk_size(chunk, grid=grid)
+            self.chunk: ChunkSetting = _with_overlap(resolve_chunk_size(chunk, grid=grid), overlap)
             self._config = ChunkedPrefillConfig(self.chunk.effective, overlap)
             self.tokenizer = opened.tokenizer
             self.skipped = opened.skipped.describe()
-            self.model = load_decoder(opened.source, select_kernels(device), torch_dtype, device)
+            with _memory_for(opened.source.describe()):
+                self.model = load_decoder(opened.source, select_kernels(device), torch_dtype, device)
+                self.probe = probe(self.model.kernels, self.model.probe_shapes, torch_dtype, device)
         finally:
             opened.source.close()
         self._eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
-        self.probe = probe(self.model.kernels, self.model.probe_shapes, torch_dtype, device)
         self._canon = settle(self.model.kernels, self.probe)
         self.load_s = time.perf_counter() - started
 
@@ -90,6 +96,15 @@ class LLM:
     def context_length(self) -> int:
         """The most tokens that a prompt and its answer may have together."""
         return self.model.config.max_position
+
+    def memory_estimate(self, prompt_tokens: int) -> PrefillMemoryEstimate:
+        """The peak memory of a prompt of so many tokens, besides the weights, by arithmetic."""
+        return peak_memory_estimate(
+            model_shape(self.model.config),
+            prompt_tokens,
+            self._config,
+            dtype_bytes=self.model.dtype.itemsize,
+        )
 
     def tokenize(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
         """The token ids of a prompt: a text (put into the chat template unless `raw`), chat messages, or ids."""
@@ -241,7 +256,7 @@ class TextStream:
             raise SettingError("the stream has not ended: read it to its end, or close it")
         generated, progress = run.generated, self._clock.progress()
         num_decoded = len(generated) - 1
-        chunk, kv = self._llm.chunk, run.space.tensors.kv
+        chunk, caches = self._llm.chunk, run.space.tensors
         return Generation(
             text="".join(self._text),
             token_ids=tuple(generated),
@@ -264,7 +279,12 @@ class TextStream:
                 chunks=progress.chunks_done,
                 same_bits=self._llm.probe.same_bits and keeps_bits(self._llm.model.config, run.prefill),
             ),
-            memory=MemoryReport(self._llm.model.num_weight_bytes, kv.num_bytes, self._peak_bytes),
+            memory=MemoryReport(
+                weights_bytes=self._llm.model.num_weight_bytes,
+                kv_cache_bytes=caches.kv.num_bytes,
+                recurrent_bytes=caches.recurrent.num_bytes if caches.recurrent else 0,
+                peak_resident_bytes=self._peak_bytes,
+            ),
         )
 
     def _generate(self) -> Generator[str, None, None]:
@@ -318,6 +338,25 @@ def has_state(config: ModelConfig) -> bool:
 def keeps_bits(config: ModelConfig, prefill: PrefillScheduler) -> bool:
     """Whether the way a prompt is cut has no part in its bits: always, but where a state is cut inside a block."""
     return not has_state(config) or prefill.lies_on(STATE_GRID)
+
+
+def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:
+    if overlap % chunk.grid == 0:
+        return chunk
+    why = f"; an overlap of {overlap} is no multiple of {chunk.grid}, so bits may differ from those of other sizes"
+    return replace(chunk, reason=chunk.reason + why)
+
+
+@contextmanager
+def _memory_for(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise MemoryExhaustedError(
+                f"there is not enough memory to load {what}: free some, or use a smaller or quantised model"
+            ) from error
+        raise
 
 
 def _shrink_reason(num_shrinks: int) -> str:

@@ -53,6 +53,7 @@ class MemoryReport:
     weights_bytes: int
     kv_cache_bytes: int
     peak_resident_bytes: int
+    recurrent_bytes: int = 0  # states of a hybrid, the one being written among them
 
 
 @dataclass(frozen=True)

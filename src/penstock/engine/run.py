@@ -13,7 +13,7 @@ from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.errors import ContextLengthError, MemoryExhaustedError, PromptError, SettingError
 from penstock.models.decoder import Decoder
-from penstock.plan import ChunkedPrefillConfig, Prefill, PrefillScheduler, Span
+from penstock.plan import STATE_GRID, ChunkedPrefillConfig, Prefill, PrefillScheduler, Span
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -74,7 +74,7 @@ class Run:
         self.max_tokens = max_tokens
         self.finish_reason: FinishReason | None = None
         # Chunks of a model with recurrent state have the best bits and speed on the grid, also when memory runs out.
-        grid = BLOCK_TOKENS if model.config.delta_net else 1
+        grid = STATE_GRID if model.config.delta_net else 1
         self.prefill = PrefillScheduler(prompt, config, chunk_ends=chunk_ends, grid=grid)
         # The last token generated is never run, so it needs no place.
         self.space = space or CacheSpace.for_tokens(
@@ -132,11 +132,10 @@ class Run:
     def _states_to_keep(self, item: SpanInput, action: Prefill | None) -> list[int]:
         """The positions whose states the step keeps: its end, and where the next chunk begins if it runs some tokens
         again."""
-        end = item.span.end
-        overlap = self.prefill.config.overlap
-        if action is None or action.chunk.is_last or not overlap or end - overlap <= item.span.start:
-            return [end]
-        return [end - overlap, end]
+        positions = {item.span.end}
+        if action is not None:
+            positions.add(self.prefill.next_start(action.chunk))
+        return sorted(positions)
 
     def _abort(self, span: Span, action: Prefill | None, error: BaseException) -> None:
         """Leave the request as it was before the step, and raise the error: unless memory ran out and the chunk can

@@ -27,7 +27,7 @@ from penstock.home import cache_home
 from penstock.kernels.probe_delta import DeltaShape, recurrence_holds
 from penstock.kernels.protocol import Kernels
 
-_VERSION = 11
+_VERSION = 12
 _REFERENCE_ROWS = 512
 _MOST_ROWS = 2048
 # A floor above this is not believed: a library that changes its ways at such sizes may do so again beyond.

@@ -51,8 +51,8 @@ class Kernels(Protocol):
     def causal_conv(self, x: Tensor, tail: Tensor, weight: Tensor, out_tail: Tensor) -> Tensor:
         """silu of the convolution of each channel of x [n, channels] over time, in the dtype of x.
 
-        `tail` [taps - 1, channels] is what came before x; its successor goes to `out_tail`. `weight` is
-        [taps, channels] in float32, with the tap of the token itself last."""
+        `tail` [taps - 1, channels], up to 64 rows, is what came before x; its successor goes to `out_tail`. `weight`
+        is [taps, channels] in float32, with the tap of the token itself last."""
 
     def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithm of the decay, rate * softplus(a + bias), and beta, sigmoid(b), in float32.

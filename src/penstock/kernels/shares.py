@@ -23,7 +23,10 @@ def in_shares(function: Callable[..., Tensor], x: Tensor, out: Tensor | None = N
     """An element-wise function of x [rows, width], whose rows do not notice how many they are."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows in even_shares(x.shape[0], x.shape[1], torch.get_num_threads()):
+    shares = even_shares(x.shape[0], x.shape[1], torch.get_num_threads())
+    if len(shares) == 1:
+        return function(x, out=out)
+    for rows in shares:
         function(x[rows], out=out[rows])
     return out
 

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.shares import in_shares
+from penstock.plan.config import STATE_GRID
 
-BLOCK = 64
+BLOCK = STATE_GRID
 # Blocks are prepared several at once where that gives every thread so many elements of a token to work on. More would
 # only take more memory, which a processor's cache does not hold.
 _ELEMENTS_PER_THREAD = 2048
@@ -36,6 +37,7 @@ _CORNER = 16
 
 def causal_conv(x: Tensor, tail: Tensor, weight: Tensor, out_tail: Tensor) -> Tensor:
     num_rows, num_before = x.shape[0], tail.shape[0]
+    assert num_before <= BLOCK, "the taps of a convolution reach back one block at most"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     at_once = BLOCK * _blocks_at_once(x.shape[1])
     for start in range(0, num_rows, at_once):

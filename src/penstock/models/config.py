@@ -73,5 +73,5 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with full attention, which are those with keys and values to cache."""
-        linear = self.delta_net.layers if self.delta_net else ()
+        linear = frozenset(self.delta_net.layers if self.delta_net else ())
         return tuple(index for index in range(self.num_layers) if index not in linear)

@@ -12,6 +12,8 @@ MAX_POSITIONS = 1 << 28
 # Of delta nets: a head's state is a matrix of its key size by its value size.
 MAX_DELTA_HEAD = 1 << 10
 MAX_CONV_KERNEL = 64
+# Elements of a delta net's matrices of all heads: 256 MiB a layer and state.
+MAX_STATE = 1 << 26
 
 # Of mixtures of experts: in one layer, and in all of them, since each may have tensors of its own.
 MAX_EXPERTS = 1 << 12
@@ -36,6 +38,8 @@ def check_delta_net(origin: str, net: DeltaNetConfig) -> None:
         )
     if (size := max(net.key_size, net.value_size)) > MAX_WIDTH:
         raise ModelFileError(f"{origin}: a delta net's heads of {size} elements in all exceed {MAX_WIDTH}")
+    if (size := net.num_value_heads * net.key_head_dim * net.value_head_dim) > MAX_STATE:
+        raise ModelFileError(f"{origin}: a delta net's state of {size} elements exceeds {MAX_STATE}")
 
 
 def check_experts(origin: str, experts: ExpertsConfig) -> None:

@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from penstock.kernels.protocol import Kernels
 from penstock.kernels.shares import whole_lanes
@@ -28,6 +29,7 @@ class _Loader:
         self._source = source
         self._names = source.names()
         self._config = source.config
+        self._attention_layers = source.config.attention_layers
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
@@ -55,7 +57,7 @@ class _Loader:
             mixer_norm=self._norm(f"{prefix}.input_layernorm.weight"),
             mixer=self._delta_net(f"{prefix}.linear_attn", net, net.layers.index(index))
             if net and index in net.layers
-            else self._attention(f"{prefix}.self_attn", config.attention_layers.index(index)),
+            else self._attention(f"{prefix}.self_attn", self._attention_layers.index(index)),
             mlp_norm=self._norm(f"{prefix}.post_attention_layernorm.weight"),
             mlp=self._experts(f"{prefix}.mlp", experts)
             if experts and index in experts.layers
@@ -200,18 +202,15 @@ class _Loader:
         """Experts that are stored as two tensors for all of them."""
         hidden, count, inner = self._config.hidden_size, experts.num_experts, experts.intermediate_size
         width = whole_lanes(inner)
-        gate_up = torch.zeros(count, 2, width, hidden, dtype=self._dtype, device=self._device)
-        stored = self._tensor(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
-        gate_up[:, :, :inner] = stored.view(count, 2, inner, hidden)
+        gate_up = self._tensor(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
+        if width > inner:
+            gate_up = pad(gate_up.view(count, 2, inner, hidden), (0, 0, 0, width - inner)).flatten(1, 2)
+        gate_ups = [self._kernels.pack(gate_up[expert]) for expert in range(count)]
+        del gate_up
         down = torch.zeros(count, hidden, width, dtype=self._dtype, device=self._device)
         self._source.load_into(f"{prefix}.down_proj", down[:, :, :inner])
         return [
-            GatedMLP(
-                self._kernels.pack(gate_up[expert].flatten(0, 1)),
-                None,
-                self._kernels.pack(down[expert]),
-                None,
-            )
+            GatedMLP(gate_ups[expert], None, self._kernels.pack(down[expert]), None)
             for expert in range(count)
         ]
 

@@ -11,6 +11,8 @@ from penstock.plan.units import format_bytes
 
 # The delta rule keeps its state in float32; so do a router its probabilities and experts their sum.
 _FLOAT32_BYTES = 4
+# Blocks of a delta rule that are prepared together where there are threads for it.
+_MOST_BLOCKS_AT_ONCE = 8
 # The heads' decays and write strengths are projected with rows of whole vectors.
 _VECTOR = 64
 
@@ -163,7 +165,9 @@ def _parts(
     attention_per_token = hidden + projection + attention_output if has_attention else 0
     net = shape.delta_net if spans else None
     num_slots = config.num_state_slots if len(spans) > 1 else ChunkedPrefillConfig().num_state_slots
-    delta_net_bytes = chunk * _delta_net_per_token(net, dtype_bytes) + _delta_rule_bytes(net) if net else 0
+    delta_net_bytes = (
+        chunk * _delta_net_per_token(net, dtype_bytes) + _delta_rule_bytes(net, chunk) if net else 0
+    )
     return PrefillMemoryParts(
         # keys and values of every attention layer: 2 x [layers, tokens, kv_heads, head_dim]
         kv_cache_bytes=kv_dtype_bytes * 2 * shape.num_attention_layers * num_tokens * kv_size,
@@ -214,12 +218,13 @@ def _delta_net_per_token(net: DeltaNetShape, dtype_bytes: int) -> int:
     return projected + held + rule
 
 
-def _delta_rule_bytes(net: DeltaNetShape) -> int:
-    """Blocks run one after the other, so this does not grow with the chunk."""
+def _delta_rule_bytes(net: DeltaNetShape, chunk: int) -> int:
+    """At most: how many blocks are prepared at once depends on the threads, up to a number that no chunk exceeds."""
+    num_blocks = min(-(-chunk // STATE_GRID), _MOST_BLOCKS_AT_ONCE)
     # A head's queries, keys and both scaled 4 x [block, key_dim]; values before and after, output
     # 3 x [block, value_dim]; products of keys, their inverse, products with queries 3 x [block, block]
     per_row = 4 * net.key_head_dim + 3 * net.value_head_dim + 3 * STATE_GRID
-    return _FLOAT32_BYTES * net.num_value_heads * STATE_GRID * per_row
+    return _FLOAT32_BYTES * num_blocks * net.num_value_heads * STATE_GRID * per_row
 
 
 def _slot_bytes(net: DeltaNetShape, dtype_bytes: int) -> int:

@@ -68,6 +68,7 @@ class PrefillScheduler:
         self._num_complete = 0
         self._issued: PrefillChunk | None = None
         self._yields = 0  # YieldToDecode answers since the last chunk that was completed
+        self._cuts: set[int] = set()  # where finished chunks began, ended, and left off for the next
 
     @property
     def total_chunks(self) -> int:
@@ -94,6 +95,7 @@ class PrefillScheduler:
         """Mark the issued chunk as done."""
         self._check_issued(chunk, "completed")
         self._issued = None
+        self._cuts |= {chunk.start_pos, chunk.end_pos, self.next_start(chunk)}
         self._num_complete += 1
         self._yields = 0
 
@@ -116,13 +118,15 @@ class PrefillScheduler:
         ends = [*done, *range(start + size, self._num_tokens, size), self._num_tokens]
         self._chunks = create_prefill_chunks_at(self._prompt, ends)
 
+    def next_start(self, chunk: PrefillChunk) -> int:
+        """Where the chunk after this one begins: before its end, if they overlap. The prompt's end after the last."""
+        return chunk.end_pos if chunk.is_last else self._chunks[chunk.chunk_index + 1].start_pos
+
     def lies_on(self, grid: int) -> bool:
-        """Whether every chunk, as the prompt is cut now, begins and ends on a grid of so many tokens, but for the
-        prompt's end."""
-        return all(
-            chunk.start_pos % grid == 0 and (chunk.is_last or chunk.end_pos % grid == 0)
-            for chunk in self._chunks
-        )
+        """Whether every chunk that was run, and every one that is left, begins and ends on a grid of so many tokens,
+        but for the prompt's end."""
+        planned = {end for chunk in self._chunks for end in (chunk.start_pos, chunk.end_pos)}
+        return all(cut % grid == 0 for cut in (planned | self._cuts) - {self._num_tokens})
 
     def is_complete(self) -> bool:
         """Whether no chunk is left to run. True of an empty prompt."""
