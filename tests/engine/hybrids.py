@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from penstock.cache import SequenceSnapshot
+from penstock.cache import SequenceCache, SequenceSnapshot
 from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.run import CacheSpace
 from penstock.models.decoder import Decoder
@@ -25,6 +25,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5, 3 taps": (
         "qwen3_5_text",
         {"linear_conv_kernel_dim": 3, "linear_num_key_heads": 1, "linear_value_head_dim": 16},
+    ),
+    # Heads of 128 and whole lanes everywhere, as published models have them.
+    "qwen3_5, published widths": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 2,
+            "layer_types": ("linear_attention", "full_attention"),
+            "linear_num_key_heads": 1,
+            "linear_num_value_heads": 2,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", {}),
     "qwen3_next": ("qwen3_next", {}),
@@ -55,11 +67,13 @@ def hybrid(name: str, dtype: torch.dtype = torch.float32) -> Decoder:
 class Tape:
     """One sequence and the tokens it will read. Every call runs real spans through the model."""
 
-    def __init__(self, model: Decoder, tokens: list[int], *, num_generated: int = 0) -> None:
+    def __init__(
+        self, model: Decoder, tokens: list[int], *, num_generated: int = 0, space: CacheSpace | None = None
+    ) -> None:
         self.model = model
         self.tokens = list(tokens)
         self.prompt_length = len(tokens)
-        self.space = CacheSpace.for_tokens(model, len(tokens) + num_generated, num_slots=8)
+        self.space = space or CacheSpace.for_tokens(model, len(tokens) + num_generated, num_slots=8)
         self.cache = self.space.new_sequence()
         self.logits: torch.Tensor | None = None
 
@@ -93,30 +107,64 @@ class Tape:
         self.cache.restore(snapshot)
 
     def states(self) -> list[torch.Tensor]:
-        """Tail and matrix of every layer where the sequence stands, copied."""
-        states, slot = self.space.tensors.states, self.cache.state
-        assert slot is not None
-        return [
-            part.clone()
-            for layer in range(states.spec.num_layers)
-            for part in (states.tail(layer, slot.slot), states.matrix(layer, slot.slot))
-        ]
+        """Tail and matrix of every layer where the sequence stands, copied. None where the model has no state."""
+        return states_of(self.space, self.cache)
 
     def keys_and_values(self) -> list[torch.Tensor]:
-        places = self.cache.blocks.locate(0, self.cache.num_tokens)
-        kv = self.space.tensors.kv
-        return [
-            part
-            for layer in range(kv.spec.num_layers)
-            for cached in (kv.read(layer, places),)
-            for part in (cached.keys, cached.values)
-        ]
+        return keys_and_values_of(self.space, self.cache, self.cache.num_tokens)
 
-    def _forward(self, span: Span, *, is_prompt: bool) -> torch.Tensor | None:
+    def reserve(self, span: Span, *, is_prompt: bool) -> SpanInput:
+        """A step over the span, its places taken; it ends in a commit or an abort."""
         state = self.cache.reserve(span.start, [span.end])
         wants_logits = not is_prompt or span.end == self.prompt_length
         tokens = self.tokens[span.start : span.end]
-        item = SpanInput(span, tokens, self.cache.blocks, is_prompt, wants_logits, state)
+        return SpanInput(span, tokens, self.cache.blocks, is_prompt, wants_logits, state)
+
+    def _forward(self, span: Span, *, is_prompt: bool) -> torch.Tensor | None:
+        item = self.reserve(span, is_prompt=is_prompt)
         batch = build_batch([item], canon=canon_of(self.model), device=self.model.device)
         logits = self.model.forward(batch, self.space.tensors)
         return None if logits is None else logits[0]
+
+
+def states_of(space: CacheSpace, cache: SequenceCache) -> list[torch.Tensor]:
+    """Tail and matrix of every layer where a sequence stands, copied."""
+    if cache.state is None:
+        return []
+    states, slot = space.tensors.states, cache.state.slot
+    return [
+        part.clone()
+        for layer in range(states.spec.num_layers)
+        for part in (states.tail(layer, slot), states.matrix(layer, slot))
+    ]
+
+
+def keys_and_values_of(space: CacheSpace, cache: SequenceCache, num_tokens: int) -> list[torch.Tensor]:
+    """Keys and values of a sequence's first tokens in every layer, copied."""
+    places, kv = cache.blocks.locate(0, num_tokens), space.tensors.kv
+    return [
+        part.clone()
+        for layer in range(kv.spec.num_layers)
+        for cached in (kv.read(layer, places),)
+        for part in (cached.keys, cached.values)
+    ]
+
+
+def assert_all_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    for index, (part, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert torch.equal(part, other), index
+
+
+def assert_all_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
+    """Up to rounding in float32, relative to the largest value of each tensor."""
+    for index, (part, other) in enumerate(zip(ours, theirs, strict=True)):
+        assert float((part - other).abs().max()) <= 1e-4 * float(other.abs().max()), index
+
+
+def assert_all_free(space: CacheSpace) -> None:
+    """Every block and every slot was given back."""
+    space.blocks.check_integrity()
+    assert space.blocks.num_free == space.blocks.num_blocks
+    if space.slots is not None:
+        space.slots.check_integrity()
+        assert space.slots.num_free == space.slots.num_slots

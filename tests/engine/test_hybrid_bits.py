@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from penstock.engine.batch import settle
 from penstock.kernels import torch_delta
 from penstock.kernels.probe import ProbeResult, measure
+from penstock.kernels.torch_kernels import TorchKernels
 from penstock.models.decoder import Decoder
-from tests.engine.hybrids import MIXTURES, MODELS, Tape, hybrid, hybrid_oracle
+from tests.engine.hybrids import MIXTURES, MODELS, Tape, assert_all_equal, hybrid, hybrid_oracle
 from tests.oracle import load_model, random_prompt, run_prompt
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -25,10 +26,7 @@ def read(model: Decoder, prompt: list[int], ends: list[int]) -> Tape:
 def assert_same_bits(ours: Tape, theirs: Tape) -> None:
     assert ours.logits is not None
     assert theirs.logits is not None
-    parts = ours.keys_and_values() + (ours.states() if ours.cache.state else [])
-    others = theirs.keys_and_values() + (theirs.states() if theirs.cache.state else [])
-    for index, (part, other) in enumerate(zip(parts, others, strict=True)):
-        assert torch.equal(part, other), index
+    assert_all_equal(ours.keys_and_values() + ours.states(), theirs.keys_and_values() + theirs.states())
     assert torch.equal(ours.logits, theirs.logits)
 
 
@@ -77,12 +75,13 @@ def test_overlap_on_the_grid(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
-def test_any_number_of_threads(num_threads: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["qwen3_5_moe", "qwen3_5, published widths"])
+def test_any_number_of_threads(name: str, num_threads: int, dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
         # Not from the test session's cache: the probe must see this number of threads.
-        model = load_model.__wrapped__(hybrid_oracle("qwen3_5_moe").folder, dtype)
+        model = load_model.__wrapped__(hybrid_oracle(name).folder, dtype)
         prompt = random_prompt(520)
         whole = read(model, prompt, [520])
         for size in (64, 192):
@@ -92,10 +91,22 @@ def test_any_number_of_threads(num_threads: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_products_in_slabs(dtype: torch.dtype) -> None:
-    """Where only a fixed number of rows is row-invariant, an expert's tokens are padded up to it as well."""
+@pytest.mark.parametrize("expert_slab", [0, 32])
+def test_products_in_slabs(expert_slab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only a fixed number of rows is row-invariant, an expert's tokens are padded up to one as well."""
     model = load_model.__wrapped__(hybrid_oracle("qwen3_next").folder, dtype)
-    canon = settle(model.kernels, ProbeResult(128, 128, True, True))
+    canon = settle(model.kernels, ProbeResult(128, 128, True, True, expert_slab=expert_slab))
+    kernels = model.kernels
+    assert isinstance(kernels, TorchKernels)
+    product = kernels._product
+    rows_seen: set[int] = set()
+
+    def recorded(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        if weight is not model._head:
+            rows_seen.add(x.shape[0])
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(kernels, "_product", recorded)
     prompt = random_prompt(300)
     whole = run_prompt(model, prompt, canon=canon).logits
     assert whole is not None
@@ -103,6 +114,7 @@ def test_products_in_slabs(dtype: torch.dtype) -> None:
         logits = run_prompt(model, prompt, canon=canon, chunk_size=chunk_size).logits
         assert logits is not None
         assert torch.equal(logits, whole)
+    assert rows_seen == {128, expert_slab or 128}
 
 
 def test_probe_notices_blocks_that_depend_on_the_span(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,12 @@
 """Hybrids and mixtures of experts give transformers' answer, at any chunk size and on any way through the prompt."""
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cache import SequenceSnapshot
-from tests.engine.hybrids import MIXTURES, MODELS, Tape, hybrid, hybrid_oracle
+from tests.engine.hybrids import MIXTURES, MODELS, Tape, assert_all_free, hybrid, hybrid_oracle
 from tests.engine.test_parity import relative_error
 from tests.oracle import random_prompt, run_prompt
 
@@ -95,9 +96,19 @@ def test_any_way_through_the_prompt(data: st.DataObject) -> None:
     for snapshot in snapshots:
         snapshot.release()
     tape.cache.free()
-    for pool in (tape.space.blocks, tape.space.slots):
-        assert pool is not None
-        pool.check_integrity()
-    assert tape.space.slots is not None
-    assert tape.space.slots.num_free == tape.space.slots.num_slots
-    assert tape.space.blocks.num_free == tape.space.blocks.num_blocks
+    assert_all_free(tape.space)
+
+
+def test_bfloat16_error_is_that_of_the_dtype(name: str) -> None:
+    """Chunked against whole in bfloat16 differs by no more than whole bfloat16 does from float32."""
+    prompt = random_prompt(300)
+    exact = hybrid_oracle(name).logits(prompt)
+    model = hybrid(name, torch.bfloat16)
+    whole = run_prompt(model, prompt).logits
+    assert whole is not None
+    allowed = float((whole - exact).abs().max())
+    assert allowed < 0.2 * float(exact.abs().max())
+    for chunk_size in (7, 64, 100):
+        chunked = run_prompt(model, prompt, chunk_size=chunk_size).logits
+        assert chunked is not None
+        assert float((chunked - whole).abs().max()) <= allowed

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -105,6 +105,9 @@ def test_is_the_delta_rule(form: str, num_tokens: int, num_heads: int) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @settings(max_examples=25, deadline=None)
 @given(cut=st.integers(1, 199))
+@example(cut=64)
+@example(cut=128)
+@example(cut=192)
 def test_carried_state(form: str, cut: int) -> None:
     """[0, a) then [a, n) is [0, n)."""
     inputs = random_inputs(200)
@@ -173,6 +176,10 @@ def test_convolution(num_tokens: int, num_taps: int, dtype: torch.dtype) -> None
 
 @settings(max_examples=40, deadline=None)
 @given(cuts=st.sets(st.integers(1, 199), max_size=6))
+@example(cuts={64})
+@example(cuts={192})
+@example(cuts={64, 128})
+@example(cuts={64, 128, 192})
 def test_convolution_in_spans(cuts: set[int]) -> None:
     generator = torch.Generator().manual_seed(1)
     x, weight = torch.randn(200, 40, generator=generator), torch.randn(4, 40, generator=generator)

@@ -1,5 +1,6 @@
 """The probe finds what holds, notices what does not, and keeps what it found."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,13 @@ def test_no_floor_but_a_slab() -> None:
     result = measure(RowDependent(400), SHAPES, torch.float32, CPU)
     assert (result.row_floor, result.row_slab) == (128, 128)
     assert result.same_bits
+
+
+def test_experts_have_a_slab_of_their_own() -> None:
+    shapes = replace(SHAPES, expert_products=(ProductShape(128, 96),), num_experts=4)
+    result = measure(RowDependent(400), shapes, torch.float32, CPU)
+    assert (result.row_floor, result.row_slab, result.expert_slab) == (128, 128, 32)
+    assert measure(RowDependent(7), shapes, torch.float32, CPU).expert_slab == 0
 
 
 class PlaceDependent(TorchKernels):

@@ -28,6 +28,7 @@ class Canon:
 def settle(kernels: Kernels, found: ProbeResult) -> Canon:
     """Set the kernels up as the probe found them to hold, and give the shapes to run them on."""
     kernels.row_floor, kernels.row_slab = found.row_floor or 1, found.row_slab
+    kernels.expert_slab = found.expert_slab
     return Canon(kernels.tile_size, kernels.row_floor, kernels.row_slab)
 
 

@@ -35,6 +35,7 @@ _HIGHEST_FLOOR = 32
 _ROW_COUNTS = (*range(1, 21), *range(23, 26), *range(31, 34), *range(47, 50), *range(63, 66), 100)
 _ROW_COUNTS += (*range(127, 130), 200, 256, 257, 384, 513, 1000, _MOST_ROWS)
 _SLABS = (128, 256, 64, 512)
+_EXPERT_SLAB = 32
 # Where the queries of a chunk may begin and end in a tile.
 _EDGES = (1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300)
 
@@ -52,7 +53,7 @@ class ProductShape:
 class ProbeShapes:
     """What is probed: the model's distinct products, its attention's heads, the widths of its other passes."""
 
-    products: tuple[ProductShape, ...]
+    products: tuple[ProductShape, ...]  # but for experts'
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -61,18 +62,20 @@ class ProbeShapes:
     rotary_dim: int
     delta_net: DeltaShape | None = None
     num_experts: int = 0
+    expert_products: tuple[ProductShape, ...] = ()
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """Products are row-invariant from `row_floor` rows up; or, where `row_slab` is not 0, only in slabs of that many.
-    `row_floor` is None where neither is so."""
+    """Products are row-invariant from `row_floor` rows up; or, where `row_slab` is not 0, only in slabs of that many
+    (experts', of `expert_slab`). `row_floor` is None where neither is so."""
 
     row_floor: int | None
     row_slab: int
     attention_holds: bool
     passes_hold: bool
     recurrence_holds: bool = True  # of models without recurrent layers too
+    expert_slab: int = 0
 
     @property
     def same_bits(self) -> bool:
@@ -97,12 +100,17 @@ def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: tor
 def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
     """Measure the laws now."""
     random = _Random(dtype, device)
-    floors = [_row_floor(kernels, shape, random) for shape in shapes.products]
+    floors = [_row_floor(kernels, shape, random) for shape in (*shapes.products, *shapes.expert_products)]
     known = [floor for floor in floors if floor is not None]
     row_floor = max(known, default=1) if len(known) == len(floors) else None
-    row_slab = 0
+    row_slab = expert_slab = 0
     if row_floor is None:
-        slabs = [slab for slab in _SLABS if _slab_holds(kernels, shapes.products, slab, random)]
+        products = shapes.products
+        if shapes.expert_products and _slab_holds(kernels, shapes.expert_products, _EXPERT_SLAB, random):
+            expert_slab = _EXPERT_SLAB
+        else:
+            products += shapes.expert_products
+        slabs = [slab for slab in _SLABS if _slab_holds(kernels, products, slab, random)]
         row_floor, row_slab = (slabs[0], slabs[0]) if slabs else (None, 0)
     return ProbeResult(
         row_floor=row_floor,
@@ -111,6 +119,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         passes_hold=_passes_hold(kernels, shapes, random),
         recurrence_holds=shapes.delta_net is None
         or recurrence_holds(kernels, shapes.delta_net, random.normal),
+        expert_slab=expert_slab,
     )
 
 
@@ -268,6 +277,7 @@ def _read(path: Path) -> ProbeResult | None:
     is_valid = (
         (has_floor or result.row_floor is None)
         and result.row_slab in (0, *_SLABS)
+        and result.expert_slab in (0, _EXPERT_SLAB)
         and all(type(answer) is bool for answer in answers)
     )
     return result if is_valid else None

@@ -17,6 +17,7 @@ class Kernels(Protocol):
     tile_size: int
     row_floor: int  # products of fewer rows than this do not give a row the same bits as those of more
     row_slab: int  # products of more rows than this run as several, of this many rows each; 0: as one
+    expert_slab: int  # the same for experts, which have few rows each; 0: as for all others
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the form that `linear` takes it in, of the same size."""

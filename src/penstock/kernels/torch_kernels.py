@@ -41,6 +41,7 @@ class TorchKernels:
         self.tile_size = tile_size
         self.row_floor = 1
         self.row_slab = row_slab
+        self.expert_slab = 0
 
     def pack(self, weight: Tensor) -> Tensor:
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from penstock.kernels.protocol import Kernels, padded_rows
 from penstock.layers.batch import ForwardBatch
@@ -42,7 +43,7 @@ class ExpertMLP:
             if not count:
                 continue
             group = slice(start, start + count)
-            out = expert.feed(_padded(x[tokens[group]], batch, kernels), kernels)[:count]
+            out = _feed(expert, x[tokens[group]], batch, kernels)
             total.index_add_(0, tokens[group], out * weights[group, None])
             start += count
         if self.shared is not None:
@@ -51,8 +52,12 @@ class ExpertMLP:
         return total.to(x.dtype)
 
 
-def _padded(x: Tensor, batch: ForwardBatch, kernels: Kernels) -> Tensor:
+def _feed(expert: GatedMLP, x: Tensor, batch: ForwardBatch, kernels: Kernels) -> Tensor:
+    """One expert's tokens. How many they are depends on the chunk, and must not matter to any of them."""
     if not batch.has_prompt:
-        return x
-    num_missing = padded_rows(x.shape[0], kernels.row_floor, kernels.row_slab) - x.shape[0]
-    return torch.nn.functional.pad(x, (0, 0, 0, num_missing)) if num_missing else x
+        return expert.feed(x, kernels)
+    slab = kernels.expert_slab or kernels.row_slab
+    num_rows = padded_rows(x.shape[0], slab or kernels.row_floor, slab)
+    padded = pad(x, (0, 0, 0, num_rows - x.shape[0]))
+    fed = [expert.feed(part, kernels) for part in torch.split(padded, slab or num_rows)]
+    return (torch.cat(fed) if len(fed) > 1 else fed[0])[: x.shape[0]]

@@ -84,7 +84,7 @@ class Decoder:
         """The products, heads and passes whose bits must not depend on the number of rows."""
         config, net = self.config, self.config.delta_net
         return ProbeShapes(
-            products=tuple(sorted(self._products(), key=lambda p: (p.num_out, p.num_in, p.bias))),
+            products=_in_order(self._products()),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -95,6 +95,9 @@ class Decoder:
             if net
             else None,
             num_experts=config.experts.num_experts if config.experts else 0,
+            expert_products=_in_order(
+                {shape for layer in self._layers for shape in _expert_products(layer.mlp)}
+            ),
         )
 
     def _products(self) -> set[ProductShape]:
@@ -107,8 +110,9 @@ class Decoder:
                 pairs += [(mixer.in_weight, None), (mixer.out_weight, None)]
             if isinstance(layer.mlp, ExpertMLP):
                 pairs.append((layer.mlp.router_weight, None))
-        for block in self._blocks():
-            pairs += [(block.gate_up_weight, block.gate_up_bias), (block.down_weight, block.down_bias)]
+            block = layer.mlp.shared if isinstance(layer.mlp, ExpertMLP) else layer.mlp
+            if block is not None:
+                pairs += [(block.gate_up_weight, block.gate_up_bias), (block.down_weight, block.down_bias)]
         return {ProductShape(weight.shape[0], weight.shape[1], bias is not None) for weight, bias in pairs}
 
     def _blocks(self) -> Iterator[GatedMLP]:
@@ -149,6 +153,17 @@ class Decoder:
             x = x + layer.mlp(kernels.rms_norm(x, layer.mlp_norm, eps), num_rows, batch, kernels)
         x = kernels.rms_norm(x, self._final_norm, eps)[: batch.num_logits]
         return kernels.linear(x, self._head).float()
+
+
+def _expert_products(mlp: GatedMLP | ExpertMLP) -> Iterator[ProductShape]:
+    """Those of one expert, which are those of all."""
+    if isinstance(mlp, ExpertMLP):
+        for weight in (mlp.experts[0].gate_up_weight, mlp.experts[0].down_weight):
+            yield ProductShape(weight.shape[0], weight.shape[1])
+
+
+def _in_order(shapes: set[ProductShape]) -> tuple[ProductShape, ...]:
+    return tuple(sorted(shapes, key=lambda shape: (shape.num_out, shape.num_in, shape.bias)))
 
 
 def _tensors(part: object) -> Iterator[Tensor]:
