@@ -104,10 +104,10 @@ def _draw_panel(axis: Any, panel: _Panel, label: Callable[[SystemName], str]) ->
         texts = [f"{value:.0f}" if value >= 100 else f"{value:.3g}" for value in medians]
         if panel.shows_growth:
             axis.errorbar(own, medians, marker="o", **style)
-            for place, value, text in zip(own, medians, texts, strict=True):
-                axis.annotate(
-                    text, (place, value), (0, 5), textcoords="offset points", ha="center", fontsize=7
-                )
+            # Short prompts' labels would cover each other.
+            axis.annotate(
+                texts[-1], (own[-1], medians[-1]), (0, 5), textcoords="offset points", ha="center", fontsize=7
+            )
         else:
             shift = (index - (len(names) - 1) / 2) * width
             places = [lengths.index(length) + shift for length in own]
