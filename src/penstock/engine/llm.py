@@ -78,7 +78,7 @@ class LLM:
         device = torch.device("cpu")
         opened = open_model(resolve_model(str(model)))
         try:
-            grid = self.align.grid(has_state=has_state(opened.source.config))
+            grid = self.align.grid(has_state=opened.source.config.has_state)
             self.chunk: ChunkSetting = _with_overlap(resolve_chunk_size(chunk, grid=grid), overlap)
             self._config = ChunkedPrefillConfig(self.chunk.effective, overlap)
             self.tokenizer = opened.tokenizer
@@ -330,14 +330,9 @@ class TextStream:
         return step.token
 
 
-def has_state(config: ModelConfig) -> bool:
-    """Whether the model carries a recurrent state from token to token."""
-    return config.delta_net is not None
-
-
 def keeps_bits(config: ModelConfig, prefill: PrefillScheduler) -> bool:
     """Whether the way a prompt is cut has no part in its bits: always, but where a state is cut inside a block."""
-    return not has_state(config) or prefill.lies_on(STATE_GRID)
+    return not config.has_state or prefill.lies_on(STATE_GRID)
 
 
 def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:

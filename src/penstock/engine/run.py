@@ -74,7 +74,7 @@ class Run:
         self.max_tokens = max_tokens
         self.finish_reason: FinishReason | None = None
         # Chunks of a model with recurrent state have the best bits and speed on the grid, also when memory runs out.
-        grid = STATE_GRID if model.config.delta_net else 1
+        grid = STATE_GRID if model.config.has_state else 1
         self.prefill = PrefillScheduler(prompt, config, chunk_ends=chunk_ends, grid=grid)
         # The last token generated is never run, so it needs no place.
         self.space = space or CacheSpace.for_tokens(

@@ -24,8 +24,9 @@ from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.home import cache_home
-from penstock.kernels.probe_delta import DeltaShape, recurrence_holds
+from penstock.kernels.probe_delta import recurrence_holds
 from penstock.kernels.protocol import Kernels
+from penstock.plan.shape import DeltaNetShape
 
 _VERSION = 12
 _REFERENCE_ROWS = 512
@@ -60,7 +61,7 @@ class ProbeShapes:
     hidden_size: int
     mlp_widths: tuple[int, ...]
     rotary_dim: int
-    delta_net: DeltaShape | None = None
+    delta_net: DeltaNetShape | None = None
     num_experts: int = 0
     expert_products: tuple[ProductShape, ...] = ()
 

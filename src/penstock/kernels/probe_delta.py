@@ -2,13 +2,13 @@
 tokens in one span or in several that end on multiples of 64."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.kernels.protocol import Kernels
 from penstock.kernels.shares import whole_lanes
+from penstock.plan.shape import DeltaNetShape
 
 # More blocks than any implementation takes at once, and a part of one.
 _NUM_TOKENS = 9 * 64 + 13
@@ -20,28 +20,10 @@ _SCHEDULES = (
 )
 
 
-@dataclass(frozen=True)
-class DeltaShape:
-    """The heads of a delta net and the taps of its convolution."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    conv_kernel: int
-
-    @property
-    def key_size(self) -> int:
-        return self.num_key_heads * self.key_head_dim
-
-    @property
-    def value_size(self) -> int:
-        return self.num_value_heads * self.value_head_dim
-
-
-def recurrence_holds(kernels: Kernels, shape: DeltaShape, normal: Callable[..., Tensor]) -> bool:
+def recurrence_holds(kernels: Kernels, shape: DeltaNetShape, normal: Callable[..., Tensor]) -> bool:
     """`normal` makes random tensors of a shape, in the dtype that is probed."""
-    sizes = [shape.key_size, shape.key_size, shape.value_size]
+    key_size = shape.num_key_heads * shape.key_head_dim
+    sizes = [key_size, key_size, shape.value_size]
     lanes = whole_lanes(shape.num_value_heads)
     qkv, gate = normal(_NUM_TOKENS, sum(sizes)), normal(_NUM_TOKENS, shape.value_size)
     a, b = normal(_NUM_TOKENS, lanes), normal(_NUM_TOKENS, lanes)

@@ -71,6 +71,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
 
     @property
+    def has_state(self) -> bool:
+        """Whether the model carries a recurrent state from token to token."""
+        return self.delta_net is not None
+
+    @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with full attention, which are those with keys and values to cache."""
         linear = frozenset(self.delta_net.layers if self.delta_net else ())

@@ -10,7 +10,6 @@ from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.kernels.probe import ProbeShapes, ProductShape
-from penstock.kernels.probe_delta import DeltaShape
 from penstock.kernels.protocol import Kernels
 from penstock.layers.attention import Attention
 from penstock.layers.batch import ForwardBatch
@@ -19,6 +18,7 @@ from penstock.layers.experts import ExpertMLP
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.rotary import Rotary
 from penstock.models.config import ModelConfig
+from penstock.models.shape import model_shape
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Decoder:
     @property
     def probe_shapes(self) -> ProbeShapes:
         """The products, heads and passes whose bits must not depend on the number of rows."""
-        config, net = self.config, self.config.delta_net
+        config = self.config
         return ProbeShapes(
             products=_in_order(self._products()),
             num_heads=config.num_heads,
@@ -91,9 +91,7 @@ class Decoder:
             hidden_size=config.hidden_size,
             mlp_widths=tuple(sorted({block.gate_up_weight.shape[0] // 2 for block in self._blocks()})),
             rotary_dim=config.rotary_dim or config.head_dim,
-            delta_net=DeltaShape(*(getattr(net, field.name) for field in fields(DeltaShape)))
-            if net
-            else None,
+            delta_net=model_shape(config).delta_net,
             num_experts=config.experts.num_experts if config.experts else 0,
             expert_products=_in_order(
                 {shape for layer in self._layers for shape in _expert_products(layer.mlp)}
