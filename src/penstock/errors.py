@@ -31,3 +31,11 @@ class MemoryExhaustedError(PenstockError):
 
 class CacheFullError(PenstockError):
     """The K/V cache has no room for what was asked."""
+
+
+class QueueFullError(PenstockError):
+    """As many requests wait as may wait: try again later."""
+
+
+class ServiceClosedError(PenstockError):
+    """The service takes no more requests, or ended before this one did."""

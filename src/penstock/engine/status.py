@@ -1,0 +1,102 @@
+"""What can be seen of a running service: its requests, its last steps, its cache."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from penstock.plan.step import RequestId, SpanKind
+
+RequestPhase = Literal["waiting", "prompt", "decode"]
+Outcome = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """One request that has not ended. Times are seconds since its arrival."""
+
+    id: RequestId
+    phase: RequestPhase
+    num_prompt_tokens: int
+    num_prompt_done: int
+    num_generated: int
+    max_tokens: int
+    age_s: float
+    prompt_eta_s: float | None  # None where there is nothing to tell it from, or nothing left to read
+    num_preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class SpanRecord:
+    request_id: RequestId
+    kind: SpanKind
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """A step that was committed. `start_s` counts from the service's start."""
+
+    index: int
+    start_s: float
+    seconds: float
+    spans: tuple[SpanRecord, ...]
+    num_held_decodes: int  # running requests with a token to decode that this step left out
+    preempted: tuple[RequestId, ...] = ()
+
+    @property
+    def num_chunk_tokens(self) -> int:
+        return sum(span.end - span.start for span in self.spans if span.kind is not SpanKind.DECODE)
+
+    @property
+    def num_decodes(self) -> int:
+        return sum(span.kind is SpanKind.DECODE for span in self.spans)
+
+    @property
+    def stalls_decodes(self) -> bool:
+        """Whether a running decode had to wait for a chunk: in this step, or for its turn after it."""
+        return self.num_chunk_tokens > 0 and self.num_decodes + self.num_held_decodes > 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStatus:
+    blocks_used: int
+    blocks_total: int
+    block_tokens: int
+    slots_used: int  # 0 of 0 where the model has no recurrent state
+    slots_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceStatus:
+    requests: tuple[RequestStatus, ...]  # in order of arrival
+    steps: tuple[StepRecord, ...]  # the last ones, oldest first
+    cache: CacheStatus
+    num_running: int
+    num_waiting: int
+    uptime_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """A request that ended. `first_token_s` counts from its arrival and is None where there was no token."""
+
+    id: RequestId
+    outcome: Outcome
+    num_prompt_tokens: int
+    num_generated: int
+    first_token_s: float | None
+    seconds: float
+
+
+class Observer(Protocol):
+    """Told what happens, on the engine's thread: it must return at once. An error in it ends no request."""
+
+    def on_step(self, record: StepRecord) -> None: ...
+
+    def on_token(self, request_id: RequestId, gap_s: float, *, is_first: bool) -> None:
+        """`gap_s` is the time since the request's token before, for the first one since its arrival."""
+
+    def on_shrink(self) -> None:
+        """Memory ran out in a step: chunks are halved for a while."""
+
+    def on_end(self, summary: RequestSummary) -> None: ...

@@ -1,0 +1,121 @@
+"""How steps are shared among many requests: the policy, the budgets, and the waits that follow from them."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Self
+
+from penstock.errors import SettingError
+from penstock.plan.checks import check_int
+from penstock.plan.config import DEFAULT_CHUNK_SIZE
+
+# A chunk that shares its step with others is a multiple of so many tokens, but for a prompt's end: smaller ones would
+# pay more for padding than for tokens.
+SHARE_GRID = 64
+# No more prompts than this share a step; the others take turns.
+MOST_SHARES = 4
+
+
+class SchedulePolicy(StrEnum):
+    """Who runs in a step where some requests have prompt left to read and others a token to decode.
+
+    With `mixed` every step takes all decodes, and chunks with what is left of its budget. With the others a step is
+    either chunks or decodes: prefill-first takes chunks as long as there are any, interleaved takes turns, and
+    decode-priority takes decodes. None goes on forever: `max_chunk_steps` and `max_decode_steps` bound them.
+    """
+
+    PREFILL_FIRST = "prefill-first"
+    INTERLEAVED = "interleaved"
+    DECODE_PRIORITY = "decode-priority"
+    MIXED = "mixed"
+
+    @classmethod
+    def parse(cls, name: object) -> Self:
+        """The member of this name, such as `decode-priority` or `decode_priority`."""
+        if isinstance(name, str):
+            for member in cls:
+                if name.replace("_", "-") == member.value:
+                    return member
+        raise SettingError(f"policy={name!r} is not accepted: give one of {', '.join(cls)}")
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Budgets of a step and of the queue.
+
+    `chunk_size` is the most prompt tokens of a step, all its prompts together; 0 runs a prompt whole, one in a step.
+    `step_tokens` is the most tokens of a step, decodes included; None is room for a chunk and every decode.
+    `grid` is what chunks end on, other than at a prompt's end: 64 for models with recurrent state.
+    """
+
+    policy: SchedulePolicy = SchedulePolicy.MIXED
+    chunk_size: int = DEFAULT_CHUNK_SIZE
+    step_tokens: int | None = None
+    max_running: int = 16  # requests in progress at once
+    max_waiting: int = 256  # requests in the queue
+    max_chunk_steps: int = 64  # prefill-first: steps of chunks in a row while a decode waits
+    max_decode_steps: int = 8  # decode-priority: steps of decodes in a row while a prompt waits
+    max_overtakes: int = 8  # later requests that may be admitted before one that has no room yet
+    grid: int = 1
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "policy", SchedulePolicy.parse(self.policy))
+        check_int("chunk_size", self.chunk_size, 0)
+        for name in ("max_running", "max_waiting", "max_chunk_steps", "max_decode_steps", "grid"):
+            check_int(name, getattr(self, name), 1)
+        check_int("max_overtakes", self.max_overtakes, 0)
+        if self.chunk_size % self.grid:
+            raise SettingError(
+                f"chunk_size={self.chunk_size} is not accepted with grid={self.grid}: give a multiple of it"
+            )
+        if self.step_tokens is None:
+            return
+        if self.chunk_size == 0:
+            raise SettingError(
+                f"step_tokens={self.step_tokens} contradicts chunk_size=0 (prompts are run whole): "
+                "leave step_tokens out, or give a chunk_size"
+            )
+        least = self.max_running + self.grid
+        if check_int("step_tokens", self.step_tokens, 1) < least:
+            raise SettingError(
+                f"step_tokens={self.step_tokens} is not accepted with max_running={self.max_running}: give at "
+                f"least {least}, a token for every request and a chunk of {self.grid}"
+            )
+
+    def chunk_budget(self, num_decodes: int) -> int | None:
+        """The most prompt tokens of a step that has so many decodes; None is no limit, and one prompt."""
+        if self.chunk_size == 0:
+            return None
+        if self.step_tokens is None:
+            return self.chunk_size
+        return min(self.chunk_size, (self.step_tokens - num_decodes) // self.grid * self.grid)
+
+    @property
+    def min_share(self) -> int:
+        """What a prompt gets at least of a step that it shares with others, but for its end."""
+        unit = max(SHARE_GRID, self.grid)
+        return max(self.chunk_size // MOST_SHARES // unit * unit, unit)
+
+    @property
+    def longest_decode_gap(self) -> int:
+        """The most steps from one token of a running request to its next, the latter's included."""
+        match self.policy:
+            case SchedulePolicy.MIXED:
+                return 1
+            case SchedulePolicy.PREFILL_FIRST:
+                return self.max_chunk_steps + 1
+            case SchedulePolicy.INTERLEAVED | SchedulePolicy.DECODE_PRIORITY:
+                return 2
+
+    @property
+    def longest_prompt_gap(self) -> int:
+        """The most steps from one chunk of a running request to its next, the latter's included."""
+        match self.policy:
+            case SchedulePolicy.MIXED:
+                period = 1
+            case SchedulePolicy.PREFILL_FIRST | SchedulePolicy.INTERLEAVED:
+                period = 2  # a step of decodes may come before one of chunks, never two
+            case SchedulePolicy.DECODE_PRIORITY:
+                period = self.max_decode_steps + 1
+        budget = self.chunk_budget(self.max_running - 1 if self.policy is SchedulePolicy.MIXED else 0)
+        served = 1 if budget is None else max(budget // self.min_share, 1)
+        return period * -(-self.max_running // served)
