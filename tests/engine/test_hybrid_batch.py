@@ -132,7 +132,7 @@ def test_in_slabs(name: str) -> None:
     """Where rows are padded up to a fixed number of them, those of all the spans are padded together."""
     # Not from the test session's cache: its kernels are set up otherwise.
     model = load_model.__wrapped__(hybrid_oracle(name).folder, torch.float32)
-    check_two_prompts_and_a_decode(model, settle(model.kernels, ProbeResult(128, 128, True, True)))
+    check_two_prompts_and_a_decode(model, settle(model.kernels, ProbeResult(128, 128, True, True, True)))
 
 
 @settings(max_examples=15, deadline=None)

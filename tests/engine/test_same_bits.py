@@ -101,7 +101,7 @@ def test_products_in_slabs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     """Where only a fixed number of rows is row-invariant, a prompt runs in slabs of that many."""
     oracle = make_oracle("qwen3")
     model = load_model.__wrapped__(oracle.folder, dtype)
-    canon = settle(model.kernels, ProbeResult(128, 128, True, True))
+    canon = settle(model.kernels, ProbeResult(128, 128, True, True, True))
     rows_seen: set[int] = set()
     kernels = model.kernels
     assert isinstance(kernels, TorchKernels)

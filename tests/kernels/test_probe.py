@@ -13,7 +13,9 @@ from penstock.kernels.probe import ProbeResult, ProbeShapes, ProductShape, measu
 from penstock.kernels.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
-SHAPES = ProbeShapes((ProductShape(96, 64), ProductShape(64, 130, bias=True)), 6, 2, 16, 96, (1088,), 16)
+SHAPES = ProbeShapes(
+    (ProductShape(96, 64), ProductShape(64, 130, bias=True)), 6, 2, 16, 96, (1088,), 16, ProductShape(300, 96)
+)
 DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -52,7 +54,7 @@ def test_the_real_kernels_hold(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("below", [1, 2, 7, 25])
 def test_finds_the_floor(dtype: torch.dtype, below: int) -> None:
-    shapes = ProbeShapes((ProductShape(96, 576),), 6, 2, 16, 96, (1088,), 16)
+    shapes = ProbeShapes((ProductShape(96, 576),), 6, 2, 16, 96, (1088,), 16, ProductShape(300, 96))
     assert measure(RowDependent(below), shapes, dtype, CPU).row_floor == below
 
 
@@ -119,7 +121,7 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
     def counted(*args: object) -> ProbeResult:
         asked.append(args)
-        return ProbeResult(1, 0, True, True)
+        return ProbeResult(1, 0, True, True, True)
 
     monkeypatch.setattr(probing, "measure", counted)
     probe(TorchKernels(), SHAPES, torch.bfloat16, CPU)

@@ -1,7 +1,7 @@
 """From spans to a forward batch: the only place that sees both plans and tensors."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -39,13 +39,16 @@ class SpanInput:
     span: Span
     token_ids: Sequence[int]
     blocks: SequenceBlocks
-    is_prompt: bool  # prompt tokens run on the tile grid; a decode is one token that sees everything
+    is_prompt: bool  # prompt tokens run on the tile grid; a decode is a token that sees all before it
     wants_logits: bool  # of its last token
     state: StateStep | None = None  # where the model has recurrent layers
 
 
-def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, device: torch.device) -> ForwardBatch:
-    """Lay the spans out as rows, one after the other, and pad them where a prompt is among them."""
+def build_batch(
+    inputs: Sequence[SpanInput], *, canon: Canon, device: torch.device, strict: bool = False
+) -> ForwardBatch:
+    """Lay the spans out as rows, one after the other, and pad them where a prompt is among them; or always, if
+    `strict`: then the bits of a decode do not depend on what runs beside it either."""
     tile_size = canon.tile_size
     token_ids: list[int] = []
     positions: list[int] = []
@@ -76,13 +79,17 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, device: torch.devi
                 last = TilePiece(pieces[-1].tile_start, item.span.end - 1, item.span.end)
                 last_tiles.append(_tile_rows(last, last_row, tile_size, item.blocks))
         else:
-            past = item.blocks.locate(0, item.span.end)
-            decodes.append(DecodeRow(row_of_start, past))
+            rows = [
+                DecodeRow(row_of_start + index, item.blocks.locate(0, item.span.start + index + 1), strict)
+                for index in range(len(item.span))
+            ]
+            decodes += rows
             if item.wants_logits:
-                last_decodes.append(DecodeRow(last_row, past))
+                last_decodes.append(replace(rows[-1], row=last_row))
 
     num_tokens, num_logits = len(token_ids), len(logit_rows)
-    if tiles:
+    is_canonical = strict or bool(tiles)
+    if is_canonical:
         padding = canon.padded_rows(num_tokens) - num_tokens
         token_ids += [0] * padding
         positions += [0] * padding
@@ -98,6 +105,7 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, device: torch.devi
         last_layer=AttentionWork(tuple(last_tiles), tuple(last_decodes)),
         logit_rows=torch.tensor(logit_rows, dtype=torch.long, device=device),
         num_logits=num_logits,
+        is_canonical=is_canonical,
         states=tuple(states),
     )
 

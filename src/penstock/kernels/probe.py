@@ -3,7 +3,7 @@
 Four laws are tried on random data of the model's own shapes:
 
 * a product gives each row the same bits whatever the number of rows, from some number up (the floor); or else,
-  with a fixed number of rows (the slab), whatever the row's place among them;
+  with a fixed number of rows (the slab), whatever the row's place among them, as the output head always does;
 * attention gives a query the same bits whatever the other queries of its tile hold;
 * norm, rotation and activation give a row the same bits whatever the other rows;
 * a delta net gives the same bits for spans that end on multiples of 64 tokens (in `penstock.kernels.probe_delta`).
@@ -25,10 +25,10 @@ from torch import Tensor
 from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.probe_delta import recurrence_holds
-from penstock.kernels.protocol import Kernels
+from penstock.kernels.protocol import HEAD_ROWS, Kernels
 from penstock.plan.shape import DeltaNetShape
 
-_VERSION = 12
+_VERSION = 13
 _REFERENCE_ROWS = 512
 _MOST_ROWS = 2048
 # A floor above this is not believed: a library that changes its ways at such sizes may do so again beyond.
@@ -54,13 +54,14 @@ class ProductShape:
 class ProbeShapes:
     """What is probed: the model's distinct products, its attention's heads, the widths of its other passes."""
 
-    products: tuple[ProductShape, ...]  # but for experts'
+    products: tuple[ProductShape, ...]  # but for experts' and the head
     num_heads: int
     num_kv_heads: int
     head_dim: int
     hidden_size: int
     mlp_widths: tuple[int, ...]
     rotary_dim: int
+    head: ProductShape
     delta_net: DeltaNetShape | None = None
     num_experts: int = 0
     expert_products: tuple[ProductShape, ...] = ()
@@ -75,15 +76,15 @@ class ProbeResult:
     row_slab: int
     attention_holds: bool
     passes_hold: bool
+    head_holds: bool
     recurrence_holds: bool = True  # of models without recurrent layers too
     expert_slab: int = 0
 
     @property
     def same_bits(self) -> bool:
         """Whether all the laws hold, so that a prompt's bits do not depend on its chunks."""
-        return (
-            self.row_floor is not None and self.attention_holds and self.passes_hold and self.recurrence_holds
-        )
+        laws = (self.attention_holds, self.passes_hold, self.head_holds, self.recurrence_holds)
+        return self.row_floor is not None and all(laws)
 
 
 def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
@@ -118,6 +119,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         row_slab=row_slab,
         attention_holds=_attention_holds(kernels, shapes, random),
         passes_hold=_passes_hold(kernels, shapes, random),
+        head_holds=_slab_holds(kernels, (shapes.head,), HEAD_ROWS, random),
         recurrence_holds=shapes.delta_net is None
         or recurrence_holds(kernels, shapes.delta_net, random.normal),
         expert_slab=expert_slab,
@@ -178,7 +180,7 @@ def _slab_holds(kernels: Kernels, products: tuple[ProductShape, ...], slab: int,
         x = random.cancelling(2 * slab, shape.num_in, -1)
         bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
         reference = kernels.linear(x[:slab], weight, bias)
-        for start in (1, 2, 7, 16, 31, slab // 2, slab - 1):
+        for start in {start for start in (1, 2, 7, 16, 31, slab // 2, slab - 1) if start < slab}:
             moved = kernels.linear(x[start : start + slab].clone(), weight, bias)
             if not torch.equal(moved[: slab - start], reference[start:]):
                 return False
@@ -274,7 +276,7 @@ def _read(path: Path) -> ProbeResult | None:
     except (OSError, ValueError, TypeError):
         return None
     has_floor = type(result.row_floor) is int and 1 <= result.row_floor <= _REFERENCE_ROWS
-    answers = (result.attention_holds, result.passes_hold, result.recurrence_holds)
+    answers = (result.attention_holds, result.passes_hold, result.head_holds, result.recurrence_holds)
     is_valid = (
         (has_floor or result.row_floor is None)
         and result.row_slab in (0, *_SLABS)

@@ -9,6 +9,9 @@ from torch import Tensor
 from penstock.cache.kv import KV
 from penstock.errors import SettingError
 
+# The output head runs on so many rows at a time, where a row's bits must not depend on how many there are.
+HEAD_ROWS = 8
+
 
 class Kernels(Protocol):
     """One implementation per kind of device; `TorchKernels` is the reference for all of them."""

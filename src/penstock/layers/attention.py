@@ -87,8 +87,8 @@ class Attention:
         return attended.flatten(1)
 
     def _attend_decode(self, query: Tensor, decode: DecodeRow, cache: KVCache, kernels: Kernels) -> Tensor:
-        past = [cache.read(self.index, [place]) for place in decode.past]
-        return kernels.attend_one(query, past, self._scale)
+        pieces = [decode.past] if decode.is_joined else [[place] for place in decode.past]
+        return kernels.attend_one(query, [cache.read(self.index, piece) for piece in pieces], self._scale)
 
     @property
     def _scale(self) -> float:

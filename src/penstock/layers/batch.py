@@ -28,6 +28,9 @@ class DecodeRow:
 
     row: int
     past: Places  # the sequence's tokens up to and with this one
+    is_joined: bool = (
+        False  # a past in several places is copied together, so that where it lies changes no bits
+    )
 
 
 @dataclass(frozen=True)
@@ -67,11 +70,7 @@ class ForwardBatch:
     last_layer: AttentionWork
     logit_rows: Tensor  # [last layer's rows]
     num_logits: int
+    is_canonical: bool  # whether a row's bits must not depend on how many others there are
     states: tuple[
         StateRows, ...
     ] = ()  # where a model has recurrent layers: all rows but the padding, in order
-
-    @property
-    def has_prompt(self) -> bool:
-        """Whether prompt tokens are among the rows, whose bits must not depend on how many there are."""
-        return bool(self.all_layers.tiles)

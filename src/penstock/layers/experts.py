@@ -13,7 +13,7 @@ from penstock.layers.mlp import GatedMLP
 
 @dataclass(frozen=True)
 class ExpertMLP:
-    """Tokens are grouped by expert; a group is one product, padded like a batch where a prompt is in it."""
+    """Tokens are grouped by expert; a group is one product, padded like the batch."""
 
     router_weight: (
         Tensor  # [experts, or experts + lanes with the shared expert's gate first among them, hidden]
@@ -54,7 +54,7 @@ class ExpertMLP:
 
 def _feed(expert: GatedMLP, x: Tensor, batch: ForwardBatch, kernels: Kernels) -> Tensor:
     """One expert's tokens. How many they are depends on the chunk, and must not matter to any of them."""
-    if not batch.has_prompt:
+    if not batch.is_canonical:
         return expert.feed(x, kernels)
     slab = kernels.expert_slab or kernels.row_slab
     num_rows = padded_rows(x.shape[0], slab or kernels.row_floor, slab)

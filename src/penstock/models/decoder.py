@@ -5,12 +5,13 @@ from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.kernels.probe import ProbeShapes, ProductShape
-from penstock.kernels.protocol import Kernels
+from penstock.kernels.protocol import HEAD_ROWS, Kernels
 from penstock.layers.attention import Attention
 from penstock.layers.batch import ForwardBatch
 from penstock.layers.delta_net import DeltaNet
@@ -85,6 +86,7 @@ class Decoder:
         config = self.config
         return ProbeShapes(
             products=_in_order(self._products()),
+            head=ProductShape(self._head.shape[0], self._head.shape[1]),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -150,7 +152,15 @@ class Decoder:
             x = x + layer.mixer.give_out(rows, work, caches, kernels)
             x = x + layer.mlp(kernels.rms_norm(x, layer.mlp_norm, eps), num_rows, batch, kernels)
         x = kernels.rms_norm(x, self._final_norm, eps)[: batch.num_logits]
-        return kernels.linear(x, self._head).float()
+        return self._logits(x, batch).float()
+
+    def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """Of x [num_logits, hidden]. How many rows there are must not matter to any of them: they run in slabs."""
+        if not batch.is_canonical:
+            return self.kernels.linear(x, self._head)
+        padded = pad(x, (0, 0, 0, -len(x) % HEAD_ROWS))
+        slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, HEAD_ROWS)]
+        return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
 
 
 def _expert_products(mlp: GatedMLP | ExpertMLP) -> Iterator[ProductShape]:
