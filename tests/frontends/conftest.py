@@ -1,7 +1,6 @@
 """A tiny random model that a command can open, and the commands run on it."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,15 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner, Result
 
 from penstock.frontends.cli import app
+from tests.byte_models import model_of_bytes
 from tests.models.hybrids import rewrite_weights
-from tests.oracle import make_oracle
-
-CONTEXT = 6000
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}<assistant>"
 
 # Arguments after `penstock generate --model <the tiny model>`, and standard input.
 Generate = Callable[..., Result]
@@ -45,18 +40,6 @@ def as_published(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     renamed = {name.replace("model.", "model.language_model.", 1): tensors[name] for name in tensors}
     more = {"mtp.fc.weight": torch.zeros(2, 2), "model.visual.pos_embed.weight": torch.zeros(3, 2)}
     return renamed | more
-
-
-def model_of_bytes(family: str, folder: Path) -> Path:
-    oracle = make_oracle(family, vocab_size=256, max_position_embeddings=CONTEXT)
-    shutil.copytree(oracle.folder, folder)
-    vocab = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
-    return folder
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.frontends.conftest import CONTEXT, Generate
+from tests.byte_models import CONTEXT
+from tests.frontends.conftest import Generate
 
 DOCUMENT = "Seven sluices, and none of them leaks. " * 8
 

@@ -80,6 +80,16 @@ class SequenceCache:
         self.blocks.truncate(snapshot.num_tokens)
         self._returns.append(snapshot.num_tokens)
 
+    def cut(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens only, between steps. A recurrent state cannot go back to any but 0."""
+        if num_tokens == 0:
+            self.free()
+        elif self.state is not None:
+            raise ValueError(f"cannot cut a sequence with recurrent state back to token {num_tokens}, only to 0")
+        else:
+            self.blocks.truncate(num_tokens)
+            self._returns.append(num_tokens)
+
     def free(self) -> None:
         """Release everything. The sequence is then empty and may be used again."""
         self._returns.append(0)

@@ -1,5 +1,7 @@
 """Planning of chunked prefill: no tensors, standard library only. Of use on its own in any inference loop."""
 
+from penstock.plan.admission import CacheLimits
+from penstock.plan.batch_scheduler import BatchScheduler, RequestPhase, RequestView, StepOrderError
 from penstock.plan.chunks import (
     PrefillChunk,
     create_prefill_chunks,
@@ -9,6 +11,7 @@ from penstock.plan.chunks import (
 )
 from penstock.plan.config import DEFAULT_CHUNK_SIZE, STATE_GRID, ChunkedPrefillConfig, PrefillPriority
 from penstock.plan.memory import PrefillMemoryEstimate, PrefillMemoryParts, peak_memory_estimate
+from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.request import Span
 from penstock.plan.scheduler import (
     ChunkOrderError,
@@ -28,6 +31,7 @@ from penstock.plan.settings import (
     resolve_chunk_size,
 )
 from penstock.plan.shape import DeltaNetShape, ExpertsShape, ModelShape
+from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
 from penstock.plan.tokens import TokenView
 from penstock.plan.units import format_bytes
 
@@ -37,12 +41,16 @@ __all__ = [
     "DEFAULT_CHUNK_SIZE",
     "STATE_GRID",
     "AlignSetting",
+    "BatchScheduler",
+    "CacheLimits",
     "ChunkOrderError",
     "ChunkSetting",
     "ChunkedPrefillConfig",
     "DeltaNetShape",
     "ExpertsShape",
     "ModelShape",
+    "PlannedSpan",
+    "Preemption",
     "Prefill",
     "PrefillAction",
     "PrefillChunk",
@@ -50,9 +58,17 @@ __all__ = [
     "PrefillMemoryParts",
     "PrefillPriority",
     "PrefillScheduler",
+    "RequestId",
+    "RequestPhase",
+    "RequestView",
+    "ScheduleConfig",
+    "SchedulePolicy",
     "SettingSource",
     "Span",
+    "SpanKind",
     "StartDecode",
+    "StepOrderError",
+    "StepPlan",
     "TokenView",
     "YieldToDecode",
     "create_prefill_chunks",

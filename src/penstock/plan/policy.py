@@ -11,8 +11,13 @@ from penstock.plan.config import DEFAULT_CHUNK_SIZE
 # A chunk that shares its step with others is a multiple of so many tokens, but for a prompt's end: smaller ones would
 # pay more for padding than for tokens.
 SHARE_GRID = 64
-# No more prompts than this share a step; the others take turns.
+# So many prompts share a step, or a few more where the chunk size is no multiple of as many units; others take turns.
 MOST_SHARES = 4
+
+
+def share_unit(grid: int) -> int:
+    """What a shared chunk is a multiple of, so that it lies on the grid, too."""
+    return -(-SHARE_GRID // grid) * grid
 
 
 class SchedulePolicy(StrEnum):
@@ -92,7 +97,7 @@ class ScheduleConfig:
     @property
     def min_share(self) -> int:
         """What a prompt gets at least of a step that it shares with others, but for its end."""
-        unit = max(SHARE_GRID, self.grid)
+        unit = share_unit(self.grid)
         return max(self.chunk_size // MOST_SHARES // unit * unit, unit)
 
     @property
@@ -108,14 +113,17 @@ class ScheduleConfig:
 
     @property
     def longest_prompt_gap(self) -> int:
-        """The most steps from one chunk of a running request to its next, the latter's included."""
-        match self.policy:
-            case SchedulePolicy.MIXED:
-                period = 1
-            case SchedulePolicy.PREFILL_FIRST | SchedulePolicy.INTERLEAVED:
-                period = 2  # a step of decodes may come before one of chunks, never two
-            case SchedulePolicy.DECODE_PRIORITY:
-                period = self.max_decode_steps + 1
+        """The most steps from one chunk of a running request to its next, the latter's included; from its admission
+        to its first, as well. Steps that are shrunk for want of memory serve fewer, and are not counted on."""
         budget = self.chunk_budget(self.max_running - 1 if self.policy is SchedulePolicy.MIXED else 0)
         served = 1 if budget is None else max(budget // self.min_share, 1)
-        return period * -(-self.max_running // served)
+        num_chunk_steps = -(-self.max_running // served)
+        match self.policy:
+            case SchedulePolicy.MIXED:
+                return num_chunk_steps
+            case SchedulePolicy.PREFILL_FIRST:  # a step of decodes before each run of chunks
+                return num_chunk_steps + -(-num_chunk_steps // self.max_chunk_steps)
+            case SchedulePolicy.INTERLEAVED:
+                return 2 * num_chunk_steps
+            case SchedulePolicy.DECODE_PRIORITY:
+                return (self.max_decode_steps + 1) * num_chunk_steps

@@ -1,0 +1,600 @@
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.errors import CacheFullError, QueueFullError, SettingError
+from penstock.plan import (
+    BatchScheduler,
+    CacheLimits,
+    ScheduleConfig,
+    SchedulePolicy,
+    SpanKind,
+    StepOrderError,
+    StepPlan,
+)
+from penstock.plan.shares import Want, share_chunks
+
+AMPLE = CacheLimits(num_blocks=10_000, block_tokens=64, keeps_prefix=True)
+
+
+def scheduler(limits: CacheLimits = AMPLE, **settings: Any) -> BatchScheduler:
+    return BatchScheduler(ScheduleConfig(**settings), limits)
+
+
+def step(subject: BatchScheduler, finished: Sequence[str] = ()) -> StepPlan:
+    plan = subject.schedule()
+    assert plan is not None
+    subject.commit(plan, finished)
+    subject.check_integrity()
+    return plan
+
+
+def ranges(plan: StepPlan) -> dict[str, tuple[int, int]]:
+    return {planned.request_id: (planned.span.start, planned.span.end) for planned in plan.spans}
+
+
+def kinds(plan: StepPlan) -> dict[str, SpanKind]:
+    return {planned.request_id: planned.kind for planned in plan.spans}
+
+
+# One request.
+
+
+def test_a_lone_prompt_has_the_whole_budget_then_decodes() -> None:
+    subject = scheduler()
+    subject.add("a", 1200, 3)
+    spans = [ranges(step(subject))["a"] for _ in range(4)]
+    assert spans == [(0, 512), (512, 1024), (1024, 1200), (1200, 1201)]
+    assert subject.view("a").phase == "decode"
+    last = step(subject, finished=["a"])
+    assert last.spans[0].samples
+    assert ranges(last) == {"a": (1201, 1202)}
+    assert subject.schedule() is None
+    assert (subject.request_ids, subject.num_free_blocks) == ((), AMPLE.num_blocks)
+
+
+def test_only_the_end_of_what_is_known_samples() -> None:
+    subject = scheduler()
+    subject.add("a", 600, 9)
+    assert [step(subject).spans[0].samples for _ in range(3)] == [False, True, True]
+
+
+def test_a_lone_prompt_may_run_whole() -> None:
+    subject = scheduler(chunk_size=0)
+    subject.add("a", 5000, 2)
+    subject.add("b", 5000, 2)
+    assert ranges(step(subject)) == {"a": (0, 5000)}
+    assert ranges(step(subject, ["a"])) == {"a": (5000, 5001), "b": (0, 5000)}
+
+
+def test_a_chunk_of_any_size_leaves_no_token_out() -> None:
+    subject = scheduler(chunk_size=7)
+    subject.add("a", 30, 1)
+    ends = [ranges(step(subject, ["a"] if i == 4 else []))["a"] for i in range(5)]
+    assert ends == [(0, 7), (7, 14), (14, 21), (21, 28), (28, 30)]
+
+
+# Prompts beside each other.
+
+
+def test_a_short_prompt_beside_a_long_one_starts_in_the_next_step() -> None:
+    subject = scheduler()
+    subject.add("long", 8000, 10)
+    step(subject)
+    subject.add("short", 200, 10)
+    plan = step(subject)
+    assert ranges(plan) == {"long": (512, 768), "short": (0, 200)}
+    assert kinds(step(subject))["short"] is SpanKind.DECODE
+
+
+def test_many_short_prompts_fit_beside_a_long_one() -> None:
+    subject = scheduler()
+    subject.add("long", 8000, 10)
+    step(subject)
+    for index in range(8):
+        subject.add(f"s{index}", 20, 10)
+    plan = step(subject)
+    assert {planned.request_id for planned in plan.spans} >= {f"s{index}" for index in range(8)}
+
+
+def test_prompts_take_turns_the_one_served_longest_ago_first() -> None:
+    subject = scheduler()
+    for index in range(8):
+        subject.add(f"r{index}", 5000, 1)
+    first, second, third = (ranges(step(subject)) for _ in range(3))
+    assert first == {f"r{index}": (0, 128) for index in range(4)}
+    assert second == {f"r{index}": (0, 128) for index in range(4, 8)}
+    assert third == {f"r{index}": (128, 256) for index in range(4)}
+
+
+def test_a_new_prompt_comes_before_those_that_were_just_served() -> None:
+    subject = scheduler()
+    for index in range(4):
+        subject.add(f"r{index}", 5000, 1)
+    step(subject)
+    subject.add("new", 5000, 1)
+    assert "new" in ranges(step(subject))
+
+
+def test_a_prompt_that_another_step_lost_is_served_as_if_nothing_was() -> None:
+    subject = scheduler()
+    for index in range(8):
+        subject.add(f"r{index}", 5000, 1)
+    plan = subject.schedule()
+    assert plan is not None
+    subject.abort(plan)
+    subject.check_integrity()
+    assert subject.schedule() == plan
+
+
+wants = st.builds(
+    lambda start, length: Want(start, start + length), st.integers(0, 5000), st.integers(1, 3000)
+)
+
+
+@given(
+    st.lists(wants, max_size=8),
+    st.integers(1, 2000),
+    st.sampled_from([64, 128, 512]),
+    st.sampled_from([1, 64]),
+)
+def test_shares(wanted: list[Want], budget: int, min_share: int, grid: int) -> None:
+    budget = max(budget // grid * grid, grid)
+    ends = share_chunks(wanted, budget, min_share=min_share, grid=grid)
+    lengths = [end - want.start for want, end in zip(wanted, ends, strict=True)]
+    assert sum(lengths) <= budget
+    for want, end in zip(wanted, ends, strict=True):
+        assert want.start <= end <= want.end
+        assert end in (want.start, want.end) or end % grid == 0
+    num_sharing = max(budget // min_share, 1)
+    if len(wanted) == 1 and wanted[0].start % grid == 0:
+        assert lengths[0] == min(budget, len(wanted[0]))
+    for want, length in list(zip(wanted, lengths, strict=True))[:num_sharing]:
+        assert length > 0
+        if budget >= min_share and want.start % grid == 0:
+            assert length >= min(min_share, len(want))
+    if grid == 1 and len(wanted) > 1:
+        # Less than a unit is left over, unless nobody wants it; and nobody has two units more than one that has less.
+        left = budget - sum(lengths)
+        hungry = [length for want, length in zip(wanted, lengths, strict=True) if length < len(want)]
+        assert left < 64 or not hungry
+        sharing = [
+            length
+            for want, length in list(zip(wanted, lengths, strict=True))[:num_sharing]
+            if length < len(want)
+        ]
+        assert max(sharing, default=0) - min(sharing, default=0) <= 64 * 2
+
+
+# Prompts and decodes.
+
+
+def running_decode_and_prompt(policy: SchedulePolicy, **settings: Any) -> BatchScheduler:
+    subject = scheduler(policy=policy, **settings)
+    subject.add("decode", 10, 1000)
+    step(subject)
+    subject.add("prompt", 8000, 10)
+    return subject
+
+
+def test_mixed_keeps_every_decode_in_every_step() -> None:
+    subject = running_decode_and_prompt(SchedulePolicy.MIXED)
+    for _ in range(15):
+        plan = step(subject)
+        assert kinds(plan) == {"decode": SpanKind.DECODE, "prompt": SpanKind.CHUNK}
+        assert plan.num_held_decodes == 0
+
+
+def test_decodes_count_for_the_budget_of_a_step() -> None:
+    subject = running_decode_and_prompt(SchedulePolicy.MIXED, step_tokens=256, grid=64)
+    plan = step(subject)
+    assert ranges(plan)["prompt"] == (0, 192)
+    assert (plan.num_tokens, plan.num_chunk_tokens) == (193, 192)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (SchedulePolicy.PREFILL_FIRST, "ccdccdccdc"),
+        (SchedulePolicy.INTERLEAVED, "dcdcdcdcdc"),
+        (SchedulePolicy.DECODE_PRIORITY, "dddcdddcdd"),
+    ],
+)
+def test_whose_turn_it_is(policy: SchedulePolicy, expected: str) -> None:
+    subject = running_decode_and_prompt(policy, max_chunk_steps=2, max_decode_steps=3)
+    plans = [step(subject) for _ in expected]
+    assert "".join("c" if plan.num_chunk_tokens else "d" for plan in plans) == expected
+    assert all(len(plan.spans) == 1 for plan in plans)
+    assert [plan.num_held_decodes for plan in plans] == [int(letter == "c") for letter in expected]
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_nobody_waits_for_nobody(policy: SchedulePolicy) -> None:
+    subject = scheduler(policy=policy)
+    subject.add("a", 1024, 50)
+    assert [ranges(step(subject))["a"] for _ in range(3)] == [(0, 512), (512, 1024), (1024, 1025)]
+    assert len(step(subject).spans) == 1
+
+
+# Space.
+
+
+def small(num_blocks: int, *, keeps_prefix: bool = True, **settings: Any) -> BatchScheduler:
+    return scheduler(CacheLimits(num_blocks, 64, keeps_prefix), **settings)
+
+
+def crowd(*, keeps_prefix: bool) -> tuple[BatchScheduler, StepPlan]:
+    """Two requests fill ten blocks, and the older one needs another."""
+    subject = small(10, keeps_prefix=keeps_prefix)
+    subject.add("old", 250, 200)
+    subject.add("new", 250, 100)
+    while True:
+        plan = step(subject)
+        if plan.preemptions:
+            return subject, plan
+
+
+def test_the_newest_gives_way_by_as_little_as_is_needed() -> None:
+    subject, plan = crowd(keeps_prefix=True)
+    (preemption,) = plan.preemptions
+    assert preemption.request_id == "new"
+    assert preemption.num_kept == 4 * 64  # of five blocks
+    assert list(ranges(plan)) == ["old"]
+    view = subject.view("new")
+    assert (view.phase, view.num_run, view.num_preemptions) == ("waiting", 256, 1)
+    assert subject.num_free_blocks == 0
+
+
+def test_recurrent_state_is_given_up_as_a_whole() -> None:
+    subject, plan = crowd(keeps_prefix=False)
+    assert plan.preemptions[0].num_kept == 0
+    assert subject.view("new").num_run == 0
+
+
+@pytest.mark.parametrize("keeps_prefix", [True, False])
+def test_what_was_lost_is_read_again_prompt_and_answer_apart(keeps_prefix: bool) -> None:
+    subject, _ = crowd(keeps_prefix=keeps_prefix)
+    num_tokens = subject.view("new").num_tokens
+    start = 256 if keeps_prefix else 0
+    subject.remove("old")
+    if not keeps_prefix:
+        plan = step(subject)
+        assert ranges(plan) == {"new": (start, 250)}
+        assert kinds(plan) == {"new": SpanKind.CHUNK}
+        assert not plan.spans[0].samples
+        start = 250
+    plan = step(subject)
+    assert ranges(plan) == {"new": (start, num_tokens)}
+    assert kinds(plan) == {"new": SpanKind.REPLAY}
+    assert plan.spans[0].samples
+    assert kinds(step(subject)) == {"new": SpanKind.DECODE}
+
+
+def test_the_newest_that_needs_a_block_itself_waits_with_what_it_has() -> None:
+    subject = small(8)
+    subject.add("old", 250, 20)
+    subject.add("new", 250, 100)
+    plans = [step(subject)]
+    while not plans[-1].preemptions:
+        plans.append(step(subject))
+    # Both come to 256 tokens at once. The old one takes the last block, from the new one.
+    (preemption,) = plans[-1].preemptions
+    assert (preemption.request_id, preemption.num_kept) == ("new", 192)
+    assert list(ranges(plans[-1])) == ["old"]
+    assert ranges(step(subject)) == {"old": (257, 258)}
+
+
+def test_one_that_has_no_room_is_passed_only_so_often() -> None:
+    subject = small(20, max_overtakes=2)
+    subject.add("here", 640, 300)
+    step(subject)
+    subject.add("large", 1200, 10)
+    for index in range(5):
+        subject.add(f"small{index}", 10, 5)
+    step(subject)
+    waiting = [name for name in subject.request_ids if subject.view(name).phase == "waiting"]
+    assert waiting == ["large", "small2", "small3", "small4"]
+    subject.remove("here")
+    subject.remove("small0")
+    subject.remove("small1")
+    assert "large" in ranges(step(subject))
+
+
+def test_paused_requests_that_fill_the_cache_block_nobody() -> None:
+    subject = small(12)
+    subject.add("a", 300, 400)
+    subject.add("b", 300, 400)
+    while not step(subject).preemptions:
+        pass
+    subject.add("c", 700, 10)
+    subject.remove("a")
+    assert "b" in ranges(step(subject))
+    while subject.view("b").num_tokens != 690:
+        step(subject)
+    subject.remove("b")
+    assert ranges(step(subject)) == {"c": (0, 512)}
+
+
+def test_what_can_never_run_is_refused_and_what_just_fits_runs_to_its_end() -> None:
+    subject = small(10)
+    with pytest.raises(CacheFullError, match=r"600 prompt tokens and 42 of answer need 11 blocks .* has 10"):
+        subject.add("a", 600, 42)
+    subject.add("a", 600, 41)
+    while subject.view("a").num_tokens < 640:
+        step(subject)
+    assert ranges(step(subject, ["a"])) == {"a": (639, 640)}
+
+
+def test_the_line_has_an_end() -> None:
+    subject = scheduler(max_running=1, max_waiting=2)
+    subject.add("a", 10, 10)
+    subject.add("b", 10, 10)
+    with pytest.raises(QueueFullError, match=r"2 requests wait, and 2 may"):
+        subject.add("c", 10, 10)
+    step(subject)
+    subject.add("c", 10, 10)
+    assert (subject.num_running, subject.num_waiting) == (1, 2)
+    assert subject.request_ids == ("a", "b", "c")
+
+
+# Steps that fail.
+
+
+def test_memory_that_ran_out_halves_the_chunks_for_64_steps() -> None:
+    subject = scheduler()
+    subject.add("a", 100_000, 1)
+    plan = subject.schedule()
+    assert plan is not None
+    assert subject.shrink(plan)
+    lengths = [step(subject).num_tokens for _ in range(65)]
+    assert lengths == [256] * 64 + [512]
+
+
+@pytest.mark.parametrize(("grid", "expected"), [(1, [256, 128, 64, 32, 16]), (64, [256, 128, 64, 32, 16])])
+def test_it_may_run_out_again_down_to_one_token(grid: int, expected: list[int]) -> None:
+    subject = scheduler(grid=grid)
+    subject.add("a", 100_000, 1)
+    seen = []
+    while (plan := subject.schedule()) and subject.shrink(plan):
+        plan = subject.schedule()
+        assert plan is not None
+        seen.append(plan.num_tokens)
+        subject.abort(plan)
+    assert seen == [*expected, 8, 4, 2, 1]
+    subject.check_integrity()
+
+
+def test_half_of_a_chunk_lies_on_the_grid_where_it_can() -> None:
+    subject = scheduler(chunk_size=448, grid=64)
+    subject.add("a", 10_000, 1)
+    plan = subject.schedule()
+    assert plan is not None
+    subject.shrink(plan)
+    assert ranges(step(subject)) == {"a": (0, 192)}
+
+
+def test_a_whole_prompt_may_be_halved_too() -> None:
+    subject = scheduler(chunk_size=0)
+    subject.add("a", 5000, 1)
+    subject.add("b", 5000, 1)
+    plan = subject.schedule()
+    assert plan is not None
+    assert subject.shrink(plan)
+    assert ranges(step(subject)) == {"a": (0, 2500)}
+
+
+def test_decodes_cannot_be_halved() -> None:
+    subject = scheduler()
+    subject.add("a", 10, 10)
+    step(subject)
+    plan = subject.schedule()
+    assert plan is not None
+    assert not subject.shrink(plan)
+    assert subject.schedule() == plan
+
+
+def test_one_request_alone() -> None:
+    subject = running_decode_and_prompt(SchedulePolicy.MIXED)
+    subject.add("waits", 100, 1)
+    plan = subject.schedule()
+    assert plan is not None
+    subject.abort(plan)
+    for name in ("decode", "prompt"):
+        alone = subject.schedule(only=name)
+        assert alone is not None
+        assert list(ranges(alone)) == [name]
+        assert alone.num_held_decodes == (name == "prompt")
+        subject.commit(alone)
+        subject.check_integrity()
+    with pytest.raises(KeyError):
+        subject.schedule(only="nobody")
+
+
+def test_one_that_does_not_run_has_no_step_of_its_own() -> None:
+    subject = scheduler()
+    subject.add("a", 10, 10)
+    assert subject.schedule(only="a") is None
+
+
+# Misuse.
+
+
+def test_steps_come_in_turn() -> None:
+    subject = scheduler()
+    subject.add("a", 2000, 10)
+    plan = subject.schedule()
+    assert plan is not None
+    with pytest.raises(StepOrderError, match="a step is issued"):
+        subject.schedule()
+    with pytest.raises(StepOrderError, match="cannot be committed"):
+        subject.commit(StepPlan(plan.spans))
+    with pytest.raises(StepOrderError, match="cannot be aborted"):
+        subject.abort(StepPlan(plan.spans))
+    with pytest.raises(StepOrderError, match="'a' is in the issued step"):
+        subject.remove("a")
+    with pytest.raises(StepOrderError, match="'b' cannot finish"):
+        subject.commit(plan, ["b"])
+    subject.commit(plan)
+    for late in (subject.commit, subject.abort, subject.shrink):
+        with pytest.raises(StepOrderError, match="no step is issued"):
+            late(plan)
+
+
+def test_an_answer_has_an_end() -> None:
+    subject = scheduler()
+    subject.add("a", 10, 1)
+    plan = subject.schedule()
+    assert plan is not None
+    with pytest.raises(StepOrderError, match="name it as finished"):
+        subject.commit(plan)
+    subject.commit(plan, ["a"])
+
+
+def test_requests_are_told_apart() -> None:
+    subject = scheduler()
+    subject.add("a", 10, 1)
+    with pytest.raises(ValueError, match="'a' is here already"):
+        subject.add("a", 10, 1)
+    for unknown in (subject.remove, subject.view):
+        with pytest.raises(KeyError):
+            unknown("b")
+
+
+@pytest.mark.parametrize(("num_prompt", "max_tokens"), [(0, 1), (1, 0), (-1, 1), (1.0, 1), (1, True)])
+def test_counts_must_be_counts(num_prompt: Any, max_tokens: Any) -> None:
+    with pytest.raises(SettingError, match="is not accepted"):
+        scheduler().add("a", num_prompt, max_tokens)
+
+
+@pytest.mark.parametrize("bad", [{"num_blocks": 0}, {"block_tokens": 0}, {"keeps_prefix": 1}])
+def test_limits_are_checked(bad: dict[str, Any]) -> None:
+    with pytest.raises(SettingError, match="is not accepted"):
+        CacheLimits(**{"num_blocks": 1, "block_tokens": 64, "keeps_prefix": True, **bad})
+
+
+# Whatever is done, in whatever order.
+
+
+class AnyOrder(RuleBasedStateMachine):
+    subject: BatchScheduler
+    plan: StepPlan | None = None
+    num_added = 0
+
+    @initialize(
+        policy=st.sampled_from(SchedulePolicy),
+        chunk_units=st.integers(0, 4),
+        block_tokens=st.sampled_from([4, 16, 64]),
+        num_blocks=st.integers(1, 30),
+        keeps_prefix=st.booleans(),
+        grid=st.sampled_from([1, 16, 64]),
+        max_running=st.integers(1, 5),
+        max_overtakes=st.integers(0, 2),
+    )
+    def begin(self, chunk_units: int, grid: int, **given: Any) -> None:
+        limits = CacheLimits(given.pop("num_blocks"), given.pop("block_tokens"), given.pop("keeps_prefix"))
+        self.subject = scheduler(limits, chunk_size=64 * chunk_units, grid=grid, max_waiting=5, **given)
+
+    @rule(num_prompt=st.integers(1, 200), max_tokens=st.integers(1, 60))
+    def add(self, num_prompt: int, max_tokens: int) -> None:
+        before = self.subject.request_ids
+        name = f"r{self.num_added}"
+        try:
+            self.subject.add(name, num_prompt, max_tokens)
+        except (QueueFullError, CacheFullError):
+            assert self.subject.request_ids == before
+        else:
+            self.num_added += 1
+            assert self.subject.request_ids == (*before, name)
+
+    @precondition(lambda self: self.plan is None)
+    @rule()
+    def schedule(self) -> None:
+        self.plan = self.subject.schedule()
+        assert (self.plan is not None) == bool(self.subject.request_ids)
+
+    @precondition(lambda self: self.plan is None and self.subject.request_ids)
+    @rule(data=st.data())
+    def schedule_one(self, data: st.DataObject) -> None:
+        self.plan = self.subject.schedule(only=data.draw(st.sampled_from(self.subject.request_ids)))
+
+    @precondition(lambda self: self.plan)
+    @rule(data=st.data())
+    def commit(self, data: st.DataObject) -> None:
+        assert self.plan is not None
+        ending = []
+        for planned in self.plan.spans:
+            view = self.subject.view(planned.request_id)
+            limit = self.subject._requests[planned.request_id].most_run
+            if planned.samples and (view.num_tokens == limit or data.draw(st.integers(0, 9)) == 0):
+                ending.append(planned.request_id)
+        self.subject.commit(self.plan, ending)
+        self.plan = None
+        assert not set(ending) & set(self.subject.request_ids)
+
+    @precondition(lambda self: self.plan)
+    @rule(for_memory=st.booleans())
+    def fail(self, for_memory: bool) -> None:
+        assert self.plan is not None
+        stood = [(name, self.subject.view(name)) for name in self.subject.request_ids]
+        (self.subject.shrink if for_memory else self.subject.abort)(self.plan)
+        assert [(name, self.subject.view(name)) for name in self.subject.request_ids] == stood
+        self.plan = None
+
+    @precondition(lambda self: self.subject.request_ids)
+    @rule(data=st.data())
+    def remove(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(self.subject.request_ids))
+        if self.plan is not None and name in ranges(self.plan):
+            with pytest.raises(StepOrderError):
+                self.subject.remove(name)
+        else:
+            self.subject.remove(name)
+
+    @invariant()
+    def holds_together(self) -> None:
+        if hasattr(self, "subject"):
+            self.subject.check_integrity()
+
+    def teardown(self) -> None:
+        """All that is left comes to its end."""
+        if not hasattr(self, "subject"):
+            return
+        if self.plan is not None:
+            self.subject.abort(self.plan)
+        for _ in range(20_000):
+            if (plan := self.subject.schedule()) is None:
+                break
+            ending = [
+                planned.request_id
+                for planned in plan.spans
+                if planned.samples and planned.span.end == self.subject._requests[planned.request_id].most_run
+            ]
+            self.subject.commit(plan, ending)
+        assert self.subject.request_ids == ()
+        assert self.subject.num_free_blocks == self.subject.limits.num_blocks
+
+
+AnyOrder.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=6), st.sampled_from([1, 64]))
+def test_the_spans_of_a_request_follow_on_each_other(prompts: list[int], grid: int) -> None:
+    subject = scheduler(grid=grid, chunk_size=128)
+    for index, num_prompt in enumerate(prompts):
+        subject.add(f"r{index}", num_prompt, 1)
+    seen: dict[str, list[tuple[int, int]]] = {}
+    while plan := subject.schedule():
+        for name, span in ranges(plan).items():
+            seen.setdefault(name, []).append(span)
+        subject.commit(plan, [planned.request_id for planned in plan.spans if planned.samples])
+    for index, num_prompt in enumerate(prompts):
+        spans = seen[f"r{index}"]
+        assert spans[0][0] == 0
+        assert spans[-1][1] == num_prompt
+        assert all(before[1] == after[0] for before, after in pairwise(spans))

@@ -1,0 +1,196 @@
+"""Every promise of the schedule, checked at every step of long random runs. A scheduler that breaks one is caught."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from operator import attrgetter
+from random import Random
+from typing import Any
+
+import pytest
+
+from penstock.plan import (
+    BatchScheduler,
+    CacheLimits,
+    ScheduleConfig,
+    SchedulePolicy,
+    StepPlan,
+    batch_scheduler,
+)
+from penstock.plan.admission import choose_admissions
+from penstock.plan.shares import share_chunks
+from penstock.plan.turns import Turns
+from tests.plan.simulation import Observed, Simulation, Workload
+
+CONFIG = ScheduleConfig(
+    chunk_size=256,
+    max_running=6,
+    max_waiting=12,
+    max_chunk_steps=5,
+    max_decode_steps=4,
+    max_overtakes=3,
+)
+# 2,560 tokens: one long prompt, or a few answers.
+CROWDED = Workload(most_prompt=2000, most_answer=400)
+AMPLE = CacheLimits(num_blocks=10_000, block_tokens=64, keeps_prefix=True)
+
+
+def crowded(keeps_prefix: bool, block_tokens: int) -> CacheLimits:
+    return CacheLimits(2560 // block_tokens, block_tokens, keeps_prefix)
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_100_000_crowded_steps_keep_every_promise(policy: SchedulePolicy) -> None:
+    seen: list[Observed] = []
+    for seed, (keeps_prefix, grid) in enumerate([(True, 1), (True, 64), (False, 1), (False, 64)]):
+        config = replace(CONFIG, policy=policy, grid=grid)
+        workload = replace(CROWDED, seed=seed, shrink=0.003 if grid == 64 else 0.0)
+        simulation = Simulation(config, crowded(keeps_prefix, 64 if seed % 2 else 16), workload)
+        seen.append(simulation.run(25_000))
+    for observed in seen:
+        assert observed.counts["finished"] > 100
+        assert min(observed.counts[what] for what in ("preempted", "replay", "cancelled", "refused")) > 10
+    assert seen[1].counts["shrunk"] > 0
+    assert seen[0].counts["gave more"] > 10  # of what they held while they waited
+    # The bounds are what happens at the worst, not more than that.
+    assert max(observed.longest_decode_gap for observed in seen) == config.longest_decode_gap
+    assert max(observed.most_overtakes for observed in seen) == config.max_overtakes
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_where_there_is_room_one_waits_for_a_place_only(policy: SchedulePolicy) -> None:
+    config = replace(CONFIG, policy=policy)
+    observed = Simulation(config, AMPLE, Workload(seed=3)).run(8_000)
+    assert observed.longest_decode_gap == config.longest_decode_gap
+    assert observed.longest_prompt_gap == config.longest_prompt_gap
+    assert observed.most_overtakes == observed.num_preemptions == 0
+    assert observed.most_of_crowded_bound == 0
+    assert 0.2 < observed.most_of_start_bound <= 1
+
+
+def test_any_settings_keep_the_promises() -> None:
+    random = Random(0)
+    for seed in range(40):
+        grid = random.choice([1, 1, 16, 48, 64])
+        chunk_size = (
+            random.choice([0, 1, 7, 64, 100, 192, 500, 512, 1024]) * grid // (64 if grid == 64 else 1)
+        )
+        chunk_size = -(-chunk_size // grid) * grid
+        max_running = random.randint(1, 20)
+        config = ScheduleConfig(
+            policy=random.choice(list(SchedulePolicy)),
+            chunk_size=chunk_size,
+            step_tokens=random.choice([None, max_running + grid + random.randint(0, 600)])
+            if chunk_size
+            else None,
+            max_running=max_running,
+            max_waiting=random.randint(1, 20),
+            max_chunk_steps=random.randint(1, 8),
+            max_decode_steps=random.randint(1, 8),
+            max_overtakes=random.randint(0, 4),
+            grid=grid,
+        )
+        limits = CacheLimits(random.randint(20, 80), random.choice([16, 64]), random.random() < 0.5)
+        workload = Workload(seed, most_prompt=800, most_answer=200, shrink=random.choice([0, 0.01]))
+        Simulation(config, limits, workload).run(600)
+
+
+# Schedulers that break a promise.
+
+
+def never_takes_chunks(self: Turns) -> bool:
+    return True
+
+
+def never_takes_decodes(self: Turns) -> bool:
+    return False
+
+
+def admits_whoever_fits(waiting: Any, num_places: int, num_room: int, max_overtakes: int) -> Any:
+    return choose_admissions(waiting, num_places, num_room, 10**9)
+
+
+def ignores_the_budget(wants: Any, budget: int | None, *, min_share: int, grid: int) -> list[int]:
+    return share_chunks(wants, None if budget is None else budget + 64, min_share=min_share, grid=grid)
+
+
+def ignores_the_grid(wants: Any, budget: int | None, *, min_share: int, grid: int) -> list[int]:
+    return share_chunks(wants, budget and budget - 1, min_share=min_share, grid=1)
+
+
+def serves_only_the_first(wants: Any, budget: int | None, *, min_share: int, grid: int) -> list[int]:
+    served = share_chunks(wants[:1], budget, min_share=min_share, grid=grid)
+    return [*served, *(want.start for want in wants[1:])]
+
+
+def loses_a_block(abort: Callable[..., None]) -> Callable[..., None]:
+    def broken(self: BatchScheduler, plan: StepPlan) -> None:
+        abort(self, plan)
+        self._num_free -= 1
+
+    return broken
+
+
+def forgets_a_span(issue: Callable[..., StepPlan]) -> Callable[..., StepPlan]:
+    def broken(self: BatchScheduler, choices: Any, *rest: Any, **more: Any) -> StepPlan:
+        return issue(self, choices[:3], *rest, **more)
+
+    return broken
+
+
+def takes_from_the_oldest(preempt: Callable[..., None]) -> Callable[..., None]:
+    def broken(self: BatchScheduler, *rest: Any) -> None:
+        self._requests = dict(reversed(self._requests.items()))
+        preempt(self, *rest)
+        self._requests = dict(reversed(self._requests.items()))
+
+    return broken
+
+
+MIXED = SchedulePolicy.MIXED
+
+
+@pytest.mark.parametrize(
+    ("policy", "grid", "target", "name", "broken", "message"),
+    [
+        (SchedulePolicy.DECODE_PRIORITY, 1, Turns, "takes_decodes", never_takes_chunks, "for its next chunk"),
+        (SchedulePolicy.INTERLEAVED, 1, Turns, "takes_decodes", never_takes_chunks, "for its next chunk"),
+        (
+            SchedulePolicy.PREFILL_FIRST,
+            1,
+            Turns,
+            "takes_decodes",
+            never_takes_decodes,
+            "decode waits too long",
+        ),
+        (MIXED, 1, Turns, "takes_decodes", never_takes_decodes, "a decode is left out"),
+        (MIXED, 1, batch_scheduler, "_by_turn", attrgetter("arrival"), "for its next chunk"),
+        (MIXED, 1, batch_scheduler, "choose_admissions", admits_whoever_fits, "overtaken too often"),
+        (MIXED, 1, batch_scheduler, "share_chunks", ignores_the_budget, "more than the budget"),
+        (MIXED, 64, batch_scheduler, "share_chunks", ignores_the_grid, "off the grid"),
+        (MIXED, 1, batch_scheduler, "share_chunks", serves_only_the_first, "for its next chunk"),
+        (MIXED, 1, BatchScheduler, "abort", loses_a_block(BatchScheduler.abort), "a block is lost"),
+        (MIXED, 1, BatchScheduler, "_issue", forgets_a_span(BatchScheduler._issue), "."),
+        (MIXED, 1, BatchScheduler, "_admit", lambda self, max_running: None, "nothing to run"),
+        (
+            MIXED,
+            1,
+            BatchScheduler,
+            "_preempt_newest",
+            takes_from_the_oldest(BatchScheduler._preempt_newest),
+            "the oldest was preempted",
+        ),
+    ],
+)
+def test_a_scheduler_that_breaks_a_promise_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+    policy: SchedulePolicy,
+    grid: int,
+    target: Any,
+    name: str,
+    broken: Any,
+    message: str,
+) -> None:
+    monkeypatch.setattr(target, name, broken)
+    simulation = Simulation(replace(CONFIG, policy=policy, grid=grid), crowded(True, 64), CROWDED)
+    with pytest.raises(AssertionError, match=message):
+        simulation.run(25_000)
