@@ -33,9 +33,10 @@ format: setup
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8
 
+# Every suite runs, whatever became of those before it.
 bench: setup
-	$(BIN)/python -m penstock.bench --check; prefill=$$?; \
-	$(BIN)/python -m penstock.bench hybrid --check && exit $$prefill
+	status=0; for suite in prefill hybrid serve; do \
+	$(BIN)/python -m penstock.bench $$suite --check || status=1; done; exit $$status
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

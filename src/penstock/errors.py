@@ -39,3 +39,7 @@ class QueueFullError(PenstockError):
 
 class ServiceClosedError(PenstockError):
     """The service takes no more requests, or ended before this one did."""
+
+
+class RequestFailedError(PenstockError):
+    """A request that could not be run to its end, for a reason that is not the user's."""

@@ -1,15 +1,16 @@
 """Samplers: what may be drawn, how often, and that settings are checked."""
 
 import math
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from penstock.engine.sampler import Sampler, SamplingParams
-from penstock.errors import SettingError
+from penstock.errors import ModelError, SettingError
 
 LOGITS = torch.tensor([2.0, 1.0, 0.0, -1.0, -2.0, 3.0])
 
@@ -76,9 +77,153 @@ def test_any_settings_give_a_token_and_a_seed_repeats_it(
     assert 0 <= tokens[0] < 40
 
 
+penalties = st.floats(-2, 2)
+histories = st.lists(st.integers(0, 11), max_size=30)
+biases = st.dictionaries(st.integers(0, 11), st.floats(-100, 100), max_size=5)
+
+
+def random_logits(seed: int, size: int = 12) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+@given(
+    seed=st.integers(0, 2**30),
+    previous=histories,
+    num_prompt=st.integers(0, 30),
+    presence=penalties,
+    frequency=penalties,
+    repetition=st.floats(0.5, 2),
+    bias=biases,
+)
+def test_greedy_takes_the_largest_after_bias_and_penalties(
+    seed: int,
+    previous: list[int],
+    num_prompt: int,
+    presence: float,
+    frequency: float,
+    repetition: float,
+    bias: dict[int, float],
+) -> None:
+    logits = random_logits(seed)
+    params = SamplingParams(
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=bias,
+    )
+    counts = Counter(previous[num_prompt:])
+    expected = []
+    for token, logit in enumerate(logits.double().tolist()):
+        value = logit + bias.get(token, 0)
+        if token in previous:
+            value = value / repetition if value > 0 else value * repetition
+        expected.append(value - presence * (counts[token] > 0) - frequency * counts[token])
+    before = logits.clone()
+    token = Sampler(params).sample(logits, previous, num_prompt)
+    assert expected[token] == pytest.approx(max(expected), abs=1e-4)
+    assert torch.equal(before, logits)
+
+
+def test_only_generated_tokens_are_present_or_frequent() -> None:
+    logits = torch.tensor([1.0, 0.5, 0.0])
+    for params in (SamplingParams(presence_penalty=0.6), SamplingParams(frequency_penalty=0.6)):
+        sampler = Sampler(params)
+        assert sampler.sample(logits, [0, 0, 0], 3) == 0
+        assert sampler.sample(logits, [1, 1, 0], 2) == 1
+        assert sampler.sample(logits, [0]) == 1
+    # Twice generated counts twice for frequency, once for presence.
+    assert Sampler(SamplingParams(presence_penalty=0.4)).sample(logits, [0, 0]) == 0
+    assert Sampler(SamplingParams(frequency_penalty=0.4)).sample(logits, [0, 0]) == 1
+
+
+def test_bias_moves_frequencies_by_its_exponential() -> None:
+    draws = drawn(SamplingParams(temperature=1.0, seed=3, logit_bias={5: -3.0, 4: 2.0}), 4000)
+    expected = (LOGITS + torch.tensor([0, 0, 0, 0, 2.0, -3.0])).softmax(-1)
+    for token, probability in enumerate(expected.tolist()):
+        assert abs(draws.count(token) / 4000 - probability) < 4 * math.sqrt(0.25 / 4000)
+
+
+@given(
+    seed=st.integers(0, 2**30),
+    allowed=st.sets(st.integers(0, 39), min_size=1, max_size=6),
+    temperature=st.sampled_from([0.0, 1e-6, 0.7, 100.0]),
+    top_k=st.integers(0, 50),
+    top_p=st.floats(1e-6, 1),
+    min_p=st.floats(0, 0.99),
+    presence=penalties,
+    bias=st.dictionaries(st.integers(0, 39), st.floats(-100, 100), max_size=5),
+    previous=st.lists(st.integers(0, 39), max_size=9),
+)
+def test_a_forbidden_token_is_never_drawn(
+    seed: int,
+    allowed: set[int],
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    presence: float,
+    bias: dict[int, float],
+    previous: list[int],
+) -> None:
+    logits = torch.full((40,), -math.inf)
+    places = sorted(allowed)
+    logits[places] = random_logits(seed, 40)[places] * 20
+    params = SamplingParams(
+        temperature, top_k, top_p, min_p, 1.3, seed, presence_penalty=presence, logit_bias=bias
+    )
+    sampler = Sampler(params)
+    assert {sampler.sample(logits, previous, 2) for _ in range(5)} <= allowed
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "row", [[-math.inf] * 3, [0.0, math.nan, 1.0], [math.nan, -math.inf, 0.0], [0.0, math.inf, 1.0]]
+)
+def test_a_row_without_a_token_to_draw_is_an_error(row: list[float], temperature: float) -> None:
+    with pytest.raises(ModelError, match="no token to choose"):
+        Sampler(SamplingParams(temperature)).sample(torch.tensor(row), [])
+
+
+def test_the_bias_is_a_copy_of_its_own() -> None:
+    bias = {1: 100.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[1] = -100.0
+    assert Sampler(params).sample(LOGITS, []) == 1
+    with pytest.raises(TypeError):
+        params.logit_bias[1] = 0.0  # type: ignore[index]
+    assert hash(params) == hash(SamplingParams(logit_bias={1: 100.0}))
+    assert params == SamplingParams(logit_bias={1: 100.0})
+
+
+@given(token=st.integers(0, 2**31 - 1), vocab_size=st.integers(1, 2**31 - 1))
+@example(token=6, vocab_size=6)
+@example(token=5, vocab_size=6)
+def test_a_bias_outside_the_vocabulary_is_refused(token: int, vocab_size: int) -> None:
+    params = SamplingParams(logit_bias={token: 1.0})
+    if token < vocab_size:
+        params.check_vocab(vocab_size)
+    else:
+        with pytest.raises(SettingError, match=f"logit_bias names token {token}"):
+            params.check_vocab(vocab_size)
+    if token >= LOGITS.shape[0]:
+        with pytest.raises(SettingError, match="logit_bias"):
+            Sampler(params).sample(LOGITS, [])
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("presence_penalty", 2.1),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", -2.1),
+        ("frequency_penalty", "1"),
+        ("logit_bias", [1]),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {True: 1.0}),
+        ("logit_bias", {1: 100.5}),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: None}),
         ("temperature", -0.1),
         ("temperature", math.inf),
         ("temperature", math.nan),

@@ -413,7 +413,7 @@ def test_pairs_without_bound_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("failure", [ValueError("no such\ntoken"), OverflowError()])
 def test_a_tokenizer_that_fails_is_an_error_of_the_file(tmp_path: Path, failure: Exception) -> None:
     class Backend:
-        def encode(self, *_: object, **__: object) -> None:
+        def encode_batch_fast(self, *_: object, **__: object) -> None:
             raise failure
 
     tokenizer = from_metadata(tmp_path)

@@ -1,4 +1,4 @@
-"""`python -m penstock.bench`: Penstock and transformers on the same weights, taking turns."""
+"""`python -m penstock.bench`: Penstock and transformers on the same weights, taking turns; or, many users at once."""
 
 import argparse
 import contextlib
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.bench import serve_bars, serve_plot, serve_report
 from penstock.bench.bars import check_bars
 from penstock.bench.benchmark import run_benchmark
 from penstock.bench.memory import can_measure_growth
@@ -20,8 +21,12 @@ from penstock.bench.plot import can_plot, draw
 from penstock.bench.random_model import random_hybrid
 from penstock.bench.report import render
 from penstock.bench.results import Results, Settings
-from penstock.bench.suites import SuiteName
+from penstock.bench.serve_benchmark import run_serve_benchmark
+from penstock.bench.serve_options import parse_serve_options
+from penstock.bench.serve_results import ServeSettings, to_json
+from penstock.bench.suites import SERVE, SuiteName
 from penstock.bench.workload import random_tokens, text_tokens
+from penstock.engine.llm import LLM
 from penstock.errors import ContextLengthError, PenstockError, SettingError
 from penstock.models.config import ModelConfig
 from penstock.models.hub import resolve_model
@@ -29,8 +34,12 @@ from penstock.models.opened import open_model, open_weights
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit status: 0, 1 where --check found a bar that is missed, 2 where nothing could be measured."""
+    """The exit status: 0, 1 where --check found a bar that is missed or answers differ that must not, 2 where nothing
+    could be measured."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
+        if arguments[:1] == [SERVE]:
+            return _run_serve(parse_serve_options(arguments[1:]))
         return _run(parse_options(arguments))
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -41,11 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    if options.plot is not None and not can_plot():
-        raise SettingError("--plot needs matplotlib, which is not installed: pip install matplotlib")
-    _require_writable(options.output)
+    _prepare(options)
     with_memory = not options.skip_memory
     if with_memory and not can_measure_growth():
         if options.only_memory:
@@ -77,9 +82,37 @@ def _run(options: argparse.Namespace) -> int:
     results = run_benchmark(subject.path, subject.prompt(longest), settings, _say)
     print(f"\n{render(results)}\n")
     _write(results, options.output)
-    _plot(results, options)
+    _plot(lambda path: draw(results, path), options)
     missed = [bar for bar in check_bars(results) if not bar.is_met]
     return 1 if options.check and missed else 0
+
+
+def _run_serve(options: argparse.Namespace) -> int:
+    """Answers that differ where they must not are an error, whether bars are checked or not."""
+    _prepare(options)
+    llm = LLM(options.model, dtype=options.dtype, chunk=options.workload.chunk)
+    with contextlib.closing(open_weights(resolve_model(options.model))) as source:
+        description = source.describe()
+    settings = ServeSettings(description, options.dtype, options.workload, options.repeats, options.full)
+    results = run_serve_benchmark(llm, settings, _say)
+    print(f"\n{serve_report.render(results)}\n")
+    bars = [bar.to_dict() for bar in serve_bars.check_bars(results)]
+    options.output.write_text(to_json({**results.to_dict(), "bars": bars}))
+    print(f"results: {options.output}")
+    _plot(lambda path: serve_plot.draw(results, path), options)
+    wrong = [bar for bar in serve_bars.check_answers(results) if not bar.is_met]
+    for bar in wrong:
+        _say(f"error: {bar.name}: {bar.value:.3f}, where it must be {bar.limit:g}")
+    missed = [bar for bar in serve_bars.check_speed(results) if not bar.is_met]
+    return 1 if wrong or (options.check and missed) else 0
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    if options.plot is not None and not can_plot():
+        raise SettingError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    _require_writable(options.output)
 
 
 @dataclass(frozen=True)
@@ -124,10 +157,10 @@ def _write(results: Results, path: Path) -> None:
     print(f"results: {path}")
 
 
-def _plot(results: Results, options: argparse.Namespace) -> None:
+def _plot(draw_to: Callable[[Path], None], options: argparse.Namespace) -> None:
     path = options.plot or options.output.with_suffix(".png")
     if can_plot():
-        draw(results, path)
+        draw_to(path)
         print(f"plot:    {path}")
     else:
         print("plot:    none, matplotlib is not installed")

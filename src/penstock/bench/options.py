@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.bench.suites import SUITES, SuiteName
+from penstock.bench.suites import SERVE, SUITES, SuiteName
 from penstock.bench.workload import DEFAULT_DECODE_TOKENS, DEFAULT_MEMORY_REPEATS
 from penstock.errors import SettingError
 from penstock.models.hub import DEFAULT_MODEL
@@ -14,6 +14,8 @@ from penstock.plan.config import DEFAULT_CHUNK_SIZE
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of which none is left open. Lengths that are given are those whose memory is measured too."""
     options = _parser().parse_args(arguments)
+    if options.suite == SERVE:
+        raise SettingError(f"{SERVE} has options of its own: give it as the first argument")
     options.suite = SuiteName(options.suite)
     if options.suite is SuiteName.HYBRID and options.model is not None:
         raise SettingError(
@@ -38,22 +40,23 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "suite",
         nargs="?",
-        choices=[name.value for name in SuiteName],
+        choices=[*(name.value for name in SuiteName), SERVE],
         default=SuiteName.PREFILL.value,
         help="prefill: a model of your choice reads a text; hybrid: a random Qwen3.5, three delta nets to one "
-        "attention, reads random tokens (%(default)s)",
+        "attention, reads random tokens; serve: many users at once, with options of its own: see serve --help "
+        "(%(default)s)",
     )
     add(
         "--model",
         help=f"smollm2, a folder, a GGUF file or a Hugging Face name ({DEFAULT_MODEL}; prefill only)",
     )
     add("--lengths", type=_counts, metavar="N,N", help=f"prompt tokens ({_default_lengths()})")
-    add("--chunk", type=_count, default=DEFAULT_CHUNK_SIZE, help="tokens per chunk (%(default)s)")
-    add("--repeats", type=_count, help="rounds at every length (5; 3 for long prompts and token by token)")
-    add("--decode-tokens", type=_count, default=DEFAULT_DECODE_TOKENS, help="after the first (%(default)s)")
-    add("--memory-repeats", type=_count, default=DEFAULT_MEMORY_REPEATS, help="for Penstock (%(default)s)")
+    add("--chunk", type=count, default=DEFAULT_CHUNK_SIZE, help="tokens per chunk (%(default)s)")
+    add("--repeats", type=count, help="rounds at every length (5; 3 for long prompts and token by token)")
+    add("--decode-tokens", type=count, default=DEFAULT_DECODE_TOKENS, help="after the first (%(default)s)")
+    add("--memory-repeats", type=count, default=DEFAULT_MEMORY_REPEATS, help="for Penstock (%(default)s)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
-    add("--threads", type=_count, help="threads that torch computes with (torch's own choice)")
+    add("--threads", type=count, help="threads that torch computes with (torch's own choice)")
     add("--full", action="store_true", help="every system and every round at long prompts too")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--skip-memory", action="store_true", help="timings only")
@@ -64,14 +67,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """A whole number of 1 or more, for argparse."""
     if not (text.isascii() and text.isdigit() and int(text) >= 1):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 1 or more")
     return int(text)
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    return tuple(_count(part) for part in text.split(","))
+    return tuple(count(part) for part in text.split(","))
 
 
 def _default_lengths() -> str:

@@ -5,6 +5,9 @@ from enum import StrEnum
 
 from penstock.bench.systems import SystemName
 
+# The benchmark of many users at once. It compares no systems on one prompt: its options and results are its own.
+SERVE = "serve"
+
 
 class SuiteName(StrEnum):
     """What each is called on the command line and in the results."""

@@ -85,7 +85,9 @@ class SequenceCache:
         if num_tokens == 0:
             self.free()
         elif self.state is not None:
-            raise ValueError(f"cannot cut a sequence with recurrent state back to token {num_tokens}, only to 0")
+            raise ValueError(
+                f"cannot cut a sequence with recurrent state back to token {num_tokens}, only to 0"
+            )
         else:
             self.blocks.truncate(num_tokens)
             self._returns.append(num_tokens)

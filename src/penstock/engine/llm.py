@@ -88,9 +88,13 @@ class LLM:
                 self.probe = probe(self.model.kernels, self.model.probe_shapes, torch_dtype, device)
         finally:
             opened.source.close()
-        self._eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
-        self._canon = settle(self.model.kernels, self.probe)
+        self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
+        self.canon = settle(self.model.kernels, self.probe)
         self.load_s = time.perf_counter() - started
+
+    @property
+    def overlap(self) -> int:
+        return self._config.overlap
 
     @property
     def context_length(self) -> int:
@@ -158,10 +162,10 @@ class LLM:
             self.model,
             token_ids,
             config=self._config,
-            canon=self._canon,
+            canon=self.canon,
             max_tokens=max_tokens,
             sampling=sampling,
-            eos_ids=self._eos_ids,
+            eos_ids=self.eos_ids,
         )
         return TextStream(self, run, StopMatcher(stop), on_progress, tokenize_s)
 
@@ -300,7 +304,7 @@ class TextStream:
                 token = self._step()
                 if token is not None and self._first_token_s is None:
                     self._first_token_s = self._tokenize_s + time.perf_counter() - started
-                if token is None or token in self._llm._eos_ids:
+                if token is None or token in self._llm.eos_ids:
                     continue
                 piece = stops.push(decoder.push(token))
                 if stops.has_stopped:

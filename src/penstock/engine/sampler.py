@@ -1,21 +1,27 @@
 """From a row of logits to a token."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from penstock.errors import SettingError
+from penstock.errors import ModelError, SettingError
 
 # Below this, logits over temperature would leave the range of float32.
 MIN_TEMPERATURE = 1e-6
+MAX_PENALTY = 2.0
+MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a token is chosen. A temperature of 0 is greedy; `seed` makes a draw repeatable."""
+    """How a token is chosen. A temperature of 0 is greedy; `seed` makes a draw repeatable.
+
+    Logits first get their bias, then the penalties: of repetition for every token of the sequence so far, of presence
+    and frequency for those that were generated."""
 
     temperature: float = 0.0
     top_k: int = 0  # 0: all
@@ -23,6 +29,9 @@ class SamplingParams:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     seed: int | None = None
+    presence_penalty: float = 0.0  # taken from the logit of a token that was generated before
+    frequency_penalty: float = 0.0  # the same for each time that it was
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to a token's logit
 
     def __post_init__(self) -> None:
         temperature = _number(self.temperature)
@@ -35,6 +44,31 @@ class SamplingParams:
         _require_number("repetition_penalty", penalty, 0 < _number(penalty) < math.inf, "above 0")
         if self.seed is not None:
             _require_int("seed", self.seed, "0 or more", limit=2**63)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            accepted = f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
+            _require_number(name, value, -MAX_PENALTY <= _number(value) <= MAX_PENALTY, accepted)
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Refuse a bias for tokens that a model does not have."""
+        outside = [token for token in self.logit_bias if token >= vocab_size]
+        if outside:
+            raise SettingError(
+                f"logit_bias names token {outside[0]}, which is not accepted: "
+                f"the model's tokens are 0 to {vocab_size - 1}"
+            )
+
+
+def _checked_bias(bias: object) -> Mapping[int, float]:
+    if not isinstance(bias, Mapping):
+        raise SettingError(f"logit_bias={bias!r} is not accepted: give numbers by token id")
+    for token, value in bias.items():
+        _require_int("a token id of logit_bias", token, "0 or more")
+        is_ok = -MAX_BIAS <= _number(value) <= MAX_BIAS
+        accepted = f"from {-MAX_BIAS:g} to {MAX_BIAS:g}"
+        _require_number(f"logit_bias of token {token}", value, is_ok, accepted)
+    return MappingProxyType(dict(bias))
 
 
 def _number(value: object) -> float:
@@ -64,17 +98,22 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
+        self._bias_tokens = torch.tensor(list(params.logit_bias), dtype=torch.long)
+        self._bias_values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
 
-    def sample(self, logits: Tensor, previous: Sequence[int]) -> int:
-        """A token from logits [vocab], float32, given all tokens of the sequence so far."""
+    def sample(self, logits: Tensor, previous: Sequence[int], num_prompt: int = 0) -> int:
+        """A token from logits [vocab], float32, given all tokens of the sequence so far, of which the first
+        `num_prompt` are the prompt. A token at -inf is never drawn; a row with none to draw is an error."""
         params = self._params
-        logits = logits.cpu()
-        if params.repetition_penalty != 1.0:
-            logits = _penalised(logits, previous, params.repetition_penalty)
+        logits = self._adjusted(logits.cpu(), previous, num_prompt)
         if params.temperature == 0:
-            return int(logits.argmax())
+            token = int(logits.argmax())  # of a row with not-a-number in it, one that is
+            _require_finite(float(logits[token]))
+            return token
+        largest = logits.max()
+        _require_finite(float(largest))
         # Scaled from the largest, so that a tiny temperature cannot overflow.
-        logits = (logits - logits.max()) / params.temperature
+        logits = (logits - largest) / params.temperature
         if 0 < params.top_k < logits.shape[0]:
             logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -math.inf)
         probabilities = logits.softmax(dim=-1)
@@ -87,6 +126,28 @@ class Sampler:
         if params.min_p > 0:
             probabilities[probabilities < params.min_p * probabilities.max()] = 0
         return int(torch.multinomial(probabilities, 1, generator=self._generator))
+
+    def _adjusted(self, logits: Tensor, previous: Sequence[int], num_prompt: int) -> Tensor:
+        """Logits with bias and penalties: themselves where there are none, else a new tensor."""
+        params = self._params
+        if params.logit_bias:
+            params.check_vocab(logits.shape[0])
+            logits = logits.index_add(0, self._bias_tokens, self._bias_values)
+        if params.repetition_penalty != 1.0:
+            logits = _penalised(logits, previous, params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            generated = torch.tensor(previous[num_prompt:], dtype=torch.long)
+            counts = generated.bincount(minlength=logits.shape[0])
+            logits = logits - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
+        return logits
+
+
+def _require_finite(largest: float) -> None:
+    if not math.isfinite(largest):
+        raise ModelError(
+            f"the largest of a row of logits is {largest}, so there is no token to choose: either the model's "
+            "weights or its dtype do not serve, or every token is forbidden"
+        )
 
 
 def _penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor:

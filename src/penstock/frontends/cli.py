@@ -5,8 +5,10 @@ from typing import Annotated
 import typer
 
 from penstock import __version__
+from penstock.frontends.bench import PASS_ON, bench
 from penstock.frontends.exits import MEANINGS, fill_closed_error, reported
 from penstock.frontends.generate import generate
+from penstock.frontends.serve import serve
 
 app = typer.Typer(
     help="Language models on long prompts, chunk by chunk.",
@@ -16,6 +18,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(epilog=MEANINGS)(generate)
+app.command(epilog=MEANINGS)(serve)
+app.command(context_settings=PASS_ON)(bench)
 
 
 def _print_version(wanted: bool) -> None:

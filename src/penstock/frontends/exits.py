@@ -23,8 +23,9 @@ MEANINGS = (
 _OPTIONS = {"chunk_size": "chunk"}
 # Names with an underscore are settings wherever they stand; plain words only where they are given a value.
 _SETTING = re.compile(
-    r"\b(chunk_size|max_tokens|top_k|top_p|min_p|repetition_penalty)\b(=?)"
-    r"|\b(overlap|temperature|stop|seed|dtype|threads)(=)|^(system)\b()"
+    r"\b(chunk_size|max_tokens|top_k|top_p|min_p|repetition_penalty|step_tokens|cache_tokens|served_name"
+    r"|max_(?:running|waiting|chunk_steps|decode_steps|body_bytes|prompt_tokens))\b(=?)"
+    r"|\b(overlap|temperature|stop|seed|dtype|threads|policy|host|port|grace)(=)|^(system)\b()"
 )
 
 

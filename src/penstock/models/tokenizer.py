@@ -53,7 +53,9 @@ class Tokenizer:
             except UnicodeEncodeError as error:  # half of a surrogate pair
                 raise PromptError("the text is not valid Unicode") from error
         with trusting("the model's tokenizer fails"):
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # Of a list of texts, since only that lets other threads run meanwhile.
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            ids: list[int] = encoded.ids
         return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:

@@ -1,0 +1,42 @@
+"""How large a cache may be, where nobody says it."""
+
+import os
+
+from penstock.cache import BLOCK_TOKENS
+from penstock.cache.tensors import CacheSpec
+from penstock.errors import MemoryExhaustedError
+from penstock.plan import format_bytes
+
+# The share of the free memory that a cache takes: the rest is for activations, and for others.
+_SHARE = 0.5
+
+
+def cache_tokens_that_fit(spec: CacheSpec, num_slots: int, most_tokens: int) -> int:
+    """Places for keys and values in half of the memory that is free, beside the states; no more than are of use."""
+    states_bytes = num_slots * spec.recurrent.bytes_per_slot if spec.recurrent else 0
+    free_bytes = free_memory_bytes()
+    if free_bytes is None:
+        return most_tokens
+    room_bytes = int(free_bytes * _SHARE) - states_bytes
+    num_blocks = room_bytes // (spec.kv.bytes_per_token * BLOCK_TOKENS)
+    if num_blocks < 1:
+        raise MemoryExhaustedError(
+            f"there is no memory for a cache: {format_bytes(free_bytes)} are free, of which half may be used, and "
+            f"{num_slots} recurrent states take {format_bytes(states_bytes)}; free some, or lower max_running"
+        )
+    return min(num_blocks * BLOCK_TOKENS, most_tokens)
+
+
+def free_memory_bytes() -> int | None:
+    """Memory that could be taken without others having to give it up; None where the system does not tell."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None

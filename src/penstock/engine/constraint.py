@@ -1,0 +1,191 @@
+"""Answers that are JSON: which tokens may come next, by llguidance."""
+
+import json
+import re
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.events import JsonFormat
+from penstock.engine.schema_limits import check_schema
+from penstock.errors import ModelError, SettingError
+from penstock.models.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+# Between two parts of JSON: nothing, one space, or a new line and its indent. Without a bound, small models go on
+# with white space for ever.
+WHITESPACE = r" |\n[ \t]{0,32}"
+_OPTIONS = {
+    "whitespace_pattern": WHITESPACE,
+    "item_separator": ",",
+    "key_separator": ":",
+    "lenient": False,  # keywords that are not supported are errors
+    "coerce_one_of": False,
+}
+_OPTIONS_KEY = "x-guidance"
+# No text is forced into certain tokens: every token whose bytes fit is allowed.
+_HEADER = '%llguidance {"no_forcing": true}\nstart: %json '
+_TOO_COMPLEX = re.compile(
+    r"\(limit|schema too large|DNF too large|too many (states|expressions)|fuel exhausted|Current row has|^panic:"
+)
+_MAX_REASON = 300
+
+
+class ConstraintFactory:
+    """Makes constraints for one model. `vocab_size` is the number of its logits; the vocabulary is built when the
+    first constraint is made."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
+        self._vocabulary: LLTokenizer | None = None
+        self._lock = threading.Lock()
+
+    def new(self, wanted: JsonFormat) -> "TokenConstraint":
+        """A constraint at the start of its answer; an error for a schema that is not accepted."""
+        grammar = _grammar(wanted)
+        vocabulary = self._build()
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=_limits())
+        if matcher.is_error():
+            raise SettingError(f"the JSON schema is not accepted: {_reason(matcher.get_error())}")
+        return TokenConstraint(matcher, self._vocab_size, self._eos_ids)
+
+    def _build(self) -> "LLTokenizer":
+        with self._lock:
+            if self._vocabulary is None:
+                try:
+                    from llguidance import LLTokenizer
+                except ImportError as error:
+                    raise SettingError(
+                        "answers in JSON need llguidance, which is not installed: pip install llguidance"
+                    ) from error
+                words = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
+                self._vocabulary = LLTokenizer(
+                    words,  # type: ignore[arg-type]  # anything with the attributes of a TokenizerWrapper
+                    n_vocab=len(words.tokens),
+                    eos_token=list(words.special_token_ids),
+                    slices=LLTokenizer.json_slices(),
+                )
+            return self._vocabulary
+
+
+class TokenConstraint:
+    """One answer's constraint: `mask` the logits, choose a token, `accept` it."""
+
+    def __init__(self, matcher: "LLMatcher", vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
+        self._has_ended = False
+        # A bit for each token, the lowest first. The first is computed here: some schemas fail only then.
+        self._bits: bytes | None = self._compute()
+
+    @property
+    def is_finished(self) -> bool:
+        """The JSON is complete, and nothing may follow but the end."""
+        return self._has_ended or self._matcher.is_stopped()
+
+    def mask(self, logits: Tensor) -> Tensor:
+        """A copy of logits [vocab] in which tokens that are not allowed are at -inf."""
+        if logits.shape != (self._vocab_size,):
+            raise SettingError(
+                f"logits of shape {tuple(logits.shape)} do not fit a vocabulary of {self._vocab_size} tokens"
+            )
+        bits = np.frombuffer(self._allowed(), dtype=np.uint8)
+        allowed = torch.from_numpy(np.unpackbits(bits, count=self._vocab_size, bitorder="little"))
+        return logits.masked_fill((allowed == 0).to(logits.device), -torch.inf)
+
+    def accept(self, token: int) -> None:
+        """Go on after the token that was chosen. One that is not allowed is an error and changes nothing."""
+        bits = self._allowed()
+        if not 0 <= token < self._vocab_size or not bits[token >> 3] >> (token & 7) & 1:
+            raise SettingError(
+                f"token {token} is not allowed here: the answer would not be the JSON asked for"
+            )
+        self._bits = None
+        if token in self._eos_ids:
+            self._has_ended = True
+        elif not self._matcher.consume_token(token):
+            raise self._failure()
+
+    def _allowed(self) -> bytes:
+        if self._has_ended:
+            raise SettingError("the answer in JSON has ended: no token may follow")
+        if self._bits is None:
+            self._bits = self._compute()
+        return self._bits
+
+    def _compute(self) -> bytes:
+        matcher = self._matcher
+        bits = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise self._failure()
+        if not any(bits):
+            raise ModelError("the model has no token with which the JSON asked for could go on")
+        return bits
+
+    def _failure(self) -> SettingError:
+        return SettingError(f"the JSON schema cannot be followed: {_reason(self._matcher.get_error())}")
+
+
+class _Vocabulary:
+    """A vocabulary as llguidance reads it. A token without bytes is never allowed."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        # Special tokens have no bytes, nor have ids that the model has and the tokenizer has not.
+        self.tokens = [b"" if token in eos_ids else tokenizer.pieces.of(token) for token in range(vocab_size)]
+        if not eos_ids:
+            # There must be an end: one beyond the logits, which nobody can choose.
+            eos_ids = frozenset([vocab_size])
+            self.tokens.append(b"")
+        self.special_token_ids: Sequence[int] = sorted(eos_ids)
+        self.eos_token_id = self.special_token_ids[0]
+
+    def __call__(self, text: str) -> list[int]:
+        raise NotImplementedError("text is not turned into tokens where none is forced")
+
+
+def _grammar(wanted: JsonFormat) -> str:
+    schema = {"type": "object"} if wanted.schema is None else wanted.schema
+    check_schema(schema)
+    if _OPTIONS_KEY in schema:
+        raise SettingError(f"the JSON schema has {_OPTIONS_KEY}, which is not accepted: leave it out")
+    return _HEADER + json.dumps({_OPTIONS_KEY: _OPTIONS, **schema})
+
+
+def _limits() -> "LLParserLimits":
+    """Bounds for schemas of strangers: about 0.1 s to begin, 0.02 s and 65 MB on the way."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(max_grammar_size=20_000, max_lexer_states=100_000, verbose_errors=False)
+
+
+def _reason(message: str) -> str:
+    """The library's message in one line, without places in a grammar that the user never saw."""
+    message = re.split(r"\n\s+1 \| |\n<", message)[0]
+    message = re.sub(r"^at \d+\(\d+\): ", "", message)
+    message = re.sub(r"^failed to (compile JSON schema|parse \"%json\"): ", "", message)
+    if message.startswith("NoExtension"):
+        return "there is no JSON that fits it"
+    if _TOO_COMPLEX.search(message):
+        return "it is too complex: give a simpler one"
+    # Patterns are quoted in full before the error in them.
+    message = re.sub(
+        r"^regex parse error:.*\nerror: ", "a pattern cannot be used: ", message, flags=re.DOTALL
+    )
+    message = re.sub(r"^Unimplemented keys: ", "keywords that are not supported: ", message)
+    message = re.sub(r"^oneOf .*", "oneOf of schemas that may overlap is not supported: use anyOf", message)
+    line = " ".join(message.split())
+    return line if len(line) <= _MAX_REASON else line[:_MAX_REASON] + "..."

@@ -1,0 +1,157 @@
+"""One request of a service on its way: its tokens, its cache, how its next token is chosen, who is told."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from penstock.cache import SequenceCache
+from penstock.engine.constraint import TokenConstraint
+from penstock.engine.events import (
+    Event,
+    Finished,
+    GenerationRequest,
+    Listener,
+    PromptProgress,
+    TokenGenerated,
+    TokenLogprobs,
+)
+from penstock.engine.logprobs import token_logprobs
+from penstock.engine.results import Usage
+from penstock.engine.run import FinishReason
+from penstock.engine.sampler import Sampler
+from penstock.engine.status import Outcome, RequestStatus, RequestSummary
+from penstock.engine.stop import StopMatcher
+from penstock.models.detokenize import StreamDecoder
+from penstock.models.tokenizer import Tokenizer
+from penstock.plan.batch_scheduler import RequestView
+from penstock.plan.progress import PrefillClock
+from penstock.plan.step import RequestId
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token that was sampled and is not yet the request's: that comes with the step's commit."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class Job:
+    """What a service knows of one request. Times are of one monotonic clock, in seconds."""
+
+    def __init__(
+        self,
+        request_id: RequestId,
+        request: GenerationRequest,
+        cache: SequenceCache,
+        tokenizer: Tokenizer,
+        eos_ids: frozenset[int],
+        constraint: TokenConstraint | None,
+        listener: Listener,
+        now: float,
+    ) -> None:
+        self.id = request_id
+        self.request = request
+        self.cache = cache
+        self.tokens = list(request.token_ids)
+        self.num_prompt = len(self.tokens)
+        self.listener = listener
+        self.wants_cancel = False
+        self._eos_ids = frozenset() if request.ignore_eos else eos_ids
+        self._sampler = Sampler(request.sampling)
+        self._constraint = constraint
+        self._decoder = StreamDecoder(tokenizer)
+        self._stops = StopMatcher(request.stop)
+        self._clock = PrefillClock(self.num_prompt, 1)
+        self._arrived_s = now
+        self._started_s: float | None = None  # its first step
+        self._chunk_began_s = now  # when its last chunk ended, or its first step began
+        self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    def start(self, now: float) -> None:
+        """A step with a span of this request begins."""
+        if self._started_s is None:
+            self._started_s = self._chunk_began_s = now
+
+    def choose(self, logits: Tensor) -> Choice:
+        """The next token, from logits [vocab]."""
+        allowed = logits if self._constraint is None else self._constraint.mask(logits)
+        token = self._sampler.sample(allowed, self.tokens, self.num_prompt)
+        wanted = self.request.num_logprobs
+        return Choice(token, None if wanted is None else token_logprobs(logits, token, wanted))
+
+    def read(self, start: int, end: int, now: float) -> Event | None:
+        """Prompt tokens [start, end) are in the cache; those that were there once before are no news."""
+        news = end > self._clock.progress().num_done
+        if news:
+            self._clock.record(start, end, now - self._chunk_began_s)
+        self._chunk_began_s = now
+        return PromptProgress(self._clock.progress()) if news else None
+
+    def take(self, choice: Choice, now: float) -> tuple[Event, FinishReason | None]:
+        """The chosen token is the request's: what to tell of it, and whether it is the last."""
+        token = choice.token
+        self.tokens.append(token)
+        if self._first_token_s is None:
+            self._first_token_s = now
+        self._last_token_s = now
+        is_end = token in self._eos_ids
+        if self._constraint is not None:
+            self._constraint.accept(token)
+        text = "" if is_end else self._stops.push(self._decoder.push(token))
+        is_whole = self._constraint is not None and self._constraint.is_finished
+        reason: FinishReason | None = None
+        if is_end or self._stops.has_stopped or is_whole:
+            reason = "stop"
+        elif self.num_generated >= self.request.max_tokens:
+            reason = "length"
+        return TokenGenerated(token, text, choice.logprobs), reason
+
+    def end(self, reason: FinishReason, now: float) -> Finished:
+        """What to tell when nothing more will come."""
+        text = self._stops.push(self._decoder.finish()) + self._stops.finish()
+        first = now if self._first_token_s is None else self._first_token_s
+        started = now if self._started_s is None else self._started_s
+        return Finished(
+            reason=reason,
+            text=text,
+            usage=Usage(self.num_prompt, self.num_generated),
+            queue_s=started - self._arrived_s,
+            prefill_s=first - started,
+            decode_s=(self._last_token_s or first) - first,
+        )
+
+    def gap_s(self, now: float) -> float:
+        """The time since the token before, or since the arrival."""
+        return now - (self._arrived_s if self._last_token_s is None else self._last_token_s)
+
+    def status(self, view: RequestView, now: float) -> RequestStatus:
+        progress = self._clock.progress()
+        is_reading = view.num_run < self.num_prompt
+        return RequestStatus(
+            id=self.id,
+            phase=view.phase,
+            num_prompt_tokens=self.num_prompt,
+            num_prompt_done=min(view.num_run, self.num_prompt),
+            num_generated=self.num_generated,
+            max_tokens=self.request.max_tokens,
+            age_s=now - self._arrived_s,
+            prompt_eta_s=progress.eta_s if is_reading else None,
+            num_preemptions=view.num_preemptions,
+        )
+
+    def summary(self, outcome: Outcome, now: float) -> RequestSummary:
+        first = self._first_token_s
+        return RequestSummary(
+            id=self.id,
+            outcome=outcome,
+            num_prompt_tokens=self.num_prompt,
+            num_generated=self.num_generated,
+            first_token_s=None if first is None else first - self._arrived_s,
+            seconds=now - self._arrived_s,
+        )

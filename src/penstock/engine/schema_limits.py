@@ -1,0 +1,96 @@
+"""What a JSON schema from a stranger may have, checked before anything is built from it.
+
+The library that builds constraints bounds nearly all of its work by itself. What it does not bound is here: text of
+any length, and three things whose cost grows faster than the schema.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.errors import SettingError
+
+MAX_BYTES = 64 * 1024
+MAX_PROPERTIES = 1000  # of one object: the time grows with their square (0.1 s for these)
+MAX_PATTERN_PROPERTIES = 64  # together: each is compared with each (0.04 s)
+MAX_JOINED_PATTERNS = 8  # time and memory double with each one that must hold at the same time (0.01 s)
+
+_PATTERNS = ("pattern", "format", "patternProperties")
+_UNIONS = ("anyOf", "oneOf")
+_REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+def check_schema(schema: object) -> None:
+    """Refuse what is no JSON object, or too large."""
+    if not isinstance(schema, dict):
+        raise SettingError(f"a JSON schema is to be an object, not {type(schema).__name__}")
+    try:
+        text = json.dumps(schema, allow_nan=False)
+    except RecursionError as error:
+        raise SettingError("the JSON schema is nested too deeply: give a flatter one") from error
+    except (TypeError, ValueError) as error:
+        raise SettingError(f"the JSON schema is not JSON: {error}") from error
+    if len(text) > MAX_BYTES:
+        raise SettingError(
+            f"the JSON schema has {len(text)} bytes, and {MAX_BYTES} are accepted: give a smaller one"
+        )
+    _check_counts(schema)
+
+
+def _check_counts(schema: dict[str, Any]) -> None:
+    num_patterns = num_pattern_properties = 0
+    has_joins = False
+    for node in _objects(schema):
+        num_properties = _length(node.get("properties"))
+        if num_properties > MAX_PROPERTIES:
+            _refuse(f"an object of {num_properties} properties", MAX_PROPERTIES)
+        num_pattern_properties += _length(node.get("patternProperties"))
+        num_patterns += sum(isinstance(node.get(name), str) for name in ("pattern", "format"))
+        has_joins = has_joins or _joins_patterns(node)
+    if num_pattern_properties > MAX_PATTERN_PROPERTIES:
+        _refuse(f"{num_pattern_properties} patternProperties", MAX_PATTERN_PROPERTIES)
+    num_patterns += num_pattern_properties
+    if has_joins and num_patterns > MAX_JOINED_PATTERNS:
+        _refuse(
+            f"{num_patterns} patterns and formats, and joins schemas that have some (by allOf, or by keywords beside "
+            "$ref, anyOf or oneOf)",
+            MAX_JOINED_PATTERNS,
+        )
+
+
+def _refuse(what: str, limit: int) -> None:
+    raise SettingError(f"the JSON schema has {what}; {limit} are accepted: give a simpler one")
+
+
+def _objects(root: Any) -> Iterator[dict[str, Any]]:
+    """Every object in it, itself included."""
+    stack = [root]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            yield node
+            stack.extend(node.values())
+        elif isinstance(node, list):
+            stack.extend(node)
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, dict) else 0
+
+
+def _joins_patterns(node: dict[str, Any]) -> bool:
+    """Whether patterns of several parts of this schema may have to hold at the same time."""
+    all_of = node.get("allOf")
+    parts = [*all_of] if isinstance(all_of, list) else []
+    parts += [node[name] for name in _UNIONS if name in node]
+    parts += [{name: node[name]} for name in _REFERENCES if name in node]
+    if not parts:
+        return False
+    apart = {"allOf", "$defs", "definitions", *_UNIONS, *_REFERENCES}
+    parts.append({name: value for name, value in node.items() if name not in apart})
+    return sum(any(_has_pattern(inner) for inner in _objects(part)) for part in parts) > 1
+
+
+def _has_pattern(node: dict[str, Any]) -> bool:
+    # What is referred to may have patterns.
+    return any(name in node for name in (*_PATTERNS, *_REFERENCES))

@@ -1,0 +1,233 @@
+"""A model that serves many requests at once: one thread runs the steps, any thread may ask."""
+
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from penstock.cache import BLOCK_TOKENS
+from penstock.engine.batcher import Batcher, Notice
+from penstock.engine.capacity import cache_tokens_that_fit
+from penstock.engine.constraint import ConstraintFactory
+from penstock.engine.events import Event, Failed, Finished, GenerationRequest, Listener
+from penstock.engine.job import Job
+from penstock.engine.llm import LLM
+from penstock.engine.run import CacheSpace, check_request
+from penstock.engine.status import Observer, ServiceStatus
+from penstock.engine.stop import StopMatcher
+from penstock.engine.streams import EventStream
+from penstock.errors import (
+    ContextLengthError,
+    RequestFailedError,
+    ServiceClosedError,
+    SettingError,
+)
+from penstock.plan.checks import check_int
+from penstock.plan.policy import ScheduleConfig
+from penstock.plan.step import RequestId
+
+
+@dataclass(frozen=True)
+class ServiceConfig:
+    """How a service runs. Without a schedule, its chunk size and grid are the model's."""
+
+    schedule: ScheduleConfig | None = None
+    cache_tokens: int | None = None  # places for keys and values; None: by the memory that is free
+    strict: bool = False  # decodes in a fixed shape: their bits do not depend on what runs beside them
+
+
+class Service:
+    """Requests in, events out. Every request ends with Finished or Failed, whatever happens to the others."""
+
+    def __init__(
+        self, llm: LLM, config: ServiceConfig | None = None, *, observers: Sequence[Observer] = ()
+    ) -> None:
+        self.llm = llm
+        config = config or ServiceConfig()
+        self.schedule = _resolve_schedule(config.schedule, llm)
+        num_slots = 2 * self.schedule.max_running  # a step reads a state and writes another
+        cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots)
+        self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens)
+        space = CacheSpace.for_tokens(llm.model, cache_tokens, num_slots=num_slots)
+        # The last token of an answer is never run, so it needs no place.
+        self.max_request_tokens = min(llm.context_length, space.blocks.num_blocks * BLOCK_TOKENS + 1)
+        self._batcher = Batcher(
+            llm.model, llm.canon, space, self.schedule, strict=config.strict, observers=observers
+        )
+        self._constraints = ConstraintFactory(llm.tokenizer, llm.model.config.vocab_size, llm.eos_ids)
+        # Guards the batcher. It is not held while a step runs.
+        self._changed = threading.Condition()
+        self._is_stepping = False
+        self._closes_at: float | None = None  # when what still runs is cancelled; None: not closing
+        self._death: Exception | None = None
+        self._num_threads = torch.get_num_threads()
+        self._thread = threading.Thread(target=self._serve, name="penstock-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine's thread lives, or ended because it was told to."""
+        return self._death is None
+
+    @property
+    def is_closing(self) -> bool:
+        return self._closes_at is not None
+
+    def submit(self, request: GenerationRequest, listener: Listener) -> RequestId:
+        """Put a request into the queue. What cannot be run is refused here."""
+        model = self.llm.model.config
+        check_request(request.token_ids, request.max_tokens, model.max_position, model.vocab_size)
+        num_tokens = len(request.token_ids) + request.max_tokens
+        if num_tokens > self.max_request_tokens:
+            raise ContextLengthError(
+                f"the prompt has {len(request.token_ids)} tokens and max_tokens is {request.max_tokens}, together "
+                f"{num_tokens}, but the cache holds {self.max_request_tokens} tokens: shorten the prompt, ask for "
+                f"fewer tokens, or serve with a larger cache"
+            )
+        if request.num_logprobs is not None:
+            check_int("num_logprobs", request.num_logprobs, 0)
+        request.sampling.check_vocab(model.vocab_size)
+        StopMatcher(request.stop)
+        constraint = None if request.json_format is None else self._constraints.new(request.json_format)
+        job = Job(
+            f"req-{uuid.uuid4().hex[:16]}",
+            request,
+            self._batcher.space.new_sequence(),
+            self.llm.tokenizer,
+            self.llm.eos_ids,
+            constraint,
+            listener,
+            time.perf_counter(),
+        )
+        with self._changed:
+            if self._death is not None:
+                raise ServiceClosedError(f"the engine has stopped: {self._death}")
+            if self.is_closing:
+                raise ServiceClosedError("the service is closing and takes no more requests")
+            self._batcher.add(job)
+            self._changed.notify_all()
+        return job.id
+
+    def stream(self, request: GenerationRequest) -> EventStream:
+        """Submit a request from a coroutine; its events come by `async for`."""
+        return EventStream(self, request)
+
+    def run(self, request: GenerationRequest) -> list[Event]:
+        """Submit a request and wait for its end: all its events."""
+        events: list[Event] = []
+        is_over = threading.Event()
+
+        def listen(event: Event) -> None:
+            events.append(event)
+            if isinstance(event, Finished | Failed):
+                is_over.set()
+
+        self.submit(request, listen)
+        is_over.wait()
+        return events
+
+    def cancel(self, request_id: RequestId) -> None:
+        """End a request between steps and free all it holds. Nothing happens if it has ended."""
+        with self._changed:
+            self._batcher.cancel(request_id)
+            self._changed.notify_all()
+
+    def status(self) -> ServiceStatus:
+        with self._changed:
+            return self._batcher.status()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the cache holds just what the requests do. Waits for the step at hand."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_stepping)
+            self._batcher.check_integrity()
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """Take no more requests, give those at hand so much time to finish, cancel the rest, end the thread."""
+        self.drain(grace_s)
+        self._thread.join()
+
+    def drain(self, grace_s: float) -> None:
+        """Begin to close, and return at once. A second call may only shorten the time."""
+        with self._changed:
+            closes_at = time.monotonic() + max(grace_s, 0.0)
+            self._closes_at = closes_at if self._closes_at is None else min(closes_at, self._closes_at)
+            self._changed.notify_all()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self) -> None:
+        """The engine's thread."""
+        # Each thread has a number of its own, which the first one was told.
+        torch.set_num_threads(self._num_threads)
+        try:
+            while self._step():
+                self._deliver()
+        except BaseException as error:
+            # Nothing that a request can do leads here. Nobody must wait forever for what it has broken.
+            with self._changed:
+                self._death = error if isinstance(error, Exception) else RuntimeError(repr(error))
+                self._is_stepping = False
+                self._batcher.fail_all(RequestFailedError(f"the engine has stopped: {error!r}"))
+                self._changed.notify_all()
+        self._deliver()
+
+    def _step(self) -> bool:
+        """Run a step, or wait for something to do. False: the service is closed, and nothing runs any more."""
+        with self._changed:
+            if not self._batcher.has_work and not self._batcher.notices:
+                if self.is_closing:
+                    return False
+                self._changed.wait()
+            if self._closes_at is not None and time.monotonic() >= self._closes_at:
+                self._batcher.cancel_all()
+            step = self._batcher.begin()
+            if step is None:
+                return True
+            self._is_stepping = True
+        outcome = self._batcher.run(step)
+        with self._changed:
+            self._batcher.settle(step, outcome)
+            self._is_stepping = False
+            self._changed.notify_all()
+        return True
+
+    def _deliver(self) -> None:
+        """Tell what there is to tell, in order, without the lock: a listener may ask the service things."""
+        notices = self._batcher.notices
+        while notices:
+            notice: Notice = notices.popleft()
+            try:
+                notice.tell()
+            except Exception:
+                # Whoever listened is gone.
+                if notice.job is not None:
+                    self.cancel(notice.job.id)
+
+
+def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConfig:
+    if llm.overlap:
+        raise SettingError(f"overlap={llm.overlap} is not accepted by a service: give 0, which loses nothing")
+    if schedule is None:
+        return ScheduleConfig(chunk_size=llm.chunk.effective, grid=llm.chunk.grid)
+    return schedule if schedule.grid >= llm.chunk.grid else replace(schedule, grid=llm.chunk.grid)
+
+
+def _resolve_cache_tokens(
+    cache_tokens: int | None, llm: LLM, schedule: ScheduleConfig, num_slots: int
+) -> int:
+    if cache_tokens is not None:
+        return check_int("cache_tokens", cache_tokens, 1)
+    most = schedule.max_running * llm.context_length
+    return cache_tokens_that_fit(llm.model.cache_spec, num_slots, most)

@@ -1,0 +1,163 @@
+"""The command `penstock serve`."""
+
+from functools import partial
+from typing import Annotated, Literal
+
+import typer
+
+from penstock.frontends.exits import reported
+
+_model = partial(typer.Option, rich_help_panel="Model")
+_steps = partial(typer.Option, rich_help_panel="Steps")
+_server = partial(typer.Option, rich_help_panel="Server")
+
+_KEY_VARIABLE = "PENSTOCK_API_KEY"
+_MAX_PORT = 65535
+
+
+def serve(
+    model: Annotated[
+        str,
+        _model(
+            metavar="NAME", help="smollm2, a folder with safetensors, a GGUF file or a Hugging Face name."
+        ),
+    ] = "smollm2",
+    served_name: Annotated[
+        str | None,
+        _model(
+            metavar="NAME", help="What requests call the model: --model, or the end of its path, by default."
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"],
+        _model(help="What to compute in; auto is bfloat16 where the processor does it natively."),
+    ] = "auto",
+    threads: Annotated[int | None, _model(min=1, help="Processor threads to use.")] = None,
+    chunk: Annotated[
+        str | None,
+        _steps(
+            metavar="TOKENS",
+            help="The most prompt tokens of a step; 0 runs a prompt whole, auto leaves it to Penstock. Without it "
+            "$PENSTOCK_PREFILL_CHUNK applies, else 512.",
+        ),
+    ] = None,
+    align: Annotated[
+        bool | None,
+        _steps(
+            "--align/--no-align",
+            help="On a model with recurrent state, round the chunk up to a multiple of 64. Without either "
+            "$PENSTOCK_PREFILL_ALIGN (0 or 1) applies, else --align.",
+        ),
+    ] = None,
+    policy: Annotated[
+        str,
+        _steps(
+            metavar="NAME",
+            help="Who runs where some prompts are read while others decode: mixed, interleaved, decode-priority "
+            "or prefill-first.",
+        ),
+    ] = "mixed",
+    step_tokens: Annotated[
+        int | None,
+        _steps(help="The most tokens of a step, decodes included; a chunk and all decodes by default."),
+    ] = None,
+    max_running: Annotated[int, _steps(help="Requests in progress at once.")] = 16,
+    max_waiting: Annotated[
+        int, _steps(help="Requests in the queue; more are refused with status 429.")
+    ] = 256,
+    max_decode_steps: Annotated[
+        int, _steps(help="decode-priority: steps of decodes in a row while a prompt waits.")
+    ] = 8,
+    max_chunk_steps: Annotated[
+        int, _steps(help="prefill-first: steps of chunks in a row while a decode waits.")
+    ] = 64,
+    cache_tokens: Annotated[
+        int | None, _steps(help="Places in the K/V cache, all requests together; by free memory by default.")
+    ] = None,
+    strict: Annotated[
+        bool,
+        _steps("--strict", help="The bits of a request's tokens do not depend on what runs beside it."),
+    ] = False,
+    host: Annotated[str, _server(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, _server(min=0, max=_MAX_PORT, help="The port; 0 picks one and prints it.")] = 8000,
+    api_key: Annotated[
+        str | None,
+        _server(metavar="KEY", help=f"The key that requests must send. ${_KEY_VARIABLE} is the safer way."),
+    ] = None,
+    grace: Annotated[
+        float, _server(help="Seconds that requests have to finish once the server is told to end.")
+    ] = 30.0,
+    max_body_bytes: Annotated[int, _server(help="The largest body of a request.")] = 8 << 20,
+    max_prompt_tokens: Annotated[
+        int | None, _server(help="The longest prompt; what context and cache hold by default.")
+    ] = None,
+) -> None:
+    """Serve a model by OpenAI's API, many requests at once.
+
+    SIGTERM or Ctrl-C ends it once requests have finished, or after --grace; a second Ctrl-C ends it at once.
+    """
+    with reported():
+        # What can be refused is refused before anything slow: first without torch, then without the model.
+        import math
+        import os
+        from dataclasses import replace
+        from pathlib import Path
+
+        from penstock.errors import SettingError
+        from penstock.frontends.server.settings import ServerSettings
+        from penstock.plan import resolve_align, resolve_chunk_size
+        from penstock.plan.checks import check_int
+        from penstock.plan.policy import ScheduleConfig, SchedulePolicy
+
+        schedule = ScheduleConfig(
+            policy=SchedulePolicy.parse(policy),
+            chunk_size=resolve_chunk_size(chunk).effective,
+            step_tokens=step_tokens,
+            max_running=max_running,
+            max_waiting=max_waiting,
+            max_chunk_steps=max_chunk_steps,
+            max_decode_steps=max_decode_steps,
+        )
+        resolve_align(align)
+        if cache_tokens is not None:
+            check_int("cache_tokens", cache_tokens, 1)
+        if not 0 <= grace < math.inf:
+            raise SettingError(f"grace={grace} is not accepted: give a number of seconds, 0 or more")
+        if served_name is None:
+            served_name = Path(model).resolve().name if Path(model).exists() else model
+        settings = ServerSettings(
+            model_name=served_name,
+            host=host,
+            api_key=os.environ.get(_KEY_VARIABLE) if api_key is None else api_key,
+            max_body_bytes=max_body_bytes,
+            max_prompt_tokens=max_prompt_tokens,
+        )
+
+        from penstock.frontends.answer import load
+        from penstock.frontends.present import make_display
+
+        display = make_display()
+        with display.busy("starting"):
+            from penstock.engine.service import Service, ServiceConfig
+            from penstock.frontends.server.app import create_app
+            from penstock.frontends.server.listen import bind, url_of
+            from penstock.frontends.server.listen import serve as serve_app
+            from penstock.frontends.server.started import open_warning, started_lines
+            from penstock.frontends.server.telemetry import Telemetry
+
+        with bind(host, port) as listener:
+            llm = load(model, display, dtype=dtype, chunk=chunk, align=align, threads=threads)
+            schedule = replace(schedule, chunk_size=llm.chunk.effective, grid=llm.chunk.grid)
+            telemetry = Telemetry()
+            config = ServiceConfig(schedule, cache_tokens, strict)
+            with Service(llm, config, observers=[telemetry]) as service:
+
+                def tell() -> None:
+                    for line in started_lines(service, settings, url_of(listener)):
+                        display.note(line)
+                    warning = open_warning(settings)
+                    if warning is not None:
+                        display.note(warning)
+
+                app = create_app(service, settings, telemetry)
+                serve_app(app, service, listener, grace_s=grace, on_started=tell)

@@ -1,0 +1,149 @@
+"""The HTTP application: which path does what."""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import TypeVar
+
+from fastapi import FastAPI, Request, Response
+
+from penstock.engine.service import Service
+from penstock.errors import PenstockError, SettingError
+from penstock.frontends.server.answers import Answer, EventStreamResponse
+from penstock.frontends.server.asks import Ask, Asker
+from penstock.frontends.server.bodies import Body, ChatBody, CompletionBody, TokenizeBody
+from penstock.frontends.server.gate import Gate
+from penstock.frontends.server.gathering import Gathering
+from penstock.frontends.server.gone import unless_gone
+from penstock.frontends.server.intake import Intake
+from penstock.frontends.server.json_answer import JsonAnswer
+from penstock.frontends.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
+from penstock.frontends.server.pages import router
+from penstock.frontends.server.parsing import parse
+from penstock.frontends.server.problems import as_api_error, install_handlers
+from penstock.frontends.server.settings import ServerSettings
+from penstock.frontends.server.shapes import ChatShape, CompletionShape, Envelope, Shape
+from penstock.frontends.server.telemetry import Telemetry
+from penstock.models.pieces import TokenPieces
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry) -> FastAPI:
+    """The server's application. `app.state.is_draining` is to be set when it is about to end: `/health` tells."""
+    schedule = service.schedule
+    intake = Intake(schedule.max_running + schedule.max_waiting, settings.max_body_bytes)
+    asker = Asker(service, settings)
+    answering = _Answering(service, settings, intake)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        intake.close()
+
+    app = FastAPI(
+        title="Penstock",
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
+        openapi_url=None,
+        redirect_slashes=False,
+        lifespan=lifespan,
+    )
+    app.state.is_draining = False
+    app.add_middleware(Gate, settings=settings)
+    install_handlers(app)
+    app.include_router(router(service, telemetry, settings.model_name))
+    model = {
+        "id": settings.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "penstock",
+        "context_length": service.max_request_tokens,
+    }
+
+    @app.get("/health")
+    async def health() -> Response:
+        if app.state.is_draining or not service.is_healthy:
+            status = "draining" if service.is_healthy else "failed"
+            return JsonAnswer({"status": status}, status_code=503)
+        return JsonAnswer({"status": "ok"})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return JsonAnswer({"object": "list", "data": [model]})
+
+    @app.get("/v1/models/{name:path}")
+    async def one_model(name: str) -> Response:
+        asker.check_model(name)
+        return JsonAnswer(model)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await answering.answer(
+            request, CompletionBody, asker.completion, CompletionShape(), CompletionLogprobs
+        )
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        return await answering.answer(request, ChatBody, asker.chat, ChatShape(), ChatLogprobs)
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        with intake.place():
+            raw = await intake.read(request)
+            tokens = await intake.run(lambda: asker.tokenize(parse(raw, TokenizeBody)))
+        return JsonAnswer({"tokens": tokens, "count": len(tokens)})
+
+    return app
+
+
+class _Answering:
+    """What the two endpoints that generate have in common."""
+
+    def __init__(self, service: Service, settings: ServerSettings, intake: Intake) -> None:
+        self._service = service
+        self._model_name = settings.model_name
+        self._intake = intake
+        self._pieces = service.llm.tokenizer.pieces
+        self._eos_ids = service.llm.eos_ids
+
+    async def answer(
+        self,
+        request: Request,
+        kind: type[_Body],
+        make_ask: Callable[[_Body], Ask],
+        shape: Shape,
+        writer: Callable[[TokenPieces], LogprobWriter],
+    ) -> Response:
+        gathering = Gathering(self._service)
+
+        def submit(raw: bytes) -> Ask:
+            body = parse(raw, kind)
+            ask = make_ask(body)
+            try:
+                gathering.submit(ask.requests)
+            except PenstockError as error:
+                problem = as_api_error(error, kind.prompt_param)
+                if isinstance(error, SettingError) and problem.param is None and ask.wants_json:
+                    problem.param = "response_format"  # a schema is compiled when it is submitted
+                raise problem from error
+            return ask
+
+        try:
+            with self._intake.place():
+                raw = await self._intake.read(request)
+                ask = await self._intake.run(lambda: submit(raw))
+            answer = Answer(
+                ask,
+                gathering,
+                Envelope(shape, self._model_name),
+                lambda: writer(self._pieces),
+                self._eos_ids,
+            )
+            if ask.streams:
+                return EventStreamResponse(answer.stream(), at_end=gathering.cancel)
+            content = await unless_gone(request.receive, answer.whole())
+        except BaseException:
+            gathering.cancel()
+            raise
+        return JsonAnswer(content)

@@ -1,0 +1,167 @@
+"""The bodies of requests: names, types and ranges. Null is the same as leaving a parameter away."""
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from penstock.engine.events import JsonFormat
+from penstock.frontends.server.messages import Message
+
+MAX_STOPS = 16
+MAX_CHOICES = 128
+Prompt = str | list[int]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    prompt_param: ClassVar[str]  # what holds the prompt
+
+
+def _prompts(value: object) -> list[Prompt]:
+    """Whatever a prompt may be, as a list of prompts."""
+    match value:
+        case str():
+            return [value]
+        case list() if value and all(type(item) is int for item in value):
+            return [value]
+        case list() if value and all(isinstance(item, str) for item in value):
+            return value
+        case list() if value and all(
+            isinstance(item, list) and all(type(token) is int for token in item) for item in value
+        ):
+            return value
+    raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
+
+
+def _stops(value: object) -> object:
+    return [value] if isinstance(value, str) else value
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None  # there is none
+
+
+class JsonSchema(Body):
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    description: str | None = None
+    strict: bool | None = None  # the schema is always kept to
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> Self:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema goes with type 'json_schema', and is needed there")
+        return self
+
+    def json_format(self) -> JsonFormat | None:
+        if self.type == "text":
+            return None
+        return JsonFormat(None if self.json_schema is None else self.json_schema.schema_)
+
+
+class GenerationBody(Body):
+    """What both endpoints take. Numbers without a range here have theirs in SamplingParams."""
+
+    model: str
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    stop: Annotated[Annotated[list[str], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_stops)] = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    ignore_eos: bool | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    # Accepted, without effect.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        raise NotImplementedError
+
+    @property
+    def answer_tokens(self) -> int | None:
+        """How many tokens the answer may have, where that was said."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Self:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise ValueError(
+                f"max_tokens={self.max_tokens} contradicts max_completion_tokens={self.max_completion_tokens}: "
+                "give one of them"
+            )
+        if not self.stream and self.stream_options is not None:
+            raise ValueError("stream_options is accepted only with 'stream': true")
+        if not self.stream and self.return_progress:
+            raise ValueError("return_progress is accepted only with 'stream': true")
+        return self
+
+
+class CompletionBody(GenerationBody):
+    prompt_param = "prompt"
+
+    prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatBody(GenerationBody):
+    prompt_param = "messages"
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _has_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is accepted only with 'logprobs': true")
+        return self
+
+
+class TokenizeBody(Body):
+    """One of a text, a completion's prompt and a chat's messages. `add_special` is whether the tokenizer adds the
+    tokens that begin a text: for a prompt it does, for other text not."""
+
+    prompt_param = "content"
+
+    model: str | None = None
+    content: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special: bool | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if sum(part is not None for part in (self.content, self.prompt, self.messages)) != 1:
+            raise ValueError("give one of content, prompt and messages")
+        if self.messages is not None and self.add_special is not None:
+            raise ValueError("add_special is not accepted with messages: the model's template has them")
+        return self

@@ -1,0 +1,80 @@
+// The plain figures: queue, rates, cache, latency, settings.
+
+import { count, duration, longDuration, percent, plural, rate } from "./format.js";
+
+// Rates are means over so many seconds of the past.
+const RATE_S = 5;
+
+const byId = (id) => document.getElementById(id);
+
+function write(id, text) {
+  const element = byId(id);
+  if (element.textContent !== text) element.textContent = text;
+}
+
+export function showFigures(status, steps) {
+  showNow(status, steps);
+  showCache(status.cache);
+  showLatency("first-token", status.latency.first_token);
+  showLatency("inter-token", status.latency.inter_token);
+  const waits = status.latency.inter_token?.count ?? 0;
+  write("latency-count", waits ? `last ${plural(waits, "token")}` : "");
+  showSettings(status);
+}
+
+function showNow(status, steps) {
+  write("running", count(status.num_running));
+  write("running-of", `of ${count(status.settings.max_running)}`);
+  write("waiting", count(status.num_waiting));
+  write("waiting-of", `of ${count(status.settings.max_waiting)}`);
+  const span = Math.min(RATE_S, status.uptime_s);
+  let [read, written] = [0, 0];
+  for (const step of steps) {
+    if (step.start_s + step.seconds < status.uptime_s - span) continue;
+    for (const { kind, start, end } of step.spans) {
+      if (kind === "chunk") read += end - start;
+      if (kind === "decode") written += 1;
+    }
+  }
+  write("read-rate", rate(read / span));
+  write("write-rate", rate(written / span));
+}
+
+function showCache(cache) {
+  const { blocks_used: blocks, blocks_total: ofBlocks, slots_used: slots, slots_total: ofSlots } = cache;
+  write("cache-tokens", `${count(ofBlocks * cache.block_tokens)} tokens in blocks of ${count(cache.block_tokens)}`);
+  showGauge("blocks", blocks, ofBlocks);
+  byId("slots-gauge").hidden = ofSlots === 0;
+  showGauge("slots", slots, ofSlots);
+}
+
+function showGauge(id, used, total) {
+  const gauge = byId(id);
+  write(`${id}-text`, `${count(used)} of ${count(total)}`);
+  gauge.setAttribute("aria-valuemax", total);
+  gauge.setAttribute("aria-valuenow", used);
+  gauge.querySelector(".fill").style.transform = `scaleX(${percent(used, total) / 100})`;
+}
+
+function showLatency(id, percentiles) {
+  const cells = byId(id).querySelectorAll("td");
+  ["p50", "p95", "p99", "max"].forEach((name, at) => {
+    cells[at].textContent = percentiles ? duration(percentiles[name]) : "–";
+  });
+}
+
+function showSettings({ model, settings, uptime_s: uptime }) {
+  const { chunk } = settings;
+  write("model", model.name);
+  write("chunk", chunk.effective ? plural(chunk.effective, "token") : "the whole prompt");
+  const asked = chunk.requested === String(chunk.effective) ? "" : `asked for ${chunk.requested}: `;
+  write("chunk-reason", asked + chunk.reason);
+  write("policy", settings.policy);
+  write("policy-gap", `each request gets a token ${settings.longest_decode_gap === 1 ? "in every step" : `within ${plural(settings.longest_decode_gap, "step")}`}`);
+  write("step-tokens", settings.step_tokens === null ? "a chunk and every decode" : plural(settings.step_tokens, "token"));
+  write("strict", settings.strict ? "on: alone or beside others, the same" : "off");
+  const { context_tokens: context, max_request_tokens: most } = model;
+  write("context", most < context ? `${plural(most, "token")} by the cache, ${count(context)} by the model` : plural(context, "token"));
+  write("uptime", longDuration(uptime));
+  document.title = `${model.name} · Penstock`;
+}

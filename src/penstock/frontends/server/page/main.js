@@ -1,0 +1,78 @@
+// Puts the page together: a question to the server, and each part shows what concerns it.
+
+import { Attempt } from "./attempt.js";
+import { Connection, hasKey, setKey } from "./connection.js";
+import { showFigures } from "./figures.js";
+import { about } from "./format.js";
+import { People } from "./people.js";
+import { Requests } from "./requests.js";
+import { Timeline } from "./timeline.js";
+
+const byId = (id) => document.getElementById(id);
+
+const people = new People();
+const timeline = new Timeline(byId("timeline"), byId("step-detail"), people);
+const requests = new Requests(
+  { list: byId("requests"), none: byId("requests-none"), more: byId("requests-more"), counter: byId("requests-count") }, people,
+);
+const attempt = new Attempt(askForKey);
+
+const connection = new Connection({
+  status(status) {
+    people.follow(status.steps, new Set(status.requests.map((request) => request.id)));
+    timeline.update(status.steps, status.uptime_s);
+    requests.update(status.requests, status.latency.inter_token?.p50);
+    showFigures(status, timeline.steps);
+    attempt.update(status.model);
+    byId("key-form").hidden = true;
+    byId("links").hidden = hasKey(); // a link carries no key
+    if (status.is_healthy) {
+      showState("live", "live");
+      byId("notice").hidden = true;
+    } else {
+      showState("gone", "stopped");
+      showNotice("The engine has stopped after an error: restart the server.");
+    }
+  },
+  locked: askForKey,
+  lost(why, retryMs) {
+    showState("gone", "no answer");
+    showNotice(`${why} Its last figures are shown; the next try is in ${about(retryMs / 1000)}.`);
+  },
+  restarted() {
+    timeline.clear();
+    requests.clear();
+  },
+});
+
+function showState(state, text) {
+  byId("connection").dataset.state = state;
+  if (byId("connection-text").textContent !== text) byId("connection-text").textContent = text;
+}
+
+function showNotice(text) {
+  byId("notice").hidden = false;
+  if (byId("notice-text").textContent !== text) byId("notice-text").textContent = text;
+}
+
+function askForKey() {
+  showState("locked", "locked");
+  byId("notice").hidden = true;
+  byId("key-form").hidden = false;
+  byId("key-text").textContent = hasKey() ? "The server does not accept this key." : "The server asks for a key. It is kept until this tab is closed.";
+}
+
+byId("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey(byId("key").value.trim());
+  connection.ask();
+});
+byId("retry").addEventListener("click", () => connection.ask());
+for (const button of document.querySelectorAll("[data-window]")) {
+  button.addEventListener("click", () => {
+    for (const other of document.querySelectorAll("[data-window]")) other.setAttribute("aria-pressed", other === button);
+    timeline.show(Number(button.dataset.window));
+  });
+}
+
+connection.ask();

@@ -1,0 +1,126 @@
+// Every request that has not ended, with how far it is. One that ended stays a moment, so that the list does not jump.
+
+import { about, count, percent, plural, shortId } from "./format.js";
+
+const LINGER_MS = 2500;
+// Of those that wait, so many are shown; the others are counted.
+const MOST_WAITING = 4;
+const PHASES = { waiting: "waiting", prompt: "reading", decode: "generating" };
+
+export class Requests {
+  // `parts` are elements: the list, a line for when it is empty, one for those left out, and the number of all.
+  constructor(parts, people) {
+    this.parts = parts;
+    this.people = people;
+    this.rows = new Map(); // id -> row
+  }
+
+  clear() {
+    for (const row of this.rows.values()) row.item.remove();
+    this.rows.clear();
+  }
+
+  update(requests, nextTokenSeconds) {
+    let numWaiting = 0;
+    const shown = requests.filter((request) => request.phase !== "waiting" || ++numWaiting <= MOST_WAITING);
+    const live = new Set(shown.map((request) => request.id));
+    for (const [id, row] of this.rows) {
+      if (!live.has(id)) this.end(id, row);
+    }
+    for (const request of shown) this.row(request).show(request, nextTokenSeconds);
+    const { none, more, counter } = this.parts;
+    none.hidden = this.rows.size > 0;
+    more.hidden = shown.length === requests.length;
+    more.textContent = `and ${count(requests.length - shown.length)} more waiting`;
+    counter.textContent = requests.length ? plural(requests.length, "request") : "";
+  }
+
+  row(request) {
+    let row = this.rows.get(request.id);
+    if (!row) {
+      row = new Row(request.id, this.people.tone(request.id));
+      this.rows.set(request.id, row);
+      this.parts.list.append(row.item);
+    }
+    return row;
+  }
+
+  end(id, row) {
+    row.endedAt ??= performance.now();
+    row.end();
+    if (performance.now() - row.endedAt < LINGER_MS) return;
+    row.item.remove();
+    this.rows.delete(id);
+  }
+}
+
+function element(tag, className, parent) {
+  const made = document.createElement(tag);
+  made.className = className;
+  parent?.append(made);
+  return made;
+}
+
+class Row {
+  constructor(id, tone) {
+    this.item = element("li", `request tone-${tone}`);
+    this.endedAt = null;
+    const title = element("div", "title", this.item);
+    this.name = element("span", "name", title);
+    this.name.textContent = shortId(id);
+    this.name.title = id;
+    this.phase = element("span", "phase", title);
+    this.eta = element("span", "eta", title);
+    const bar = element("div", "bar", this.item);
+    this.prompt = new Part("prompt", bar, `Prompt of ${shortId(id)}`);
+    this.decode = new Part("decode", bar, `Answer of ${shortId(id)}`);
+    const facts = element("div", "facts", this.item);
+    this.read = element("span", "", facts);
+    this.written = element("span", "", facts);
+    this.age = element("span", "", facts);
+    this.preempted = element("span", "", facts);
+  }
+
+  show(request, nextTokenSeconds) {
+    const { num_prompt_done: done, num_prompt_tokens: total, num_generated: generated, max_tokens: most } = request;
+    this.phase.textContent = PHASES[request.phase];
+    this.eta.textContent = eta(request, nextTokenSeconds);
+    this.prompt.set(done, total);
+    this.decode.set(generated, most);
+    this.read.textContent = done < total ? `${count(done)} of ${count(total)} read` : `${count(total)} read`;
+    this.written.textContent = done < total && !generated ? "" : `${count(generated)} of ${count(most)} generated`;
+    this.age.textContent = `for ${about(request.age_s)}`;
+    this.preempted.textContent = request.num_preemptions ? `preempted ${count(request.num_preemptions)}×` : "";
+  }
+
+  end() {
+    this.item.classList.add("ended");
+    this.phase.textContent = "ended";
+    this.eta.textContent = "";
+  }
+}
+
+class Part {
+  constructor(kind, bar, label) {
+    this.part = element("div", `part ${kind}`, bar);
+    this.fill = element("span", "fill", this.part);
+    this.part.setAttribute("role", "progressbar");
+    this.part.setAttribute("aria-label", label);
+    this.part.setAttribute("aria-valuemin", "0");
+  }
+
+  set(done, total) {
+    this.part.style.flexGrow = total;
+    this.part.setAttribute("aria-valuemax", total);
+    this.part.setAttribute("aria-valuenow", done);
+    this.fill.style.transform = `scaleX(${percent(done, total) / 100})`;
+  }
+}
+
+function eta(request, nextTokenSeconds) {
+  if (request.phase === "prompt" && request.prompt_eta_s !== null) return `first token in ${about(request.prompt_eta_s)}`;
+  if (request.phase === "decode" && nextTokenSeconds) {
+    return `up to about ${about((request.max_tokens - request.num_generated) * nextTokenSeconds)} left`;
+  }
+  return "";
+}

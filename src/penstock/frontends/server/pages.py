@@ -1,0 +1,128 @@
+"""The live page, what it shows as JSON, and the metrics."""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fastapi import APIRouter, HTTPException, Response
+from fastapi.responses import JSONResponse
+
+from penstock.engine.service import Service
+from penstock.engine.status import StepRecord
+from penstock.frontends.server.latency import LatencyWindow
+from penstock.frontends.server.telemetry import CONTENT_TYPE, Telemetry
+
+FOLDER = Path(__file__).parent / "page"
+_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
+# The page is one origin's: nothing inline, nothing from elsewhere, in nobody's frame.
+_SAFE = {
+    "Content-Security-Policy": (
+        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
+        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+_FILE_HEADERS = {**_SAFE, "Cache-Control": "no-cache"}
+_LIVE_HEADERS = {**_SAFE, "Cache-Control": "no-store"}
+
+
+def router(service: Service, telemetry: Telemetry, model_name: str) -> APIRouter:
+    """GET `/` and the files it names under `/page/`, which hold nothing secret and need no key; GET `/status` and
+    `/metrics`, which tell what others do. `/status?steps_after=n` leaves out steps up to index n."""
+    files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
+    about = {"model": _model(service, model_name), "settings": _settings(service)}
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/")
+    async def page() -> Response:
+        return _file("index.html", files)
+
+    @routes.get("/page/{name}")
+    async def file(name: str) -> Response:
+        return _file(name, files)
+
+    # Not async: they ask the engine, which may have to finish a thought first.
+    @routes.get("/status")
+    def status(steps_after: int = -1) -> Response:
+        return JSONResponse({**about, **_status(service, telemetry, steps_after)}, headers=_LIVE_HEADERS)
+
+    @routes.get("/metrics")
+    def metrics() -> Response:
+        text = telemetry.render(service.status())
+        return Response(text, headers={**_LIVE_HEADERS, "Content-Type": CONTENT_TYPE})
+
+    return routes
+
+
+def _file(name: str, files: Mapping[str, bytes]) -> Response:
+    if name not in files:
+        raise HTTPException(404, f"there is no file {name!r}: open / for the page")
+    return Response(files[name], media_type=_TYPES[Path(name).suffix], headers=_FILE_HEADERS)
+
+
+def _model(service: Service, name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "context_tokens": service.llm.context_length,
+        "max_request_tokens": service.max_request_tokens,
+        "has_chat_template": service.llm.tokenizer.has_chat_template,
+    }
+
+
+def _settings(service: Service) -> dict[str, Any]:
+    chunk, schedule = service.llm.chunk, service.schedule
+    is_own = schedule.chunk_size == chunk.effective
+    return {
+        "policy": schedule.policy.value,
+        "chunk": {
+            "requested": chunk.requested,
+            "effective": schedule.chunk_size,
+            "reason": chunk.reason if is_own else "set by the service's schedule",
+        },
+        "step_tokens": schedule.step_tokens,
+        "max_running": schedule.max_running,
+        "max_waiting": schedule.max_waiting,
+        "longest_decode_gap": schedule.longest_decode_gap,
+        "cache_tokens": service.config.cache_tokens,
+        "strict": service.config.strict,
+    }
+
+
+def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[str, Any]:
+    status = service.status()
+    return {
+        "is_healthy": service.is_healthy,
+        "uptime_s": status.uptime_s,
+        "num_running": status.num_running,
+        "num_waiting": status.num_waiting,
+        "requests": [asdict(request) for request in status.requests],
+        "steps": [_step(record) for record in status.steps if record.index > steps_after],
+        "cache": asdict(status.cache),
+        "latency": {
+            "first_token": _percentiles(telemetry.first_token),
+            "inter_token": _percentiles(telemetry.inter_token),
+        },
+    }
+
+
+def _step(record: StepRecord) -> dict[str, Any]:
+    # By hand: `asdict` copies so deeply that many spans would hold the engine's thread up.
+    return {
+        "index": record.index,
+        "start_s": record.start_s,
+        "seconds": record.seconds,
+        "spans": [
+            {"request_id": span.request_id, "kind": span.kind.value, "start": span.start, "end": span.end}
+            for span in record.spans
+        ],
+        "num_held_decodes": record.num_held_decodes,
+        "preempted": record.preempted,
+        "stalls_decodes": record.stalls_decodes,
+    }
+
+
+def _percentiles(window: LatencyWindow) -> dict[str, float] | None:
+    percentiles = window.percentiles()
+    return None if percentiles is None else asdict(percentiles)

@@ -1,0 +1,144 @@
+"""What goes wrong, in the shape of OpenAI's API: the one place where errors become answers."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from penstock.errors import (
+    CacheFullError,
+    ContextLengthError,
+    MemoryExhaustedError,
+    ModelError,
+    PenstockError,
+    PromptError,
+    QueueFullError,
+    ServiceClosedError,
+    SettingError,
+)
+from penstock.frontends.server.json_answer import JsonAnswer
+
+# When to try again where the queue is full: by then some request will usually have ended.
+RETRY_AFTER_S = 1
+# Settings are named at the start of a message, as in `top_p=2 is not accepted`.
+_NAMED = re.compile(r"([a-z][a-z_]*)=")
+
+
+class ApiError(Exception):
+    """An answer that is an error."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None,
+        param: str | None = None,
+        type: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.type = type or ("server_error" if status >= 500 else "invalid_request_error")
+        self.headers = dict(headers or {})
+
+    @property
+    def content(self) -> dict[str, Any]:
+        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": fields}
+
+    def response(self) -> Response:
+        return JsonAnswer(self.content, status_code=self.status, headers=self.headers)
+
+
+def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiError:
+    """What to answer for an error of Penstock's own; `prompt_param` is what holds the prompt in this request."""
+    message = str(error)
+    match error:
+        case ContextLengthError():
+            return ApiError(400, message, code="context_length_exceeded", param=prompt_param)
+        case PromptError():
+            return ApiError(400, message, code="invalid_prompt", param=prompt_param)
+        case SettingError():
+            named = _NAMED.match(message)
+            return ApiError(400, message, code="invalid_value", param=named[1] if named else None)
+        case QueueFullError():
+            return ApiError(
+                429,
+                message,
+                code="queue_full",
+                type="rate_limit_error",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+        case ServiceClosedError():
+            return ApiError(503, message, code="service_unavailable")
+        case MemoryExhaustedError():
+            return ApiError(503, message, code="out_of_memory")
+        case CacheFullError():
+            return ApiError(503, message, code="cache_full")
+        case ModelError():  # such as a chat for a model without a chat template
+            return ApiError(400, message, code="model_error", param=prompt_param)
+        case _:
+            return ApiError(500, message, code="internal_error")
+
+
+def cancelled() -> ApiError:
+    """For a request that was cancelled, though not by its client."""
+    return ApiError(
+        503,
+        "the request was cancelled: the server is shutting down; send it again",
+        code="service_unavailable",
+    )
+
+
+def client_gone() -> ApiError:
+    """Nobody reads this; the number is what proxies log for a client that hung up."""
+    return ApiError(499, "the client has gone", code="client_closed_request")
+
+
+def install_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(PenstockError)
+    async def known(request: Request, error: PenstockError) -> Response:
+        return as_api_error(error).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        return _http_error(request, error).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def query(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        return ApiError(
+            400, f"{param} is not accepted: {first['msg']}", code="invalid_value", param=param
+        ).response()
+
+    @app.exception_handler(Exception)
+    async def unknown(request: Request, error: Exception) -> Response:
+        # The traceback goes to standard error, by uvicorn.
+        return ApiError(
+            500, "the server failed on this request, which is its own fault", code="internal_error"
+        ).response()
+
+
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    path, headers = request.url.path, error.headers
+    if error.status_code == 405:
+        allowed = (headers or {}).get("Allow", "another method")
+        message = f"{request.method} {path} is not accepted: use {allowed}"
+        return ApiError(405, message, code="method_not_allowed", headers=headers)
+    if error.status_code == 404:
+        detail = "" if error.detail == "Not Found" else f": {error.detail}"
+        return ApiError(404, f"there is no {path} here{detail}", code="not_found", headers=headers)
+    return ApiError(error.status_code, str(error.detail), code="http_error", headers=headers)

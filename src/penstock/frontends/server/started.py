@@ -1,0 +1,39 @@
+"""What a server says of itself when it listens."""
+
+from penstock import __version__
+from penstock.engine.service import Service
+from penstock.frontends.server.settings import ServerSettings
+from penstock.plan import format_bytes
+
+
+def started_lines(service: Service, settings: ServerSettings, url: str) -> list[str]:
+    chunk, schedule = service.llm.chunk, service.schedule
+    cache = service.status().cache
+    size = "whole prompts" if chunk.effective == 0 else f"chunk {chunk.effective}"
+    reason = chunk.reason.replace("set by argument", "set by --chunk")
+    reason = reason.replace("align=False or --no-align", "--no-align")
+    step = "" if schedule.step_tokens is None else f", step of up to {schedule.step_tokens} tokens"
+    return [
+        f"penstock {__version__} serves {settings.model_name} at {url}/v1",
+        f"  {size} (requested {chunk.requested}: {reason})",
+        f"  policy {schedule.policy}{', strict' if service.config.strict else ''}, "
+        f"up to {schedule.max_running} requests at once and {schedule.max_waiting} waiting{step}",
+        f"  cache {cache.blocks_total * cache.block_tokens} tokens, {format_bytes(_cache_bytes(service))}; "
+        f"prompt and answer up to {service.max_request_tokens} tokens",
+        f"  live page {url}/",
+    ]
+
+
+def open_warning(settings: ServerSettings) -> str | None:
+    if settings.is_local or settings.api_key is not None:
+        return None
+    return (
+        f"penstock: warning: anyone who reaches {settings.host} can use this server: "
+        "set PENSTOCK_API_KEY, or leave --host away"
+    )
+
+
+def _cache_bytes(service: Service) -> int:
+    cache, spec = service.status().cache, service.llm.model.cache_spec
+    states_bytes = cache.slots_total * spec.recurrent.bytes_per_slot if spec.recurrent else 0
+    return cache.blocks_total * cache.block_tokens * spec.kv.bytes_per_token + states_bytes

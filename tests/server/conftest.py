@@ -1,0 +1,37 @@
+"""Real servers on real sockets, over a tiny random model whose tokens are bytes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.llm import LLM
+from penstock.frontends.server.settings import ServerSettings
+from tests.byte_models import model_of_bytes
+from tests.server.running import NAME, Running, running
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_HOME", str(tmp_path_factory.mktemp("home")))
+        for name in ("PENSTOCK_PREFILL_CHUNK", "PENSTOCK_PREFILL_ALIGN", "PENSTOCK_API_KEY"):
+            patch.delenv(name, raising=False)
+        yield
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_of_bytes("llama", tmp_path_factory.mktemp("models") / NAME)
+
+
+@pytest.fixture(scope="session")
+def llm(model_folder: Path) -> LLM:
+    return LLM(model_folder, dtype="float32", chunk=64, threads=1)
+
+
+@pytest.fixture(scope="session")
+def server(llm: LLM) -> Iterator[Running]:
+    """One server for all tests that only ask."""
+    with running(llm, ServerSettings(NAME)) as started:
+        yield started

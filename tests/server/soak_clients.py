@@ -1,0 +1,320 @@
+"""The clients of a soak: they ask, compare, leave midway, send nonsense and hang up."""
+
+import http.client
+import json
+import math
+import random
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.server.soak_cases import CHAT, Answer, Case, Refusal
+
+# What a client does next: asks and reads on to the end, leaves on the way, sends something wrong, or half of it.
+ACTS = {"ask": 55, "leave": 33, "refused": 8, "half": 4}
+LEAVES = ("at once", "waiting", "in prompt", "in answer")
+# Log-probabilities of a service that is not strict differ by rounding.
+_LOGPROB_ERROR = 1e-3
+# Failures that are told; more of them say nothing new.
+_MOST_FAILURES = 12
+
+
+class Tally:
+    """What the clients saw, from all their threads. The first failure ends the load."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.first_token_s: list[float] = []
+        self.failures: list[str] = []
+        self.has_failed = threading.Event()
+        self._lock = threading.Lock()
+
+    def count(self, what: str, number: int = 1) -> None:
+        with self._lock:
+            self.counts[what] += number
+
+    def wait(self, seconds: float) -> None:
+        with self._lock:
+            self.first_token_s.append(seconds)
+
+    def fail(self, what: str) -> None:
+        with self._lock:
+            if len(self.failures) < _MOST_FAILURES:
+                self.failures.append(what)
+        self.has_failed.set()
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What clients draw from, and what they hold the server to."""
+
+    cases: Sequence[Case]
+    refusals: Sequence[Refusal]
+    limit_s: float  # the longest that a client may have to wait for an answer's end
+    is_exact: bool  # log-probabilities are the same bits
+
+
+class WrongError(Exception):
+    """Something that a server must not do."""
+
+
+@dataclass(eq=False)
+class Client:
+    """One client, in a thread of its own."""
+
+    port: int
+    traffic: Traffic
+    tally: Tally
+    rng: random.Random
+    _connection: http.client.HTTPConnection | None = field(default=None, init=False)
+    _deadline: float = field(default=math.inf, init=False)
+
+    def run(self, is_over: threading.Event) -> None:
+        acts, weights = list(ACTS), list(ACTS.values())
+        while not (is_over.is_set() or self.tally.has_failed.is_set()):
+            (act,) = self.rng.choices(acts, weights)
+            try:
+                match act:
+                    case "ask":
+                        self._ask(self.rng.choice(self.traffic.cases), is_over)
+                    case "leave":
+                        self._leave(self.rng.choice(self.traffic.cases), self.rng.choice(LEAVES))
+                    case "refused":
+                        self._be_refused(self.rng.choice(self.traffic.refusals))
+                    case "half":
+                        self._send_half(self.rng.choice(self.traffic.cases))
+            except WrongError as error:
+                self.tally.fail(f"{act}: {error}")
+            except TimeoutError:
+                self.tally.fail(f"{act}: a client waited for longer than {self.traffic.limit_s:g} s")
+            except Exception as error:
+                self.tally.fail(f"{act}: {type(error).__name__}: {error}")
+        self._hang_up()
+
+    def _ask(self, case: Case, is_over: threading.Event) -> None:
+        body = dict(case.body)
+        if streams := self.rng.random() < 0.6:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+            body["return_progress"] = self.rng.random() < 0.5
+        while not is_over.is_set():
+            started = time.monotonic()
+            response = self._send(case.path, body)
+            if response.status != 200:
+                # Not yet: try again, as one told to wait would.
+                self._expect(response, 429)
+                time.sleep(self.rng.uniform(0.02, 0.3))
+                continue
+            answers, usage = self._read_stream(response, started) if streams else _read_whole(response)
+            _compare(case, answers, usage, is_exact=self.traffic.is_exact)
+            self.tally.count("answers compared")
+            self.tally.count(f"of kind {case.kind}")
+            if self.rng.random() < 0.5:
+                self._hang_up()
+            return
+
+    def _leave(self, case: Case, when: str) -> None:
+        body = dict(case.body)
+        if when.startswith("in "):
+            body |= {"stream": True, "return_progress": True}
+        if when in ("at once", "waiting"):
+            self._send_only(case.path, body)
+            time.sleep(self.rng.uniform(0, 0.4) if when == "waiting" else 0)
+            self.tally.count(f"left {when}")
+            self._hang_up(by_reset=self.rng.random() < 0.5)
+            return
+        response = self._send(case.path, body)
+        if response.status != 200:
+            self._expect(response, 429)
+            return
+        num_pieces = self.rng.randint(1, 8)
+        for event in self._events(response):
+            choice = (event.get("choices") or [{}])[0]
+            if when == "in prompt" and "prompt_progress" in event:
+                progress = event["prompt_progress"]
+                if progress["processed"] < progress["total"]:
+                    self.tally.count("left in prompt")
+                    break
+            elif choice.get("text") or choice.get("delta", {}).get("content"):
+                num_pieces -= 1
+                if num_pieces == 0:
+                    self.tally.count("left in answer")
+                    break
+        self._hang_up(by_reset=self.rng.random() < 0.5)
+
+    def _be_refused(self, refusal: Refusal) -> None:
+        response = self._send(refusal.path, refusal.body)
+        if response.status == 429:
+            self._expect(response, 429)
+            return
+        self._expect(response, refusal.status)
+        self.tally.count("refused")
+
+    def _send_half(self, case: Case) -> None:
+        body = json.dumps(case.body).encode()
+        head = f"POST {case.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        data = head.encode() + body
+        with socket.create_connection(("127.0.0.1", self.port), self.traffic.limit_s) as raw:
+            raw.sendall(data[: self.rng.randrange(1, len(data))])
+            time.sleep(self.rng.uniform(0, 0.2))
+            if self.rng.random() < 0.5:
+                _reset_on_close(raw)
+        self.tally.count("half sent")
+
+    def _send(self, path: str, body: Any) -> http.client.HTTPResponse:
+        """The head of the answer."""
+        connection = self._send_only(path, body)
+        response = connection.getresponse()
+        if response.status >= 500:
+            raise WrongError(f"{path} was answered with {response.status}: {response.read()[:300]!r}")
+        return response
+
+    def _send_only(self, path: str, body: Any) -> http.client.HTTPConnection:
+        self.tally.count("requests")
+        if self._connection is None:
+            self._connection = http.client.HTTPConnection(
+                "127.0.0.1", self.port, timeout=self.traffic.limit_s
+            )
+        self._deadline = time.monotonic() + self.traffic.limit_s
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        self._connection.request("POST", path, data, {"Content-Type": "application/json"})
+        return self._connection
+
+    def _expect(self, response: http.client.HTTPResponse, status: int) -> None:
+        """An error of this status, in its shape; the connection is left as the server wants it."""
+        content = response.read()
+        if response.status != status:
+            raise WrongError(f"{response.status} instead of {status}: {content[:300]!r}")
+        error = json.loads(content)["error"]
+        if not error["message"]:
+            raise WrongError(f"{status} without a message")
+        if status == 429:
+            self.tally.count("429s")
+            if not response.getheader("Retry-After"):
+                raise WrongError("429 without Retry-After")
+        if response.will_close:
+            self._hang_up()
+
+    def _hang_up(self, *, by_reset: bool = False) -> None:
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if by_reset and connection.sock is not None:
+            _reset_on_close(connection.sock)
+        connection.close()  # and the answer, which is the connection's
+
+    def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+        """Server-sent events up to `[DONE]`."""
+        for line in response:
+            if time.monotonic() > self._deadline:
+                raise TimeoutError
+            if line == b"\n":
+                continue
+            data = line.removeprefix(b"data: ").strip()
+            if data == b"[DONE]":
+                response.read()
+                return
+            event: dict[str, Any] = json.loads(data)
+            if "error" in event:
+                raise WrongError(f"an answer broke off: {event['error']['message']}")
+            yield event
+        raise WrongError("an answer broke off")
+
+    def _read_stream(
+        self, response: http.client.HTTPResponse, started: float
+    ) -> tuple[list[Answer], Mapping[str, int]]:
+        parts: dict[int, _Parts] = {}
+        usage: Mapping[str, int] | None = None
+        waited_s: float | None = None
+        for event in self._events(response):
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                part = parts.setdefault(choice["index"], _Parts())
+                if part.add(choice) and waited_s is None:
+                    waited_s = time.monotonic() - started
+                    self.tally.wait(waited_s)
+        if usage is None:
+            raise WrongError("a stream without the usage that it was asked for")
+        return [parts[index].answer() for index in sorted(parts)], usage
+
+
+@dataclass
+class _Parts:
+    """One choice of a stream, piece by piece."""
+
+    texts: list[str] = field(default_factory=list)
+    reason: str = ""
+    logprobs: list[float] | None = None
+
+    def add(self, choice: Mapping[str, Any]) -> bool:
+        """Whether there was text in it."""
+        if self.reason:
+            raise WrongError("a choice went on after its end")
+        text: str = choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        self.texts.append(text)
+        self.reason = choice["finish_reason"] or ""
+        if (more := _logprobs(choice)) is not None:
+            self.logprobs = [*(self.logprobs or ()), *more]
+        return text != ""
+
+    def answer(self) -> Answer:
+        return Answer(
+            "".join(self.texts), self.reason, None if self.logprobs is None else tuple(self.logprobs)
+        )
+
+
+def _read_whole(response: http.client.HTTPResponse) -> tuple[list[Answer], Mapping[str, int]]:
+    content = json.loads(response.read())
+    answers = [
+        Answer(
+            choice["text"] if "text" in choice else choice["message"]["content"],
+            choice["finish_reason"],
+            _logprobs(choice),
+        )
+        for choice in content["choices"]
+    ]
+    return answers, content["usage"]
+
+
+def _logprobs(choice: Mapping[str, Any]) -> tuple[float, ...] | None:
+    match choice["logprobs"]:
+        case None:
+            return None
+        case {"token_logprobs": values}:
+            return tuple(values)
+        case {"content": entries}:
+            return tuple(entry["logprob"] for entry in entries)
+    raise WrongError(f"log-probabilities of no known shape: {choice['logprobs']}")
+
+
+def _compare(case: Case, answers: Sequence[Answer], usage: Mapping[str, int], *, is_exact: bool) -> None:
+    alone = case.alone
+    what = f"{case.kind}, {'chat' if case.path == CHAT else 'completion'} of {case.num_prompt} tokens"
+    if len(answers) != case.num_choices:
+        raise WrongError(f"{what}: {len(answers)} choices instead of {case.num_choices}")
+    for answer in answers:
+        if (answer.text, answer.reason) != (alone.text, alone.reason):
+            raise WrongError(
+                f"{what}: the answer is {answer.text!r} ({answer.reason}), alone it is {alone.text!r} "
+                f"({alone.reason})"
+            )
+        if (answer.logprobs is None) != (alone.logprobs is None):
+            raise WrongError(f"{what}: log-probabilities where none were asked for, or none where they were")
+        if answer.logprobs is None or alone.logprobs is None:
+            continue
+        off = [abs(one - other) for one, other in zip(answer.logprobs, alone.logprobs, strict=False)]
+        most = max(off, default=0.0)
+        if len(answer.logprobs) != len(alone.logprobs) or most > (0.0 if is_exact else _LOGPROB_ERROR):
+            raise WrongError(f"{what}: log-probabilities differ from those alone, by up to {most:g}")
+    counted = (usage["prompt_tokens"], usage["completion_tokens"])
+    if counted != (case.num_prompt, case.num_answer):
+        raise WrongError(f"{what}: usage is {counted}, and should be {(case.num_prompt, case.num_answer)}")
+
+
+def _reset_on_close(raw: socket.socket) -> None:
+    """Close by a reset instead of a farewell, as a process that dies does."""
+    raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

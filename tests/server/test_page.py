@@ -1,0 +1,439 @@
+"""The live page in a browser, against a real server over a real socket."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+import tomllib
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import uvicorn
+from playwright.sync_api import Browser, Dialog, Page, expect, sync_playwright
+
+import penstock
+from penstock.engine.events import GenerationRequest
+from penstock.engine.llm import LLM
+from penstock.engine.service import Service
+from penstock.frontends.server.app import create_app
+from penstock.frontends.server.pages import FOLDER
+from penstock.frontends.server.settings import ServerSettings
+from penstock.frontends.server.telemetry import Telemetry
+
+QUIET = ("gpu", "quic", "background-networking", "component-update", "sync")
+PHONE = {"width": 360, "height": 740}
+# A model's name may be anything.
+MODEL_NAME = "tiny <img src=x onerror=alert(1)>"
+PROMPT_TOKENS = 5000  # most of the tiny model's context
+
+
+class Site:
+    """A server on a port of its own, which may be stopped and started again."""
+
+    def __init__(self, service: Service, telemetry: Telemetry, api_key: str | None = None) -> None:
+        self.service = service
+        settings = ServerSettings(MODEL_NAME, api_key=api_key)
+        self._app = create_app(service, settings, telemetry)
+        self._port = 0
+        self.start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        listener = socket.create_server(("127.0.0.1", self._port))
+        self._port = listener.getsockname()[1]
+        config = uvicorn.Config(self._app, log_level="warning", timeout_graceful_shutdown=1)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
+        self._thread.start()
+        wait_for(lambda: self._server.started)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join()
+
+    def get(self, path: str) -> tuple[bytes, dict[str, str]]:
+        with urllib.request.urlopen(self.url + path, timeout=10) as response:
+            return response.read(), dict(response.headers)
+
+    def submit(self, num_prompt: int, max_tokens: int) -> str:
+        ids = [index % 200 for index in range(num_prompt)]
+        request = GenerationRequest(ids, max_tokens, ignore_eos=True)
+        return self.service.submit(request, lambda event: None)
+
+
+def wait_for(is_so: Callable[[], bool], seconds: float = 20) -> None:
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def llm(model_folder: Path) -> LLM:
+    """Small chunks, so that a prompt takes long enough to be seen."""
+    return LLM(model_folder, dtype="float32", chunk=16, threads=1)
+
+
+@pytest.fixture(scope="module")
+def plain_llm(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A model without a chat template."""
+    folder = tmp_path_factory.mktemp("models") / "plain"
+    shutil.copytree(model_folder, folder)
+    (folder / "tokenizer_config.json").write_text("{}")
+    return LLM(folder, dtype="float32", chunk=16, threads=1)
+
+
+@contextmanager
+def serving(llm: LLM, api_key: str | None = None) -> Iterator[Site]:
+    telemetry = Telemetry()
+    with Service(llm, observers=[telemetry]) as service:
+        site = Site(service, telemetry, api_key)
+        try:
+            yield site
+        finally:
+            site.stop()
+
+
+@pytest.fixture
+def site(llm: LLM) -> Iterator[Site]:
+    with serving(llm) as site:
+        yield site
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        if os.environ.get("CI"):
+            pytest.fail("chromium is not installed, and the page must be tested here")
+        pytest.skip("chromium is not installed")
+    arguments = ["--no-sandbox", "--no-first-run", *(f"--disable-{what}" for what in QUIET)]
+    expect.set_options(timeout=20_000)
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=arguments)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(browser: Browser, site: Site, *, complaints: str = "(?!)", **settings: Any) -> Iterator[Page]:
+    """The page of a site. At its end: it asked no other host, and complained of nothing but what is expected."""
+    context = browser.new_context(**settings)
+    page = context.new_page()
+    heard: list[str] = []
+    asked: list[str] = []
+
+    def refuse(dialog: Dialog) -> None:
+        heard.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    page.on("console", lambda message: heard.append(f"{message.type}: {message.text}"))
+    page.on("pageerror", lambda error: heard.append(f"thrown: {error}"))
+    page.on("dialog", refuse)
+    page.on("request", lambda request: asked.append(request.url))
+    try:
+        page.goto(site.url)
+        yield page
+    finally:
+        context.close()
+    assert [text for text in heard if not re.search(complaints, text)] == []
+    assert {urlsplit(url).netloc for url in asked} == {urlsplit(site.url).netloc}
+
+
+def connection(page: Page, text: str) -> None:
+    expect(page.locator("#connection-text")).to_have_text(text)
+
+
+def test_a_prompt_moves_its_bar(browser: Browser, site: Site) -> None:
+    with opened(browser, site) as page:
+        connection(page, "live")
+        expect(page.locator("#requests-none")).to_be_visible()
+        page.evaluate(
+            """() => {
+                window.seen = [];
+                new MutationObserver(() => {
+                    const bars = document.querySelectorAll("#requests .part.prompt");
+                    for (const bar of bars) window.seen.push(Number(bar.getAttribute("aria-valuenow")));
+                }).observe(document.getElementById("requests"), {subtree: true, childList: true, attributes: true});
+            }"""
+        )
+        request_id = site.submit(PROMPT_TOKENS, 500)
+        row = page.locator(".request", has_text=request_id[-6:])
+        expect(row.locator(".eta")).to_have_text(re.compile("first token in .* s"))
+        expect(row.locator(".phase")).to_have_text("generating", timeout=60_000)
+        expect(row.locator(".part.prompt")).to_have_attribute("aria-valuenow", str(PROMPT_TOKENS))
+        expect(row.locator(".eta")).to_have_text(re.compile("up to about .* left"))
+        seen = page.evaluate("window.seen")
+        assert seen == sorted(seen)
+        assert len(set(seen) - {0, PROMPT_TOKENS}) >= 2
+        site.service.cancel(request_id)
+        expect(row).to_have_count(0)
+
+
+def test_the_timeline_draws_spans(browser: Browser, site: Site) -> None:
+    # The browser minds that the test reads pixels; the page never does.
+    with opened(browser, site, complaints="willReadFrequently") as page:
+        connection(page, "live")
+        expect(page.locator("#step-detail")).to_have_text("No steps yet.")
+        assert colours_drawn(page) == {"chunk": 0, "decode": 0, "stall": 0}
+        site.submit(10, 700)
+        wait_for(lambda: site.service.status().num_running == 1)
+        site.submit(PROMPT_TOKENS, 1)
+        at_least_30 = re.compile(r"^([3-9]\d|\d{3,})$")
+        expect(page.locator("#timeline")).to_have_attribute("aria-valuemax", at_least_30)
+        drawn = colours_drawn(page)
+        assert min(drawn.values()) > 20, drawn
+        wait_for(lambda: not site.service.status().requests, 60)
+        page.wait_for_timeout(1200)
+        page.locator("#timeline").focus()
+        page.keyboard.press("End")
+        detail = page.locator("#step-detail")
+        expect(detail).to_have_text(re.compile(r"^Step [\d,]+ · [\d.]+ ms · 1 decode: \w{6}"))
+        expect(page.locator("#timeline")).to_have_attribute("aria-valuetext", detail.inner_text())
+        page.keyboard.press("Home")
+        expect(detail).to_have_text(re.compile(r"^Step [\d,]+ · .*\d chunks?: \w{6} [\d,]+.[\d,]+"))
+        page.keyboard.press("Escape")
+        expect(detail).to_have_text(re.compile("^Point at a step"))
+        expect(page.locator("#inter-token td").first).to_have_text(re.compile(r"^[\d.]+ m?s$"))
+
+
+def colours_drawn(page: Page) -> dict[str, int]:
+    """How many pixels of the timeline have a colour of each kind."""
+    drawn: dict[str, int] = page.evaluate(
+        """() => {
+            const canvas = document.getElementById("timeline");
+            const style = getComputedStyle(canvas);
+            const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            const pixels = new Map();
+            for (let at = 0; at < data.length; at += 4) {
+                const name = "#" + [0, 1, 2].map((i) => data[at + i].toString(16).padStart(2, "0")).join("");
+                if (data[at + 3] === 255) pixels.set(name, (pixels.get(name) ?? 0) + 1);
+            }
+            const count = (names) => names.reduce(
+                (sum, name) => sum + (pixels.get(style.getPropertyValue("--" + name).trim()) ?? 0), 0);
+            const tones = (kind) => [0, 1, 2, 3].map((tone) => `${kind}-${tone}`);
+            return {chunk: count(tones("chunk")), decode: count(tones("decode")), stall: count(["stall"])};
+        }"""
+    )
+    return drawn
+
+
+def test_a_prompt_can_be_tried(browser: Browser, site: Site) -> None:
+    with opened(browser, site) as page:
+        connection(page, "live")
+        expect(page.locator("#try-kind")).to_have_text("as a chat, without sampling")
+        page.evaluate(
+            """() => {
+                window.lengths = [];
+                window.states = [];
+                const watch = (id, take) => new MutationObserver(take).observe(
+                    document.getElementById(id), {childList: true, characterData: true, subtree: true});
+                watch("try-text", () => window.lengths.push(document.getElementById("try-text").textContent.length));
+                watch("try-state", () => window.states.push(document.getElementById("try-state").textContent));
+            }"""
+        )
+        page.get_by_label("Prompt", exact=True).fill("<b>Why</b> is the sky blue? " * 60)
+        page.get_by_label("Answer at most").fill("120")
+        with page.expect_request(f"{site.url}/v1/chat/completions"):
+            page.get_by_role("button", name="Send").click()
+        state = page.locator("#try-state")
+        expect(state).to_have_text(re.compile(r"^(Reached its limit|Done): .* tokens/s"))
+        lengths, states = page.evaluate("[window.lengths, window.states]")
+        assert len({length for length in lengths if length}) >= 3  # it came in pieces
+        assert any(re.match(r"Reading: [\d,]+ of [\d,]+ tokens", text) for text in states)
+        assert page.evaluate("document.getElementById('try-text').children.length") == 0
+        expect(page.locator("#try-bar")).to_have_attribute("aria-valuenow", "100")
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        expect(page.get_by_role("button", name="Cancel")).to_be_disabled()
+
+
+def test_a_model_without_a_chat_template_gets_plain_text(browser: Browser, plain_llm: LLM) -> None:
+    with serving(plain_llm) as site, opened(browser, site) as page:
+        connection(page, "live")
+        page.get_by_label("Prompt", exact=True).fill("Once upon a time")
+        page.get_by_label("Answer at most").fill("20")
+        with page.expect_request(f"{site.url}/v1/completions"):
+            page.get_by_role("button", name="Send").click()
+        expect(page.locator("#try-state")).to_have_text(re.compile("^(Reached its limit|Done): "))
+
+
+def test_cancel_ends_the_request(browser: Browser, site: Site) -> None:
+    with opened(browser, site) as page:
+        connection(page, "live")
+        page.get_by_label("Prompt", exact=True).fill("Go on and on. " * 250)
+        page.get_by_label("Answer at most").fill("1500")
+        page.get_by_role("button", name="Send").click()
+        wait_for(lambda: site.service.status().num_running == 1)
+        page.get_by_role("button", name="Cancel").click()
+        expect(page.locator("#try-state")).to_have_text(re.compile("^Cancelled: "))
+        wait_for(lambda: not site.service.status().requests)
+        site.service.check_integrity()
+        wait_for(lambda: b"penstock_cancels_total 1.0" in site.get("/metrics")[0])
+
+
+def test_a_refusal_is_shown(browser: Browser, site: Site) -> None:
+    with opened(browser, site, complaints="status of 400") as page:
+        connection(page, "live")
+        page.get_by_label("Prompt", exact=True).fill("too long " * 1000)
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#try-state")).to_have_text(re.compile("tokens"))
+        expect(page.get_by_role("button", name="Send")).to_be_enabled()
+
+
+def test_a_phone_has_nothing_beside_its_screen(browser: Browser, site: Site) -> None:
+    for _ in range(20):
+        site.submit(PROMPT_TOKENS, 500)
+    with opened(browser, site, viewport=PHONE, has_touch=True, is_mobile=True) as page:
+        connection(page, "live")
+        page.get_by_label("Prompt", exact=True).fill("word" * 200)
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#requests-more")).to_have_text("and 1 more waiting")
+        page.locator("#timeline").tap(position={"x": 300, "y": 60})
+        expect(page.locator("#step-detail")).to_have_text(re.compile("^Step "))
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+        beyond = page.evaluate(
+            "[...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right > 360.5).length"
+        )
+        assert beyond == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_stands_out(browser: Browser, site: Site, scheme: str) -> None:
+    with opened(browser, site, color_scheme=scheme) as page:
+        tones = [f"{kind}-{tone}" for kind in ("chunk", "decode") for tone in range(4)]
+        names = ["ground", "surface", "sunken", "ink", "muted", "accent", "on-accent", "warn-ground", "stall"]
+        colour = colours(page, names + tones)
+        assert (luminance(colour["ground"]) > 0.5) == (scheme == "light")
+        texts = [("on-accent", "accent"), ("ink", "warn-ground")]
+        texts += [(ink, ground) for ink in ("ink", "muted", "accent") for ground in ("ground", "surface")]
+        texts += [("surface", tone) for tone in tones[:4]]  # the sizes of chunks
+        bars = [(tone, ground) for tone in [*tones, "stall"] for ground in ("surface", "sunken")]
+        for pairs, least in ((texts, 4.5), (bars, 3)):
+            for ink, ground in pairs:
+                dark, light = sorted((luminance(colour[ink]), luminance(colour[ground])))
+                assert (light + 0.05) / (dark + 0.05) >= least, (ink, ground)
+
+
+def colours(page: Page, names: list[str]) -> dict[str, str]:
+    values = page.evaluate(
+        "(names) => names.map((n) => getComputedStyle(document.body).getPropertyValue('--' + n).trim())",
+        names,
+    )
+    return dict(zip(names, values, strict=True))
+
+
+def luminance(colour: str) -> float:
+    """The relative luminance of WCAG 2."""
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    red, green, blue = (
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+    )
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_a_key_is_asked_for(browser: Browser, llm: LLM) -> None:
+    with (
+        serving(llm, api_key="right-key") as site,
+        opened(browser, site, complaints="status of 401") as page,
+    ):
+        connection(page, "locked")
+        key = page.get_by_label("API key")
+        key.fill("wrong-key")
+        key.press("Enter")
+        expect(page.locator("#key-text")).to_have_text("The server does not accept this key.")
+        key.fill("right-key")
+        key.press("Enter")
+        connection(page, "live")
+        expect(key).to_be_hidden()
+        page.reload()
+        connection(page, "live")
+        page.get_by_label("Prompt", exact=True).fill("Hello")
+        page.get_by_label("Answer at most").fill("5")
+        page.get_by_role("button", name="Send").click()
+        expect(page.locator("#try-state")).to_have_text(re.compile("^(Reached its limit|Done): "))
+
+
+def test_a_server_that_is_gone_is_missed(browser: Browser, site: Site) -> None:
+    with opened(
+        browser, site, complaints="ERR_CONNECTION_REFUSED|ERR_SOCKET|ERR_EMPTY|ERR_CONNECTION"
+    ) as page:
+        connection(page, "live")
+        site.stop()
+        connection(page, "no answer")
+        expect(page.locator("#notice")).to_contain_text("the next try is in")
+        site.start()
+        page.get_by_role("button", name="Try now").click()
+        connection(page, "live")
+        expect(page.locator("#notice")).to_be_hidden()
+
+
+def test_every_part_has_a_name(browser: Browser, site: Site) -> None:
+    with opened(browser, site) as page:
+        site.submit(PROMPT_TOKENS, 100)
+        expect(page.locator(".request")).to_have_count(1)
+        nameless = page.evaluate(
+            """() => [...document.querySelectorAll("input, textarea, button, canvas, [role=progressbar], section")]
+                .filter((e) => !(e.labels?.length || e.textContent.trim() || e.getAttribute("aria-label"))
+                    || (e.matches("[role]") && !e.getAttribute("aria-label")))
+                .map((e) => e.outerHTML)"""
+        )
+        assert nameless == []
+        expect(page.locator("#model")).to_have_text(MODEL_NAME)
+
+
+def test_responses_are_safe(site: Site) -> None:
+    for path in ("/", "/status", "/metrics", *(f"/page/{file.name}" for file in FOLDER.iterdir())):
+        _, headers = site.get(path)
+        policy = headers["content-security-policy"]
+        assert "default-src 'none'" in policy
+        assert "unsafe" not in policy
+        assert "*" not in policy
+        assert headers["x-content-type-options"] == "nosniff"
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        site.get("/page/..%2Fpages.py")
+
+
+def test_status_tells_all(site: Site) -> None:
+    site.submit(100, 3)
+    wait_for(lambda: not site.service.status().requests)
+    status = json.loads(site.get("/status")[0])
+    assert status["model"]["name"] == MODEL_NAME
+    assert status["settings"]["chunk"]["effective"] == 16
+    assert status["settings"]["policy"] == "mixed"
+    assert status["cache"]["blocks_total"] == site.service.status().cache.blocks_total
+    assert status["latency"]["first_token"]["count"] == 1
+    assert status["latency"]["inter_token"]["count"] == 2
+    spans = [span for step in status["steps"] for span in step["spans"]]
+    chunks = [(span["start"], span["end"]) for span in spans if span["kind"] == "chunk"]
+    assert chunks == [(start, min(start + 16, 100)) for start in range(0, 100, 16)]
+    assert sum(span["kind"] == "decode" for span in spans) == 2
+    after = status["steps"][3]["index"]
+    rest = json.loads(site.get(f"/status?steps_after={after}")[0])["steps"]
+    assert rest == status["steps"][4:]
+
+
+def test_text_is_never_read_as_html() -> None:
+    for file in FOLDER.glob("*.js"):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", file.read_text()
+        )
+
+
+def test_its_files_ship() -> None:
+    root = Path(penstock.__file__).parent
+    project = tomllib.loads((root.parents[1] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["penstock"]
+    for file in FOLDER.iterdir():
+        assert any(fnmatch(str(file.relative_to(root)), pattern) for pattern in patterns)

@@ -1,0 +1,211 @@
+"""`penstock serve` as a process: how it starts, what it says, how it ends."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from tests.server.running import NAME, wait_for
+
+TIMEOUT_S = 60
+Start = Callable[..., "Process"]
+
+
+class Process:
+    """A server, once it listens."""
+
+    def __init__(self, popen: "subprocess.Popen[str]") -> None:
+        self.popen = popen
+        self.said: list[str] = []
+        self.url: str | None = None
+        assert popen.stderr is not None
+        self._reader = threading.Thread(target=self._read, args=(popen.stderr,), daemon=True)
+        self._reader.start()
+
+    def _read(self, lines: Any) -> None:
+        for line in lines:
+            self.said.append(line)
+            found = re.search(r" at (http://\S+)/v1$", line)
+            if found:
+                self.url = found[1]
+
+    def client(self) -> openai.OpenAI:
+        wait_for(lambda: self.url is not None or self.popen.poll() is not None)
+        assert self.url is not None, "".join(self.said)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
+
+    def end(self) -> int:
+        status = self.popen.wait(TIMEOUT_S)
+        self._reader.join(TIMEOUT_S)
+        return status
+
+
+def default_signals() -> None:
+    # A runner in the background may have it ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture
+def start(model_folder: Path) -> Iterator[Start]:
+    started: list[Process] = []
+
+    def run(*arguments: str, **environment: str) -> Process:
+        command = [sys.executable, "-m", "penstock", "serve", "--model", str(model_folder), "--port", "0"]
+        popen = subprocess.Popen(
+            [*command, "--threads", "1", "--cache-tokens", "8000", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+            preexec_fn=default_signals,
+        )
+        started.append(Process(popen))
+        return started[-1]
+
+    yield run
+    for process in started:
+        if process.popen.poll() is None:
+            process.popen.kill()
+        process.end()
+
+
+def begin_stream(client: openai.OpenAI, max_tokens: int) -> Any:
+    stream = client.completions.create(
+        model=NAME, prompt="x", max_tokens=max_tokens, temperature=0, stream=True
+    )
+    next(stream)
+    return stream
+
+
+def test_it_says_what_it_serves_and_drains_on_sigterm(start: Start) -> None:
+    process = start("--chunk", "100", "--policy", "decode_priority")
+    client = process.client()
+    stream = begin_stream(client, 400)
+    process.popen.send_signal(signal.SIGTERM)
+    # What runs goes on to its end; nobody new comes in.
+    time.sleep(0.3)
+    with pytest.raises(openai.APIError):
+        client.completions.create(model=NAME, prompt="late")
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"
+    assert process.end() == 0
+    said = "".join(process.said)
+    assert f"serves {NAME} at http://127.0.0.1:" in said
+    assert "chunk 100 (requested 100: set by --chunk)" in said
+    assert "policy decode-priority" in said
+    assert "cache 8000 tokens" in said
+    assert "warning" not in said
+    assert "Traceback" not in said
+
+
+def test_after_the_grace_the_rest_is_cancelled(start: Start) -> None:
+    process = start("--grace", "0.2")
+    stream = begin_stream(process.client(), 5900)
+    process.popen.send_signal(signal.SIGINT)
+    started = time.monotonic()
+    with pytest.raises(openai.APIError, match="shutting down"):
+        for _ in stream:
+            pass
+    assert process.end() == 0
+    assert time.monotonic() - started < 5
+    assert "Traceback" not in "".join(process.said)
+
+
+def test_a_second_interrupt_ends_it_at_once(start: Start) -> None:
+    process = start("--grace", "600")
+    stream = begin_stream(process.client(), 5900)
+    process.popen.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    assert process.popen.poll() is None
+    process.popen.send_signal(signal.SIGINT)
+    assert process.end() == 130
+    stream.close()
+    assert "Traceback" not in "".join(process.said)
+
+
+def test_open_to_others_without_a_key_is_warned_of(start: Start) -> None:
+    process = start("--host", "0.0.0.0")
+    process.client()
+    wait_for(lambda: "warning" in "".join(process.said))
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0
+
+
+def test_the_key_comes_from_the_environment(start: Start) -> None:
+    process = start("--host", "0.0.0.0", "--served-name", "org/other", PENSTOCK_API_KEY="secret")
+    client = process.client()
+    with pytest.raises(openai.AuthenticationError):
+        client.models.list()
+    assert [model.id for model in client.with_options(api_key="secret").models.list()] == ["org/other"]
+    assert client.with_options(api_key="secret").models.retrieve("org/other").id == "org/other"
+    assert "warning" not in "".join(process.said)
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0
+    assert "secret" not in "".join(process.said)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--policy", "fair"], "--policy 'fair' is not accepted"),
+        (["--chunk", "x"], "--chunk 'x' is not accepted"),
+        (["--max-running", "0"], "--max-running 0 is not accepted"),
+        (["--step-tokens", "3"], "--step-tokens 3 is not accepted with --max-running 16"),
+        (["--cache-tokens", "0"], "--cache-tokens 0 is not accepted"),
+        (["--max-body-bytes", "1"], "--max-body-bytes 1 is not accepted"),
+        (["--max-prompt-tokens", "0"], "--max-prompt-tokens 0 is not accepted"),
+        (["--grace", "-1"], "--grace -1.0 is not accepted"),
+        (["--grace", "nan"], "--grace nan is not accepted"),
+        (["--api-key", ""], "the API key is not accepted"),
+        (["--served-name", " "], "--served-name ' ' is not accepted"),
+        (["--host", "no.such.host.invalid"], "--host 'no.such.host.invalid' is not accepted"),
+    ],
+    ids=str,
+)
+def test_a_bad_option_is_one_line(model_folder: Path, arguments: list[str], said: str, capfd: Any) -> None:
+    from typer.testing import CliRunner
+
+    from penstock.frontends.cli import app
+
+    result = CliRunner().invoke(app, ["serve", "--model", str(model_folder), "--port", "0", *arguments])
+    assert result.exit_code == 2, result.output
+    *_, line = result.stderr.splitlines()
+    assert said in line
+    assert line.startswith("penstock: ")
+
+
+def test_a_port_in_use_is_known_before_the_model_is_read(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from penstock.frontends.cli import app
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path / "nothing"), "--port", port])
+    assert result.exit_code == 2
+    assert f"--port {port} on 127.0.0.1 is not accepted" in result.stderr
+
+
+def test_a_model_that_is_not_there_is_status_3(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock", "serve", "--model", str(tmp_path / "no"), "--port", "0"],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert done.returncode == 3
+    assert done.stderr.count("\n") == 1
+    assert json.dumps(done.stdout) == '""'
