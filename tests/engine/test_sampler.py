@@ -127,10 +127,11 @@ def test_greedy_takes_the_largest_after_bias_and_penalties(
 def test_only_generated_tokens_are_present_or_frequent() -> None:
     logits = torch.tensor([1.0, 0.5, 0.0])
     for params in (SamplingParams(presence_penalty=0.6), SamplingParams(frequency_penalty=0.6)):
-        sampler = Sampler(params)
-        assert sampler.sample(logits, [0, 0, 0], 3) == 0
-        assert sampler.sample(logits, [1, 1, 0], 2) == 1
-        assert sampler.sample(logits, [0]) == 1
+        assert Sampler(params).sample(logits, [0, 0, 0], 3) == 0
+        assert Sampler(params).sample(logits, [1, 1, 0], 2) == 1
+        assert Sampler(params).sample(logits, [0]) == 1
+        growing = Sampler(params)
+        assert [growing.sample(logits, [2, 0, 1, 2][:length], 1) for length in (1, 2, 3, 4)] == [0, 1, 0, 0]
     # Twice generated counts twice for frequency, once for presence.
     assert Sampler(SamplingParams(presence_penalty=0.4)).sample(logits, [0, 0]) == 0
     assert Sampler(SamplingParams(frequency_penalty=0.4)).sample(logits, [0, 0]) == 1

@@ -369,7 +369,7 @@ def test_observers_see_every_step_token_and_end(llm: LLM) -> None:
     watching = Watching()
     with Service(llm, ServiceConfig(cache_tokens=2048), observers=[watching]) as service:
         service.run(request_of(300, 7))
-        assert len(service.status().steps) == len(watching.steps)
+        wait_for(lambda: len(service.status().steps) == len(watching.steps) == 9)
     spans = [(span.start, span.end) for record in watching.steps for span in record.spans]
     assert spans == [(0, 128), (128, 256), (256, 300), *((end - 1, end) for end in range(301, 307))]
     assert [is_first for _, _, is_first in watching.gaps] == [True] + [False] * 6

@@ -19,6 +19,7 @@ from penstock.plan import (
     SpanKind,
     StepPlan,
 )
+from penstock.plan.admission import REPLAY_TOKENS
 from penstock.plan.policy import share_unit
 
 
@@ -65,7 +66,9 @@ class SimRequest:
 
     @property
     def furthest_end(self) -> int:
-        return self.num_prompt if self.kind is SpanKind.CHUNK else self.num_known
+        if self.kind is SpanKind.CHUNK:
+            return self.num_prompt
+        return min(self.num_known, self.num_run + REPLAY_TOKENS)
 
 
 @dataclass
@@ -135,7 +138,7 @@ class Simulation:
             with pytest.raises(CacheFullError):
                 self.scheduler.add(name, num_prompt, max_tokens)
             return
-        if sum(not request.is_running for request in self.requests.values()) >= self.config.max_waiting:
+        if len(self.requests) >= self.config.max_running + self.config.max_waiting:
             with pytest.raises(QueueFullError):
                 self.scheduler.add(name, num_prompt, max_tokens)
             self.observed.counts["refused"] += 1

@@ -17,6 +17,7 @@ from penstock.plan import (
     StepOrderError,
     StepPlan,
 )
+from penstock.plan.admission import REPLAY_TOKENS
 from penstock.plan.shares import Want, share_chunks
 
 AMPLE = CacheLimits(num_blocks=10_000, block_tokens=64, keeps_prefix=True)
@@ -268,10 +269,13 @@ def test_what_was_lost_is_read_again_prompt_and_answer_apart(keeps_prefix: bool)
         assert kinds(plan) == {"new": SpanKind.CHUNK}
         assert not plan.spans[0].samples
         start = 250
-    plan = step(subject)
-    assert ranges(plan) == {"new": (start, num_tokens)}
-    assert kinds(plan) == {"new": SpanKind.REPLAY}
-    assert plan.spans[0].samples
+    # A part at a time: each token of it takes longer than one of a chunk.
+    for part in range(start, num_tokens, REPLAY_TOKENS):
+        plan = step(subject)
+        end = min(part + REPLAY_TOKENS, num_tokens)
+        assert ranges(plan) == {"new": (part, end)}
+        assert kinds(plan) == {"new": SpanKind.REPLAY if num_tokens - part > 1 else SpanKind.DECODE}
+        assert plan.spans[0].samples == (end == num_tokens)
     assert kinds(step(subject)) == {"new": SpanKind.DECODE}
 
 
@@ -334,10 +338,12 @@ def test_the_line_has_an_end() -> None:
     subject = scheduler(max_running=1, max_waiting=2)
     subject.add("a", 10, 10)
     subject.add("b", 10, 10)
-    with pytest.raises(QueueFullError, match=r"2 requests wait, and 2 may"):
-        subject.add("c", 10, 10)
+    subject.add("c", 10, 10)  # no step has admitted the first yet, but it has a place
+    with pytest.raises(QueueFullError, match=r"0 requests run and 3 wait, and 3 may be here"):
+        subject.add("d", 10, 10)
     step(subject)
-    subject.add("c", 10, 10)
+    with pytest.raises(QueueFullError, match=r"1 requests run and 2 wait, and 3 may be here"):
+        subject.add("d", 10, 10)
     assert (subject.num_running, subject.num_waiting) == (1, 2)
     assert subject.request_ids == ("a", "b", "c")
 

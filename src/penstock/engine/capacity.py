@@ -1,6 +1,7 @@
 """How large a cache may be, where nobody says it."""
 
 import os
+from pathlib import Path
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheSpec
@@ -29,6 +30,25 @@ def cache_tokens_that_fit(spec: CacheSpec, num_slots: int, most_tokens: int) -> 
 
 def free_memory_bytes() -> int | None:
     """Memory that could be taken without others having to give it up; None where the system does not tell."""
+    known = [found for found in (_free_on_machine(), _free_in_container()) if found is not None]
+    return min(known, default=None)
+
+
+def _free_in_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What is left of a container's limit; what it holds of files can be given up."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return None
+        used = int((folder / "memory.current").read_text())
+        lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        files = next((int(value) for name, value in lines if name == "inactive_file"), 0)
+        return max(int(limit) - used + files, 0)
+    except (OSError, ValueError):
+        return None
+
+
+def _free_on_machine() -> int | None:
     try:
         with open("/proc/meminfo") as file:
             for line in file:

@@ -65,7 +65,7 @@ class Job:
         self._clock = PrefillClock(self.num_prompt, 1)
         self._arrived_s = now
         self._started_s: float | None = None  # its first step
-        self._chunk_began_s = now  # when its last chunk ended, or its first step began
+        self._chunk_began_s: float | None = None  # when its last chunk ended, or a step began after a pause
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
 
@@ -76,7 +76,13 @@ class Job:
     def start(self, now: float) -> None:
         """A step with a span of this request begins."""
         if self._started_s is None:
-            self._started_s = self._chunk_began_s = now
+            self._started_s = now
+        if self._chunk_began_s is None:
+            self._chunk_began_s = now
+
+    def pause(self) -> None:
+        """It gave cache space up: how long it waits now says nothing of how fast it reads."""
+        self._chunk_began_s = None
 
     def choose(self, logits: Tensor) -> Choice:
         """The next token, from logits [vocab]."""
@@ -88,7 +94,7 @@ class Job:
     def read(self, start: int, end: int, now: float) -> Event | None:
         """Prompt tokens [start, end) are in the cache; those that were there once before are no news."""
         news = end > self._clock.progress().num_done
-        if news:
+        if news and self._chunk_began_s is not None:
             self._clock.record(start, end, now - self._chunk_began_s)
         self._chunk_began_s = now
         return PromptProgress(self._clock.progress()) if news else None
@@ -131,8 +137,6 @@ class Job:
         return now - (self._arrived_s if self._last_token_s is None else self._last_token_s)
 
     def status(self, view: RequestView, now: float) -> RequestStatus:
-        progress = self._clock.progress()
-        is_reading = view.num_run < self.num_prompt
         return RequestStatus(
             id=self.id,
             phase=view.phase,
@@ -141,9 +145,17 @@ class Job:
             num_generated=self.num_generated,
             max_tokens=self.request.max_tokens,
             age_s=now - self._arrived_s,
-            prompt_eta_s=progress.eta_s if is_reading else None,
+            prompt_eta_s=self._prompt_eta_s(view.num_run),
             num_preemptions=view.num_preemptions,
         )
+
+    def _prompt_eta_s(self, num_run: int) -> float | None:
+        progress = self._clock.progress()
+        if num_run >= self.num_prompt or progress.eta_s is None:
+            return None
+        # What it has to read once more, since it gave it up, is not on the clock.
+        again = max(progress.num_done - num_run, 0)
+        return progress.eta_s + (again / progress.tokens_per_s if again else 0.0)
 
     def summary(self, outcome: Outcome, now: float) -> RequestSummary:
         first = self._first_token_s

@@ -14,6 +14,8 @@ from penstock.errors import ModelError, SettingError
 MIN_TEMPERATURE = 1e-6
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
+# Of so many of the likeliest tokens, top_p is looked for first.
+_FEW_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ def _require_int(name: str, value: object, accepted: str, limit: int = 2**31) ->
 
 
 class Sampler:
-    """Draws tokens for one request, with a random state of its own."""
+    """Draws tokens for one sequence, which only grows, with a random state of its own."""
 
     def __init__(self, params: SamplingParams) -> None:
         self._params = params
@@ -98,6 +100,7 @@ class Sampler:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
+        self._seen, self._generated = _Counts(), _Counts()
         self._bias_tokens = torch.tensor(list(params.logit_bias), dtype=torch.long)
         self._bias_values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
 
@@ -117,15 +120,21 @@ class Sampler:
         if 0 < params.top_k < logits.shape[0]:
             logits = logits.masked_fill(logits < logits.topk(params.top_k).values[-1], -math.inf)
         probabilities = logits.softmax(dim=-1)
+        tokens = None  # all, in order of their ids
         if params.top_p < 1:
-            ordered, order = probabilities.sort(descending=True, stable=True)
-            # A token stays if those before it do not reach top_p, so the first always stays.
-            dropped = ordered.cumsum(dim=-1) - ordered >= params.top_p
-            dropped[0] = False
-            probabilities[order[dropped]] = 0
+            probabilities, tokens = _nucleus(probabilities, params.top_p)
         if params.min_p > 0:
             probabilities[probabilities < params.min_p * probabilities.max()] = 0
-        return int(torch.multinomial(probabilities, 1, generator=self._generator))
+        drawn = self._draw(probabilities)
+        return drawn if tokens is None else int(tokens[drawn])
+
+    def _draw(self, probabilities: Tensor) -> int:
+        """An index, as likely as its probability, of which the sum may be any."""
+        sums = probabilities.cumsum(dim=-1, dtype=torch.float64)
+        point = torch.rand((), generator=self._generator, dtype=torch.float64) * sums[-1]
+        # The first whose sum is above the point: never one of probability 0.
+        index = int(torch.searchsorted(sums, point, right=True))
+        return min(index, int(torch.searchsorted(sums, sums[-1])))
 
     def _adjusted(self, logits: Tensor, previous: Sequence[int], num_prompt: int) -> Tensor:
         """Logits with bias and penalties: themselves where there are none, else a new tensor."""
@@ -134,10 +143,13 @@ class Sampler:
             params.check_vocab(logits.shape[0])
             logits = logits.index_add(0, self._bias_tokens, self._bias_values)
         if params.repetition_penalty != 1.0:
-            logits = _penalised(logits, previous, params.repetition_penalty)
+            seen = self._seen.counts(previous, 0, logits.shape[0]) > 0
+            moved = torch.where(
+                logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
+            )
+            logits = torch.where(seen, moved, logits)
         if params.presence_penalty or params.frequency_penalty:
-            generated = torch.tensor(previous[num_prompt:], dtype=torch.long)
-            counts = generated.bincount(minlength=logits.shape[0])
+            counts = self._generated.counts(previous, num_prompt, logits.shape[0])
             logits = logits - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
         return logits
 
@@ -150,10 +162,33 @@ def _require_finite(largest: float) -> None:
         )
 
 
-def _penalised(logits: Tensor, previous: Sequence[int], penalty: float) -> Tensor:
-    """Tokens seen before are made less likely: positive logits divided, negative ones multiplied."""
-    seen = torch.tensor(sorted(set(previous)), dtype=torch.long)
-    values = logits[seen]
-    logits = logits.clone()
-    logits[seen] = torch.where(values > 0, values / penalty, values * penalty)
-    return logits
+def _nucleus(probabilities: Tensor, top_p: float) -> tuple[Tensor, Tensor]:
+    """The fewest tokens that reach `top_p`, the likeliest first: their probabilities, and which they are."""
+    num_tokens = probabilities.shape[0]
+    size = min(_FEW_TOKENS, num_tokens)
+    while True:
+        # Most of the time a few are enough, and much faster to find than the order of all.
+        ordered, order = probabilities.topk(size)
+        sums = ordered.cumsum(dim=-1)
+        if size == num_tokens or float(sums[-1]) >= top_p:
+            # A token stays if those before it do not reach top_p, so the first always stays.
+            num_kept = max(int((sums - ordered < top_p).sum()), 1)
+            return ordered[:num_kept], order[:num_kept]
+        size = min(8 * size, num_tokens)
+
+
+class _Counts:
+    """How often each token came in a sequence that only grows, from some position on."""
+
+    def __init__(self) -> None:
+        self._num_counted = 0
+        self._counts = torch.zeros(0, dtype=torch.long)
+
+    def counts(self, tokens: Sequence[int], start: int, vocab_size: int) -> Tensor:
+        """[vocab] of tokens[start:]."""
+        if len(self._counts) != vocab_size or self._num_counted > len(tokens):
+            self._num_counted, self._counts = start, torch.zeros(vocab_size, dtype=torch.long)
+        new = torch.tensor(tokens[max(self._num_counted, start) :], dtype=torch.long)
+        self._counts.index_add_(0, new, torch.ones_like(new))
+        self._num_counted = len(tokens)
+        return self._counts

@@ -1,5 +1,6 @@
 """A model that serves many requests at once: one thread runs the steps, any thread may ask."""
 
+import logging
 import threading
 import time
 import uuid
@@ -30,6 +31,8 @@ from penstock.errors import (
 from penstock.plan.checks import check_int
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.step import RequestId
+
+_log = logging.getLogger("penstock.engine")
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ class Service:
         self._is_stepping = False
         self._closes_at: float | None = None  # when what still runs is cancelled; None: not closing
         self._death: Exception | None = None
+        self._has_logged_observer = False
         self._num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._serve, name="penstock-engine", daemon=True)
         self._thread.start()
@@ -176,12 +180,14 @@ class Service:
                 self._deliver()
         except BaseException as error:
             # Nothing that a request can do leads here. Nobody must wait forever for what it has broken.
+            _log.critical("the engine has stopped", exc_info=error)
             with self._changed:
                 self._death = error if isinstance(error, Exception) else RuntimeError(repr(error))
                 self._is_stepping = False
                 self._batcher.fail_all(RequestFailedError(f"the engine has stopped: {error!r}"))
                 self._changed.notify_all()
-        self._deliver()
+        finally:
+            self._deliver()
 
     def _step(self) -> bool:
         """Run a step, or wait for something to do. False: the service is closed, and nothing runs any more."""
@@ -210,10 +216,12 @@ class Service:
             notice: Notice = notices.popleft()
             try:
                 notice.tell()
-            except Exception:
-                # Whoever listened is gone.
-                if notice.job is not None:
+            except Exception as error:
+                if notice.job is not None:  # whoever listened is gone
                     self.cancel(notice.job.id)
+                elif not self._has_logged_observer:
+                    self._has_logged_observer = True
+                    _log.error("an observer failed; its later errors are not told", exc_info=error)
 
 
 def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConfig:

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from penstock.plan.batch_scheduler import RequestPhase
 from penstock.plan.step import RequestId, SpanKind
 
-RequestPhase = Literal["waiting", "prompt", "decode"]
 Outcome = Literal["stop", "length", "cancelled", "error"]
 
 

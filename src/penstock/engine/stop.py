@@ -6,7 +6,8 @@ from penstock.errors import SettingError
 
 
 class StopMatcher:
-    """Passes text through up to the first stop string, which is not part of it."""
+    """Passes text through up to the first stop string, which is not part of it. A character costs the same however
+    long the strings are."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str):
@@ -14,7 +15,7 @@ class StopMatcher:
         for stop in stops:
             if not isinstance(stop, str) or not stop:
                 raise SettingError(f"stop={stop!r} is not accepted: give strings of at least one character")
-        self._stops = tuple(stops)
+        self._searches = [_Search(stop) for stop in stops]
         self._held = ""
         self.has_stopped = False
 
@@ -22,14 +23,14 @@ class StopMatcher:
         """Add text; returns what is now known to come before any stop string."""
         if self.has_stopped:
             return ""
-        held = self._held + text
-        found = [place for stop in self._stops if (place := held.find(stop)) >= 0]
-        if found:
-            self.has_stopped, self._held = True, ""
-            return held[: min(found)]
-        keep = max((_overlap(held, stop) for stop in self._stops), default=0)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep]
+        known, self._held = self._held + text, ""
+        starts = [start for search in self._searches if (start := search.push(text)) is not None]
+        if starts:
+            self.has_stopped = True
+            return known[: len(known) - len(text) + min(starts)]
+        num_held = max((search.num_matched for search in self._searches), default=0)
+        self._held = known[len(known) - num_held :]
+        return known[: len(known) - num_held]
 
     def finish(self) -> str:
         """The text still held back, when no more will come."""
@@ -37,9 +38,26 @@ class StopMatcher:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of the text that begins, but is not, the stop string."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0
+class _Search:
+    """One string in a text that comes in pieces, as Knuth, Morris and Pratt look for it."""
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted
+        # For each beginning of the string, the length of the longest shorter one that it ends with.
+        self._shorter = [0]
+        for index in range(1, len(wanted)):
+            self._shorter.append(self._extend(self._shorter[index - 1], wanted[index]))
+        self.num_matched = 0  # the text so far ends with so many of the string's first characters
+
+    def push(self, text: str) -> int | None:
+        """Where in this piece the string begins, below 0 if that is before it, once it has come to its end."""
+        for index, character in enumerate(text):
+            self.num_matched = self._extend(self.num_matched, character)
+            if self.num_matched == len(self._wanted):
+                return index + 1 - len(self._wanted)
+        return None
+
+    def _extend(self, num_matched: int, character: str) -> int:
+        while num_matched and self._wanted[num_matched] != character:
+            num_matched = self._shorter[num_matched - 1]
+        return num_matched + (self._wanted[num_matched] == character)

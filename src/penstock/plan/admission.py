@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from penstock.plan.checks import check_bool, check_int
 from penstock.plan.step import RequestId, SpanKind
 
+# The most tokens of a replay: each attends on its own, which takes several times as long as in a chunk.
+REPLAY_TOKENS = 64
+
 
 @dataclass(frozen=True)
 class CacheLimits:
@@ -56,7 +59,9 @@ class TrackedRequest:
     @property
     def furthest_end(self) -> int:
         """Where its next span ends at the latest: prompt and answer do not share one."""
-        return self.num_prompt if self.num_run < self.num_prompt else self.num_tokens
+        if self.num_run < self.num_prompt:
+            return self.num_prompt
+        return min(self.num_tokens, self.num_run + REPLAY_TOKENS)
 
     def stand_at(self, num_run: int, num_tokens: int) -> None:
         self.num_run = num_run

@@ -115,9 +115,12 @@ class BatchScheduler:
                 f"{self.limits.block_tokens} tokens, the K/V cache has {self.limits.num_blocks}: "
                 "use fewer tokens or a larger cache"
             )
-        if self.num_waiting >= self.config.max_waiting:
+        # Those that wait for no more than the next step have a place among the running.
+        most = self.config.max_running + self.config.max_waiting
+        if len(self._requests) >= most:
             raise QueueFullError(
-                f"{self.num_waiting} requests wait, and {self.config.max_waiting} may: try again later"
+                f"{self.num_running} requests run and {self.num_waiting} wait, and {most} may be here: "
+                "try again later"
             )
         self._num_arrived += 1
         self._requests[request_id] = request
@@ -143,11 +146,11 @@ class BatchScheduler:
         if only is not None:
             choices = self._place_alone(self._requests[only])
             return self._issue(choices, {}, is_out_of_turn=True) if choices else None
-        num_kept: dict[RequestId, int] = {}
+        given: dict[RequestId, Preemption] = {}
         self._admit(self.config.max_running)
         while self._running:
-            if choices := self._place(self._choose(), num_kept):
-                return self._issue(choices, num_kept)
+            if choices := self._place(self._choose(), given):
+                return self._issue(choices, given)
             # All that were chosen gave way, each being the newest. Others run now, or the first in line.
             if not self._running:
                 self._admit(1)
@@ -277,7 +280,7 @@ class BatchScheduler:
             _Choice(request, end) for request, end in zip(by_turn, ends, strict=True) if end > request.num_run
         ]
 
-    def _place(self, choices: Sequence[_Choice], num_kept: dict[RequestId, int]) -> list[_Choice]:
+    def _place(self, choices: Sequence[_Choice], given: dict[RequestId, Preemption]) -> list[_Choice]:
         """Take the blocks that the spans write, in order of arrival; those that have to give way drop out."""
         placed = []
         for choice in sorted(choices, key=lambda choice: choice.request.arrival):
@@ -286,7 +289,7 @@ class BatchScheduler:
                 continue
             num_new = self._num_new_blocks(request, choice.end)
             while request.is_running and self._num_free < num_new:
-                self._preempt_newest(request, num_new - self._num_free, num_kept)
+                self._preempt_newest(request, num_new - self._num_free, given)
             if request.is_running:
                 self._num_free -= num_new
                 placed.append(choice)
@@ -308,7 +311,7 @@ class BatchScheduler:
         return [choice]
 
     def _preempt_newest(
-        self, needy: TrackedRequest, num_lacking: int, num_kept: dict[RequestId, int]
+        self, needy: TrackedRequest, num_lacking: int, given: dict[RequestId, Preemption]
     ) -> None:
         """Send the newest request back to the line, and take the blocks that are lacking from its end, or all it has.
 
@@ -321,17 +324,19 @@ class BatchScheduler:
             if self.limits.keeps_prefix:
                 num_blocks = newest.num_held - num_lacking if newest is not needy else newest.num_held
                 num_blocks = max(min(num_blocks, newest.num_run // self.limits.block_tokens), 0)
-            newest.num_preemptions += newest.id not in num_kept
-            num_kept[newest.id] = num_blocks * self.limits.block_tokens
+            num_kept = num_blocks * self.limits.block_tokens
+            had_run = newest.id in given and given[newest.id].was_running
+            newest.num_preemptions += newest.is_running and not had_run
+            given[newest.id] = Preemption(newest.id, num_kept, newest.is_running or had_run)
             self._num_free += newest.num_held - num_blocks
-            newest.stand_at(num_kept[newest.id], newest.num_tokens)
+            newest.stand_at(num_kept, newest.num_tokens)
         if newest.is_running:
             newest.is_running = False
             self._running.remove(newest)
             insort(self._waiting, newest, key=_by_arrival)
 
     def _issue(
-        self, choices: Sequence[_Choice], num_kept: dict[RequestId, int], *, is_out_of_turn: bool = False
+        self, choices: Sequence[_Choice], given: dict[RequestId, Preemption], *, is_out_of_turn: bool = False
     ) -> StepPlan:
         decodes: list[PlannedSpan] = []
         chunks: list[PlannedSpan] = []
@@ -343,7 +348,7 @@ class BatchScheduler:
         num_could_decode = sum(request.kind is SpanKind.DECODE for request in self._running)
         self._issued = StepPlan(
             spans=(*decodes, *chunks),
-            preemptions=tuple(Preemption(request_id, kept) for request_id, kept in num_kept.items()),
+            preemptions=tuple(given.values()),
             num_held_decodes=num_could_decode - len(decodes),
         )
         self._is_out_of_turn = is_out_of_turn

@@ -56,7 +56,7 @@ class ScheduleConfig:
     chunk_size: int = DEFAULT_CHUNK_SIZE
     step_tokens: int | None = None
     max_running: int = 16  # requests in progress at once
-    max_waiting: int = 256  # requests in the queue
+    max_waiting: int = 256  # requests in the queue, beside those that there are places for
     max_chunk_steps: int = 64  # prefill-first: steps of chunks in a row while a decode waits
     max_decode_steps: int = 8  # decode-priority: steps of decodes in a row while a prompt waits
     max_overtakes: int = 8  # later requests that may be admitted before one that has no room yet

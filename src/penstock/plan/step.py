@@ -29,10 +29,12 @@ class PlannedSpan:
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
-    """A request that gives cache space up: it keeps its first `num_kept` tokens there, and waits to go on."""
+    """A request that gives cache space up: it keeps its first `num_kept` tokens there, and waits to go on. One that
+    waits already may have to give up more."""
 
     request_id: RequestId
     num_kept: int
+    was_running: bool = True
 
 
 @dataclass(frozen=True, slots=True)
