@@ -2,9 +2,14 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from penstock.errors import ModelError
 from penstock.models.hub import resolve_model
+
+# How long an example takes says nothing, where other tests run at the same time.
+settings.register_profile("patient", parent=settings(), deadline=None)
+settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")
