@@ -2,10 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench clean
+.PHONY: help setup demo test lint format bench soak clean
 
 help:
 	@echo "make demo | test | lint | bench | setup | format | clean"
+	@echo "make soak: minutes of many clients at once, well-behaved and not, against a server of each kind of model"
 
 # torch first and alone: the packages after it accept the build that is there.
 .venv/.ready: pyproject.toml constraints.txt
@@ -37,6 +38,11 @@ test: lint
 bench: setup
 	status=0; for suite in prefill hybrid serve; do \
 	$(BIN)/python -m penstock.bench $$suite --check || status=1; done; exit $$status
+
+# Of one thread each: the models are small, and the clients need the rest of the machine.
+soak: setup
+	status=0; for model in llama hybrid smollm2; do OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
+	$(BIN)/python -m tests.server.soak --model $$model --seconds 150 || status=1; done; exit $$status
 
 clean:
 	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from penstock.engine.constraint import ConstraintFactory, TokenConstraint
+from penstock.engine.constraint import NUM_KEPT, ConstraintFactory, TokenConstraint
 from penstock.engine.events import JsonFormat
 from penstock.errors import ModelError, SettingError
 from penstock.models.opened import open_model
@@ -376,6 +376,68 @@ def test_threads_share_one_vocabulary() -> None:
     assert len(set(map(id, built))) == 1
 
 
+def counting(factory: ConstraintFactory) -> list[Schema]:
+    """The schemas that it compiles from now on."""
+    compiled: list[Schema] = []
+    compile_ = factory._compile
+
+    def counted(schema: Schema) -> Any:
+        compiled.append(schema)
+        return compile_(schema)
+
+    factory._compile = counted  # type: ignore[method-assign]
+    return compiled
+
+
+def test_a_schema_is_compiled_once() -> None:
+    factory = ConstraintFactory(byte_vocabulary().tokenizer, 256, frozenset())
+    compiled = counting(factory)
+    for _ in range(5):
+        factory.new(JsonFormat(json.loads(json.dumps(PERSON))))
+        factory.new(JsonFormat())
+    assert compiled == [PERSON, {"type": "object"}]
+    # The order of names is that of the answer's, so another order is another schema.
+    turned = PERSON | {"properties": dict(reversed(PERSON["properties"].items()))}
+    assert turned == PERSON
+    factory.new(JsonFormat(turned))
+    assert len(compiled) == 3
+
+
+def test_the_schemas_used_last_are_kept() -> None:
+    factory = ConstraintFactory(byte_vocabulary().tokenizer, 256, frozenset())
+    compiled = counting(factory)
+    for value in range(NUM_KEPT):
+        factory.new(JsonFormat({"enum": [value]}))
+    factory.new(JsonFormat({"enum": [0]}))
+    factory.new(JsonFormat({"enum": ["one more"]}))  # now 1 was used longest ago
+    factory.new(JsonFormat({"enum": [0]}))
+    assert len(compiled) == NUM_KEPT + 1
+    factory.new(JsonFormat({"enum": [1]}))
+    assert compiled[-1] == {"enum": [1]}
+    assert len(factory._starts) == NUM_KEPT
+    for _ in range(2):
+        with pytest.raises(SettingError):
+            factory.new(JsonFormat({"type": "nothing"}))
+    assert len(factory._starts) == NUM_KEPT
+
+
+def test_threads_that_share_a_schema_do_not_meet() -> None:
+    vocabulary = merged_vocabulary()
+    alone = [random_walk(vocabulary, PERSON, seed) for seed in range(16)]
+    together: dict[int, bytes] = {}
+
+    def walk(seeds: range) -> None:
+        for seed in seeds:
+            together[seed] = random_walk(vocabulary, PERSON, seed)
+
+    threads = [threading.Thread(target=walk, args=(range(start, 16, 4),)) for start in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[seed] for seed in range(16)] == alone
+
+
 def test_a_model_that_knows_nothing_writes_json() -> None:
     vocabulary = byte_vocabulary()
     oracle = make_oracle("llama", vocab_size=vocabulary.size)
@@ -438,7 +500,9 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "not a number": ({"const": float("nan")}, "not JSON"),
     "half a character": ({"enum": ["\ud800"]}, "not accepted"),
     "deep": (nested(200), "recursion"),
-    "deeper": (nested(20_000), "nested too deeply"),
+    "deeper": (nested(2_000), "nested too deeply"),
+    "deepest": (nested(200_000), "bytes"),
+    "as long as a book": ({"enum": list(range(3_000_000))}, "bytes"),
     "long": ({"enum": ["x" * 100_000]}, "bytes"),
     "wide": ({"type": "object", "properties": {f"k{n}": {} for n in range(2000)}}, "properties"),
     "many objects": (

@@ -18,6 +18,7 @@ from fastapi import FastAPI
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.frontends.server.app import create_app
+from penstock.frontends.server.listen import make_config
 from penstock.frontends.server.settings import ServerSettings
 from penstock.frontends.server.telemetry import Telemetry
 
@@ -114,9 +115,7 @@ def running(llm: LLM, settings: ServerSettings, config: ServiceConfig | None = N
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         app = create_app(service, settings, telemetry)
-        server = uvicorn.Server(
-            uvicorn.Config(app, log_config=None, log_level="warning", timeout_graceful_shutdown=5)
-        )
+        server = uvicorn.Server(make_config(app))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         wait_for(lambda: server.started)

@@ -18,8 +18,6 @@ CHAT, COMPLETION = "/v1/chat/completions", "/v1/completions"
 MAX_BODY_BYTES = 200_000
 # How often each kind of request is drawn.
 KINDS = {"plain": 5, "stop": 2, "two": 1, "json": 1, "logprobs": 1}
-# A prompt's length is drawn evenly among all of them, or (more often) among their orders of magnitude.
-_LONG_SHARE = 0.15
 _TEXT = "\n".join(topics.values())
 _GREEDY = SamplingParams(temperature=0.0)
 _SCHEMA = {
@@ -70,7 +68,7 @@ class Sizes:
     """The longest prompts and answers, in tokens, and how many different requests there are."""
 
     prompt: int = 4000
-    answer: int = 100
+    answer: int = 200
     num_cases: int = 60
 
 
@@ -153,8 +151,7 @@ def _prompt(
     llm: LLM, tokens: Sequence[int], sizes: Sizes, rng: random.Random
 ) -> tuple[dict[str, Any], list[int]]:
     """The part of a body that is the prompt: ids, a text or a chat; and its token ids."""
-    is_even = rng.random() < _LONG_SHARE
-    num_tokens = rng.randint(1, sizes.prompt) if is_even else round(sizes.prompt ** rng.random())
+    num_tokens = round(sizes.prompt ** rng.random())  # of every order of magnitude as many
     start = rng.randrange(len(tokens) - num_tokens)
     some = list(tokens[start : start + num_tokens])
     text = llm.tokenizer.decode(some)

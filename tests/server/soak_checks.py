@@ -20,9 +20,8 @@ from penstock.plan.step import RequestId
 from tests.server.running import Running
 from tests.server.soak_clients import Tally
 
-# How long a busy server is left between two looks at it, and how long one may take that is at rest to be so.
+# How long a busy server is left between two looks at it.
 _LOOK_S = 0.3
-_REST_S = 20.0
 _PREFIX = "penstock_"
 
 
@@ -141,8 +140,8 @@ def read_metrics(server: Running) -> dict[str, float]:
     return read
 
 
-def check_idle(server: Running, submits: Submits, tally: Tally) -> dict[str, float]:
-    """What must be so once every client has gone; the metrics."""
+def check_idle(server: Running, submits: Submits, tally: Tally, rest_s: float) -> dict[str, float]:
+    """What must be so within `rest_s` once every client has gone; the metrics."""
     status: dict[str, Any] = {}
     metrics: dict[str, float] = {}
 
@@ -152,7 +151,7 @@ def check_idle(server: Running, submits: Submits, tally: Tally) -> dict[str, flo
         metrics.update(read_metrics(server))
         return not _unrest(status, metrics, submits.num_taken)
 
-    if not _comes_true(is_at_rest):
+    if not _comes_true(is_at_rest, rest_s):
         for what in _unrest(status, metrics, submits.num_taken):
             tally.fail(f"at rest: {what}")
     try:
@@ -162,9 +161,9 @@ def check_idle(server: Running, submits: Submits, tally: Tally) -> dict[str, flo
     return metrics
 
 
-def check_resources(before: Resources, tally: Tally, when: str) -> Resources:
-    """No more threads and files than before, as soon as those that are about to end have ended."""
-    _comes_true(lambda: not Resources.now().grown_beyond(before))
+def check_resources(before: Resources, tally: Tally, rest_s: float, when: str) -> Resources:
+    """No more threads and files than before, within `rest_s`."""
+    _comes_true(lambda: not Resources.now().grown_beyond(before), rest_s)
     now = Resources.now()
     for what in now.grown_beyond(before):
         tally.fail(f"{when}: {what}")
@@ -199,8 +198,8 @@ def _unrest(status: dict[str, Any], metrics: dict[str, float], num_taken: int) -
     return wrong
 
 
-def _comes_true(is_so: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + _REST_S
+def _comes_true(is_so: Callable[[], bool], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
     while not is_so():
         if time.monotonic() > deadline:
             return False

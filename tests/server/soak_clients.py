@@ -20,6 +20,8 @@ ACTS = {"ask": 55, "leave": 33, "refused": 8, "half": 4}
 LEAVES = ("at once", "waiting", "in prompt", "in answer")
 # Log-probabilities of a service that is not strict differ by rounding.
 _LOGPROB_ERROR = 1e-3
+# How long a client waits that was told to try again.
+_RETRY_S = (0.05, 0.5)
 # Failures that are told; more of them say nothing new.
 _MOST_FAILURES = 12
 
@@ -105,9 +107,7 @@ class Client:
             started = time.monotonic()
             response = self._send(case.path, body)
             if response.status != 200:
-                # Not yet: try again, as one told to wait would.
                 self._expect(response, 429)
-                time.sleep(self.rng.uniform(0.02, 0.3))
                 continue
             answers, usage = self._read_stream(response, started) if streams else _read_whole(response)
             _compare(case, answers, usage, is_exact=self.traffic.is_exact)
@@ -192,12 +192,13 @@ class Client:
         error = json.loads(content)["error"]
         if not error["message"]:
             raise WrongError(f"{status} without a message")
+        if response.will_close:
+            self._hang_up()
         if status == 429:
             self.tally.count("429s")
             if not response.getheader("Retry-After"):
                 raise WrongError("429 without Retry-After")
-        if response.will_close:
-            self._hang_up()
+            time.sleep(self.rng.uniform(*_RETRY_S))
 
     def _hang_up(self, *, by_reset: bool = False) -> None:
         connection, self._connection = self._connection, None

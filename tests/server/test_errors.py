@@ -141,6 +141,8 @@ def test_a_missing_parameter_is_named(server: Running) -> None:
         {"audio": {"voice": "alloy", "format": "wav"}},
         {"modalities": ["text", "audio"]},
         {"reasoning_effort": "high"},
+        {"verbosity": "low"},
+        {"service_tier": "priority"},
         {"web_search_options": {}},
     ],
     ids=str,
@@ -150,6 +152,24 @@ def test_what_is_not_supported_is_said(server: Running, fields: dict[str, Any]) 
     reply = server.chat(**fields)
     assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "unsupported_parameter", name)
     assert "not supported" in reply.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("more", "code"),
+    [
+        ({"tool_calls": [{"id": "a"}]}, "unsupported_parameter"),
+        ({"audio": {"id": "a"}}, "unsupported_parameter"),
+        ({"temprature": 1}, "unknown_parameter"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_in_a_message_says_in_which(server: Running, more: dict[str, Any], code: str) -> None:
+    [name] = more
+    wrong = {"role": "assistant", "content": "x"} | more
+    reply = server.chat(messages=[*USER, *USER, wrong, *USER])
+    assert (reply.status, reply.error["code"]) == (400, code)
+    assert reply.error["param"] == f"messages[2].{name}"
+    assert f"messages[2].{name}" in reply.error["message"]
 
 
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody])
@@ -168,6 +188,13 @@ def test_what_asks_for_nothing_is_accepted(server: Running) -> None:
         "modalities": ["text"],
         "seed": None,
         "n": None,
+        "parallel_tool_calls": True,
+        "service_tier": "auto",
+        "verbosity": "medium",
+        "reasoning_effort": "none",
+        "prompt_cache_key": "a",
+        "prompt_cache_retention": "24h",
+        "safety_identifier": "b",
     }
     assert server.chat(**nothing).status == 200
     echoed = {"role": "assistant", "content": "x", "refusal": None, "tool_calls": None}
@@ -247,7 +274,7 @@ def test_a_full_queue_says_when_to_try_again(llm: LLM) -> None:
 def test_a_service_that_closes_is_unavailable(llm: LLM) -> None:
     with running(llm, ServerSettings(NAME)) as server:
         assert server.ask("GET", "/health").json == {"status": "ok"}
-        server.app.state.is_draining = True
+        server.app.state.drain.begin()
         assert server.ask("GET", "/health").status == 503
         server.service.close()
         reply = server.chat()

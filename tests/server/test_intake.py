@@ -1,16 +1,22 @@
 """What comes in is bounded, and does not stop others."""
 
+import asyncio
 import http.client
 import json
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from penstock.engine.llm import LLM
+from penstock.frontends.server.drain import Drain
+from penstock.frontends.server.intake import NUM_THREADS, Intake
+from penstock.frontends.server.problems import ApiError
 from penstock.frontends.server.settings import ServerSettings
-from tests.server.running import NAME, Running, running
+from tests.server.running import NAME, Running, running, wait_for
 
 LIMIT = 20_000
 
@@ -81,6 +87,103 @@ def test_long_texts_are_tokenized_beside_the_event_loop(server: Running) -> None
     thread.join()
     assert reply.json["count"] == len(text)
     assert max(waits) < seconds / 2
+
+
+class Client:
+    """A request whose body is there, of a client that goes when it is told."""
+
+    def __init__(self, body: bytes) -> None:
+        self._messages = [{"type": "http.request", "body": body, "more_body": False}]
+        self.has_gone = asyncio.Event()
+
+    async def receive(self) -> dict[str, Any]:
+        if self._messages:
+            return self._messages.pop()
+        await self.has_gone.wait()
+        return {"type": "http.disconnect"}
+
+
+def large_pieces() -> list[int]:
+    """The sizes of what was allocated since tracing began and is still there, as far as it is large."""
+    return [trace.size for trace in tracemalloc.take_snapshot().traces if trace.size > 1_000_000]
+
+
+def test_a_body_whose_client_has_gone_is_never_looked_at() -> None:
+    seen: list[bytes] = []
+    may_go_on = threading.Event()
+
+    def work(raw: bytes) -> None:
+        seen.append(raw[:1])
+        may_go_on.wait(30)
+
+    async def run() -> None:
+        drain = Drain()
+        intake = Intake(10, 10_000_000, drain)
+        busy = [asyncio.create_task(intake.take(Client(b"a"), work)) for _ in range(NUM_THREADS)]  # type: ignore[arg-type]
+        while len(seen) < NUM_THREADS:
+            await asyncio.sleep(0.001)
+        tracemalloc.start()
+        clients = [Client(bytes([letter]) * 3_000_000) for letter in b"bc"]
+        leaving, waiting = (asyncio.create_task(intake.take(client, work)) for client in clients)  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        assert len(large_pieces()) == 2
+        clients[0].has_gone.set()
+        with pytest.raises(ApiError, match="gone"):
+            await leaving
+        assert len(large_pieces()) == 1  # though the threads are still busy
+        drain.finish()
+        with pytest.raises(ApiError, match="shutting down"):
+            await waiting
+        assert not large_pieces()
+        may_go_on.set()
+        await asyncio.gather(*busy, return_exceptions=True)
+        intake.close()
+
+    try:
+        asyncio.run(run())
+    finally:
+        may_go_on.set()
+        tracemalloc.stop()
+    assert seen == [b"a"] * NUM_THREADS
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_nothing_is_kept_of_a_body_while_it_is_answered(server: Running, streams: bool) -> None:
+    body = json.dumps({"model": NAME, "prompt": "x", "max_tokens": 5900, "stream": streams}).encode()
+    body += b" " * 4_000_000
+    connection = server.connect()
+    tracemalloc.start()
+    try:
+        connection.request("POST", "/v1/completions", body)
+        wait_for(lambda: any(request.num_generated for request in server.service.status().requests))
+        assert not large_pieces()
+    finally:
+        tracemalloc.stop()
+        connection.close()
+    server.wait_until_idle()
+
+
+def test_a_client_that_goes_while_its_text_is_tokenized_leaves_nothing(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    has_begun, may_go_on = threading.Event(), threading.Event()
+    encode = server.service.llm.tokenizer.encode
+
+    def slow(text: str, *, add_special_tokens: bool) -> list[int]:
+        has_begun.set()
+        may_go_on.wait(30)
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(server.service.llm.tokenizer, "encode", slow)
+    connection = server.connect()
+    connection.request("POST", "/v1/completions", body_of(200))
+    assert has_begun.wait(30)
+    connection.close()
+    time.sleep(0.2)
+    may_go_on.set()
+    monkeypatch.undo()
+    server.wait_until_idle()
+    assert server.completion().status == 200
 
 
 def test_tokenize(server: Running, llm: LLM) -> None:

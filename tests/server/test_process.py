@@ -1,5 +1,6 @@
 """`penstock serve` as a process: how it starts, what it says, how it ends."""
 
+import http.client
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import openai
 import pytest
@@ -45,6 +47,17 @@ class Process:
         assert self.url is not None, "".join(self.said)
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
 
+    def get(self, path: str) -> tuple[int, Any]:
+        """The status, and what is said in JSON."""
+        address = urlsplit(self.url or "")
+        connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=TIMEOUT_S)
+        try:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            return response.status, json.load(response)
+        finally:
+            connection.close()
+
     def end(self) -> int:
         status = self.popen.wait(TIMEOUT_S)
         self._reader.join(TIMEOUT_S)
@@ -60,8 +73,10 @@ def default_signals() -> None:
 def start(model_folder: Path) -> Iterator[Start]:
     started: list[Process] = []
 
-    def run(*arguments: str, **environment: str) -> Process:
-        command = [sys.executable, "-m", "penstock", "serve", "--model", str(model_folder), "--port", "0"]
+    def run(*arguments: str, before: str = "", **environment: str) -> Process:
+        """`before` is a program that runs first, in the same process."""
+        code = f"{before}\nfrom penstock.frontends.cli import main\nmain()"
+        command = [sys.executable, "-c", code, "serve", "--model", str(model_folder), "--port", "0"]
         popen = subprocess.Popen(
             [*command, "--threads", "1", "--cache-tokens", "8000", *arguments],
             stdin=subprocess.DEVNULL,
@@ -121,6 +136,83 @@ def test_after_the_grace_the_rest_is_cancelled(start: Start) -> None:
     assert process.end() == 0
     assert time.monotonic() - started < 5
     assert "Traceback" not in "".join(process.said)
+
+
+def test_while_it_drains_it_says_so(start: Start) -> None:
+    process = start("--grace", "20")
+    client = process.client()
+    stream = begin_stream(client, 1500)
+    assert process.get("/health") == (200, {"status": "ok"})
+    process.popen.send_signal(signal.SIGTERM)
+    wait_for(lambda: process.get("/health")[0] == 503)
+    assert process.get("/health") == (503, {"status": "draining"})
+    with pytest.raises(openai.InternalServerError) as late:
+        client.completions.create(model=NAME, prompt="late")
+    assert late.value.code == "service_unavailable"
+    *_, last = stream
+    assert last.choices[0].finish_reason == "length"
+    ended = time.monotonic()
+    assert process.end() == 0
+    assert time.monotonic() - ended < 5  # not to the end of the grace
+    assert "Traceback" not in "".join(process.said)
+
+
+# A step that takes longer than anybody would wait.
+LONG_STEP = """
+import time
+from penstock.engine.batcher import Batcher
+from penstock.frontends.server import listen
+listen._LAST_STEP_S = 0.5
+run = Batcher.run
+num_steps = 0
+def slow(batcher, step):
+    global num_steps
+    num_steps += 1
+    if num_steps > 3:
+        time.sleep(600)
+    return run(batcher, step)
+Batcher.run = slow
+"""
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_step_longer_than_the_grace_is_given_up(start: Start, streams: bool) -> None:
+    process = start("--grace", "0.5", before=LONG_STEP)
+    client = process.client()
+    waiting = threading.Timer(1.0, process.popen.send_signal, [signal.SIGTERM])
+    waiting.start()
+    # Still told what was promised, and nobody waits for the step.
+    with pytest.raises(openai.APIError, match="shutting down"):
+        for _ in client.completions.create(model=NAME, prompt="x", stream=streams):
+            pass
+    told = time.monotonic()
+    assert process.end() == 0
+    assert time.monotonic() - told < 4
+    said = "".join(process.said)
+    assert "Traceback" not in said
+    assert said.endswith("penstock: the model was in the middle of a step, which was given up\n")
+
+
+FAILURE = """
+from penstock.frontends.server.asks import Asker
+def fail(*_):
+    raise RuntimeError("in the cellar")
+Asker.chat = fail
+"""
+
+
+def test_a_failure_is_told_on_standard_error_once(start: Start) -> None:
+    process = start(before=FAILURE)
+    client = process.client()
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.chat.completions.create(model=NAME, messages=[{"role": "user", "content": "x"}])
+    assert "cellar" not in str(caught.value)
+    assert client.completions.create(model=NAME, prompt="x", max_tokens=1).choices
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0
+    said = "".join(process.said)
+    assert said.count("Traceback") == said.count("RuntimeError: in the cellar") == 1
+    assert "penstock.server: request " in said
 
 
 def test_a_second_interrupt_ends_it_at_once(start: Start) -> None:

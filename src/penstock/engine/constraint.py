@@ -3,21 +3,25 @@
 import json
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.engine.events import JsonFormat
-from penstock.engine.schema_limits import check_schema
+from penstock.engine.schema_limits import check_counts, schema_text
 from penstock.errors import ModelError, SettingError
 from penstock.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+# Schemas that are kept compiled: the choices of a request have one schema, and many requests the same.
+NUM_KEPT = 16
 # Between two parts of JSON: nothing, one space, or a new line and its indent. Without a bound, small models go on
 # with white space for ever.
 WHITESPACE = r" |\n[ \t]{0,32}"
@@ -37,27 +41,62 @@ _TOO_COMPLEX = re.compile(
 _MAX_REASON = 300
 
 
+@dataclass(frozen=True)
+class _Start:
+    """A schema that was compiled: the matcher at the start of an answer, which is only ever copied, and what it
+    allows there, a bit for each token, the lowest first."""
+
+    matcher: "LLMatcher"
+    bits: bytes
+
+
 class ConstraintFactory:
     """Makes constraints for one model. `vocab_size` is the number of its logits; the vocabulary is built when the
-    first constraint is made."""
+    first constraint is made. The last schemas are kept as they were compiled. Any thread may ask."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._vocabulary: LLTokenizer | None = None
+        self._starts: OrderedDict[str, _Start] = OrderedDict()  # by the schema's JSON, the last used last
         self._lock = threading.Lock()
 
     def new(self, wanted: JsonFormat) -> "TokenConstraint":
         """A constraint at the start of its answer; an error for a schema that is not accepted."""
-        grammar = _grammar(wanted)
+        schema = {"type": "object"} if wanted.schema is None else wanted.schema
+        text = schema_text(schema)
+        constraint = self._known(text)
+        if constraint is None:
+            start = self._compile(schema)
+            with self._lock:
+                self._starts[text] = start
+                while len(self._starts) > NUM_KEPT:
+                    self._starts.popitem(last=False)
+            constraint = self._known(text) or self._begin(start)
+        return constraint
+
+    def _known(self, text: str) -> "TokenConstraint | None":
+        # Under the lock: a matcher is not to be copied on two threads at once.
+        with self._lock:
+            if text not in self._starts:
+                return None
+            self._starts.move_to_end(text)
+            return self._begin(self._starts[text])
+
+    def _begin(self, start: _Start) -> "TokenConstraint":
+        return TokenConstraint(start.matcher.deep_copy(), start.bits, self._vocab_size, self._eos_ids)
+
+    def _compile(self, schema: dict[str, Any]) -> _Start:
+        grammar = _grammar(schema)
         vocabulary = self._build()
         from llguidance import LLMatcher
 
         matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=_limits())
         if matcher.is_error():
             raise SettingError(f"the JSON schema is not accepted: {_reason(matcher.get_error())}")
-        return TokenConstraint(matcher, self._vocab_size, self._eos_ids)
+        # Some schemas fail only here.
+        return _Start(matcher, _allowed_bits(matcher))
 
     def _build(self) -> "LLTokenizer":
         with self._lock:
@@ -81,13 +120,12 @@ class ConstraintFactory:
 class TokenConstraint:
     """One answer's constraint: `mask` the logits, choose a token, `accept` it."""
 
-    def __init__(self, matcher: "LLMatcher", vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(self, matcher: "LLMatcher", bits: bytes, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._matcher = matcher
+        self._bits: bytes | None = bits  # what is allowed next; None: not computed yet
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._has_ended = False
-        # A bit for each token, the lowest first. The first is computed here: some schemas fail only then.
-        self._bits: bytes | None = self._compute()
 
     @property
     def is_finished(self) -> bool:
@@ -115,26 +153,14 @@ class TokenConstraint:
         if token in self._eos_ids:
             self._has_ended = True
         elif not self._matcher.consume_token(token):
-            raise self._failure()
+            raise _failure(self._matcher)
 
     def _allowed(self) -> bytes:
         if self._has_ended:
             raise SettingError("the answer in JSON has ended: no token may follow")
         if self._bits is None:
-            self._bits = self._compute()
+            self._bits = _allowed_bits(self._matcher)
         return self._bits
-
-    def _compute(self) -> bytes:
-        matcher = self._matcher
-        bits = matcher.compute_bitmask()
-        if matcher.is_error():
-            raise self._failure()
-        if not any(bits):
-            raise ModelError("the model has no token with which the JSON asked for could go on")
-        return bits
-
-    def _failure(self) -> SettingError:
-        return SettingError(f"the JSON schema cannot be followed: {_reason(self._matcher.get_error())}")
 
 
 class _Vocabulary:
@@ -157,9 +183,21 @@ class _Vocabulary:
         raise NotImplementedError("text is not turned into tokens where none is forced")
 
 
-def _grammar(wanted: JsonFormat) -> str:
-    schema = {"type": "object"} if wanted.schema is None else wanted.schema
-    check_schema(schema)
+def _allowed_bits(matcher: "LLMatcher") -> bytes:
+    bits = matcher.compute_bitmask()
+    if matcher.is_error():
+        raise _failure(matcher)
+    if not any(bits):
+        raise ModelError("the model has no token with which the JSON asked for could go on")
+    return bits
+
+
+def _failure(matcher: "LLMatcher") -> SettingError:
+    return SettingError(f"the JSON schema cannot be followed: {_reason(matcher.get_error())}")
+
+
+def _grammar(schema: dict[str, Any]) -> str:
+    check_counts(schema)
     if _OPTIONS_KEY in schema:
         raise SettingError(f"the JSON schema has {_OPTIONS_KEY}, which is not accepted: leave it out")
     return _HEADER + json.dumps({_OPTIONS_KEY: _OPTIONS, **schema})

@@ -20,24 +20,43 @@ _UNIONS = ("anyOf", "oneOf")
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
-def check_schema(schema: object) -> None:
-    """Refuse what is no JSON object, or too large."""
+def schema_text(schema: object) -> str:
+    """The schema as JSON, with the names in their order, which is that of the answer's. What is no JSON object, or
+    too large, is refused."""
     if not isinstance(schema, dict):
         raise SettingError(f"a JSON schema is to be an object, not {type(schema).__name__}")
-    try:
-        text = json.dumps(schema, allow_nan=False)
-    except RecursionError as error:
-        raise SettingError("the JSON schema is nested too deeply: give a flatter one") from error
-    except (TypeError, ValueError) as error:
-        raise SettingError(f"the JSON schema is not JSON: {error}") from error
-    if len(text) > MAX_BYTES:
-        raise SettingError(
-            f"the JSON schema has {len(text)} bytes, and {MAX_BYTES} are accepted: give a smaller one"
-        )
-    _check_counts(schema)
+    if _least_bytes(schema) <= MAX_BYTES:
+        try:
+            text = json.dumps(schema, allow_nan=False)
+        except RecursionError as error:
+            raise SettingError("the JSON schema is nested too deeply: give a flatter one") from error
+        except (TypeError, ValueError) as error:
+            raise SettingError(f"the JSON schema is not JSON: {error}") from error
+        if len(text) <= MAX_BYTES:
+            return text
+    raise SettingError(f"the JSON schema has more than {MAX_BYTES} bytes: give a smaller one")
 
 
-def _check_counts(schema: dict[str, Any]) -> None:
+def _least_bytes(root: object) -> int:
+    """What it takes as JSON at least; it is not looked at beyond what is too much."""
+    num_bytes = 0
+    stack = [root]
+    while stack and num_bytes <= MAX_BYTES:
+        node = stack.pop()
+        num_bytes += 1
+        if isinstance(node, str):
+            num_bytes += len(node)
+        elif isinstance(node, dict | list):
+            num_bytes += len(node)
+            if num_bytes <= MAX_BYTES:
+                stack += node
+                if isinstance(node, dict):
+                    stack += node.values()
+    return num_bytes
+
+
+def check_counts(schema: dict[str, Any]) -> None:
+    """Refuse what would take too long, of a schema that is small enough."""
     num_patterns = num_pattern_properties = 0
     has_joins = False
     for node in _objects(schema):

@@ -11,6 +11,9 @@ from penstock.errors import SettingError
 
 # The output head runs on so many rows at a time, where a row's bits must not depend on how many there are.
 HEAD_ROWS = 8
+# More rows than this are padded to a multiple of it: libraries keep code and plans for every number they meet, and a
+# service would meet all of them.
+ROW_GRID = 16
 
 
 class Kernels(Protocol):
@@ -99,8 +102,8 @@ class Kernels(Protocol):
 
 def padded_rows(num_rows: int, row_floor: int, row_slab: int) -> int:
     """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
-    slab = row_slab or 1
-    return max(row_floor, -(-num_rows // slab) * slab)
+    grid = row_slab or (ROW_GRID if num_rows > ROW_GRID else 1)
+    return max(row_floor, -(-num_rows // grid) * grid)
 
 
 def select_kernels(device: torch.device) -> Kernels:

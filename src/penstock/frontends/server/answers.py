@@ -4,17 +4,18 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.events import Failed, Finished, PromptProgress, TokenGenerated
 from penstock.frontends.server.asks import Ask
 from penstock.frontends.server.gathering import Gathering
-from penstock.frontends.server.gone import unless_gone
+from penstock.frontends.server.gone import disconnected, unless
 from penstock.frontends.server.json_answer import to_json
 from penstock.frontends.server.logprobs import LogprobWriter
-from penstock.frontends.server.problems import ApiError, as_api_error, cancelled
+from penstock.frontends.server.problems import ApiError, as_failure, cancelled, internal
 from penstock.frontends.server.shapes import Envelope, Logprobs, usage
+from penstock.frontends.server.writing import Writer
 from penstock.plan.progress import Progress
 
 
@@ -28,7 +29,7 @@ class Answer:
     make_writer: Callable[[], LogprobWriter]
     eos_ids: frozenset[int]
 
-    async def whole(self) -> dict[str, Any]:
+    async def whole(self, writer: Writer) -> Response:
         num_choices = len(self.ask.requests)
         texts: list[list[str]] = [[] for _ in range(num_choices)]
         tokens: list[list[TokenGenerated]] = [[] for _ in range(num_choices)]
@@ -45,14 +46,18 @@ class Answer:
                     reasons[index] = _reason(event)
                     num_answer += event.usage.completion_tokens
                 case Failed():
-                    raise as_api_error(event.error)
-        choices = [
-            self.envelope.shape.whole(
-                index, "".join(texts[index]), self._logprobs(index, tokens[index]), reasons[index]
-            )
-            for index in range(num_choices)
-        ]
-        return self.envelope.whole(choices, usage(self.ask.num_prompt_tokens, num_answer))
+                    raise as_failure(event.error)
+
+        def make() -> dict[str, Any]:
+            choices = [
+                self.envelope.shape.whole(
+                    index, "".join(texts[index]), self._logprobs(index, tokens[index]), reasons[index]
+                )
+                for index in range(num_choices)
+            ]
+            return self.envelope.whole(choices, usage(self.ask.num_prompt_tokens, num_answer))
+
+        return await writer.write(make)
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events. Where something goes wrong on the way, the last one is the error."""
@@ -61,6 +66,8 @@ class Answer:
                 yield _sent(to_json(chunk))
         except ApiError as error:
             yield _sent(to_json(error.content))
+        except Exception as error:
+            yield _sent(to_json(internal(error).content))
         else:
             yield _sent(b"[DONE]")
 
@@ -91,7 +98,7 @@ class Answer:
                     yield envelope.chunk(shape.closing(index, reason), **blank)
                     num_answer += event.usage.completion_tokens
                 case Failed():
-                    raise as_api_error(event.error)
+                    raise as_failure(event.error)
         if self.ask.include_usage:
             yield envelope.chunk(usage=usage(self.ask.num_prompt_tokens, num_answer))
 
@@ -116,7 +123,7 @@ class EventStreamResponse(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self.stream_response(send))
+            await unless(self.stream_response(send), disconnected(receive))
         except ApiError:  # nobody is there
             pass
         finally:

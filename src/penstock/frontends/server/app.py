@@ -12,9 +12,11 @@ from penstock.errors import PenstockError, SettingError
 from penstock.frontends.server.answers import Answer, EventStreamResponse
 from penstock.frontends.server.asks import Ask, Asker
 from penstock.frontends.server.bodies import Body, ChatBody, CompletionBody, TokenizeBody
+from penstock.frontends.server.drain import Drain
+from penstock.frontends.server.front import Front
 from penstock.frontends.server.gate import Gate
 from penstock.frontends.server.gathering import Gathering
-from penstock.frontends.server.gone import unless_gone
+from penstock.frontends.server.gone import disconnected, unless
 from penstock.frontends.server.intake import Intake
 from penstock.frontends.server.json_answer import JsonAnswer
 from penstock.frontends.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
@@ -24,22 +26,25 @@ from penstock.frontends.server.problems import as_api_error, install_handlers
 from penstock.frontends.server.settings import ServerSettings
 from penstock.frontends.server.shapes import ChatShape, CompletionShape, Envelope, Shape
 from penstock.frontends.server.telemetry import Telemetry
+from penstock.frontends.server.writing import Writer
 from penstock.models.pieces import TokenPieces
 
 _Body = TypeVar("_Body", bound=Body)
 
 
 def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry) -> FastAPI:
-    """The server's application. `app.state.is_draining` is to be set when it is about to end: `/health` tells."""
+    """The server's application. `app.state.drain` is the Drain by which it is told that it is about to end."""
     schedule = service.schedule
-    intake = Intake(schedule.max_running + schedule.max_waiting, settings.max_body_bytes)
+    drain, writer = Drain(), Writer()
+    intake = Intake(schedule.max_running + schedule.max_waiting, settings.max_body_bytes, drain)
     asker = Asker(service, settings)
-    answering = _Answering(service, settings, intake)
+    answering = _Answering(service, settings, intake, writer, drain)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         intake.close()
+        writer.close()
 
     app = FastAPI(
         title="Penstock",
@@ -49,8 +54,9 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
         redirect_slashes=False,
         lifespan=lifespan,
     )
-    app.state.is_draining = False
+    app.state.drain = drain
     app.add_middleware(Gate, settings=settings)
+    app.add_middleware(Front, telemetry=telemetry)  # around the gate
     install_handlers(app)
     app.include_router(router(service, telemetry, settings.model_name))
     model = {
@@ -63,7 +69,7 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
 
     @app.get("/health")
     async def health() -> Response:
-        if app.state.is_draining or not service.is_healthy:
+        if drain.has_begun or not service.is_healthy:
             status = "draining" if service.is_healthy else "failed"
             return JsonAnswer({"status": status}, status_code=503)
         return JsonAnswer({"status": "ok"})
@@ -89,10 +95,8 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        with intake.place():
-            raw = await intake.read(request)
-            tokens = await intake.run(lambda: asker.tokenize(parse(raw, TokenizeBody)))
-        return JsonAnswer({"tokens": tokens, "count": len(tokens)})
+        tokens = await intake.take(request, lambda raw: asker.tokenize(parse(raw, TokenizeBody)))
+        return await writer.write(lambda: {"tokens": tokens, "count": len(tokens)})
 
     return app
 
@@ -100,10 +104,14 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
 class _Answering:
     """What the two endpoints that generate have in common."""
 
-    def __init__(self, service: Service, settings: ServerSettings, intake: Intake) -> None:
+    def __init__(
+        self, service: Service, settings: ServerSettings, intake: Intake, writer: Writer, drain: Drain
+    ) -> None:
         self._service = service
         self._model_name = settings.model_name
         self._intake = intake
+        self._writer = writer
+        self._drain = drain
         self._pieces = service.llm.tokenizer.pieces
         self._eos_ids = service.llm.eos_ids
 
@@ -116,6 +124,7 @@ class _Answering:
         writer: Callable[[TokenPieces], LogprobWriter],
     ) -> Response:
         gathering = Gathering(self._service)
+        self._drain.add(gathering)
 
         def submit(raw: bytes) -> Ask:
             body = parse(raw, kind)
@@ -130,9 +139,7 @@ class _Answering:
             return ask
 
         try:
-            with self._intake.place():
-                raw = await self._intake.read(request)
-                ask = await self._intake.run(lambda: submit(raw))
+            ask = await self._intake.take(request, submit)
             answer = Answer(
                 ask,
                 gathering,
@@ -142,8 +149,7 @@ class _Answering:
             )
             if ask.streams:
                 return EventStreamResponse(answer.stream(), at_end=gathering.cancel)
-            content = await unless_gone(request.receive, answer.whole())
+            return await unless(answer.whole(self._writer), disconnected(request.receive))
         except BaseException:
             gathering.cancel()
             raise
-        return JsonAnswer(content)

@@ -1,13 +1,14 @@
 """From a body to what the engine is asked for. Runs on a thread of the intake: tokenizing takes time."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.engine.events import GenerationRequest
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.service import Service
 from penstock.errors import ContextLengthError, PenstockError
 from penstock.frontends.server.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody
+from penstock.frontends.server.limits import MAX_SEED
 from penstock.frontends.server.messages import Message
 from penstock.frontends.server.problems import ApiError, as_api_error
 from penstock.frontends.server.settings import ServerSettings
@@ -16,7 +17,6 @@ from penstock.frontends.server.settings import ServerSettings
 _TEMPERATURE = 1.0
 _COMPLETION_TOKENS = 16
 _MAX_BIAS = 100.0
-_NUM_SEEDS = 2**63
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,13 @@ class Asker:
         self._max_requests = schedule.max_running + schedule.max_waiting
 
     def chat(self, body: ChatBody) -> Ask:
+        num_messages = len(body.messages)
+        if num_messages > self._max_prompt_tokens:  # each has a token at least
+            error = ContextLengthError(
+                f"the chat has {num_messages} messages, and this server takes prompts of up to "
+                f"{self._max_prompt_tokens} tokens: shorten the chat"
+            )
+            raise as_api_error(error, body.prompt_param)
         return self._ask(body, 1, lambda: [self._encode_chat(body.messages)], None)
 
     def completion(self, body: CompletionBody) -> Ask:
@@ -94,10 +101,20 @@ class Asker:
             )
         try:
             # Before the prompt, which may be long.
-            sampling = [self._sampling(body, index) for index in range(num_choices)]
+            first = self._sampling(body)
+            sampling = [_of_choice(first, index) for index in range(num_choices)]
+            json_format = None if body.response_format is None else body.response_format.json_format()
             prompts = encode()
             requests = tuple(
-                self._request(body, prompt, params, self._answer_tokens(body, len(prompt), default_tokens))
+                GenerationRequest(
+                    token_ids=prompt,
+                    max_tokens=self._answer_tokens(body, len(prompt), default_tokens),
+                    sampling=params,
+                    stop=tuple(body.stop or ()),
+                    num_logprobs=body.num_logprobs,
+                    json_format=json_format,
+                    ignore_eos=bool(body.ignore_eos),
+                )
                 for prompt in prompts
                 for params in sampling
             )
@@ -110,19 +127,6 @@ class Asker:
             streams=bool(body.stream),
             include_usage=options is not None and bool(options.include_usage),
             returns_progress=bool(body.return_progress),
-        )
-
-    def _request(
-        self, body: GenerationBody, prompt: Sequence[int], sampling: SamplingParams, max_tokens: int
-    ) -> GenerationRequest:
-        return GenerationRequest(
-            token_ids=prompt,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=tuple(body.stop or ()),
-            num_logprobs=body.num_logprobs,
-            json_format=None if body.response_format is None else body.response_format.json_format(),
-            ignore_eos=bool(body.ignore_eos),
         )
 
     def _answer_tokens(self, body: GenerationBody, num_prompt: int, default: int | None) -> int:
@@ -148,15 +152,14 @@ class Asker:
             )
         return asked
 
-    def _sampling(self, body: GenerationBody, index: int) -> SamplingParams:
-        """How the tokens of a prompt's choice of this index are drawn."""
+    def _sampling(self, body: GenerationBody) -> SamplingParams:
         return SamplingParams(
             temperature=_or(body.temperature, _TEMPERATURE),
             top_k=body.top_k or 0,
             top_p=_or(body.top_p, 1.0),
             min_p=_or(body.min_p, 0.0),
             repetition_penalty=_or(body.repetition_penalty, 1.0),
-            seed=body.seed if body.seed is None or not index else (body.seed + index) % _NUM_SEEDS,
+            seed=body.seed,
             presence_penalty=_or(body.presence_penalty, 0.0),
             frequency_penalty=_or(body.frequency_penalty, 0.0),
             logit_bias=self._biases(body.logit_bias or {}),
@@ -183,6 +186,13 @@ class Asker:
 
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         return self._llm.tokenizer.encode_chat([message.plain() for message in messages])
+
+
+def _of_choice(first: SamplingParams, index: int) -> SamplingParams:
+    """How the tokens of a prompt's choice of this index are drawn."""
+    if first.seed is None or not index:
+        return first
+    return replace(first, seed=(first.seed + index) % (MAX_SEED + 1))
 
 
 def _or(value: float | None, default: float) -> float:

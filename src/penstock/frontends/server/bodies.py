@@ -2,55 +2,86 @@
 
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from penstock.engine.events import JsonFormat
+from penstock.frontends.server.limits import (
+    MAX_CHOICES,
+    MAX_ENTRIES,
+    MAX_INT,
+    MAX_MESSAGES,
+    MAX_PROMPTS,
+    MAX_SEED,
+    MAX_STOP_CHARACTERS,
+    MAX_STOPS,
+    at_most,
+)
 from penstock.frontends.server.messages import Message
+from penstock.frontends.server.parts import Part
+from penstock.frontends.server.unsupported import IN_BODIES, Unsupported
 
-MAX_STOPS = 16
-MAX_CHOICES = 128
 Prompt = str | list[int]
+Tokens = Annotated[int, Field(ge=1, le=MAX_INT)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
+class Body(Part):
     prompt_param: ClassVar[str]  # what holds the prompt
 
 
 def _prompts(value: object) -> list[Prompt]:
     """Whatever a prompt may be, as a list of prompts."""
-    match value:
-        case str():
-            return [value]
-        case list() if value and all(type(item) is int for item in value):
-            return [value]
-        case list() if value and all(isinstance(item, str) for item in value):
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        # There may be millions of items: they are gone through without a line of Python for each.
+        kinds = set(map(type, value))
+        if kinds == {int}:
+            return [_token_ids(value)]
+        if len(value) > MAX_PROMPTS:
+            raise ValueError(f"give up to {MAX_PROMPTS} prompts, not {len(value)}")
+        if kinds == {str}:
             return value
-        case list() if value and all(
-            isinstance(item, list) and all(type(token) is int for token in item) for item in value
-        ):
-            return value
-    raise ValueError("give a text, a list of texts, a list of token ids, or a list of such lists")
+        if kinds == {list}:
+            return [_token_ids(item) for item in value]
+    raise ValueError(_PROMPT_KINDS)
+
+
+_PROMPT_KINDS = "give a text, a list of texts, a list of token ids, or a list of such lists"
+
+
+def _token_ids(items: list[Any]) -> list[int]:
+    if set(map(type, items)) - {int}:
+        raise ValueError(_PROMPT_KINDS)
+    if items and not 0 <= min(items) <= max(items) <= MAX_INT:
+        raise ValueError(f"token ids are whole numbers from 0 to {MAX_INT} at most")
+    return items
 
 
 def _stops(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and len(stops) <= MAX_STOPS:
+        longest = max((len(stop) for stop in stops if isinstance(stop, str)), default=0)
+        if longest > MAX_STOP_CHARACTERS:
+            raise ValueError(
+                f"a stop string may have up to {MAX_STOP_CHARACTERS} characters, and one has {longest}"
+            )
+    return stops
 
 
-class StreamOptions(Body):
+class StreamOptions(Part):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # there is none
 
 
-class JsonSchema(Body):
+class JsonSchema(Part):
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
     description: str | None = None
     strict: bool | None = None  # the schema is always kept to
 
 
-class ResponseFormat(Body):
+class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -69,20 +100,22 @@ class ResponseFormat(Body):
 class GenerationBody(Body):
     """What both endpoints take. Numbers without a range here have theirs in SamplingParams."""
 
+    unsupported: ClassVar[Unsupported] = IN_BODIES
+
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    stop: Annotated[Annotated[list[str], Field(max_length=MAX_STOPS)] | None, BeforeValidator(_stops)] = None
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    stop: Annotated[list[str] | None, at_most(MAX_STOPS), BeforeValidator(_stops)] = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     min_p: float | None = None
-    seed: int | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_ENTRIES)] = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
@@ -90,8 +123,11 @@ class GenerationBody(Body):
     return_progress: bool | None = None
     # Accepted, without effect.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Annotated[dict[str, Any] | None, at_most(MAX_ENTRIES)] = None
     store: bool | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -120,7 +156,7 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     prompt_param = "prompt"
 
-    prompt: Annotated[list[Prompt], BeforeValidator(_prompts)]
+    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
 
     @property
@@ -131,7 +167,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(GenerationBody):
     prompt_param = "messages"
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
@@ -155,7 +191,7 @@ class TokenizeBody(Body):
     model: str | None = None
     content: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special: bool | None = None
 
     @model_validator(mode="after")

@@ -8,6 +8,8 @@ from functools import partial
 
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest
 from penstock.engine.service import Service
+from penstock.errors import ServiceClosedError
+from penstock.frontends.server.problems import SHUTTING_DOWN
 from penstock.plan.step import RequestId
 
 
@@ -38,6 +40,10 @@ class Gathering:
             ids = tuple(self._ids)
         for request_id in ids:
             self._service.cancel(request_id)
+
+    def give_up(self) -> None:
+        """On the event loop: after the events that have come, there is only that the server ends."""
+        self._events.put_nowait((0, Failed(ServiceClosedError(SHUTTING_DOWN))))
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
         """Each event with its request's place among those submitted, until all have ended."""

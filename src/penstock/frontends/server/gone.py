@@ -1,8 +1,8 @@
-"""Clients that hang up: work for them ends at once."""
+"""Work that is not to go on when nobody wants it any more."""
 
 import asyncio
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from starlette.types import Receive
 
@@ -11,22 +11,26 @@ from penstock.frontends.server.problems import client_gone
 _Result = TypeVar("_Result")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The work's result. As soon as the client has gone, the work is cancelled instead. The request's body must have
-    been read: what `receive` gives then is that the client hung up."""
+async def unless(work: Coroutine[Any, Any, _Result], *ends: Coroutine[Any, Any, Never]) -> _Result:
+    """The work's result. If one of `ends` comes to its error first, the work is cancelled, and that is raised."""
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(receive))
+    watches = [asyncio.create_task(end) for end in ends]
     try:
-        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise client_gone()
+            for watch in watches:
+                if watch.done():
+                    watch.result()
         return task.result()
     finally:
-        task.cancel()
-        watch.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        for each in (task, *watches):
+            each.cancel()
+        await asyncio.gather(task, *watches, return_exceptions=True)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> Never:
+    """Raises once the client has gone. The request's body must have been read: what `receive` gives then is that the
+    client hung up."""
     while (await receive())["type"] != "http.disconnect":
         pass
+    raise client_gone()

@@ -11,6 +11,8 @@ from typing import TypeVar
 from fastapi import Request
 
 from penstock.errors import QueueFullError
+from penstock.frontends.server.drain import Drain
+from penstock.frontends.server.gone import disconnected, unless
 from penstock.frontends.server.problems import ApiError, client_gone
 
 # Parsing and tokenizing; the cores are the model's.
@@ -27,17 +29,31 @@ _Result = TypeVar("_Result")
 class Intake:
     """At most `max_pending` requests are read and prepared at once, in a few threads."""
 
-    def __init__(self, max_pending: int, max_body_bytes: int) -> None:
+    def __init__(self, max_pending: int, max_body_bytes: int, drain: Drain) -> None:
         self._max_pending = max_pending
         self._max_body_bytes = max_body_bytes
+        self._drain = drain
         self._num_pending = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="penstock-intake")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    async def take(self, request: Request, work: Callable[[bytes], _Result]) -> _Result:
+        """What the work makes of a request's body, on a thread. A client that goes meanwhile is waited for no more:
+        work that has not begun is never done. Nothing of the body is kept."""
+        with self._place():
+            body = [await unless(self._read(request), self._drain.over())]
+            self._drain.check_open()
+            try:
+                return await unless(
+                    self._run(lambda: work(body.pop())), disconnected(request.receive), self._drain.over()
+                )
+            finally:
+                body.clear()  # work that was given up stays in the queue until a thread is free
+
     @contextmanager
-    def place(self) -> Iterator[None]:
+    def _place(self) -> Iterator[None]:
         if self._num_pending >= self._max_pending:
             raise QueueFullError(
                 f"{self._num_pending} requests are being read, as many as may be: try again later"
@@ -48,11 +64,10 @@ class Intake:
         finally:
             self._num_pending -= 1
 
-    async def run(self, work: Callable[[], _Result]) -> _Result:
-        """What takes long, away from the event loop."""
+    async def _run(self, work: Callable[[], _Result]) -> _Result:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def read(self, request: Request) -> bytes:
+    async def _read(self, request: Request) -> bytes:
         """The body, however it is sent."""
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):

@@ -2,10 +2,15 @@
 
 import asyncio
 import contextlib
+import gc
+import logging
+import math
 import os
 import signal
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
@@ -15,9 +20,13 @@ from fastapi import FastAPI
 from penstock.engine.service import Service
 from penstock.errors import SettingError
 from penstock.frontends.exits import INTERRUPTED, complain
+from penstock.frontends.server.connection import Connection
+from penstock.frontends.server.drain import Drain
 
-# After the grace, cancelled requests still have their last words to send.
+# After the grace, answers that were cut short still have their last words to send, and the engine its step to end.
 _LAST_WORDS_S = 5
+_LAST_STEP_S = 5.0
+_LOOK_S = 0.02
 _BACKLOG = 2048
 
 
@@ -50,6 +59,21 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def make_config(app: FastAPI) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        lifespan="on",
+        http=Connection,
+        ws="none",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        backlog=_BACKLOG,
+        timeout_graceful_shutdown=_LAST_WORDS_S,
+    )
+
+
 def serve(
     app: FastAPI,
     service: Service,
@@ -58,34 +82,58 @@ def serve(
     grace_s: float,
     on_started: Callable[[], None],
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Then nothing more is accepted, what runs has `grace_s` to finish, and the
-    rest is cancelled. A SIGINT after the first signal ends the process at once."""
-    config = uvicorn.Config(
-        app,
-        lifespan="on",
-        http="h11",
-        ws="none",
-        log_config=None,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        backlog=_BACKLOG,
-        timeout_graceful_shutdown=int(grace_s) + 1 + _LAST_WORDS_S,
-    )
-    server = _Server(config, on_started)
+    """Serve until SIGTERM or SIGINT. Then no request is taken, what runs has `grace_s` to finish, and the rest is
+    told that it is over. A SIGINT after the first signal ends the process at once; and so does a step of the engine
+    that goes on when all has been said."""
+    # Tracebacks, and what libraries complain of, whatever some library has set up.
+    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(name)s: %(message)s", force=True)
+    # What was loaded stays: to look for garbage in it takes a tenth of a second each time, for nothing.
+    gc.collect()
+    gc.freeze()
+    server = _Server(make_config(app), on_started)
+    if not asyncio.run(_serve(server, app.state.drain, service, listener, grace_s)):
+        complain("the model was in the middle of a step, which was given up")
+        sys.stderr.flush()
+        os._exit(0)
 
-    def stop() -> None:
-        app.state.is_draining = True
-        service.drain(grace_s)
+
+async def _serve(
+    server: "_Server", drain: Drain, service: Service, listener: socket.socket, grace_s: float
+) -> bool:
+    """Whether the engine has ended too."""
+    # A thread, so that a second signal is still heard; a step of the engine may be long.
+    closing = threading.Thread(target=service.close, args=(grace_s,), name="penstock-closing", daemon=True)
+    has_stopped = asyncio.Event()
+
+    async def end() -> None:
+        await has_stopped.wait()
+        ends_at = time.monotonic() + grace_s
+        drain.begin()
+        closing.start()
+        # Until then the socket is open, so that /health can tell, and those who come late are told.
+        await _ended(closing, grace_s)
+        # After the engine's last events, which are on their way.
+        asyncio.get_running_loop().call_soon(drain.finish)
+        last_words_s = max(ends_at - time.monotonic(), 0) + _LAST_WORDS_S
+        asyncio.get_running_loop().call_later(last_words_s, server.hang_up)
+        server.config.timeout_graceful_shutdown = math.ceil(last_words_s) + 1
         server.should_exit = True
 
-    async def run() -> None:
-        with _on_signal(stop):
-            await server.serve(sockets=[listener])
-            # On a thread, so that a second signal is still heard.
-            await asyncio.to_thread(service.close)
+    ending = asyncio.create_task(end())
+    with _on_signal(has_stopped.set):
+        await server.serve(sockets=[listener])
+        ending.cancel()
+        if not has_stopped.is_set():
+            closing.start()
+        return await _ended(closing, _LAST_STEP_S)
 
-    asyncio.run(run())
+
+async def _ended(thread: threading.Thread, seconds: float) -> bool:
+    """Whether a thread ends within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while thread.is_alive() and time.monotonic() < deadline:
+        await asyncio.sleep(_LOOK_S)
+    return not thread.is_alive()
 
 
 class _Server(uvicorn.Server):
@@ -99,6 +147,12 @@ class _Server(uvicorn.Server):
         await super().startup(sockets=sockets)
         if self.started:
             self._on_started()
+
+    def hang_up(self) -> None:
+        """On everybody who does not take what there is for them."""
+        for connection in tuple(self.server_state.connections):
+            if (transport := connection.transport) is not None:
+                transport.abort()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

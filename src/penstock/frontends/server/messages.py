@@ -1,10 +1,11 @@
 """The messages of a chat, as a client sends them."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import BeforeValidator
 
-from penstock.frontends.server.unsupported import without_unsupported_in_message
+from penstock.frontends.server.parts import Part
+from penstock.frontends.server.unsupported import IN_MESSAGES
 
 Role = Literal["system", "user", "assistant"]
 
@@ -33,17 +34,12 @@ def _part(part: object) -> str:
     raise ValueError("give parts {'type': 'text', 'text': ...}")
 
 
-class Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+class Message(Part):
+    unsupported = IN_MESSAGES
 
     role: Annotated[Role, BeforeValidator(_role)]
     content: Annotated[str, BeforeValidator(_text)]
     name: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, value: Any) -> Any:
-        return without_unsupported_in_message(value) if isinstance(value, dict) else value
 
     def plain(self) -> dict[str, str]:
         """What the model's template gets."""

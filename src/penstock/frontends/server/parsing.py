@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from pydantic_core import from_json
 
 from penstock.frontends.server.bodies import Body
+from penstock.frontends.server.limits import MAX_CONTAINERS, has_too_many_containers
 from penstock.frontends.server.problems import ApiError
-from penstock.frontends.server.unsupported import without_unsupported
 from penstock.models.reading import shortened
 
 # A message of a rule about several parameters begins with the one to change.
@@ -19,15 +19,21 @@ _Body = TypeVar("_Body", bound=Body)
 
 
 def parse(raw: bytes, kind: type[_Body]) -> _Body:
+    if has_too_many_containers(raw):
+        raise ApiError(
+            400,
+            f"the body has more than {MAX_CONTAINERS} lists and objects in it: this server takes no more; send less",
+            code="invalid_value",
+        )
     try:
         # Refuses NaN, text that is no Unicode and deep nesting, besides what is no JSON.
-        value = from_json(raw, allow_inf_nan=False)
+        value = from_json(raw, allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not accepted: give a JSON object", code="invalid_json")
     try:
-        return kind.model_validate(without_unsupported(value))
+        return kind.model_validate(value)
     except ValidationError as error:
         raise _api_error(error.errors(include_url=False)[0], kind) from None
 
@@ -37,8 +43,12 @@ def _api_error(error: Mapping[str, Any], kind: type[Body]) -> ApiError:
     match error["type"]:
         case "missing":
             return ApiError(400, f"{param} is missing", code="missing_required_parameter", param=param)
-        case "extra_forbidden":
-            return ApiError(400, f"unknown parameter: {param}", code="unknown_parameter", param=param)
+        case "unknown_parameter" | "unsupported_parameter" as code:
+            param = _path((*error["loc"], error["ctx"]["name"]))
+            said = f"unknown parameter: {param}"
+            if code == "unsupported_parameter":
+                said = f"{param} is not supported: {error['ctx']['reason']}"
+            return ApiError(400, said, code=code, param=param)
     reason = str(error["msg"]).removeprefix("Value error, ").replace("Input should", "it should")
     if param is None:
         named = _FIRST_NAME.match(reason)

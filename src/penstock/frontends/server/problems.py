@@ -1,7 +1,9 @@
 """What goes wrong, in the shape of OpenAI's API: the one place where errors become answers."""
 
+import logging
 import re
 from collections.abc import Mapping
+from contextvars import ContextVar
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -17,6 +19,7 @@ from penstock.errors import (
     PenstockError,
     PromptError,
     QueueFullError,
+    RequestFailedError,
     ServiceClosedError,
     SettingError,
 )
@@ -24,8 +27,13 @@ from penstock.frontends.server.json_answer import JsonAnswer
 
 # When to try again where the queue is full: by then some request will usually have ended.
 RETRY_AFTER_S = 1
+CLIENT_GONE = 499
+SHUTTING_DOWN = "the request was cancelled: the server is shutting down; send it again"
 # Settings are named at the start of a message, as in `top_p=2 is not accepted`.
 _NAMED = re.compile(r"([a-z][a-z_]*)=")
+# Of the HTTP request that is being answered.
+request_id: ContextVar[str] = ContextVar("request_id", default="of no name")
+_log = logging.getLogger("penstock.server")
 
 
 class ApiError(Exception):
@@ -59,7 +67,8 @@ class ApiError(Exception):
 
 
 def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiError:
-    """What to answer for an error of Penstock's own; `prompt_param` is what holds the prompt in this request."""
+    """What to answer for an error of Penstock's own that came up while a request was made: it is about what the
+    client sent. `prompt_param` is what holds the prompt in this request."""
     message = str(error)
     match error:
         case ContextLengthError():
@@ -86,21 +95,36 @@ def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiEr
         case ModelError():  # such as a chat for a model without a chat template
             return ApiError(400, message, code="model_error", param=prompt_param)
         case _:
-            return ApiError(500, message, code="internal_error")
+            return internal(error, message)
+
+
+def as_failure(error: PenstockError) -> ApiError:
+    """What to answer for an error that ended a request on its way: what is not about the request is the server's."""
+    match error:
+        case SettingError() | PromptError() | MemoryExhaustedError() | ServiceClosedError():
+            return as_api_error(error)
+        case RequestFailedError():  # the engine has told of it
+            return ApiError(500, str(error), code="internal_error")
+        case _:
+            return internal(error, str(error))
+
+
+def internal(
+    error: Exception, message: str = "the server failed on this request, which is its own fault"
+) -> ApiError:
+    """What to answer for an error that is the server's; the log has its traceback."""
+    _log.error("request %s failed", request_id.get(), exc_info=error)
+    return ApiError(500, message, code="internal_error")
 
 
 def cancelled() -> ApiError:
     """For a request that was cancelled, though not by its client."""
-    return ApiError(
-        503,
-        "the request was cancelled: the server is shutting down; send it again",
-        code="service_unavailable",
-    )
+    return ApiError(503, SHUTTING_DOWN, code="service_unavailable")
 
 
 def client_gone() -> ApiError:
     """Nobody reads this; the number is what proxies log for a client that hung up."""
-    return ApiError(499, "the client has gone", code="client_closed_request")
+    return ApiError(CLIENT_GONE, "the client has gone", code="client_closed_request")
 
 
 def install_handlers(app: FastAPI) -> None:
@@ -122,13 +146,6 @@ def install_handlers(app: FastAPI) -> None:
         param = str(first["loc"][-1])
         return ApiError(
             400, f"{param} is not accepted: {first['msg']}", code="invalid_value", param=param
-        ).response()
-
-    @app.exception_handler(Exception)
-    async def unknown(request: Request, error: Exception) -> Response:
-        # The traceback goes to standard error, by uvicorn.
-        return ApiError(
-            500, "the server failed on this request, which is its own fault", code="internal_error"
         ).response()
 
 

@@ -15,6 +15,8 @@ _FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 
 _STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _CHUNK_TOKENS = tuple(2**power for power in range(16))
 
+_REFUSALS = (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+
 
 class Telemetry:
     """An observer of a service. `render` gives all it saw, and the service's present state, to Prometheus."""
@@ -46,6 +48,11 @@ class Telemetry:
         )
         for outcome in get_args(Outcome):
             self._finished.labels(outcome)  # there from the start, as 0
+        self._refused = Counter(
+            "penstock_refused_requests", "Answers that are errors", ["status"], registry=self._registry
+        )
+        for status in _REFUSALS:
+            self._refused.labels(str(status))
         self._blocks_used = self._gauge("cache_blocks_used", "Blocks of the K/V cache in use")
         self._blocks_total = self._gauge("cache_blocks", "Blocks of the K/V cache")
         self._slots_used = self._gauge("state_slots_used", "Slots of recurrent state in use")
@@ -78,6 +85,10 @@ class Telemetry:
             self._cancels.inc()
         elif summary.outcome == "error":
             self._errors.inc()
+
+    def on_refusal(self, status: int) -> None:
+        """An answer was an error."""
+        self._refused.labels(str(status)).inc()
 
     def render(self, status: ServiceStatus) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""

@@ -1,12 +1,14 @@
 """Parameters of OpenAI's API that this server knows and does not have."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from penstock.frontends.server.problems import ApiError
+from pydantic_core import PydanticCustomError
 
 # What each would need, and the values that ask for nothing, besides null: those are accepted.
-_PARAMETERS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+Unsupported = Mapping[str, tuple[str, tuple[Any, ...]]]
+
+IN_BODIES: Unsupported = {
     "tools": ("calling tools", ([],)),
     "tool_choice": ("calling tools", ("none", "auto")),
     "parallel_tool_calls": ("calling tools", (True, False)),
@@ -15,8 +17,8 @@ _PARAMETERS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "audio": ("sound", ()),
     "modalities": ("anything but text", (["text"],)),
     "prediction": ("predicted output", ()),
-    "reasoning_effort": ("a choice of reasoning effort", ()),
-    "verbosity": ("a choice of verbosity", ()),
+    "reasoning_effort": ("a choice of reasoning effort", ("none",)),
+    "verbosity": ("a choice of verbosity", ("medium",)),
     "web_search_options": ("searching the web", ()),
     "moderation": ("moderation", ()),
     "service_tier": ("service tiers", ("auto", "default")),
@@ -24,7 +26,7 @@ _PARAMETERS: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "echo": ("answers that repeat the prompt", (False,)),
     "suffix": ("filling in before a suffix", ("",)),
 }
-_IN_MESSAGES: Mapping[str, tuple[str, tuple[Any, ...]]] = {
+IN_MESSAGES: Unsupported = {
     "tool_calls": ("calling tools", ([],)),
     "function_call": ("calling functions", ()),
     "audio": ("sound", ()),
@@ -33,30 +35,22 @@ _IN_MESSAGES: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-def without_unsupported(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The body without parameters that ask for nothing; an error where one asks for something."""
-    return _without(body, _PARAMETERS, "")
-
-
-def without_unsupported_in_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    return _without(message, _IN_MESSAGES, "messages.")
-
-
-def _without(
-    values: Mapping[str, Any], table: Mapping[str, tuple[str, tuple[Any, ...]]], prefix: str
-) -> dict[str, Any]:
+def only_known(values: Mapping[str, Any], known: Collection[str], unsupported: Unsupported) -> dict[str, Any]:
+    """The values without those that ask for nothing. The first that is not known, or asks for something that is not
+    supported, is an error of the object that they are in, with the name in its context: whoever sends a million of
+    them is told of one."""
     kept = {}
     for name, value in values.items():
-        if name not in table:
+        if name in known:
             kept[name] = value
-            continue
-        what, neutral = table[name]
-        # Of the same type too: 1 is no True, and true is no 1.
-        if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
-            raise ApiError(
-                400,
-                f"{prefix}{name} is not supported: this server does not do {what}; leave it away",
-                code="unsupported_parameter",
-                param=f"{prefix}{name}",
-            )
+        elif name in unsupported:
+            what, neutral = unsupported[name]
+            # Of the same type too: 1 is no True, and true is no 1.
+            if value is not None and not any(type(value) is type(item) and value == item for item in neutral):
+                reason = f"this server does not do {what}; leave it away"
+                raise PydanticCustomError(
+                    "unsupported_parameter", "{reason}", {"name": name, "reason": reason}
+                )
+        else:
+            raise PydanticCustomError("unknown_parameter", "it is not known", {"name": name})
     return kept
