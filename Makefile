@@ -32,7 +32,7 @@ format: setup
 
 # The models are small: several tests at once, of one thread each, use a machine better than the threads of one test.
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 
 # Every suite runs, whatever became of those before it.
 bench: setup

@@ -169,7 +169,7 @@ MIXED = SchedulePolicy.MIXED
         (MIXED, 64, batch_scheduler, "share_chunks", ignores_the_grid, "off the grid"),
         (MIXED, 1, batch_scheduler, "share_chunks", serves_only_the_first, "for its next chunk"),
         (MIXED, 1, BatchScheduler, "abort", loses_a_block(BatchScheduler.abort), "a block is lost"),
-        (MIXED, 1, BatchScheduler, "_issue", forgets_a_span(BatchScheduler._issue), ""),
+        (MIXED, 1, BatchScheduler, "_issue", forgets_a_span(BatchScheduler._issue), None),
         (MIXED, 1, BatchScheduler, "_admit", lambda self, max_running: None, "nothing to run"),
         (
             MIXED,

@@ -3,7 +3,7 @@ from itertools import pairwise, repeat
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import PenstockError, PromptError, SettingError
@@ -299,6 +299,7 @@ def test_halving_keeps_to_the_grid_down_to_one_step_of_it(grid: int, sizes: list
     assert sizes_after_shrinks(sizes[0], grid) == sizes
 
 
+@settings(max_examples=20)
 @given(size=st.integers(2, 1000), grid=st.integers(1, 200))
 def test_every_shrink_is_shorter_and_on_the_grid_while_longer_than_it(size: int, grid: int) -> None:
     sizes = sizes_after_shrinks(size, grid)

@@ -1,6 +1,11 @@
 """The checks that every number and every switch in this package goes through."""
 
+from enum import StrEnum
+from typing import TypeVar
+
 from penstock.errors import SettingError
+
+_Member = TypeVar("_Member", bound=StrEnum)
 
 
 def check_int(name: str, value: object, minimum: int) -> int:
@@ -15,3 +20,12 @@ def check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise SettingError(f"{name}={value!r} is not accepted: give True or False")
     return value
+
+
+def check_member(name: str, value: object, kind: type[_Member]) -> _Member:
+    """The member of this name, such as `decode-priority` or `decode_priority`."""
+    if isinstance(value, str):
+        for member in kind:
+            if value.replace("_", "-") == member.value:
+                return member
+    raise SettingError(f"{name}={value!r} is not accepted: give one of {', '.join(kind)}")

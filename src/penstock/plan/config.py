@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Self
 
 from penstock.errors import SettingError
-from penstock.plan.checks import check_int
+from penstock.plan.checks import check_int, check_member
 
 DEFAULT_CHUNK_SIZE = 512
 # Recurrent state passes through a prompt in blocks of so many tokens: chunks cut between blocks change no bits.
@@ -22,11 +22,7 @@ class PrefillPriority(StrEnum):
     @classmethod
     def parse(cls, name: object) -> Self:
         """The member of this name, such as `decode-priority` or `decode_priority`."""
-        if isinstance(name, str):
-            for member in cls:
-                if name.replace("_", "-") == member.value:
-                    return member
-        raise SettingError(f"priority={name!r} is not accepted: give one of {', '.join(cls)}")
+        return check_member("priority", name, cls)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Self
 
 from penstock.errors import SettingError
-from penstock.plan.checks import check_int
+from penstock.plan.checks import check_int, check_member
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
 
 # A chunk that shares its step with others is a multiple of so many tokens, but for a prompt's end: smaller ones would
@@ -36,11 +36,7 @@ class SchedulePolicy(StrEnum):
     @classmethod
     def parse(cls, name: object) -> Self:
         """The member of this name, such as `decode-priority` or `decode_priority`."""
-        if isinstance(name, str):
-            for member in cls:
-                if name.replace("_", "-") == member.value:
-                    return member
-        raise SettingError(f"policy={name!r} is not accepted: give one of {', '.join(cls)}")
+        return check_member("policy", name, cls)
 
 
 @dataclass(frozen=True)
