@@ -16,15 +16,18 @@ from penstock.engine.results import Generation, MemoryReport, PrefillReport, Tim
 from penstock.engine.run import Run, is_out_of_memory
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.stop import StopMatcher
+from penstock.engine.threads import in_own_thread
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError
-from penstock.kernels.probe import probe
+from penstock.kernels.probe import ProbeResult, probe
 from penstock.kernels.protocol import select_kernels
 from penstock.models.config import ModelConfig
+from penstock.models.decoder import Decoder
 from penstock.models.detokenize import StreamDecoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_model
 from penstock.models.shape import model_shape
+from penstock.models.source import WeightSource
 from penstock.plan import (
     STATE_GRID,
     AlignSetting,
@@ -84,8 +87,7 @@ class LLM:
             self.tokenizer = opened.tokenizer
             self.skipped = opened.skipped.describe()
             with _memory_for(opened.source.describe()):
-                self.model = load_decoder(opened.source, select_kernels(device), torch_dtype, device)
-                self.probe = probe(self.model.kernels, self.model.probe_shapes, torch_dtype, device)
+                self.model, self.probe = in_own_thread(lambda: _load(opened.source, torch_dtype, device))
         finally:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
@@ -344,6 +346,11 @@ def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:
         return chunk
     why = f"; an overlap of {overlap} is no multiple of {chunk.grid}, so bits may differ from those of other sizes"
     return replace(chunk, reason=chunk.reason + why)
+
+
+def _load(source: WeightSource, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, ProbeResult]:
+    model = load_decoder(source, select_kernels(device), dtype, device)
+    return model, probe(model.kernels, model.probe_shapes, dtype, device)
 
 
 @contextmanager

@@ -11,9 +11,10 @@ from penstock.errors import SettingError
 
 # The output head runs on so many rows at a time, where a row's bits must not depend on how many there are.
 HEAD_ROWS = 8
-# More rows than this are padded to a multiple of it: libraries keep code and plans for every number they meet, and a
-# service would meet all of them.
-ROW_GRID = 16
+# More rows than these few are padded to a multiple of the grid: libraries keep code and plans for every number that they
+# meet, and a service would meet all of them.
+FEW_ROWS = 16
+ROW_GRID = 8
 
 
 class Kernels(Protocol):
@@ -102,7 +103,7 @@ class Kernels(Protocol):
 
 def padded_rows(num_rows: int, row_floor: int, row_slab: int) -> int:
     """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
-    grid = row_slab or (ROW_GRID if num_rows > ROW_GRID else 1)
+    grid = row_slab or (ROW_GRID if num_rows > FEW_ROWS else 1)
     return max(row_floor, -(-num_rows // grid) * grid)
 
 
