@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from penstock.bench.machine import this_machine
 from penstock.bench.serve_results import Arrival, BurstRun, ServeResults, ServeSettings, StallRun
@@ -54,24 +54,19 @@ def _run_stalls(llm: LLM, settings: ServeSettings, prompts: Prompts, say: Say) -
         [workload.long_prompt + workload.long_tokens]
     )
     runs: list[StallRun] = []
-    with ExitStack() as stack:
-        services = {
-            variant: stack.enter_context(
-                _service(llm, variant.schedule(workload.stall_chunk, running), places, prompts)
+    for index, order in enumerate(rounds(list(Variant), max(counts.values()))):
+        for variant in order:
+            if index >= counts[variant]:
+                continue
+            schedule = variant.schedule(workload.stall_chunk, running)
+            with _service(llm, schedule, places, prompts) as service:
+                run = run_stall(service, variant, index, prompts, workload)
+            runs.append(run)
+            say(
+                f"{workload.long_prompt:,} tokens beside {workload.streams} streams, round {index + 1} of "
+                f"{counts[variant]}: {variant.label(workload.stall_chunk)}: longest stall "
+                f"{run.longest_gap.seconds:.3f} s, all done in {run.seconds:.1f} s"
             )
-            for variant in Variant
-        }
-        for index, order in enumerate(rounds(list(Variant), max(counts.values()))):
-            for variant in order:
-                if index >= counts[variant]:
-                    continue
-                run = run_stall(services[variant], variant, index, prompts, workload)
-                runs.append(run)
-                say(
-                    f"{workload.long_prompt:,} tokens beside {workload.streams} streams, round {index + 1} of "
-                    f"{counts[variant]}: {variant.label(workload.stall_chunk)}: longest stall "
-                    f"{run.longest_gap.seconds:.3f} s, all done in {run.seconds:.1f} s"
-                )
     return runs
 
 
@@ -81,22 +76,18 @@ def _run_bursts(llm: LLM, settings: ServeSettings, prompts: Prompts, say: Say) -
     places = _places([workload.request_prompt + workload.request_tokens] * workload.requests)
     num_rounds = settings.repeats or _REPEATS
     runs: list[BurstRun] = []
-    with ExitStack() as stack:
-        services = {
-            strict: stack.enter_context(_service(llm, schedule, places, prompts, strict=strict))
-            for strict in (False, True)
-        }
-        for index, order in enumerate(rounds(_BURSTS, num_rounds)):
-            for arrival, strict in order:
-                if arrival is Arrival.IN_TURN and strict and index > 0 and not settings.full:
-                    continue
-                run = run_burst(services[strict], arrival, index, prompts.requests, workload.request_tokens)
-                runs.append(run)
-                say(
-                    f"{workload.requests} requests, round {index + 1} of {num_rounds}: {arrival.value}"
-                    f"{', strict' if strict else ''}: {run.seconds:.1f} s, "
-                    f"a decode step {1000 * run.decode_step_s:.1f} ms"
-                )
+    for index, order in enumerate(rounds(_BURSTS, num_rounds)):
+        for arrival, strict in order:
+            if arrival is Arrival.IN_TURN and strict and index > 0 and not settings.full:
+                continue
+            with _service(llm, schedule, places, prompts, strict=strict) as service:
+                run = run_burst(service, arrival, index, prompts.requests, workload.request_tokens)
+            runs.append(run)
+            say(
+                f"{workload.requests} requests, round {index + 1} of {num_rounds}: {arrival.value}"
+                f"{', strict' if strict else ''}: {run.seconds:.1f} s, "
+                f"a decode step {1000 * run.decode_step_s:.1f} ms"
+            )
     return runs
 
 
@@ -104,7 +95,8 @@ def _run_bursts(llm: LLM, settings: ServeSettings, prompts: Prompts, say: Say) -
 def _service(
     llm: LLM, schedule: ScheduleConfig, places: int, prompts: Prompts, *, strict: bool = False
 ) -> Iterator[Service]:
-    """A service that has run before: what is done once is done."""
+    """A service that has run before: what is done once is done. There is one at a time: the worker threads of an idle
+    one would slow the other's down."""
     with Service(llm, ServiceConfig(schedule, cache_tokens=places, strict=strict)) as service:
         warm_up = [prompts.long[:_WARM_UP_PROMPT]] * min(2, schedule.max_running)
         run_burst(service, Arrival.AT_ONCE, 0, warm_up, _WARM_UP_TOKENS)

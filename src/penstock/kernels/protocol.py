@@ -11,8 +11,8 @@ from penstock.errors import SettingError
 
 # The output head runs on so many rows at a time, where a row's bits must not depend on how many there are.
 HEAD_ROWS = 8
-# More rows than these few are padded to a multiple of the grid: libraries keep code and plans for every number that they
-# meet, and a service would meet all of them.
+# More rows than these few are padded to a multiple of the grid: libraries keep code and plans for every number that
+# they meet, and a service would meet all of them.
 FEW_ROWS = 16
 ROW_GRID = 8
 
