@@ -18,7 +18,13 @@ def render(results: Results) -> str:
     """Facts, tables and bars, in that order."""
     return "\n\n".join(
         part
-        for part in (_facts(results), _speeds(results), _ratios(results), _memory(results), _bars(results))
+        for part in (
+            _facts(results),
+            _speeds(results),
+            _ratios(results),
+            _memory(results),
+            bar_table(scope(results.settings.suite), check_bars(results)),
+        )
         if part
     )
 
@@ -90,7 +96,7 @@ def _speeds(results: Results) -> str:
 
 
 def _ratios(results: Results) -> str:
-    cells = {(each.name, each.prompt_tokens): _ratio(each.spread) for each in results.ratios}
+    cells = {(each.name, each.prompt_tokens): ratio_with_quartiles(each.spread) for each in results.ratios}
     if not cells:
         return ""
     title = "Ratios, round by round. Median (quartiles); noisy: the quartiles lie more than 15% apart"
@@ -111,11 +117,11 @@ def _memory(results: Results) -> str:
     )
 
 
-def _bars(results: Results) -> str:
+def bar_table(where: str, bars: Sequence[Bar]) -> str:
+    """What the bars are for, and which are met."""
     rows = [["bar", "measured", "wanted", ""]]
-    rows += [[bar.name, f"{bar.value:.3f}", _limit(bar), _verdict(bar)] for bar in check_bars(results)]
-    where = scope(results.settings.suite)
-    return f"{where}\n{aligned(rows)}" if len(rows) > 1 else where
+    rows += [[bar.name, f"{bar.value:.3f}", _limit(bar), _verdict(bar)] for bar in bars]
+    return f"{where}\n{aligned(rows)}" if bars else where
 
 
 def _limit(bar: Bar) -> str:
@@ -130,7 +136,7 @@ def _range(spread: Spread) -> str:
     return f"{spread.median:.1f} ({spread.smallest:.1f} to {spread.largest:.1f})"
 
 
-def _ratio(spread: Spread) -> str:
+def ratio_with_quartiles(spread: Spread) -> str:
     first, third = spread.quartiles
     mark = f" {spread.noise}" if spread.noise else ""
     return f"{spread.median:.3f} ({first:.3f} to {third:.3f}){mark}"

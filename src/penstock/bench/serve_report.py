@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from penstock.bench.report import aligned
+from penstock.bench.report import aligned, bar_table, ratio_with_quartiles
 from penstock.bench.serve_bars import check_bars, scope
 from penstock.bench.serve_gaps import GapSummary
 from penstock.bench.serve_results import Arrival, ServeResults, StallRun
@@ -13,7 +13,13 @@ from penstock.plan.units import format_bytes
 
 def render(results: ServeResults) -> str:
     """Facts, tables and bars, in that order."""
-    parts = (_facts(results), _stalls(results), _bursts(results), _ratios(results), _bars(results))
+    parts = (
+        _facts(results),
+        _stalls(results),
+        _bursts(results),
+        _ratios(results),
+        bar_table(scope(), check_bars(results)),
+    )
     return "\n\n".join(part for part in parts if part)
 
 
@@ -137,18 +143,9 @@ def _bursts(results: ServeResults) -> str:
 
 
 def _ratios(results: ServeResults) -> str:
-    rows = [[ratio.name, _ratio(ratio.spread)] for ratio in results.ratios]
+    rows = [[ratio.name, ratio_with_quartiles(ratio.spread)] for ratio in results.ratios]
     title = "Ratios, round by round. Median (quartiles); noisy: the quartiles lie more than 15% apart"
     return f"{title}\n{aligned(rows)}" if rows else ""
-
-
-def _bars(results: ServeResults) -> str:
-    rows = [["bar", "measured", "wanted", ""]]
-    for bar in check_bars(results):
-        limit = f"{'>=' if bar.is_lower_limit else '<='} {bar.limit:g}"
-        verdict = ("pass" if bar.is_met else "MISS") + (f" ({bar.noise})" if bar.noise else "")
-        rows.append([bar.name, f"{bar.value:.3f}", limit, verdict])
-    return f"{scope()}\n{aligned(rows)}" if len(rows) > 1 else scope()
 
 
 def _range(spread: Spread) -> str:
@@ -159,9 +156,3 @@ def _range(spread: Spread) -> str:
 
 def _figure(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
-
-
-def _ratio(spread: Spread) -> str:
-    first, third = spread.quartiles
-    mark = f" {spread.noise}" if spread.noise else ""
-    return f"{spread.median:.3f} ({first:.3f} to {third:.3f}){mark}"

@@ -14,7 +14,7 @@ from penstock.plan.tiles import TilePiece, cut_into_tiles
 
 # A decode's past of no more tokens than this is copied together where it lies in several places: that takes less time
 # than to attend to each and merge.
-_JOINED_TOKENS = 2048
+_JOINED_TOKENS = 1024
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.engine.events import GenerationRequest
-from penstock.engine.sampler import SamplingParams
+from penstock.engine.sampler import MAX_BIAS, SamplingParams
 from penstock.engine.service import Service
 from penstock.errors import ContextLengthError, PenstockError
 from penstock.frontends.server.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody
@@ -16,7 +16,6 @@ from penstock.frontends.server.settings import ServerSettings
 # OpenAI's own defaults, where they differ from Penstock's.
 _TEMPERATURE = 1.0
 _COMPLETION_TOKENS = 16
-_MAX_BIAS = 100.0
 
 
 @dataclass(frozen=True)
@@ -170,11 +169,11 @@ class Asker:
         biases = {}
         for text, bias in given.items():
             is_token = text.isascii() and text.isdigit() and len(text) < 19 and int(text) < vocab_size
-            if not is_token or not -_MAX_BIAS <= bias <= _MAX_BIAS:
+            if not is_token or not -MAX_BIAS <= bias <= MAX_BIAS:
                 raise ApiError(
                     400,
                     f"logit_bias of {bias} for {text[:40]!r} is not accepted: give token ids from 0 to "
-                    f"{vocab_size - 1}, with numbers from {-_MAX_BIAS:.0f} to {_MAX_BIAS:.0f}",
+                    f"{vocab_size - 1}, with numbers from {-MAX_BIAS:.0f} to {MAX_BIAS:.0f}",
                     code="invalid_value",
                     param="logit_bias",
                 )

@@ -1,5 +1,6 @@
 """The bodies of requests: names, types and ranges. Null is the same as leaving a parameter away."""
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainValidator, model_validator
@@ -130,8 +131,9 @@ class GenerationBody(Body):
     safety_identifier: str | None = None
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
-        raise NotImplementedError
+        """How many of the likeliest tokens are to be told of; None: not even the chosen one's."""
 
     @property
     def answer_tokens(self) -> int | None:
