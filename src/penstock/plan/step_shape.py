@@ -1,0 +1,47 @@
+"""What a step runs, as far as its time and its memory go; and what computes it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.plan.checks import check_int
+
+KernelKind = Literal["torch", "native"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """The spans of one step, summed up. A chunk of n tokens after a past of p tokens adds n to `num_prompt_tokens` and
+    n * p to `token_pasts`."""
+
+    num_prompt_tokens: int
+    token_pasts: int = 0
+    longest_past: int = 0  # tokens before the chunk that has the most
+    num_decodes: int = 0
+    decode_pasts: int = 0  # tokens that the decodes see, all together
+    num_logits: int = 0  # rows that the output head runs on
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            check_int(name, getattr(self, name), 0)
+
+    @classmethod
+    def of_chunk(
+        cls, num_tokens: int, past: int, *, num_decodes: int = 0, decode_pasts: int = 0, is_last: bool = False
+    ) -> "StepShape":
+        """One chunk, and decodes beside it."""
+        return cls(
+            num_tokens, num_tokens * past, past, num_decodes, decode_pasts, num_logits=num_decodes + is_last
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_prompt_tokens + self.num_decodes
+
+
+@dataclass(frozen=True, slots=True)
+class Workspace:
+    """What computes a step: its kernels' ways decide what they need beside inputs and outputs."""
+
+    kernels: KernelKind = "torch"
+    tile_size: int = 512  # of attention; 0: a chunk is its own tile
+    num_threads: int = 2
