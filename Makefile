@@ -1,6 +1,8 @@
 # make demo: set up, get the default model, read a long prompt.  make test: set up, run every check.
 PYTHON ?= python3
 BIN := .venv/bin
+# What must hold with the reference kernels, too.
+LAWS := tests/engine/test_parity.py tests/engine/test_same_bits.py
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test lint format bench soak clean
 
@@ -14,6 +16,7 @@ help:
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m penstock.kernels.native_build
 	touch $@
 
 setup: .venv/.ready
@@ -33,6 +36,7 @@ format: setup
 # The models are small: several tests at once, of one thread each, use a machine better than the threads of one test.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	PENSTOCK_KERNELS=torch OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(LAWS)
 
 # Every suite runs, whatever became of those before it.
 bench: setup

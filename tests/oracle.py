@@ -23,7 +23,7 @@ from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
 from penstock.kernels.probe import measure
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.protocol import select_kernels
 from penstock.models.decoder import Decoder
 from penstock.models.folder import HfFolder
 from penstock.models.loading import load_decoder
@@ -122,7 +122,9 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
 
 @cache
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    return load_decoder(HfFolder(folder), TorchKernels(), dtype, torch.device("cpu"))
+    """With the kernels that are chosen here, native ones where they can be had (`PENSTOCK_KERNELS`)."""
+    cpu = torch.device("cpu")
+    return load_decoder(HfFolder(folder), select_kernels(cpu), dtype, cpu)
 
 
 @cache

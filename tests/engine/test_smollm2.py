@@ -10,7 +10,7 @@ import torch
 from penstock.bench.transformers_model import load_transformers
 from penstock.bench.workload import text_tokens
 from penstock.engine.batch import Canon
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.protocol import select_kernels
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model
@@ -33,12 +33,12 @@ def prompt(opened: OpenedModel) -> list[int]:
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=str)
 def model(opened: OpenedModel, request: pytest.FixtureRequest) -> Decoder:
-    return load_decoder(opened.source, TorchKernels(), request.param, CPU)
+    return load_decoder(opened.source, select_kernels(CPU), request.param, CPU)
 
 
 def test_transformers_agrees(opened: OpenedModel, prompt: list[int]) -> None:
     theirs = load_transformers(opened.source, torch.float32)
-    ours = load_decoder(opened.source, TorchKernels(), torch.float32, CPU)
+    ours = load_decoder(opened.source, select_kernels(CPU), torch.float32, CPU)
     prompt = prompt[:600]
     with torch.inference_mode():
         logits = theirs(torch.tensor([prompt]), logits_to_keep=1).logits[0, -1]

@@ -1,6 +1,6 @@
 """The keys and values of every layer, over the blocks of a pool."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +38,29 @@ class KV:
     keys: Tensor
     values: Tensor
 
+    def write(self, places: Sequence[TokenRange], keys: Tensor, values: Tensor) -> None:
+        """Copy keys and values, each [n, num_kv_heads, head_dim], into places of n tokens."""
+        start = 0
+        for place in places:
+            end = start + len(place)
+            self.keys[place.start : place.end].copy_(keys[start:end])
+            self.values[place.start : place.end].copy_(values[start:end])
+            start = end
+
+    def read(self, places: Sequence[TokenRange]) -> "KV":
+        """What is at these places: a view if they are one range, else a copy."""
+        if len(places) > 1:
+            return KV(
+                torch.cat([self.keys[place.start : place.end] for place in places]),
+                torch.cat([self.values[place.start : place.end] for place in places]),
+            )
+        start, end = (places[0].start, places[0].end) if places else (0, 0)
+        return KV(self.keys[start:end], self.values[start:end])
+
+    def read_padded(self, places: Sequence[TokenRange], num_tokens: int) -> "KV":
+        """A copy of what is at these places, with zeros after it up to `num_tokens` tokens."""
+        return KV(_padded(self.keys, places, num_tokens), _padded(self.values, places, num_tokens))
+
 
 class KVCache:
     """One tensor of keys and one of values per layer: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim].
@@ -64,41 +87,35 @@ class KVCache:
         """Size when every place is in use. On CPU, memory is taken only as places are written."""
         return self.num_blocks * BLOCK_TOKENS * self.spec.bytes_per_token
 
+    def layer(self, layer: int) -> KV:
+        """All places of a layer, whoever has them: what is read and written there must have been checked."""
+        return self._layers[layer]
+
+    def check_places(self, places: Iterable[TokenRange]) -> None:
+        """ValueError where one lies outside the cache: slices would cut it short, and kernels see no bounds."""
+        num_places = self.num_blocks * BLOCK_TOKENS
+        for place in places:
+            if not 0 <= place.start <= place.end <= num_places:
+                raise ValueError(f"{place} lies outside the cache's {num_places} places")
+
     def write(self, layer: int, places: Sequence[TokenRange], keys: Tensor, values: Tensor) -> None:
         """Copy keys and values, each [n, num_kv_heads, head_dim], into places of n tokens."""
         shape = (self._count(places), self.spec.num_kv_heads, self.spec.head_dim)
         self._check("keys", keys, shape)
         self._check("values", values, shape)
-        cached = self._layers[layer]
-        start = 0
-        for place in places:
-            end = start + len(place)
-            cached.keys[place.start : place.end].copy_(keys[start:end])
-            cached.values[place.start : place.end].copy_(values[start:end])
-            start = end
+        self._layers[layer].write(places, keys, values)
 
     def read(self, layer: int, places: Sequence[TokenRange]) -> KV:
         """Keys and values at these places: a view of the cache if they are one range, else a copy."""
         self._count(places)
-        cached = self._layers[layer]
-        if len(places) > 1:
-            return KV(
-                torch.cat([cached.keys[place.start : place.end] for place in places]),
-                torch.cat([cached.values[place.start : place.end] for place in places]),
-            )
-        start, end = (places[0].start, places[0].end) if places else (0, 0)
-        return KV(cached.keys[start:end], cached.values[start:end])
+        return self._layers[layer].read(places)
 
     def read_padded(self, layer: int, places: Sequence[TokenRange], num_tokens: int) -> KV:
         """A copy of the keys and values at these places, with zeros after them up to `num_tokens` tokens."""
         used = self._count(places)
         if used > num_tokens:
             raise ValueError(f"{used} tokens do not fit into the {num_tokens} to be read")
-        cached = self._layers[layer]
-        return KV(
-            _padded(cached.keys, places, used, num_tokens),
-            _padded(cached.values, places, used, num_tokens),
-        )
+        return self._layers[layer].read_padded(places, num_tokens)
 
     def _empty_layer(self, device: torch.device) -> KV:
         shape = (self.num_blocks * BLOCK_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
@@ -112,21 +129,17 @@ class KVCache:
             )
 
     def _count(self, places: Sequence[TokenRange]) -> int:
-        """The number of tokens at these places. Slices would cut short what lies outside the cache."""
-        num_tokens = 0
-        for place in places:
-            if not 0 <= place.start <= place.end <= self.num_blocks * BLOCK_TOKENS:
-                raise ValueError(f"{place} lies outside the cache's {self.num_blocks * BLOCK_TOKENS} places")
-            num_tokens += place.end - place.start
-        return num_tokens
+        """The number of tokens at these places, which must lie in the cache."""
+        self.check_places(places)
+        return sum(place.end - place.start for place in places)
 
 
-def _padded(cached: Tensor, places: Sequence[TokenRange], used: int, num_tokens: int) -> Tensor:
+def _padded(cached: Tensor, places: Sequence[TokenRange], num_tokens: int) -> Tensor:
     padded = cached.new_empty((num_tokens, *cached.shape[1:]))
     start = 0
     for place in places:
         end = start + len(place)
         padded[start:end].copy_(cached[place.start : place.end])
         start = end
-    padded[used:].zero_()
+    padded[start:].zero_()
     return padded

@@ -8,9 +8,9 @@ import torch
 from penstock.cache import SequenceBlocks, StateStep, TokenRange
 from penstock.kernels.probe import ProbeResult
 from penstock.kernels.protocol import Kernels, padded_rows
-from penstock.layers.batch import AttentionWork, DecodeRow, ForwardBatch, StateRows, TileRows
+from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
+from penstock.layers.batch import ForwardBatch, StateRows
 from penstock.plan.request import Span
-from penstock.plan.tiles import TilePiece, cut_into_tiles
 
 # A decode's past of no more tokens than this is copied together where it lies in several places: that takes less time
 # than to attend to each and merge.
@@ -53,15 +53,12 @@ def build_batch(
 ) -> ForwardBatch:
     """Lay the spans out as rows, one after the other, and pad them where a prompt is among them; or always, if
     `strict`: then the bits of a decode do not depend on what runs beside it either."""
-    tile_size = canon.tile_size
     token_ids: list[int] = []
     positions: list[int] = []
     places: list[TokenRange] = []
-    tiles: list[TileRows] = []
-    decodes: list[DecodeRow] = []
+    spans: list[AttendedSpan] = []
     logit_rows: list[int] = []
-    last_tiles: list[TileRows] = []
-    last_decodes: list[DecodeRow] = []
+    last_spans: list[AttendedSpan] = []
     states: list[StateRows] = []
     for item in inputs:
         row_of_start = len(token_ids)
@@ -69,31 +66,24 @@ def build_batch(
         positions.extend(range(item.span.start, item.span.end))
         places.extend(item.blocks.locate(item.span.start, item.span.end))
         states += _state_rows(item, row_of_start)
-        last_row = len(logit_rows)
+        span = AttendedSpan(
+            start=row_of_start,
+            end=len(token_ids),
+            position=item.span.start,
+            places=item.blocks.locate(0, item.span.end),
+            is_prompt=item.is_prompt,
+            tile_size=canon.tile_size,
+            origin=item.span.start,
+            is_joined=strict or item.span.end <= _JOINED_TOKENS,
+        )
+        spans.append(span)
         if item.wants_logits:
+            row = len(logit_rows)
             logit_rows.append(len(token_ids) - 1)
-        if item.is_prompt:
-            pieces = cut_into_tiles(item.span, tile_size)
-            tiles += [
-                _tile_rows(piece, row_of_start + piece.start - item.span.start, tile_size, item.blocks)
-                for piece in pieces
-            ]
-            if item.wants_logits:
-                # Without a grid the tile is the span, and the last token stands at its end.
-                last = TilePiece(pieces[-1].tile_start, item.span.end - 1, item.span.end)
-                last_tiles.append(_tile_rows(last, last_row, tile_size, item.blocks))
-        else:
-            is_joined = strict or item.span.end <= _JOINED_TOKENS
-            rows = [
-                DecodeRow(row_of_start + index, item.blocks.locate(0, item.span.start + index + 1), is_joined)
-                for index in range(len(item.span))
-            ]
-            decodes += rows
-            if item.wants_logits:
-                last_decodes.append(replace(rows[-1], row=last_row))
+            last_spans.append(replace(span, start=row, end=row + 1, position=item.span.end - 1))
 
     num_tokens, num_logits = len(token_ids), len(logit_rows)
-    is_canonical = strict or bool(tiles)
+    is_canonical = strict or any(item.is_prompt for item in inputs)
     if is_canonical:
         padding = canon.padded_rows(num_tokens) - num_tokens
         token_ids += [0] * padding
@@ -105,9 +95,9 @@ def build_batch(
         positions=torch.tensor(positions, device=device),
         end_position=max(positions) + 1,
         num_tokens=num_tokens,
-        places=places,
-        all_layers=AttentionWork(tuple(tiles), tuple(decodes)),
-        last_layer=AttentionWork(tuple(last_tiles), tuple(last_decodes)),
+        places=WrittenPlaces(places),
+        all_layers=AttentionWork(tuple(spans)),
+        last_layer=AttentionWork(tuple(last_spans)),
         logit_rows=torch.tensor(logit_rows, dtype=torch.long, device=device),
         num_logits=num_logits,
         is_canonical=is_canonical,
@@ -126,14 +116,3 @@ def _state_rows(item: SpanInput, row_of_start: int) -> list[StateRows]:
         rows.append(StateRows(start, end, read, write.slot, item.is_prompt))
         start, read = end, write.slot
     return rows
-
-
-def _tile_rows(piece: TilePiece, row: int, tile_size: int, blocks: SequenceBlocks) -> TileRows:
-    return TileRows(
-        start=row,
-        end=row + piece.end - piece.start,
-        offset=piece.start - piece.tile_start,
-        tile_size=tile_size or piece.end - piece.tile_start,
-        past=blocks.locate(0, piece.tile_start),
-        own=blocks.locate(piece.tile_start, piece.end),
-    )

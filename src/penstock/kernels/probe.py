@@ -22,13 +22,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.probe_delta import recurrence_holds
-from penstock.kernels.protocol import HEAD_ROWS, Kernels
+from penstock.kernels.protocol import HEAD_ROWS, HeadLayout, Kernels
+from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
 from penstock.plan.shape import DeltaNetShape
 
-_VERSION = 13
+_VERSION = 14
 _REFERENCE_ROWS = 512
 _MOST_ROWS = 2048
 # A floor above this is not believed: a library that changes its ways at such sizes may do so again beyond.
@@ -191,38 +193,58 @@ def _attention_holds(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> 
     tile, kv_shape = kernels.tile_size, (shapes.num_kv_heads, shapes.head_dim)
     scale = shapes.head_dim**-0.5
     queries = random.normal(tile, shapes.num_heads, shapes.head_dim)
-    own = random.cancelling_kv(tile, *kv_shape)
     cuts = [
         (start, end) for end in (*_EDGES, tile - 1, tile) for start in {0, end // 2, end - 1} if end <= tile
     ]
-    for past in (None, random.cancelling_kv(tile, *kv_shape), random.cancelling_kv(5 * tile, *kv_shape)):
-        whole = kernels.attend_tile(queries, 0, past, own, scale)
-        for start, end in cuts:
+    for past in (0, tile, 5 * tile):
+        kv = random.cancelling_kv(past + tile, *kv_shape)
+
+        def attended(start: int, end: int, past: int = past, kv: KV = kv) -> Tensor:
             # Keys after the last query are not there yet when a chunk ends inside the tile.
-            unseen = KV(own.keys.clone(), own.values.clone())
-            unseen.keys[end:] = 0
-            unseen.values[end:] = 0
-            part = kernels.attend_tile(queries[start:end], start, past, unseen, scale)
-            if not torch.equal(part, whole[start:end]):
-                return False
+            known = KV(kv.keys.clone(), kv.values.clone())
+            known.keys[past + end :] = 0
+            known.values[past + end :] = 0
+            places = (TokenRange(0, past + end),)
+            span = AttendedSpan(
+                0, end - start, past + start, places, is_prompt=True, tile_size=tile, origin=past
+            )
+            return kernels.attend(queries[start:end], AttentionWork((span,)), known, scale)
+
+        whole = attended(0, tile)
+        if not all(torch.equal(attended(start, end), whole[start:end]) for start, end in cuts):
+            return False
     return True
 
 
 def _passes_hold(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> bool:
     hidden = random.normal(_REFERENCE_ROWS, shapes.hidden_size)
     heads = random.normal(_REFERENCE_ROWS, shapes.num_heads, shapes.head_dim)
+    projected = random.normal(_REFERENCE_ROWS, (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim)
     gate_ups = [random.normal(_REFERENCE_ROWS, 2 * width) for width in shapes.mlp_widths]
     angles = random.normal(_REFERENCE_ROWS, shapes.rotary_dim)
     weight, head_weight = random.normal(shapes.hidden_size), random.normal(shapes.head_dim)
     scores = random.normal(_REFERENCE_ROWS, max(shapes.num_experts, 1)).float()
 
+    def placed(rows: slice) -> list[Tensor]:
+        num_rows = rows.stop - rows.start
+        found = []
+        for norm in (None, head_weight, head_weight.float()):
+            layout = HeadLayout(shapes.num_heads, shapes.num_kv_heads, shapes.head_dim, norm, norm, 1e-5)
+            kept = hidden.new_zeros(num_rows, shapes.num_kv_heads, shapes.head_dim)
+            kv = KV(kept, kept.clone())
+            places = WrittenPlaces((TokenRange(0, num_rows),))
+            queries = kernels.place_heads(projected[rows], layout, angles[rows], angles[rows], kv, places)
+            found += [queries, kv.keys, kv.values]
+        return found
+
     def passes(rows: slice) -> list[Tensor]:
         return [
             kernels.rms_norm(hidden[rows], weight, 1e-5),
             kernels.rms_norm(hidden[rows], weight.float(), 1e-5),
+            *kernels.add_norm(hidden[rows], hidden[rows].flip(1), weight, 1e-5),
             kernels.rms_norm(heads[rows], head_weight, 1e-5),
             kernels.rms_norm(heads[rows], head_weight.float(), 1e-5),
-            kernels.rotate(heads[rows], angles[rows], angles[rows]),
+            *placed(rows),
             kernels.sigmoid(heads[rows].flatten(1)),
             torch.softmax(scores[rows], dim=-1),
             *(kernels.silu_and_mul(gate_up[rows]) for gate_up in gate_ups),

@@ -1,6 +1,7 @@
 """What a device must be able to compute. Plain tensors in, plain tensors out; no kernel knows a plan or a cache."""
 
-from collections.abc import Sequence
+import os
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.errors import SettingError
+from penstock.kernels.spans import AttentionWork, WrittenPlaces
 
 # The output head runs on so many rows at a time, where a row's bits must not depend on how many there are.
 HEAD_ROWS = 8
@@ -15,6 +17,21 @@ HEAD_ROWS = 8
 # they meet, and a service would meet all of them.
 FEW_ROWS = 16
 ROW_GRID = 8
+
+
+KERNELS_VARIABLE = "PENSTOCK_KERNELS"
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The heads of an attention layer. Both norms are there, or neither."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_norm: Tensor | None = None  # [head_dim]
+    key_norm: Tensor | None = None
+    norm_eps: float = 1e-6
 
 
 class Kernels(Protocol):
@@ -36,9 +53,18 @@ class Kernels(Protocol):
         """Root-mean-square norm over the last dimension, computed in float32. A float32 weight is applied before
         rounding to the dtype of x, any other after it."""
 
-    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Rotary embedding of x [rows, heads, head_dim]; cos and sin are [rows, rotary_dim], sin with its sign. What
-        of a head lies beyond rotary_dim stays as it is."""
+    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + delta, both [rows, size], and the norm of that."""
+
+    def place_heads(
+        self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces
+    ) -> Tensor:
+        """Queries [rows, heads, head_dim] out of projected [rows, queries | keys | values | ...], normed where the
+        heads have norms and rotated; keys, treated alike, and values of the first rows go to their places in `kv`,
+        a layer's whole cache.
+
+        cos and sin are [rows, rotary_dim], sin with its sign. What of a head lies beyond rotary_dim is not
+        rotated."""
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up, for gate_up [rows, 2 * width] with the gate in the first half."""
@@ -46,15 +72,9 @@ class Kernels(Protocol):
     def sigmoid(self, x: Tensor) -> Tensor:
         """The logistic function of x [rows, width]."""
 
-    def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
-        """Attention of queries [n, heads, head_dim] that stand at `offset` in their tile.
-
-        `past` is all that lies before the tile, seen by every query; `own` is the tile, whole (its keys after
-        the last query may hold anything finite). Returns [n, heads, head_dim].
-        """
-
-    def attend_one(self, query: Tensor, past: Sequence[KV], scale: float) -> Tensor:
-        """Attention of one query [heads, head_dim] to everything in `past`, in any number of pieces."""
+    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
+        """Attention of queries [rows, heads, head_dim] to the tokens that each sees, in `kv`, a layer's whole cache.
+        Returns [rows, heads * head_dim], with zeros where rows see nothing."""
 
     def causal_conv(self, x: Tensor, tail: Tensor, weight: Tensor, out_tail: Tensor) -> Tensor:
         """silu of the convolution of each channel of x [n, channels] over time, in the dtype of x.
@@ -108,9 +128,25 @@ def padded_rows(num_rows: int, row_floor: int, row_slab: int) -> int:
 
 
 def select_kernels(device: torch.device) -> Kernels:
-    """The kernels for a device; a device without any is an error."""
-    if device.type == "cpu":
-        from penstock.kernels.torch_kernels import TorchKernels
+    """The kernels for a device; a device without any is an error.
 
+    On a CPU `PENSTOCK_KERNELS` may be `torch`, `native` (an error where they cannot be had) or `auto`: native where
+    they can."""
+    if device.type != "cpu":
+        raise SettingError(f"device {str(device)!r}: there are no kernels for it; accepted: cpu")
+    from penstock.kernels.native_build import NativeUnavailableError
+    from penstock.kernels.torch_kernels import TorchKernels
+
+    choice = os.environ.get(KERNELS_VARIABLE, "auto")
+    if choice == "torch":
         return TorchKernels()
-    raise SettingError(f"device {str(device)!r}: there are no kernels for it; accepted: cpu")
+    if choice not in ("auto", "native"):
+        raise SettingError(f"{KERNELS_VARIABLE}={choice!r} is not accepted: give auto, native or torch")
+    from penstock.kernels.native_kernels import NativeKernels
+
+    try:
+        return NativeKernels()
+    except NativeUnavailableError as error:
+        if choice == "native":
+            raise SettingError(f"{KERNELS_VARIABLE}=native is not accepted here: {error}") from error
+        return TorchKernels()

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.kernels import torch_delta
+from penstock.kernels.protocol import HeadLayout
 from penstock.kernels.shares import in_shares
+from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces
+from penstock.plan.request import Span
+from penstock.plan.tiles import cut_into_tiles
 
 # A query keeps its bits as long as it keeps its place modulo this many rows of the attention kernel's input.
 QUERY_GRID = 64
@@ -74,7 +79,29 @@ class TorchKernels:
             return torch.nn.functional.layer_norm(both, (2 * size,), doubled, eps=eps)[..., :size]
         return torch.nn.functional.layer_norm(both, (2 * size,), eps=eps)[..., :size] * weight
 
+    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + delta
+        return total, self.rms_norm(total, weight, eps)
+
+    def place_heads(
+        self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces
+    ) -> Tensor:
+        rows = projected.view(projected.shape[0], -1, heads.head_dim)
+        num_heads, num_rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
+        if heads.query_norm is not None and heads.key_norm is not None:
+            queries = self.rms_norm(rows[:, :num_heads], heads.query_norm, heads.norm_eps)
+            keys = self.rms_norm(rows[:, num_heads:num_rotated], heads.key_norm, heads.norm_eps)
+            queries, keys = self.rotate(queries, cos, sin), self.rotate(keys, cos, sin)
+        else:
+            rotated = self.rotate(rows[:, :num_rotated], cos, sin)
+            queries, keys = rotated[:, :num_heads], rotated[:, num_heads:]
+        num_tokens = places.num_tokens
+        values = rows[:num_tokens, num_rotated : num_rotated + heads.num_kv_heads]
+        kv.write(places.ranges, keys[:num_tokens], values)
+        return queries
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding of x [rows, heads, head_dim]."""
         # The two halves of a head are the pairs' first and second parts. `sin` is negative in its first half, so
         # that a rotation is two products and a sum, which round alike in vector and scalar code.
         size = cos.shape[-1]
@@ -102,7 +129,46 @@ class TorchKernels:
             out[rows] = activated.mul_(normed.flatten(1))
         return out
 
+    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
+        if len(work.spans) == 1 == len(queries) and not work.spans[0].is_prompt:
+            return self._attend_decode(queries[0], work.spans[0], 0, kv, scale).reshape(1, -1)
+        attended = queries.new_empty(queries.shape)
+        for span in work.spans:
+            if span.is_prompt:
+                self._attend_prompt(queries, span, kv, scale, out=attended)
+                continue
+            for row in range(span.start, span.end):
+                attended[row] = self._attend_decode(queries[row], span, row - span.start, kv, scale)
+        attended[work.end :] = 0
+        return attended.flatten(1)
+
+    def _attend_prompt(
+        self, queries: Tensor, span: AttendedSpan, kv: KV, scale: float, *, out: Tensor
+    ) -> None:
+        end = span.num_tokens
+        if span.tile_size:
+            pieces = cut_into_tiles(Span(span.position, end), span.tile_size)
+            cuts = [(piece.tile_start, piece.start, piece.end) for piece in pieces]
+        else:
+            cuts = [(span.origin, span.position, end)]
+        for tile_start, piece_start, piece_end in cuts:
+            rows = slice(span.start + piece_start - span.position, span.start + piece_end - span.position)
+            past = kv.read(_part(span.places, 0, tile_start)) if tile_start else None
+            own = kv.read_padded(
+                _part(span.places, tile_start, piece_end), span.tile_size or piece_end - tile_start
+            )
+            out[rows] = self.attend_tile(queries[rows], piece_start - tile_start, past, own, scale)
+
+    def _attend_decode(self, query: Tensor, span: AttendedSpan, index: int, kv: KV, scale: float) -> Tensor:
+        places = _part(span.places, 0, span.position + index + 1)
+        pieces = [places] if span.is_joined else [[place] for place in places]
+        return self.attend_one(query, [kv.read(piece) for piece in pieces], scale)
+
     def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
+        """Attention of queries [n, heads, head_dim] that stand at `offset` in their tile.
+
+        `past` is all that lies before the tile, seen by every query; `own` is the tile, whole (its keys after
+        the last query may hold anything finite). Returns [n, heads, head_dim]."""
         end = offset + queries.shape[0]
         tile_size = own.keys.shape[0]
         past_piece = None if past is None else _attend_all(queries, offset, past, scale)
@@ -121,6 +187,7 @@ class TorchKernels:
         return attended
 
     def attend_one(self, query: Tensor, past: Sequence[KV], scale: float) -> Tensor:
+        """Attention of one query [heads, head_dim] to everything in `past`, in any number of pieces."""
         num_heads, head_dim = query.shape
         num_kv_heads = past[0].keys.shape[1]
         group = num_heads // num_kv_heads
@@ -143,6 +210,20 @@ class TorchKernels:
         weights = torch.softmax(torch.cat(lses), dim=0)[..., None]  # [pieces, KV, G, 1]
         merged = (torch.cat(outs) * weights).sum(dim=0).to(query.dtype)
         return merged.reshape(num_heads, head_dim)
+
+
+def _part(places: Places, start: int, end: int) -> list[TokenRange]:
+    """Tokens [start, end) of a sequence whose tokens lie at `places`."""
+    part: list[TokenRange] = []
+    first = 0
+    for place in places:
+        after = first + len(place)
+        if first < end and start < after:
+            part.append(
+                TokenRange(place.start + max(start - first, 0), place.start + min(end, after) - first)
+            )
+        first = after
+    return part
 
 
 def _split(past: KV, num_kv_heads: int) -> list[tuple[Tensor, Tensor]]:

@@ -1,44 +1,10 @@
 """One forward pass, as the layers see it: rows of tokens, where their keys go, and what each attends to."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.cache import TokenRange
-
-Places = Sequence[TokenRange]
-
-
-@dataclass(frozen=True)
-class TileRows:
-    """Rows [start, end) of the batch, prompt tokens that stand at `offset` in one tile of attention."""
-
-    start: int
-    end: int
-    offset: int
-    tile_size: int
-    past: Places  # the tokens before the tile
-    own: Places  # the tile's tokens up to the last row
-
-
-@dataclass(frozen=True)
-class DecodeRow:
-    """Row `row` of the batch, one token that sees all of its sequence."""
-
-    row: int
-    past: Places  # the sequence's tokens up to and with this one
-    is_joined: bool = (
-        False  # a past in several places is copied together, so that where it lies changes no bits
-    )
-
-
-@dataclass(frozen=True)
-class AttentionWork:
-    """What the queries of a pass attend to."""
-
-    tiles: tuple[TileRows, ...]
-    decodes: tuple[DecodeRow, ...]
+from penstock.kernels.spans import AttentionWork, WrittenPlaces
 
 
 @dataclass(frozen=True)
@@ -65,7 +31,7 @@ class ForwardBatch:
     positions: Tensor  # [rows]
     end_position: int  # above every position
     num_tokens: int  # rows before the padding
-    places: Places  # where the keys and values of the first num_tokens rows go
+    places: WrittenPlaces  # where the keys and values of the first num_tokens rows go
     all_layers: AttentionWork
     last_layer: AttentionWork
     logit_rows: Tensor  # [last layer's rows]

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
 from penstock.kernels.protocol import Kernels
-from penstock.layers.batch import AttentionWork, ForwardBatch, StateRows
+from penstock.kernels.spans import AttentionWork
+from penstock.layers.batch import ForwardBatch, StateRows
 
 
 @dataclass(frozen=True)

@@ -137,22 +137,26 @@ class Decoder:
         """Run a batch: what later tokens need of it goes into the caches. Returns logits [num_logits, vocab] in
         float32, or None where none are wanted."""
         kernels, eps = self.kernels, self.config.norm_eps
+        for work in (batch.all_layers, batch.last_layer):
+            caches.kv.check_places(place for span in work.spans for place in span.places)
+        caches.kv.check_places(batch.places.ranges)
         x = self._embedding[batch.token_ids]
+        normed = kernels.rms_norm(x, self._layers[0].mixer_norm, eps)
         cos, sin = self._rotary.tables(batch.positions, batch.end_position)
         work, num_rows = batch.all_layers, batch.num_tokens
-        for layer in self._layers:
-            rows = layer.mixer.take_in(
-                kernels.rms_norm(x, layer.mixer_norm, eps), cos, sin, batch, caches, kernels
-            )
+        next_norms = [*(layer.mixer_norm for layer in self._layers[1:]), self._final_norm]
+        for layer, next_norm in zip(self._layers, next_norms, strict=True):
+            rows = layer.mixer.take_in(normed, cos, sin, batch, caches, kernels)
             if layer is self._layers[-1]:
                 if batch.num_logits == 0:
                     return None
                 work, num_rows = batch.last_layer, batch.num_logits
                 x, rows = x[batch.logit_rows], tuple(part[batch.logit_rows] for part in rows)
-            x = x + layer.mixer.give_out(rows, work, caches, kernels)
-            x = x + layer.mlp(kernels.rms_norm(x, layer.mlp_norm, eps), num_rows, batch, kernels)
-        x = kernels.rms_norm(x, self._final_norm, eps)[: batch.num_logits]
-        return self._logits(x, batch).float()
+            x, normed = kernels.add_norm(
+                x, layer.mixer.give_out(rows, work, caches, kernels), layer.mlp_norm, eps
+            )
+            x, normed = kernels.add_norm(x, layer.mlp(normed, num_rows, batch, kernels), next_norm, eps)
+        return self._logits(normed[: batch.num_logits], batch).float()
 
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Of x [num_logits, hidden]. How many rows there are must not matter to any of them: they run in slabs."""

@@ -1,0 +1,423 @@
+// Attention of spans of queries to their sequences' keys and values, which lie in a cache in a few places each.
+//
+// The lanes of a vector are queries; keys are walked one after the other, in blocks of 64 that are summed up in
+// segments of 256, both counted from the sequence's first token. So a query's sums are formed in one order, whatever
+// queries stand beside it, whatever chunk it came in, and however the work is shared among threads: its bits depend
+// on its own sequence alone. Keys that a lane does not see weigh nothing, to the bit.
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+namespace penstock {
+namespace {
+
+constexpr int BLOCK = 64;
+constexpr int SEGMENT = 256;
+constexpr int WIDE = 2;       // vectors of queries that are taken together, where there are enough
+constexpr int MOST_TILES = 2; // such pairs of vectors that share the reading of a block
+constexpr float MINUS_INFINITY = -__builtin_inff();
+
+struct Place {
+    int64_t start;  // in the cache
+    int64_t num_tokens;
+};
+
+struct Span {
+    int64_t row;       // of its first query
+    int64_t num_rows;
+    int64_t position;  // of its first query in the sequence: query i sees position + i + 1 tokens
+    int64_t first_place;
+};
+
+struct Heads {
+    const void* queries;
+    void* out;
+    const void* keys;
+    const void* values;
+    int64_t query_stride;  // values from row to row
+    int64_t out_stride;
+    int64_t kv_stride;     // from token to token
+    int64_t num_kv_heads;
+    int64_t group;         // query heads to a KV head
+    float scale;
+};
+
+// STEP values lie in a word of 32 bits, and are multiplied by one instruction.
+struct DotFloat32 : Float32 {
+    static constexpr int STEP = 1;
+    static __m512 dot(__m512 sum, __m512i a, __m512i b) {
+        return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
+    }
+};
+
+#ifdef __AVX512BF16__
+struct DotBfloat16 : Bfloat16 {
+    static constexpr int STEP = 2;
+    static __m512 dot(__m512 sum, __m512i a, __m512i b) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+    }
+    // Lane by lane, a pair of both: 0, 16, 1, 17, ...
+    static __m512i paired(__m512 first, __m512 second) {
+        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                               22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    }
+};
+#endif
+
+// 64 tokens of one KV head: keys as they are, values in words of STEP tokens.
+template <class T, int D>
+struct alignas(64) Block {
+    uint32_t keys[BLOCK][D / T::STEP];
+    uint32_t values[BLOCK / T::STEP][D];
+};
+
+// What lanes have seen: sums of values by their weights, which are relative to the largest score.
+template <int D, int WIDTH>
+struct alignas(64) Seen {
+    float values[D][WIDTH];
+    float largest[WIDTH];  // in powers of two
+    float weight[WIDTH];
+
+    void clear() {
+        std::memset(this, 0, sizeof *this);
+        for (float& score : largest) score = MINUS_INFINITY;
+    }
+
+    void add(const Seen& other) {
+        for (int at = 0; at < WIDTH; at += LANES) {
+            const __m512 ours = _mm512_load_ps(&largest[at]), theirs = _mm512_load_ps(&other.largest[at]);
+            const __m512 both = _mm512_max_ps(ours, theirs);
+            const __m512 a = exp2_of(_mm512_sub_ps(ours, both)), b = exp2_of(_mm512_sub_ps(theirs, both));
+            _mm512_store_ps(&largest[at], both);
+            auto join = [&](float* x, const float* y) {
+                _mm512_store_ps(x, _mm512_fmadd_ps(_mm512_load_ps(x), a, _mm512_mul_ps(_mm512_load_ps(y), b)));
+            };
+            join(&weight[at], &other.weight[at]);
+            for (int d = 0; d < D; ++d) join(&values[d][at], &other.values[d][at]);
+        }
+    }
+};
+
+// Queries of one KV head in V vectors, [D][lanes] in words, and what they have seen of a segment.
+template <class T, int D, int V>
+struct alignas(64) Tile {
+    uint32_t query[D / T::STEP][V * LANES];
+    int32_t num_seen[V * LANES];  // how many tokens a lane sees
+    Seen<D, V * LANES> seen;
+    Seen<D, V * LANES> total;     // of the segments before
+};
+
+template <class T, int D, int V, int K>
+inline void score_keys(const uint32_t (*keys)[D / T::STEP], const Tile<T, D, V>& tile, float (*scores)[V * LANES]) {
+    __m512 sums[K][V];
+    for (int k = 0; k < K; ++k)
+        for (int v = 0; v < V; ++v) sums[k][v] = _mm512_setzero_ps();
+    for (int d = 0; d < D / T::STEP; ++d) {
+        __m512i query[V];
+        for (int v = 0; v < V; ++v) query[v] = _mm512_load_si512(&tile.query[d][v * LANES]);
+#pragma GCC unroll 16
+        for (int k = 0; k < K; ++k) {
+            const __m512i key = _mm512_set1_epi32(keys[k][d]);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) sums[k][v] = T::dot(sums[k][v], query[v], key);
+        }
+    }
+    for (int k = 0; k < K; ++k)
+        for (int v = 0; v < V; ++v) _mm512_store_ps(&scores[k][v * LANES], sums[k][v]);
+}
+
+// Add W columns of the values, by the weights of `num_words` words of tokens.
+template <class T, int D, int V, int W>
+inline void add_values(const uint32_t* values, const uint32_t (*weights)[V * LANES], int num_words,
+                       float (*seen)[V * LANES]) {
+    __m512 sums[W][V];
+    for (int w = 0; w < W; ++w)
+        for (int v = 0; v < V; ++v) sums[w][v] = _mm512_load_ps(&seen[w][v * LANES]);
+    for (int k = 0; k < num_words; ++k, values += D) {
+        __m512i weight[V];
+        for (int v = 0; v < V; ++v) weight[v] = _mm512_load_si512(&weights[k][v * LANES]);
+#pragma GCC unroll 16
+        for (int w = 0; w < W; ++w) {
+            const __m512i value = _mm512_set1_epi32(values[w]);
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) sums[w][v] = T::dot(sums[w][v], weight[v], value);
+        }
+    }
+    for (int w = 0; w < W; ++w)
+        for (int v = 0; v < V; ++v) _mm512_store_ps(&seen[w][v * LANES], sums[w][v]);
+}
+
+// Tokens [first, first + count) of the sequence are in `block`.
+template <class T, int D, int V>
+void see_block(const Block<T, D>& block, int first, int count, float scale, Tile<T, D, V>& tile) {
+    constexpr int AT_ONCE = 16 / V;  // sums in registers: 16 of 32
+    alignas(64) float scores[BLOCK][V * LANES];
+    for (int k = 0; k < count; k += AT_ONCE) score_keys<T, D, V, AT_ONCE>(&block.keys[k], tile, &scores[k]);
+
+    auto& seen = tile.seen;
+    const __m512 scales = _mm512_set1_ps(scale);
+    bool grows = false;
+    __m512 largest[V], shrink[V], weight[V];
+    for (int v = 0; v < V; ++v) {
+        const int at = v * LANES;
+        const __m512i num_seen = _mm512_load_si512(&tile.num_seen[at]);
+        __m512 most = _mm512_set1_ps(MINUS_INFINITY);
+        if (_mm512_cmplt_epi32_mask(num_seen, _mm512_set1_epi32(first + count))) {
+            for (int k = 0; k < count; ++k) {
+                const __mmask16 hidden = _mm512_cmple_epi32_mask(num_seen, _mm512_set1_epi32(first + k));
+                _mm512_mask_store_ps(&scores[k][at], hidden, _mm512_set1_ps(MINUS_INFINITY));
+            }
+        }
+        for (int k = 0; k < count; ++k) most = _mm512_max_ps(most, _mm512_load_ps(&scores[k][at]));
+        const __m512 before = _mm512_load_ps(&seen.largest[at]);
+        largest[v] = _mm512_max_ps(before, _mm512_mul_ps(most, scales));
+        shrink[v] = exp2_of(_mm512_sub_ps(before, largest[v]));
+        grows |= _mm512_cmp_ps_mask(largest[v], before, _CMP_NEQ_UQ) != 0;
+        _mm512_store_ps(&seen.largest[at], largest[v]);
+        weight[v] = _mm512_setzero_ps();
+    }
+
+    // The weights lie where scores lay that are not needed any more.
+    auto* weights = reinterpret_cast<uint32_t(*)[V * LANES]>(&scores[0][0]);
+    const int num_words = (count + T::STEP - 1) / T::STEP;
+    for (int word = 0; word < num_words; ++word) {
+        for (int v = 0; v < V; ++v) {
+            auto weight_of = [&](int k) {
+                // Rounded as the largest was, so that none is above it.
+                const __m512 score = _mm512_mul_ps(_mm512_load_ps(&scores[k][v * LANES]), scales);
+                return exp2_of(_mm512_sub_ps(score, largest[v]));
+            };
+            const int k = word * T::STEP;
+            const __m512 one = weight_of(k);
+            weight[v] = _mm512_add_ps(weight[v], one);
+            if constexpr (T::STEP == 1) {
+                _mm512_store_ps(&scores[k][v * LANES], one);
+            } else {
+                const __m512 next = k + 1 < count ? weight_of(k + 1) : _mm512_setzero_ps();
+                weight[v] = _mm512_add_ps(weight[v], next);
+                _mm512_store_si512(&weights[word][v * LANES], T::paired(one, next));
+            }
+        }
+    }
+    for (int v = 0; v < V; ++v) {
+        float* sum = &seen.weight[v * LANES];
+        _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), shrink[v], weight[v]));
+    }
+    if (grows) {  // else it is by 1
+        for (int d = 0; d < D; ++d)
+            for (int v = 0; v < V; ++v) {
+                float* value = &seen.values[d][v * LANES];
+                _mm512_store_ps(value, _mm512_mul_ps(_mm512_load_ps(value), shrink[v]));
+            }
+    }
+    for (int d = 0; d < D; d += AT_ONCE)
+        add_values<T, D, V, AT_ONCE>(&block.values[0][d], weights, num_words, &seen.values[d]);
+}
+
+// Read tokens [first, first + count) of a sequence, from wherever they lie.
+template <class T, int D>
+void read_block(const Heads& heads, const Place* place, int64_t kv_head, int first, int count, Block<T, D>& block) {
+    using value = typename T::value;
+    const value* keys = static_cast<const value*>(heads.keys) + kv_head * D;
+    const value* values = static_cast<const value*>(heads.values) + kv_head * D;
+    const value* value_of[BLOCK];
+    int64_t skip = first;
+    while (skip >= place->num_tokens) skip -= place++->num_tokens;
+    for (int k = 0; k < count; ++k, ++skip) {
+        if (skip == place->num_tokens) {
+            ++place;
+            skip = 0;
+        }
+        const int64_t offset = (place->start + skip) * heads.kv_stride;
+        std::memcpy(block.keys[k], keys + offset, D * sizeof(value));
+        value_of[k] = values + offset;
+    }
+    // Keys are scored several at a time.
+    for (int k = count; k % LANES; ++k) std::memset(block.keys[k], 0, D * sizeof(value));
+    if constexpr (T::STEP == 1) {
+        for (int k = 0; k < count; ++k) std::memcpy(block.values[k], value_of[k], D * sizeof(value));
+    } else {
+        for (int k = 0; k < count; k += 2)
+            for (int d = 0; d < D; d += LANES) {
+                const auto word_of = [d](const value* row) {
+                    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + d)));
+                };
+                __m512i word = word_of(value_of[k]);
+                if (k + 1 < count) word = _mm512_or_si512(word, _mm512_slli_epi32(word_of(value_of[k + 1]), 16));
+                _mm512_store_si512(&block.values[k / 2][d], word);
+            }
+    }
+}
+
+// Some of a span's queries for one KV head: rows of its group's heads, token by token.
+struct Item {
+    const Span* span;
+    const Place* places;
+    int64_t kv_head;
+    int64_t first_row;
+    int num_rows;
+};
+
+template <class T, int D, int V>
+struct Work {
+    using value = typename T::value;
+    const Heads& heads;
+    const Item& item;
+
+    int64_t position(int row) const { return item.span->position + (item.first_row + row) / heads.group; }
+    int num_tokens() const { return position(item.num_rows - 1) + 1; }
+    int num_segments() const { return (num_tokens() + SEGMENT - 1) / SEGMENT; }
+    int num_tiles() const { return (item.num_rows + V * LANES - 1) / (V * LANES); }
+
+    int64_t offset(int row, int64_t stride) const {
+        const int64_t at = item.first_row + row;
+        return (item.span->row + at / heads.group) * stride + (item.kv_head * heads.group + at % heads.group) * D;
+    }
+
+    void load(Tile<T, D, V>* tiles) const {
+        for (int row = 0; row < num_tiles() * V * LANES; ++row) {
+            auto& tile = tiles[row / (V * LANES)];
+            const int lane = row % (V * LANES);
+            uint32_t words[D / T::STEP] = {};
+            if (row < item.num_rows)
+                std::memcpy(words, static_cast<const value*>(heads.queries) + offset(row, heads.query_stride),
+                            sizeof words);
+            for (int d = 0; d < D / T::STEP; ++d) tile.query[d][lane] = words[d];
+            tile.num_seen[lane] = position(std::min(row, item.num_rows - 1)) + 1;
+        }
+    }
+
+    // What the tiles see of a segment.
+    void see(int segment, Tile<T, D, V>* tiles) const {
+        static thread_local Block<T, D> block;
+        const int end = std::min((segment + 1) * SEGMENT, num_tokens());
+        for (int t = 0; t < num_tiles(); ++t) tiles[t].seen.clear();
+        for (int first = segment * SEGMENT; first < end; first += BLOCK) {
+            const int count = std::min(BLOCK, end - first);
+            read_block<T, D>(heads, item.places, item.kv_head, first, count, block);
+            for (int t = 0; t < num_tiles(); ++t) see_block(block, first, count, heads.scale * LOG2_E, tiles[t]);
+        }
+    }
+
+    void store(int first_row, const Seen<D, V * LANES>& total) const {
+        alignas(64) value turned[D][V * LANES];
+        for (int at = 0; at < V * LANES; at += LANES) {
+            const __m512 weight = _mm512_load_ps(&total.weight[at]);
+            for (int d = 0; d < D; ++d)
+                T::store(&turned[d][at], 0xffff, _mm512_div_ps(_mm512_load_ps(&total.values[d][at]), weight));
+        }
+        const int end = std::min(item.num_rows, first_row + V * LANES);
+        for (int row = first_row; row < end; ++row) {
+            value* out = static_cast<value*>(heads.out) + offset(row, heads.out_stride);
+            for (int d = 0; d < D; ++d) out[d] = turned[d][row - first_row];
+        }
+    }
+
+    void run() const {
+        static thread_local Tile<T, D, V> tiles[MOST_TILES];
+        load(tiles);
+        for (int t = 0; t < num_tiles(); ++t) tiles[t].total.clear();
+        for (int segment = 0; segment < num_segments(); ++segment) {
+            see(segment, tiles);
+            for (int t = 0; t < num_tiles(); ++t) tiles[t].total.add(tiles[t].seen);
+        }
+        for (int t = 0; t < num_tiles(); ++t) store(t * V * LANES, tiles[t].total);
+    }
+};
+
+// Few queries to long sequences: each segment is work of its own.
+template <class T, int D>
+void attend_by_segment(const Heads& heads, const std::vector<Item>& items) {
+    using Narrow = Work<T, D, 1>;
+    struct Part {
+        int item, segment;
+    };
+    std::vector<Part> parts;
+    std::vector<int> first_part;
+    for (int i = 0; i < static_cast<int>(items.size()); ++i) {
+        first_part.push_back(parts.size());
+        const int num_segments = Narrow{heads, items[i]}.num_segments();
+        for (int segment = 0; segment < num_segments; ++segment) parts.push_back({i, segment});
+    }
+    first_part.push_back(parts.size());
+    std::vector<Seen<D, LANES>> seen(parts.size());
+#pragma omp parallel
+    {
+#pragma omp for schedule(dynamic, 1)
+        for (size_t p = 0; p < parts.size(); ++p) {
+            static thread_local Tile<T, D, 1> tile;
+            const Narrow work{heads, items[parts[p].item]};
+            work.load(&tile);
+            work.see(parts[p].segment, &tile);
+            seen[p] = tile.seen;
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (size_t i = 0; i < items.size(); ++i) {
+            static thread_local Seen<D, LANES> total;
+            total.clear();
+            for (int p = first_part[i]; p < first_part[i + 1]; ++p) total.add(seen[p]);
+            Narrow{heads, items[i]}.store(0, total);
+        }
+    }
+}
+
+template <class T, int D>
+void attend(const Heads& heads, const Span* spans, int64_t num_spans, const Place* places, int num_threads) {
+    constexpr int MOST_ROWS = MOST_TILES * WIDE * LANES;
+    std::vector<Item> items;
+    bool are_narrow = true;
+    for (const Span* span = spans; span < spans + num_spans; ++span) {
+        const int64_t num_rows = span->num_rows * heads.group;
+        for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; ++kv_head)
+            for (int64_t row = 0; row < num_rows; row += MOST_ROWS) {
+                const int count = std::min<int64_t>(MOST_ROWS, num_rows - row);
+                items.push_back({span, places + span->first_place, kv_head, row, count});
+                are_narrow &= count <= LANES;
+            }
+    }
+    if (are_narrow && static_cast<int>(items.size()) < 8 * num_threads) return attend_by_segment<T, D>(heads, items);
+    // The last of a span see the most: they go first, so that threads end together.
+#pragma omp parallel for schedule(dynamic, 1)
+    for (int i = items.size() - 1; i >= 0; --i) {
+        if (items[i].num_rows > LANES)
+            Work<T, D, WIDE>{heads, items[i]}.run();
+        else
+            Work<T, D, 1>{heads, items[i]}.run();
+    }
+}
+
+template <class T>
+bool attend_heads_of(int64_t head_dim, const Heads& heads, const Span* spans, int64_t num_spans, const Place* places,
+                     int num_threads) {
+    switch (head_dim) {
+#define PENSTOCK_HEAD_DIM(D) \
+    case D: attend<T, D>(heads, spans, num_spans, places, num_threads); return true;
+        PENSTOCK_HEAD_DIM(16)
+        PENSTOCK_HEAD_DIM(32)
+        PENSTOCK_HEAD_DIM(64)
+        PENSTOCK_HEAD_DIM(80)
+        PENSTOCK_HEAD_DIM(96)
+        PENSTOCK_HEAD_DIM(128)
+        PENSTOCK_HEAD_DIM(256)
+#undef PENSTOCK_HEAD_DIM
+    }
+    return false;
+}
+
+}  // namespace
+}  // namespace penstock
+
+// Whether there is code for the dtype and the head size; it is run where there are spans.
+extern "C" int penstock_attend(int is_bfloat16, int64_t head_dim, const penstock::Heads* heads,
+                               const penstock::Span* spans, int64_t num_spans, const penstock::Place* places,
+                               int num_threads) {
+    using namespace penstock;
+    if (!is_bfloat16) return attend_heads_of<DotFloat32>(head_dim, *heads, spans, num_spans, places, num_threads);
+#ifdef __AVX512BF16__
+    return attend_heads_of<DotBfloat16>(head_dim, *heads, spans, num_spans, places, num_threads);
+#else
+    return false;
+#endif
+}

@@ -1,0 +1,225 @@
+// What is done to each row of a pass on its own: norms, sums, activations, and a layer's heads on their way to the
+// cache. A row's bits depend on nothing but the row.
+#include <algorithm>
+#include <cmath>
+
+#include "vectors.h"
+
+namespace penstock {
+namespace {
+
+// Rows that are worth a thread's while.
+constexpr int64_t VALUES_A_THREAD = 4096;
+
+template <class Body>
+void for_rows(int64_t num_rows, int64_t row_size, const Body& body) {
+    if (num_rows * row_size < 2 * VALUES_A_THREAD || num_rows == 1) {
+        for (int64_t row = 0; row < num_rows; ++row) body(row);
+        return;
+    }
+#pragma omp parallel for schedule(static)
+    for (int64_t row = 0; row < num_rows; ++row) body(row);
+}
+
+// 1 / sqrt(mean(x^2) + eps), of values that `load(at, lanes)` gives.
+template <class Load>
+float inverse_rms(int64_t size, float eps, const Load& load) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int64_t at = 0; at < size; at += LANES) {
+        const __m512 x = load(at, first_lanes(size - at));
+        sum = _mm512_fmadd_ps(x, x, sum);
+    }
+    return 1.f / std::sqrt(_mm512_reduce_add_ps(sum) / size + eps);
+}
+
+// A weight of float32 is applied before rounding, one of the values' own dtype after it.
+template <class T>
+struct Norm {
+    const void* weight;
+    bool is_float32;
+    float eps;
+
+    template <class Load>
+    void apply(typename T::value* out, int64_t size, const Load& load) const {
+        const __m512 scale = _mm512_set1_ps(inverse_rms(size, eps, load));
+        for (int64_t at = 0; at < size; at += LANES) {
+            const __mmask16 lanes = first_lanes(size - at);
+            const __m512 x = _mm512_mul_ps(load(at, lanes), scale);
+            T::store(out + at, lanes, is_float32
+                ? _mm512_mul_ps(x, Float32::load(static_cast<const float*>(weight) + at, lanes))
+                : _mm512_mul_ps(T::rounded(x), T::load(static_cast<const typename T::value*>(weight) + at, lanes)));
+        }
+    }
+};
+
+template <class T>
+void norm_rows(const typename T::value* x, typename T::value* out, int64_t num_rows, int64_t num_parts,
+               int64_t row_stride, int64_t part_stride, int64_t size, const Norm<T>& norm) {
+    for_rows(num_rows, num_parts * size, [&](int64_t row) {
+        for (int64_t part = 0; part < num_parts; ++part) {
+            const auto* from = x + row * row_stride + part * part_stride;
+            norm.apply(out + (row * num_parts + part) * size, size,
+                       [from](int64_t at, __mmask16 lanes) { return T::load(from + at, lanes); });
+        }
+    });
+}
+
+// sum = x + delta, rounded; out = its norm.
+template <class T>
+void add_norm_rows(const typename T::value* x, const typename T::value* delta, typename T::value* sum,
+                   typename T::value* out, int64_t num_rows, int64_t size, const Norm<T>& norm) {
+    for_rows(num_rows, size, [&](int64_t row) {
+        auto* to = sum + row * size;
+        for (int64_t at = 0; at < size; at += LANES) {
+            const __mmask16 lanes = first_lanes(size - at);
+            T::store(to + at, lanes,
+                     _mm512_add_ps(T::load(x + row * size + at, lanes), T::load(delta + row * size + at, lanes)));
+        }
+        norm.apply(out + row * size, size, [to](int64_t at, __mmask16 lanes) { return T::load(to + at, lanes); });
+    });
+}
+
+inline __m512 sigmoid_of(__m512 x) {
+    const __m512 one = _mm512_set1_ps(1.f);
+    return _mm512_div_ps(one, _mm512_add_ps(one, exp2_of(_mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)))));
+}
+
+template <class T>
+void silu_and_mul_rows(const typename T::value* gate_up, typename T::value* out, int64_t num_rows, int64_t width) {
+    for_rows(num_rows, width, [&](int64_t row) {
+        const auto* gate = gate_up + 2 * row * width;
+        const auto* up = gate + width;
+        for (int64_t at = 0; at < width; at += LANES) {
+            const __mmask16 lanes = first_lanes(width - at);
+            const __m512 x = T::load(gate + at, lanes);
+            const __m512 activated = T::rounded(_mm512_mul_ps(x, sigmoid_of(x)));
+            T::store(out + row * width + at, lanes, _mm512_mul_ps(activated, T::load(up + at, lanes)));
+        }
+    });
+}
+
+struct Place {
+    int64_t start;
+    int64_t num_tokens;
+};
+
+struct HeadRows {
+    const void* projected;  // rows of queries, keys, values, and whatever follows
+    void* queries;          // [rows, heads, head_dim]
+    void* keys;             // the cache: [places, kv_heads, head_dim]
+    void* values;
+    const void* cos;        // [rows, rotary_dim]
+    const void* sin;        // with its sign
+    const void* query_norm; // [head_dim], or none
+    const void* key_norm;
+    const Place* places;    // where the first `num_tokens` rows go
+    int64_t num_rows;
+    int64_t num_tokens;
+    int64_t row_stride;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t rotary_dim;
+    int32_t norm_is_float32;
+    float eps;
+};
+
+// The two halves of what is rotated are the first and the second parts of pairs. Each product is rounded, and then
+// their sum, so that a row's bits are those of three passes.
+template <class T>
+void rotate_head(const typename T::value* from, const typename T::value* cos, const typename T::value* sin,
+                 int64_t rotary_dim, int64_t head_dim, typename T::value* out) {
+    const int64_t half = rotary_dim / 2;
+    for (int64_t at = 0; at < half; at += LANES) {
+        const __mmask16 lanes = first_lanes(half - at);
+        const __m512 first = T::load(from + at, lanes), second = T::load(from + half + at, lanes);
+        auto turned = [&](__m512 own, __m512 other, int64_t place) {
+            const __m512 a = T::rounded(_mm512_mul_ps(other, T::load(sin + place, lanes)));
+            const __m512 b = T::rounded(_mm512_mul_ps(own, T::load(cos + place, lanes)));
+            T::store(out + place, lanes, _mm512_add_ps(a, b));
+        };
+        turned(first, second, at);
+        turned(second, first, half + at);
+    }
+    std::memcpy(out + rotary_dim, from + rotary_dim, (head_dim - rotary_dim) * sizeof *out);
+}
+
+template <class T>
+void place_rows(const HeadRows& heads) {
+    using value = typename T::value;
+    const int64_t size = heads.head_dim, num_rotated = heads.num_heads + heads.num_kv_heads;
+    auto place_of = [&](int64_t row) {
+        const Place* place = heads.places;
+        while (row >= place->num_tokens) row -= place++->num_tokens;
+        return place->start + row;
+    };
+    for_rows(heads.num_rows, (num_rotated + heads.num_kv_heads) * size, [&](int64_t row) {
+        const value* from = static_cast<const value*>(heads.projected) + row * heads.row_stride;
+        const bool is_token = row < heads.num_tokens;
+        const int64_t kept = is_token ? place_of(row) * heads.num_kv_heads * size : 0;
+        const value* cos = static_cast<const value*>(heads.cos) + row * heads.rotary_dim;
+        const value* sin = static_cast<const value*>(heads.sin) + row * heads.rotary_dim;
+        alignas(64) value normed[1024];
+        for (int64_t head = 0; head < num_rotated; ++head, from += size) {
+            const bool is_query = head < heads.num_heads;
+            if (!is_query && !is_token) break;
+            value* out = is_query ? static_cast<value*>(heads.queries) + (row * heads.num_heads + head) * size
+                                  : static_cast<value*>(heads.keys) + kept + (head - heads.num_heads) * size;
+            const value* head_in = from;
+            const void* weight = is_query ? heads.query_norm : heads.key_norm;
+            if (weight) {
+                const Norm<T> norm{weight, heads.norm_is_float32 != 0, heads.eps};
+                norm.apply(normed, size, [from](int64_t at, __mmask16 lanes) { return T::load(from + at, lanes); });
+                head_in = normed;
+            }
+            rotate_head<T>(head_in, cos, sin, heads.rotary_dim, size, out);
+        }
+        if (is_token)
+            std::memcpy(static_cast<value*>(heads.values) + kept, from, heads.num_kv_heads * size * sizeof(value));
+    });
+}
+
+}  // namespace
+}  // namespace penstock
+
+using namespace penstock;
+
+extern "C" void penstock_norm(int is_bfloat16, const void* x, void* out, int64_t num_rows, int64_t num_parts,
+                              int64_t row_stride, int64_t part_stride, int64_t size, const void* weight,
+                              int weight_is_float32, float eps) {
+    if (is_bfloat16)
+        norm_rows<Bfloat16>(static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out), num_rows, num_parts,
+                            row_stride, part_stride, size, {weight, weight_is_float32 != 0, eps});
+    else
+        norm_rows<Float32>(static_cast<const float*>(x), static_cast<float*>(out), num_rows, num_parts, row_stride,
+                           part_stride, size, {weight, true, eps});
+}
+
+extern "C" void penstock_add_norm(int is_bfloat16, const void* x, const void* delta, void* sum, void* out,
+                                  int64_t num_rows, int64_t size, const void* weight, int weight_is_float32,
+                                  float eps) {
+    if (is_bfloat16)
+        add_norm_rows<Bfloat16>(static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(delta),
+                                static_cast<uint16_t*>(sum), static_cast<uint16_t*>(out), num_rows, size,
+                                {weight, weight_is_float32 != 0, eps});
+    else
+        add_norm_rows<Float32>(static_cast<const float*>(x), static_cast<const float*>(delta),
+                               static_cast<float*>(sum), static_cast<float*>(out), num_rows, size,
+                               {weight, true, eps});
+}
+
+extern "C" void penstock_silu_and_mul(int is_bfloat16, const void* gate_up, void* out, int64_t num_rows,
+                                      int64_t width) {
+    if (is_bfloat16)
+        silu_and_mul_rows<Bfloat16>(static_cast<const uint16_t*>(gate_up), static_cast<uint16_t*>(out), num_rows,
+                                    width);
+    else
+        silu_and_mul_rows<Float32>(static_cast<const float*>(gate_up), static_cast<float*>(out), num_rows, width);
+}
+
+extern "C" void penstock_place_heads(int is_bfloat16, const HeadRows* heads) {
+    if (is_bfloat16)
+        place_rows<Bfloat16>(*heads);
+    else
+        place_rows<Float32>(*heads);
+}

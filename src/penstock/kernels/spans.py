@@ -1,0 +1,78 @@
+"""What attention is told of a pass: which rows see which tokens, and where those lie."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.cache import TokenRange
+
+Places = Sequence[TokenRange]
+
+
+@dataclass(frozen=True)
+class AttendedSpan:
+    """Rows [start, end) of the queries, successive tokens of one sequence from `position` on: each sees all tokens up
+    to its own."""
+
+    start: int
+    end: int
+    position: int
+    places: Places  # of the sequence's tokens up to the last row's
+    is_prompt: bool  # else each row is a decode of its own
+    # How an implementation that works on a grid is to cut a prompt:
+    tile_size: int = 0  # the grid, counted from the sequence's first token; 0: none
+    origin: int = 0  # where the tile begins, if there is no grid
+    is_joined: bool = (
+        False  # a decode's past in several places is copied together, so that where it lies changes no bits
+    )
+
+    @property
+    def num_tokens(self) -> int:
+        """All that the last row sees."""
+        return self.position + self.end - self.start
+
+
+@dataclass(frozen=True)
+class WrittenPlaces:
+    """Where the first rows of a pass go, one after the other."""
+
+    ranges: Places
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.ranges))
+
+    @cached_property
+    def array(self) -> NDArray[np.int64]:
+        """[ranges, 2]: start, number of tokens."""
+        return _as_array(self.ranges)
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """What the queries of a pass attend to. Rows beyond the last span are padding, and attend to nothing."""
+
+    spans: tuple[AttendedSpan, ...]
+
+    @cached_property
+    def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """[spans, 4]: first row, rows, position, first place; and [places, 2]: start, number of tokens."""
+        rows: list[tuple[int, int, int, int]] = []
+        places: list[TokenRange] = []
+        for span in self.spans:
+            rows.append((span.start, span.end - span.start, span.position, len(places)))
+            places += span.places
+        return np.array(rows, dtype=np.int64).reshape(-1, 4), _as_array(places)
+
+    @cached_property
+    def end(self) -> int:
+        """The row after the last that attends to something."""
+        return max((span.end for span in self.spans), default=0)
+
+
+def _as_array(places: Places) -> NDArray[np.int64]:
+    pairs = [(place.start, place.end - place.start) for place in places]
+    return np.array(pairs, dtype=np.int64).reshape(-1, 2)
