@@ -202,17 +202,17 @@ def test_activation(native: NativeKernels, dtype: torch.dtype, width: int) -> No
 def test_heads_on_their_way_to_the_cache(
     native: NativeKernels, dtype: torch.dtype, norm: str | None, rotary_dim: int, num_gates: int
 ) -> None:
-    weights = [None, None]
+    query_norm = key_norm = None
     if norm is not None:
-        weights = [torch.rand(64).to(dtype if norm == "own" else torch.float32) for _ in range(2)]
-    layout = HeadLayout(4, 2, 64, *weights, 1e-6)
+        query_norm, key_norm = torch.rand(2, 64).to(dtype if norm == "own" else torch.float32)
+    layout = HeadLayout(4, 2, 64, query_norm, key_norm, 1e-6)
     projected = torch.randn(40, (4 + 2 + 2 + num_gates) * 64).to(dtype)
-    angles = torch.randn(2, 40, rotary_dim).to(dtype)
+    cos, sin = torch.randn(2, 40, rotary_dim).to(dtype)
     places = WrittenPlaces([TokenRange(70, 90), TokenRange(3, 18)])  # and five rows of padding
     found = []
     for kernels in (native, REFERENCE):
         kv = KV(torch.zeros(100, 2, 64, dtype=dtype), torch.zeros(100, 2, 64, dtype=dtype))
-        queries = kernels.place_heads(projected, layout, *angles, kv, places)
+        queries = kernels.place_heads(projected, layout, cos, sin, kv, places)
         found.append((queries, kv.keys, kv.values))
     for ours, theirs in zip(*found, strict=True):
         assert torch.equal(ours, theirs) if norm is None else close(ours, theirs)
@@ -221,8 +221,8 @@ def test_heads_on_their_way_to_the_cache(
     some = native.place_heads(
         projected[20:35],
         layout,
-        angles[0, 20:35],
-        angles[1, 20:35],
+        cos[20:35],
+        sin[20:35],
         moved,
         WrittenPlaces([TokenRange(0, 15)]),
     )
