@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from penstock import LLM, SamplingParams
-from penstock.engine.llm import keeps_bits, resolve_dtype
+from penstock.engine.llm import resolve_dtype
+from penstock.engine.text_stream import keeps_bits
 from penstock.errors import ContextLengthError, ModelError, PromptError, SettingError
 from penstock.models.config import DeltaNetConfig, ModelConfig
 from penstock.plan import (

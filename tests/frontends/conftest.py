@@ -50,7 +50,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _environment(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(cache_folder))
-    for name in ("PENSTOCK_PREFILL_CHUNK", "PENSTOCK_PREFILL_ALIGN", "FORCE_COLOR", "GITHUB_ACTIONS"):
+    sizing = ("PREFILL_CHUNK", "PREFILL_ALIGN", "MAX_ACTIVATION", "TARGET_ITL", "TARGET_TTFT")
+    for name in (*(f"PENSTOCK_{name}" for name in sizing), "FORCE_COLOR", "GITHUB_ACTIONS"):
         monkeypatch.delenv(name, raising=False)
 
 

@@ -13,14 +13,20 @@ from penstock.errors import CacheFullError, QueueFullError
 from penstock.plan import (
     BatchScheduler,
     CacheLimits,
+    ChunkSizer,
     PlannedSpan,
     ScheduleConfig,
     SchedulePolicy,
     SpanKind,
     StepPlan,
+    StepTimeCoefficients,
 )
 from penstock.plan.admission import REPLAY_TOKENS
 from penstock.plan.policy import share_unit
+from penstock.plan.sizing import shape_of
+
+# What a step costs, where a sizer learns it.
+SPEED = StepTimeCoefficients(0.012, 8e-4, 9e-8, 4e-3, 1.5e-6)
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,9 @@ class Observed:
     most_of_start_bound: float = 0.0  # where nothing but a place was waited for
     most_of_crowded_bound: float = 0.0  # where the cache was full
     counts: Counter[str] = field(default_factory=Counter)
+    waits_s: list[float] = field(
+        default_factory=list
+    )  # steps that decodes were in, or waited for, and chunks too
 
     @property
     def num_preemptions(self) -> int:
@@ -90,12 +99,20 @@ class Observed:
 class Simulation:
     """Runs one scheduler against one workload. A broken promise is an AssertionError."""
 
-    def __init__(self, config: ScheduleConfig, limits: CacheLimits, workload: Workload) -> None:
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        limits: CacheLimits,
+        workload: Workload,
+        sizer: ChunkSizer | None = None,
+    ) -> None:
         self.config, self.limits, self.workload = config, limits, workload
-        self.scheduler = BatchScheduler(config, limits)
+        self.scheduler = BatchScheduler(config, limits, sizer)
+        self.sizer = sizer
         self.observed = Observed()
         self.requests: dict[str, SimRequest] = {}
         self.random = Random(workload.seed)
+        self.noise = Random(workload.seed)  # of its own, so that what happens does not depend on it
         self.num_free = limits.num_blocks
         self.turn = 0
         self.num_arrived = 0
@@ -198,7 +215,7 @@ class Simulation:
             assert plan is not None, "it fitted in before"
             (planned,) = plan.spans
             assert planned.request_id == suspect.request_id
-            assert planned.span.end >= suspect.span.end, "alone it has no less"
+            assert planned.span.end >= suspect.span.end or self.sizer, "alone it has no less"
             assert not plan.preemptions
             self._take(plan, is_alone=True)
             if suspect.request_id == culprit:
@@ -345,7 +362,10 @@ class Simulation:
                     finished.append(request)
                 else:
                     request.num_known += 1
-        self.scheduler.commit(plan, [request.id for request in finished])
+        seconds = SPEED.seconds(shape_of(plan)) * max(self.noise.gauss(1, 0.05), 0.8)
+        if plan.num_chunk_tokens and (plan.num_chunk_tokens < plan.num_tokens or plan.num_held_decodes):
+            self.observed.waits_s.append(seconds)
+        self.scheduler.commit(plan, [request.id for request in finished], seconds)
         for request in finished:
             self._end(request, "finished")
 
@@ -428,7 +448,10 @@ class Simulation:
         num_chunks = 1
         budget = config.chunk_budget(config.max_running - 1 if config.policy is SchedulePolicy.MIXED else 0)
         if budget is not None:
-            num_chunks = -(-num_prompt // min(share_unit(config.grid), budget))
+            least = min(share_unit(config.grid), budget)
+            if self.sizer is not None:
+                least = min(least, max(self.sizer.rules.smallest, config.grid))
+            num_chunks = -(-num_prompt // least)
         return num_chunks * config.longest_prompt_gap + num_answer * config.longest_decode_gap
 
     def _blocks(self, num_tokens: int) -> int:

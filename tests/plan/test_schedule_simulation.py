@@ -11,8 +11,10 @@ import pytest
 from penstock.plan import (
     BatchScheduler,
     CacheLimits,
+    ChunkSizer,
     ScheduleConfig,
     SchedulePolicy,
+    SizeRules,
     StepPlan,
     batch_scheduler,
 )
@@ -65,6 +67,21 @@ def test_where_there_is_room_one_waits_for_a_place_only(policy: SchedulePolicy) 
     assert observed.most_overtakes == observed.num_preemptions == 0
     assert observed.most_of_crowded_bound == 0
     assert 0.2 < observed.most_of_start_bound <= 1
+
+
+@pytest.mark.parametrize("policy", [policy for policy in SchedulePolicy if policy != "prefill-first"])
+@pytest.mark.parametrize("grid", [1, 64])
+def test_automatic_budgets_keep_every_promise_and_the_target(policy: SchedulePolicy, grid: int) -> None:
+    target_s = 0.25
+    sizer = ChunkSizer(SizeRules(target_itl_s=target_s, grid=grid))
+    config = replace(CONFIG, policy=policy, chunk_size=2048, grid=grid, auto_chunk=True)
+    workload = replace(CROWDED, seed=grid, shrink=0.003)
+    observed = Simulation(config, crowded(grid == 1, 64), workload, sizer).run(8_000)
+    assert observed.counts["finished"] > 50
+    assert observed.counts["preempted"] > 10
+    assert len(observed.waits_s) > 300
+    assert sum(wait > 1.25 * target_s for wait in observed.waits_s) < 0.05 * len(observed.waits_s)
+    assert sorted(observed.waits_s)[len(observed.waits_s) // 2] > 0.3 * target_s  # and it is made use of
 
 
 def test_any_settings_keep_the_promises() -> None:

@@ -12,6 +12,7 @@ from penstock.plan import (
     AlignSetting,
     ChunkedPrefillConfig,
     ChunkSetting,
+    SettingSource,
     resolve_align,
     resolve_chunk_size,
 )
@@ -21,20 +22,21 @@ def env(value: str) -> dict[str, str]:
     return {CHUNK_VARIABLE: value, "HOME": "/"}
 
 
-AUTO = "auto: 512 for now, no measurements are used yet"
+def auto(source: SettingSource, **more: Any) -> ChunkSetting:
+    return ChunkSetting("auto", 512, source, "auto", is_auto=True, **more)
 
 
 @pytest.mark.parametrize(
     ("argument", "environ", "expected"),
     [
-        (None, {}, ChunkSetting("default", 512, "default", "default")),
+        (None, {}, auto("default")),
         (100, {}, ChunkSetting("100", 100, "argument", "set by argument")),
         ("100", {}, ChunkSetting("100", 100, "argument", "set by argument")),
-        ("auto", {}, ChunkSetting("auto", 512, "argument", AUTO)),
+        ("auto", {}, auto("argument")),
         (None, env("64"), ChunkSetting("64", 64, "environment", "set by PENSTOCK_PREFILL_CHUNK")),
-        (None, env("auto"), ChunkSetting("auto", 512, "environment", AUTO)),
+        (None, env("auto"), auto("environment")),
         (100, env("64"), ChunkSetting("100", 100, "argument", "set by argument")),
-        ("auto", env("64"), ChunkSetting("auto", 512, "argument", AUTO)),
+        ("auto", env("64"), auto("argument")),
         (1, env("nonsense"), ChunkSetting("1", 1, "argument", "set by argument")),
     ],
 )
@@ -97,7 +99,7 @@ def test_rounding_is_reported() -> None:
     assert resolve_chunk_size(environ=env("1"), grid=64).reason.startswith(
         "set by PENSTOCK_PREFILL_CHUNK, rounded up from 1 to 64, a multiple of 64: "
     )
-    assert resolve_chunk_size(environ={}, grid=STATE_GRID).reason == "default"
+    assert resolve_chunk_size(environ={}, grid=STATE_GRID) == auto("default", grid=STATE_GRID)
     assert "rounded up from 512 to 600" in resolve_chunk_size(environ={}, grid=100).reason
     assert resolve_chunk_size("auto", environ={}, grid=100).effective == 600
 

@@ -15,7 +15,8 @@ from tests.server.running import NAME, Running, running
 def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_HOME", str(tmp_path_factory.mktemp("home")))
-        for name in ("PENSTOCK_PREFILL_CHUNK", "PENSTOCK_PREFILL_ALIGN", "PENSTOCK_API_KEY"):
+        sizing = ("PREFILL_CHUNK", "PREFILL_ALIGN", "MAX_ACTIVATION", "TARGET_ITL", "TARGET_TTFT")
+        for name in (*(f"PENSTOCK_{name}" for name in sizing), "PENSTOCK_API_KEY"):
             patch.delenv(name, raising=False)
         yield
 

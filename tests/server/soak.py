@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from penstock.engine.events import GenerationRequest
 from penstock.engine.llm import LLM
@@ -44,7 +45,7 @@ _SIGHTS = (
     "cancels",
     "preemptions",
 )
-_QUEUE = {"max_running": 12, "max_waiting": 6}
+_QUEUE: dict[str, Any] = {"max_running": 12, "max_waiting": 6}
 PHASES = (
     ScheduleConfig(policy=SchedulePolicy.MIXED, chunk_size=128, **_QUEUE),
     ScheduleConfig(policy=SchedulePolicy.DECODE_PRIORITY, chunk_size=64, **_QUEUE),

@@ -12,7 +12,16 @@ from pathlib import Path
 
 import torch
 
-from penstock.bench import serve_bars, serve_plot, serve_report
+from penstock.bench import (
+    serve_bars,
+    serve_plot,
+    serve_report,
+    sweep_plot,
+    sweep_report,
+    target_bars,
+    target_plot,
+    target_report,
+)
 from penstock.bench.bars import check_bars
 from penstock.bench.benchmark import run_benchmark
 from penstock.bench.memory import can_measure_growth
@@ -24,7 +33,16 @@ from penstock.bench.results import Results, Settings
 from penstock.bench.serve_benchmark import run_serve_benchmark
 from penstock.bench.serve_options import parse_serve_options
 from penstock.bench.serve_results import ServeSettings, to_json
-from penstock.bench.suites import SERVE, SuiteName
+from penstock.bench.suites import SERVE, SWEEP, SuiteName
+from penstock.bench.sweep import run_sweep
+from penstock.bench.sweep_llama import check_llama
+from penstock.bench.sweep_options import parse_sweep_options
+from penstock.bench.sweep_results import SweepSettings
+from penstock.bench.sweep_workload import AUTO
+from penstock.bench.target_benchmark import run_target_benchmark
+from penstock.bench.target_options import parse_target_options
+from penstock.bench.target_results import TargetSettings
+from penstock.bench.target_workload import TARGETS
 from penstock.bench.workload import random_tokens, text_tokens
 from penstock.engine.llm import LLM
 from penstock.errors import ContextLengthError, PenstockError, SettingError
@@ -32,14 +50,20 @@ from penstock.models.config import ModelConfig
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_model, open_weights
 
+NOISY_STATUS = 3
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 where --check found a bar that is missed or answers differ that must not, 2 where nothing
-    could be measured."""
+    could be measured, 3 where a sweep was too noisy for some of its figures."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments[:1] == [SERVE]:
             return _run_serve(parse_serve_options(arguments[1:]))
+        if arguments[:1] == [SWEEP]:
+            return _run_sweep(parse_sweep_options(arguments[1:]))
+        if arguments[:1] == [TARGETS]:
+            return _run_targets(parse_target_options(arguments[1:]))
         return _run(parse_options(arguments))
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -59,12 +83,8 @@ def _run(options: argparse.Namespace) -> int:
         with_memory = False
 
     subject = _random_subject() if options.suite is SuiteName.HYBRID else _text_subject(options.model)
-    longest, context = max(*options.lengths, *options.memory_lengths), subject.config.max_position
-    if longest + options.decode_tokens + 1 > context:
-        raise ContextLengthError(
-            f"{longest} tokens and {options.decode_tokens + 1} generated after them do not fit into the "
-            f"model's context of {context} tokens: give shorter --lengths or fewer --decode-tokens"
-        )
+    longest = max(*options.lengths, *options.memory_lengths)
+    _require_room(subject, longest, options.decode_tokens + 1)
     settings = Settings(
         suite=options.suite,
         model=subject.description,
@@ -107,6 +127,51 @@ def _run_serve(options: argparse.Namespace) -> int:
     return 1 if wrong or (options.check and missed) else 0
 
 
+def _run_sweep(options: argparse.Namespace) -> int:
+    """A figure that is noisy is not printed, and is an error."""
+    _prepare(options)
+    with_memory = options.memory and can_measure_growth()
+    if options.memory and not with_memory:
+        _say("memory growth is not measured: it needs Linux's /proc/self/status and /proc/self/clear_refs")
+    if "llama.cpp" in options.baselines:
+        check_llama(resolve_model(options.model))
+    subject = _text_subject(options.model)
+    _require_room(subject, max(options.lengths), options.decode_tokens)
+    settings = SweepSettings(
+        model=subject.description,
+        dtype=options.dtype,
+        chunks=options.chunks,
+        lengths=options.lengths,
+        baselines=options.baselines,
+        repeats=options.repeats,
+        decode_tokens=options.decode_tokens,
+        max_spread=options.max_spread,
+        seed=options.seed,
+        with_memory=with_memory,
+    )
+    results = run_sweep(subject.path, subject.prompt(max(options.lengths)), settings, _say)
+    print(f"\n{sweep_report.render(results)}\n")
+    options.output.write_text(to_json(results.to_dict()))
+    print(f"results: {options.output}")
+    _plot(lambda path: sweep_plot.draw(results, path), options)
+    return NOISY_STATUS if results.noisy else 0
+
+
+def _run_targets(options: argparse.Namespace) -> int:
+    _prepare(options)
+    llm = LLM(options.model, dtype=options.dtype, chunk=AUTO)
+    with contextlib.closing(open_weights(resolve_model(options.model))) as source:
+        description = source.describe()
+    settings = TargetSettings(description, options.dtype, options.workload, options.repeats)
+    results = run_target_benchmark(llm, settings, _say)
+    print(f"\n{target_report.render(results)}\n")
+    bars = target_bars.check_bars(results)
+    options.output.write_text(to_json({**results.to_dict(), "bars": [bar.to_dict() for bar in bars]}))
+    print(f"results: {options.output}")
+    _plot(lambda path: target_plot.draw(results, path), options)
+    return 1 if options.check and not all(bar.is_met for bar in bars) else 0
+
+
 def _prepare(options: argparse.Namespace) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -123,6 +188,15 @@ class _Subject:
     description: str
     config: ModelConfig
     prompt: Callable[[int], Sequence[int]]
+
+
+def _require_room(subject: _Subject, longest: int, num_generated: int) -> None:
+    context = subject.config.max_position
+    if longest + num_generated > context:
+        raise ContextLengthError(
+            f"{longest} tokens and {num_generated} generated after them do not fit into the "
+            f"model's context of {context} tokens: give shorter --lengths or fewer --decode-tokens"
+        )
 
 
 def _text_subject(model: str) -> _Subject:

@@ -12,9 +12,14 @@ from pathlib import Path
 import torch
 
 from penstock.bench.systems import System, SystemName, load_systems
+from penstock.engine.batch import Canon
 from penstock.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
+from penstock.engine.run import Run
 from penstock.errors import PenstockError
+from penstock.models.config import ModelConfig
+from penstock.models.decoder import Decoder
 from penstock.models.opened import open_weights
+from penstock.plan import ChunkedPrefillConfig, Span
 
 WARM_UP_TOKENS = 64
 METHOD = (
@@ -23,6 +28,25 @@ METHOD = (
     "Growth is peak resident memory (VmHWM) less resident memory before (VmRSS), with the C library's "
     "allocator as it is; activations are growth less what is cached for the prompt: keys and values, and "
     "recurrent states where the model has them"
+)
+
+# Environment of a process whose growth is to be what lives at once: blocks above 64 KiB are pages of their own, which
+# go back as soon as they are freed. As it is, the C library raises that limit up to 32 MiB, and keeps freed
+# blocks for later: what a process then holds depends on what it did before.
+STEADY_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "1000000",
+}
+STEADY_METHOD = (
+    "in a fresh process each, with "
+    + " ".join(f"{name}={value}" for name, value in STEADY_ALLOCATOR.items())
+    + ", so that freed blocks go back to the system at once: load, read one chunk and 64 tokens more (at least 576; "
+    "with experts, all of the prompt) to warm up, which pays for what libraries keep, collect garbage, reset the "
+    "peak (/proc/self/clear_refs), read the prompt, generate one token. Growth is peak resident memory (VmHWM) less "
+    "resident memory before (VmRSS). Predicted is what is cached by the step that needs the most, and that step's "
+    "activations, less the rotary tables that the warm-up left"
 )
 
 
@@ -70,6 +94,39 @@ def measure_growth(system: System, prompt: Sequence[int]) -> Growth:
         raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
     cache_bytes = system.generate(prompt, 1, lambda token: None)
     return Growth(system.name, len(prompt), peak_resident_bytes() - before, cache_bytes)
+
+
+@dataclass(frozen=True)
+class SteadyGrowth:
+    """Of a process with `STEADY_ALLOCATOR`, during one prefill in these spans."""
+
+    growth_bytes: int
+    spans: tuple[Span, ...]
+
+
+def warm_up_tokens(config: ModelConfig, chunk: int, prompt_tokens: int) -> int:
+    """Enough for a chunk with a past, in another tile of attention; with experts, whose products have another number
+    of rows in every chunk, all of the prompt: oneDNN keeps code for each number that it meets."""
+    return prompt_tokens if config.experts else min(max(chunk, 512) + WARM_UP_TOKENS, prompt_tokens)
+
+
+def measure_steady_growth(model: Decoder, canon: Canon, chunk: int, prompt: Sequence[int]) -> SteadyGrowth:
+    """Growth of this process while it reads a prompt in chunks of so many tokens and generates one."""
+
+    def read(tokens: Sequence[int]) -> tuple[Span, ...]:
+        run = Run(model, tokens, config=ChunkedPrefillConfig(chunk), canon=canon, max_tokens=1)
+        spans = []
+        while run.finish_reason is None:
+            spans.append(run.step().span)
+        return tuple(spans)
+
+    read(prompt[: warm_up_tokens(model.config, chunk, len(prompt))])
+    gc.collect()
+    _trim_heap()
+    if not reset_peak() or (before := resident_bytes()) is None:
+        raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
+    spans = read(prompt)
+    return SteadyGrowth(peak_resident_bytes() - before, spans)
 
 
 def growth_in_fresh_process(job: Job) -> Growth:

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.bench.suites import SERVE, SUITES, SuiteName
+from penstock.bench.suites import SERVE, SUITES, SWEEP, SuiteName
 from penstock.bench.workload import DEFAULT_DECODE_TOKENS, DEFAULT_MEMORY_REPEATS
 from penstock.errors import SettingError
 from penstock.models.hub import DEFAULT_MODEL
@@ -14,8 +14,8 @@ from penstock.plan.config import DEFAULT_CHUNK_SIZE
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of which none is left open. Lengths that are given are those whose memory is measured too."""
     options = _parser().parse_args(arguments)
-    if options.suite == SERVE:
-        raise SettingError(f"{SERVE} has options of its own: give it as the first argument")
+    if options.suite in (SERVE, SWEEP):
+        raise SettingError(f"{options.suite} has options of its own: give it as the first argument")
     options.suite = SuiteName(options.suite)
     if options.suite is SuiteName.HYBRID and options.model is not None:
         raise SettingError(
@@ -40,17 +40,17 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "suite",
         nargs="?",
-        choices=[*(name.value for name in SuiteName), SERVE],
+        choices=[*(name.value for name in SuiteName), SERVE, SWEEP],
         default=SuiteName.PREFILL.value,
         help="prefill: a model of your choice reads a text; hybrid: a random Qwen3.5, three delta nets to one "
-        "attention, reads random tokens; serve: many users at once, with options of its own: see serve --help "
-        "(%(default)s)",
+        "attention, reads random tokens; serve: many users at once; sweep: chunk sizes against prompt lengths "
+        "(%(default)s; serve and sweep have options of their own: see serve --help, sweep --help)",
     )
     add(
         "--model",
         help=f"smollm2, a folder, a GGUF file or a Hugging Face name ({DEFAULT_MODEL}; prefill only)",
     )
-    add("--lengths", type=_counts, metavar="N,N", help=f"prompt tokens ({_default_lengths()})")
+    add("--lengths", type=counts, metavar="N,N", help=f"prompt tokens ({_default_lengths()})")
     add("--chunk", type=count, default=DEFAULT_CHUNK_SIZE, help="tokens per chunk (%(default)s)")
     add("--repeats", type=count, help="rounds at every length (5; 3 for long prompts and token by token)")
     add("--decode-tokens", type=count, default=DEFAULT_DECODE_TOKENS, help="after the first (%(default)s)")
@@ -74,7 +74,8 @@ def count(text: str) -> int:
     return int(text)
 
 
-def _counts(text: str) -> tuple[int, ...]:
+def counts(text: str) -> tuple[int, ...]:
+    """Several of them, with commas between."""
     return tuple(count(part) for part in text.split(","))
 
 

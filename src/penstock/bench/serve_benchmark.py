@@ -6,10 +6,9 @@ from contextlib import contextmanager
 
 from penstock.bench.machine import this_machine
 from penstock.bench.serve_results import Arrival, BurstRun, ServeResults, ServeSettings, StallRun
-from penstock.bench.serve_runs import run_burst, run_stall
+from penstock.bench.serve_runs import cache_places, run_burst, run_stall
 from penstock.bench.serve_workload import Prompts, Variant, make_prompts, rounds_of
 from penstock.bench.timing import rounds
-from penstock.cache import BLOCK_TOKENS
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.plan.policy import ScheduleConfig
@@ -50,9 +49,8 @@ def run_serve_benchmark(llm: LLM, settings: ServeSettings, say: Say) -> ServeRes
 def _run_stalls(llm: LLM, settings: ServeSettings, prompts: Prompts, say: Say) -> list[StallRun]:
     workload, counts = settings.workload, rounds_of(settings.repeats, full=settings.full)
     running = workload.streams + 1
-    places = _places([workload.stream_prompt + workload.stream_tokens] * workload.streams) + _places(
-        [workload.long_prompt + workload.long_tokens]
-    )
+    lengths = [workload.stream_prompt + workload.stream_tokens] * workload.streams
+    places = cache_places([*lengths, workload.long_prompt + workload.long_tokens])
     runs: list[StallRun] = []
     for index, order in enumerate(rounds(list(Variant), max(counts.values()))):
         for variant in order:
@@ -73,7 +71,7 @@ def _run_stalls(llm: LLM, settings: ServeSettings, prompts: Prompts, say: Say) -
 def _run_bursts(llm: LLM, settings: ServeSettings, prompts: Prompts, say: Say) -> list[BurstRun]:
     workload = settings.workload
     schedule = Variant.MIXED.schedule(workload.chunk, workload.requests)
-    places = _places([workload.request_prompt + workload.request_tokens] * workload.requests)
+    places = cache_places([workload.request_prompt + workload.request_tokens] * workload.requests)
     num_rounds = settings.repeats or _REPEATS
     runs: list[BurstRun] = []
     for index, order in enumerate(rounds(_BURSTS, num_rounds)):
@@ -101,8 +99,3 @@ def _service(
         warm_up = [prompts.long[:_WARM_UP_PROMPT]] * min(2, schedule.max_running)
         run_burst(service, Arrival.AT_ONCE, 0, warm_up, _WARM_UP_TOKENS)
         yield service
-
-
-def _places(lengths: list[int]) -> int:
-    """Room in the cache for sequences of these lengths, each in blocks of its own."""
-    return sum((-(-length // BLOCK_TOKENS) + 1) * BLOCK_TOKENS for length in lengths)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from penstock.bench.machine import Machine
 from penstock.bench.report import aligned, bar_table, ratio_with_quartiles
 from penstock.bench.serve_bars import check_bars, scope
 from penstock.bench.serve_gaps import GapSummary
@@ -24,13 +25,19 @@ def render(results: ServeResults) -> str:
 
 
 def _facts(results: ServeResults) -> str:
-    machine, settings = results.machine, results.settings
+    settings = results.settings
+    facts = machine_facts(results.machine, settings.model, settings.dtype, results.duration_s)
+    return f"{facts}\n{'rounds':<10}{_rounds(results)}, variants take turns, another begins each round"
+
+
+def machine_facts(machine: Machine, model: str, dtype: str, duration_s: float) -> str:
+    """What a result belongs to, a line for each fact."""
     threads = [str(machine.num_threads)]
     if machine.load_average is not None:
         threads.append(f"load average {machine.load_average:.1f} at the start")
     penstock = f"penstock {machine.penstock}" + (f" ({machine.commit})" if machine.commit else "")
     facts = {
-        "model": [settings.model, settings.dtype],
+        "model": [model, dtype],
         "machine": [
             machine.cpu,
             f"{machine.num_cpus} CPUs",
@@ -39,8 +46,7 @@ def _facts(results: ServeResults) -> str:
         ],
         "threads": threads,
         "software": [penstock, f"torch {machine.torch}", f"Python {machine.python}"],
-        "date": [machine.date, f"{results.duration_s:.0f} s"],
-        "rounds": [_rounds(results), "variants take turns, another begins each round"],
+        "date": [machine.date, f"{duration_s:.0f} s"],
     }
     return "\n".join(f"{name:<10}{', '.join(parts)}" for name, parts in facts.items())
 
@@ -61,7 +67,7 @@ def _stalls(results: ServeResults) -> str:
     def table(header: list[str], *values: Callable[[StallRun], float]) -> str:
         rows = [["", *header]]
         for variant in variants:
-            cells = [_range(results.spread_of(variant, value)) for value in values]
+            cells = [range_of(results.spread_of(variant, value)) for value in values]
             rows.append([variant.label(workload.stall_chunk), *cells])
         return aligned(rows)
 
@@ -118,9 +124,9 @@ def _bursts(results: ServeResults) -> str:
                 rows.append(
                     [
                         f"{arrival.value.replace('-', ' ')}{', strict' if strict else ''}",
-                        _range(Spread.of(run.seconds for run in runs)),
-                        _range(Spread.of(workload.burst_total / run.seconds for run in runs)),
-                        _range(Spread.of(1000 * run.decode_step_s for run in runs)),
+                        range_of(Spread.of(run.seconds for run in runs)),
+                        range_of(Spread.of(workload.burst_total / run.seconds for run in runs)),
+                        range_of(Spread.of(1000 * run.decode_step_s for run in runs)),
                     ]
                 )
     if len(rows) == 1:
@@ -148,7 +154,8 @@ def _ratios(results: ServeResults) -> str:
     return f"{title}\n{aligned(rows)}" if rows else ""
 
 
-def _range(spread: Spread) -> str:
+def range_of(spread: Spread) -> str:
+    """The median, and from the smallest to the largest where there are several."""
     if len(spread.values) == 1:
         return _figure(spread.median)
     return f"{_figure(spread.median)} ({_figure(spread.smallest)} to {_figure(spread.largest)})"

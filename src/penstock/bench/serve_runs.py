@@ -3,13 +3,14 @@
 import gc
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 from penstock.bench.memory import MeasurementError
 from penstock.bench.serve_gaps import gaps_of
 from penstock.bench.serve_results import Arrival, BurstRun, StallRun
 from penstock.bench.serve_workload import SETTLE_TOKENS, Prompts, Variant, Workload
+from penstock.cache import BLOCK_TOKENS
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, TokenGenerated
 from penstock.engine.service import Service
 
@@ -25,6 +26,7 @@ class Watch:
         self.settled = threading.Event()
         self.ended = threading.Event()
         self.error: str | None = None
+        self.request_id = ""
         self._settle_tokens = settle_tokens
 
     def __call__(self, event: Event) -> None:
@@ -52,12 +54,12 @@ def run_stall(
     gc.collect()
     started = time.perf_counter()
     streams = [
-        _submit(service, prompt, workload.stream_tokens, Watch(SETTLE_TOKENS)) for prompt in prompts.streams
+        submit(service, prompt, workload.stream_tokens, Watch(SETTLE_TOKENS)) for prompt in prompts.streams
     ]
     for watch in streams:
-        _wait(service, watch.settled)
+        wait(service, watch.settled)
     arrived = time.perf_counter()
-    long = _submit(service, prompts.long, workload.long_tokens, Watch())
+    long = submit(service, prompts.long, workload.long_tokens, Watch())
     _finish(service, [*streams, long], [workload.stream_tokens] * len(streams) + [workload.long_tokens])
     if any(watch.stamps[-1] <= arrived for watch in streams):
         raise MeasurementError("a stream ended before the long prompt arrived: give more --stream-tokens")
@@ -83,12 +85,12 @@ def run_burst(
     gc.collect()
     started = time.perf_counter()
     if arrival is Arrival.AT_ONCE:
-        watches = [_submit(service, prompt, num_tokens, Watch()) for prompt in prompts]
+        watches = [submit(service, prompt, num_tokens, Watch()) for prompt in prompts]
         _finish(service, watches, [num_tokens] * len(watches))
     else:
         watches = []
         for prompt in prompts:
-            watches.append(_submit(service, prompt, num_tokens, Watch()))
+            watches.append(submit(service, prompt, num_tokens, Watch()))
             _finish(service, watches[-1:], [num_tokens])
     return BurstRun(
         arrival=arrival,
@@ -110,21 +112,28 @@ def _decode_step(arrival: Arrival, stamps: Sequence[Sequence[float]]) -> float:
     return median(gap.seconds for gap in gaps)
 
 
-def _submit(service: Service, prompt: Sequence[int], num_tokens: int, watch: Watch) -> Watch:
-    service.submit(GenerationRequest(prompt, num_tokens, ignore_eos=True), watch)
+def submit(service: Service, prompt: Sequence[int], num_tokens: int, watch: Watch) -> Watch:
+    """Ask for so many tokens after a prompt, to be told to the watch, which has the request's name from then on."""
+    watch.request_id = service.submit(GenerationRequest(prompt, num_tokens, ignore_eos=True), watch)
     return watch
 
 
 def _finish(service: Service, watches: Sequence[Watch], num_tokens: Sequence[int]) -> None:
     """Wait for the end of all, each with as many tokens as it was to have."""
     for watch, wanted in zip(watches, num_tokens, strict=True):
-        _wait(service, watch.ended)
+        wait(service, watch.ended)
         if watch.error is not None or len(watch.token_ids) != wanted:
             why = watch.error or f"it gave {len(watch.token_ids)} tokens where {wanted} were asked for"
             raise MeasurementError(f"a request of the benchmark failed: {why}")
 
 
-def _wait(service: Service, event: threading.Event) -> None:
+def wait(service: Service, event: threading.Event) -> None:
+    """Until it is set, as long as the service lives."""
     while not event.wait(_POLL_S):
         if not service.is_healthy:
             raise MeasurementError("the service's thread has died: nothing could be measured")
+
+
+def cache_places(lengths: Iterable[int]) -> int:
+    """Room in the cache for sequences of these lengths, each in blocks of its own."""
+    return sum((-(-length // BLOCK_TOKENS) + 1) * BLOCK_TOKENS for length in lengths)

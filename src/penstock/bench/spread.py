@@ -48,6 +48,12 @@ class Spread:
         return first, third
 
     @property
+    def relative(self) -> float:
+        """How far the quartiles lie apart, as a share of the median."""
+        first, third = self.quartiles
+        return (third - first) / abs(self.median) if third > first else 0.0
+
+    @property
     def noise(self) -> Noise:
         """Why the median should not be trusted by itself; empty where nothing speaks against it."""
         if len(self.values) < MIN_VALUES:

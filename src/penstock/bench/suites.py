@@ -7,6 +7,8 @@ from penstock.bench.systems import SystemName
 
 # The benchmark of many users at once. It compares no systems on one prompt: its options and results are its own.
 SERVE = "serve"
+# The benchmark of chunk sizes against prompt lengths, which has its own, too.
+SWEEP = "sweep"
 
 
 class SuiteName(StrEnum):

@@ -29,6 +29,9 @@ class SystemName(StrEnum):
     PENSTOCK_TOKENWISE = "penstock-token-by-token"
     TRANSFORMERS = "transformers"
     TRANSFORMERS_CHUNKED = "transformers-chunked"
+    # Of the sweep over chunk sizes alone: see `penstock.bench.sweep_systems`.
+    PENSTOCK_AUTO = "penstock-auto"
+    LLAMA_CPP = "llama.cpp"
 
     def label(self, chunk: int) -> str:
         return {
@@ -38,6 +41,8 @@ class SystemName(StrEnum):
             SystemName.PENSTOCK_TOKENWISE: "Penstock, token by token",
             SystemName.TRANSFORMERS: "transformers, whole",
             SystemName.TRANSFORMERS_CHUNKED: f"transformers, chunk {chunk}",
+            SystemName.PENSTOCK_AUTO: "Penstock, auto",
+            SystemName.LLAMA_CPP: f"llama.cpp, batch {chunk}" if chunk else "llama.cpp, whole",
         }[self]
 
 
@@ -63,14 +68,19 @@ class PenstockSystem:
 
     def generate(self, prompt: Sequence[int], num_tokens: int, on_token: OnToken) -> int:
         run = Run(self._model, prompt, config=self._config, canon=self._canon, max_tokens=num_tokens)
-        while run.finish_reason is None:
-            token = run.step().token
-            if token is not None:
-                on_token(token)
-        states = run.space.tensors.recurrent
-        key_value_bytes = (len(prompt) + num_tokens - 1) * self._model.cache_spec.kv.bytes_per_token
-        # A step reads one state and writes another: after two steps both are in memory.
-        return key_value_bytes + (states.num_bytes if states else 0)
+        return finish_run(run, on_token)
+
+
+def finish_run(run: Run, on_token: OnToken) -> int:
+    """Run it to its end. Returns the bytes of what it cached."""
+    while run.finish_reason is None:
+        token = run.step().token
+        if token is not None:
+            on_token(token)
+    states = run.space.tensors.recurrent
+    key_value_bytes = (run.prompt_length + run.max_tokens - 1) * run.model.cache_spec.kv.bytes_per_token
+    # A step reads one state and writes another: after two steps both are in memory.
+    return key_value_bytes + (states.num_bytes if states else 0)
 
 
 class TransformersSystem:

@@ -2,15 +2,16 @@
 
 import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.events import Event, Failed
+from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Choice, Job
 from penstock.engine.run import CacheSpace, FinishReason, is_out_of_memory
 from penstock.engine.status import CacheStatus, Observer, ServiceStatus, SpanRecord, StepRecord
@@ -19,21 +20,29 @@ from penstock.models.decoder import Decoder
 from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.step import RequestId, SpanKind, StepPlan
+from penstock.plan.size_rules import SizeDecision
+from penstock.plan.sizing import ChunkSizer, shape_of
+from penstock.plan.step import PlannedSpan, RequestId, SpanKind, StepPlan
 
 _log = logging.getLogger("penstock.engine")
 
 # The last steps that a status shows.
 STEPS_SHOWN = 240
+# The last requests that ended whose chunks can still be explained.
+ENDED_EXPLAINED = 64
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step that was planned, and for which the cache has room set aside."""
+    """A step that was planned, and for which the cache has room set aside; why it reads as much as it does, and what
+    is expected of it."""
 
     plan: StepPlan
     inputs: tuple[SpanInput, ...]
     started_s: float
+    decision: SizeDecision | None = None
+    predicted_s: float | None = None
+    predicted_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -68,16 +77,21 @@ class Batcher:
         *,
         strict: bool = False,
         observers: Sequence[Observer] = (),
+        sizer: ChunkSizer | None = None,
     ) -> None:
         self.model = model
         self.space = space
         self.notices: deque[Notice] = deque()
         limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.slots is None)
-        self._scheduler = BatchScheduler(schedule, limits)
+        self._scheduler = BatchScheduler(schedule, limits, sizer)
+        self._sizer = sizer
         self._canon = canon
         self._strict = strict
         self._observers = tuple(observers)
         self._jobs: dict[RequestId, Job] = {}  # in order of arrival
+        self._ended: OrderedDict[RequestId, tuple[ChunkRecord, ...]] = (
+            OrderedDict()
+        )  # chunks of the last ones
         self._steps: deque[StepRecord] = deque(maxlen=STEPS_SHOWN)
         self._num_steps = 0
         self._in_flight: frozenset[RequestId] = frozenset()
@@ -133,7 +147,15 @@ class Batcher:
             is_chunk = planned.kind is SpanKind.CHUNK
             inputs.append(SpanInput(span, tokens, job.cache.blocks, is_chunk, planned.samples, state))
         self._in_flight = frozenset(planned.request_id for planned in plan.spans)
-        return Step(plan, tuple(inputs), now)
+        step = Step(plan, tuple(inputs), now, self._scheduler.decision)
+        if self._sizer is None:
+            return step
+        shape = shape_of(plan)
+        return replace(
+            step,
+            predicted_s=self._sizer.predict_s(shape),
+            predicted_bytes=self._sizer.predict_bytes(shape),
+        )
 
     def run(self, step: Step) -> StepOutcome:
         """The forward pass, and a token for each request that samples."""
@@ -178,6 +200,12 @@ class Batcher:
             uptime_s=now - self._began_s,
         )
 
+    def explain(self, request_id: RequestId) -> tuple[ChunkRecord, ...] | None:
+        """The chunks of a request that runs, or was among the last to end; None of any other."""
+        if (job := self._jobs.get(request_id)) is not None:
+            return tuple(job.chunks)
+        return self._ended.get(request_id)
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the pools hold just what the requests do, between steps."""
         blocks, slots = self.space.blocks, self.space.slots
@@ -200,6 +228,7 @@ class Batcher:
 
     def _commit(self, step: Step, outcome: StepOutcome) -> None:
         now = time.perf_counter()
+        seconds = now - step.started_s
         ended: dict[RequestId, FinishReason | Exception] = {}
         for planned in step.plan.spans:
             job, span = self._jobs[planned.request_id], planned.span
@@ -207,17 +236,19 @@ class Batcher:
             if job.wants_cancel:
                 ended[job.id] = "cancelled"
                 continue
-            if planned.kind is SpanKind.CHUNK and (event := job.read(span.start, span.end, now)):
-                self._tell(job, event)
+            if planned.kind is SpanKind.CHUNK:
+                job.chunks.append(_explained(step, planned, seconds, job.num_prompt))
+                if event := job.read(span.start, span.end, now):
+                    self._tell(job, event)
             if planned.samples and (reason := self._take(job, outcome.choices[job.id], now)) is not None:
                 ended[job.id] = reason
-        self._scheduler.commit(step.plan, ended)
+        self._scheduler.commit(step.plan, ended, seconds)
         for request_id, how in ended.items():
             self._end(self._jobs[request_id], how)
         record = StepRecord(
             index=self._num_steps,
             start_s=step.started_s - self._began_s,
-            seconds=now - step.started_s,
+            seconds=seconds,
             spans=tuple(
                 SpanRecord(planned.request_id, planned.kind, planned.span.start, planned.span.end)
                 for planned in step.plan.spans
@@ -247,8 +278,8 @@ class Batcher:
         return reason
 
     def _recover(self, plan: StepPlan, error: Exception) -> None:
-        """Every request stands where it stood. Out of memory makes chunks smaller; anything else is looked for one
-        request at a time."""
+        """Every request stands where it stood. Out of memory makes chunks smaller, as long as they can be; anything
+        else is looked for one request at a time, and so is a request that one token is too much for."""
         planned = [span.request_id for span in plan.spans]
         for request_id in planned:
             self._jobs[request_id].cache.abort()
@@ -261,9 +292,14 @@ class Batcher:
         elif self._scheduler.shrink(plan):
             for observer in self._observers:
                 self._observe(observer.on_shrink)
+        elif len(planned) > 1:
+            self._suspects.extend(planned)
         else:
-            newest = max(planned, key=list(self._jobs).index)
-            self._drop(newest, MemoryExhaustedError("there is no memory left to run one token more"))
+            done = plan.spans[0].span.start
+            message = (
+                f"there is no memory left to run one token after {done}: try again later, or ask for less"
+            )
+            self._drop(planned[0], MemoryExhaustedError(message))
         for request_id in planned:
             if (job := self._jobs.get(request_id)) and job.wants_cancel:
                 self.cancel(request_id)
@@ -276,6 +312,9 @@ class Batcher:
         """Tell how a request ended that the scheduler knows no more, and free all that it holds."""
         now = time.perf_counter()
         del self._jobs[job.id]
+        self._ended[job.id] = tuple(job.chunks)
+        if len(self._ended) > ENDED_EXPLAINED:
+            self._ended.popitem(last=False)
         if isinstance(how, Exception):
             self._tell(job, Failed(_as_failure(how)))
         else:
@@ -290,6 +329,23 @@ class Batcher:
 
     def _observe(self, tell: Callable[[], None]) -> None:
         self.notices.append(Notice(tell))
+
+
+def _explained(step: Step, planned: PlannedSpan, seconds: float, num_prompt: int) -> ChunkRecord:
+    span, decision = planned.span, step.decision
+    assert decision is not None  # of a step that reads
+    is_end = span.end == num_prompt and len(span) < decision.size
+    return ChunkRecord(
+        start=span.start,
+        end=span.end,
+        past=span.start,
+        rule="end" if is_end else decision.rule,
+        predicted_s=step.predicted_s,
+        measured_s=seconds,
+        predicted_bytes=step.predicted_bytes,
+        num_decodes=sum(other.kind is SpanKind.DECODE for other in step.plan.spans),
+        because=decision.because,
+    )
 
 
 def _as_failure(error: Exception) -> PenstockError:

@@ -15,6 +15,7 @@ from penstock.engine.events import (
     TokenGenerated,
     TokenLogprobs,
 )
+from penstock.engine.explain import ChunkRecord
 from penstock.engine.logprobs import token_logprobs
 from penstock.engine.results import Usage
 from penstock.engine.run import FinishReason
@@ -57,6 +58,7 @@ class Job:
         self.num_prompt = len(self.tokens)
         self.listener = listener
         self.wants_cancel = False
+        self.chunks: list[ChunkRecord] = []  # of its prompt, as they were run; some twice, if it gave them up
         self._eos_ids = frozenset() if request.ignore_eos else eos_ids
         self._sampler = Sampler(request.sampling)
         self._constraint = constraint

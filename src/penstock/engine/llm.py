@@ -1,52 +1,53 @@
 """The Python interface: a model, and text in and out of it."""
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Literal, Self
+from typing import Literal
 
 import torch
 
 from penstock.engine.batch import settle
-from penstock.engine.memory import peak_resident_bytes, reset_peak
-from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
+from penstock.engine.capacity import free_memory_bytes
+from penstock.engine.chunk_sizing import ActivationModel
+from penstock.engine.profile import load_profile
+from penstock.engine.results import Generation
 from penstock.engine.run import Run, is_out_of_memory
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.stop import StopMatcher
+from penstock.engine.text_stream import ProgressCallback, TextStream
 from penstock.engine.threads import in_own_thread
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError
 from penstock.kernels.probe import ProbeResult, probe
 from penstock.kernels.protocol import select_kernels
-from penstock.models.config import ModelConfig
 from penstock.models.decoder import Decoder
-from penstock.models.detokenize import StreamDecoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_model
 from penstock.models.shape import model_shape
 from penstock.models.source import WeightSource
 from penstock.plan import (
-    STATE_GRID,
     AlignSetting,
     ChunkedPrefillConfig,
     ChunkSetting,
+    ChunkSizer,
     PrefillMemoryEstimate,
-    PrefillScheduler,
+    SizeRules,
+    SizeSettings,
+    StepTimeModel,
     peak_memory_estimate,
     resolve_align,
-    resolve_chunk_size,
+    resolve_size,
 )
-from penstock.plan.progress import PrefillClock, Progress
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
 MAX_THREADS = 1024
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-ProgressCallback = Callable[[Progress], None]
 Dtype = Literal["auto", "bfloat16", "float32"]
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -55,10 +56,17 @@ class LLM:
     """A loaded model. One request runs at a time.
 
     `model` is `smollm2`, a folder of safetensors, a GGUF file or a Hugging Face name. `chunk` is a number of
-    tokens, 0 (the whole prompt in one chunk) or "auto"; without it `PENSTOCK_PREFILL_CHUNK` applies. On a model
-    with recurrent state it is rounded up to a multiple of 64, unless `align` is False; without that
-    `PENSTOCK_PREFILL_ALIGN` (0 or 1) applies. `chunk` says afterwards what was asked for, what applies and why;
-    `skipped` names the weights in the model's files that it has no use for, None where there are none.
+    tokens, 0 (the whole prompt in one chunk) or "auto"; without it `PENSTOCK_PREFILL_CHUNK` applies, else "auto". On
+    a model with recurrent state it is rounded up to a multiple of 64, unless `align` is False; without that
+    `PENSTOCK_PREFILL_ALIGN` (0 or 1) applies.
+
+    `max_activation`, in bytes or as text such as "512MiB", is the most that a step may need beside weights and cache.
+    Automatic chunks also follow `target_itl_ms`, the longest step, for the sake of those who wait for a token while
+    it runs, and `target_ttft_ms`, the time to a prompt's first token. Without these `PENSTOCK_MAX_ACTIVATION`,
+    `PENSTOCK_TARGET_ITL` and `PENSTOCK_TARGET_TTFT` apply.
+
+    `chunk` says afterwards what was asked for, what applies and why; `skipped` names the weights in the model's files
+    that it has no use for, None where there are none.
     """
 
     def __init__(
@@ -67,6 +75,9 @@ class LLM:
         *,
         dtype: Dtype = "auto",
         chunk: int | str | None = None,
+        max_activation: int | str | None = None,
+        target_itl_ms: float | str | None = None,
+        target_ttft_ms: float | str | None = None,
         overlap: int = 0,
         align: bool | None = None,
         threads: int | None = None,
@@ -74,7 +85,14 @@ class LLM:
         started = time.perf_counter()
         # What can be refused is refused before anything slow; rounding comes when the model is known.
         self.align: AlignSetting = resolve_align(align)
-        ChunkedPrefillConfig(resolve_chunk_size(chunk).effective, overlap)
+        resolve = partial(
+            resolve_size,
+            chunk,
+            max_activation=max_activation,
+            target_itl_ms=target_itl_ms,
+            target_ttft_ms=target_ttft_ms,
+        )
+        ChunkedPrefillConfig(resolve().chunk.effective, overlap)
         torch_dtype = resolve_dtype(dtype)
         if threads is not None:
             _set_threads(threads)
@@ -82,8 +100,8 @@ class LLM:
         opened = open_model(resolve_model(str(model)))
         try:
             grid = self.align.grid(has_state=opened.source.config.has_state)
-            self.chunk: ChunkSetting = _with_overlap(resolve_chunk_size(chunk, grid=grid), overlap)
-            self._config = ChunkedPrefillConfig(self.chunk.effective, overlap)
+            self.size: SizeSettings = resolve(grid=grid)
+            ChunkedPrefillConfig(self.size.chunk.effective, overlap)
             self.tokenizer = opened.tokenizer
             self.skipped = opened.skipped.describe()
             with _memory_for(opened.source.describe()):
@@ -92,6 +110,12 @@ class LLM:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
         self.canon = settle(self.model.kernels, self.probe)
+        self._profile = load_profile(self)
+        self.chunk: ChunkSetting = _with_overlap(self._tuned(self.size.chunk), overlap)
+        self._config = ChunkedPrefillConfig(max(self.chunk.effective, overlap + 1), overlap)
+        # What is known of step times, from a profile and from every step that ran.
+        self.times = StepTimeModel(self._profile.coefficients if self._profile else None)
+        self.activations = ActivationModel(self.model)
         self.load_s = time.perf_counter() - started
 
     @property
@@ -102,6 +126,16 @@ class LLM:
     def context_length(self) -> int:
         """The most tokens that a prompt and its answer may have together."""
         return self.model.config.max_position
+
+    @property
+    def most_chunk(self) -> int:
+        """The most tokens of a chunk, 0 for whole prompts."""
+        return self.size_rules(None).most if self.chunk.is_auto else self.chunk.effective
+
+    def size_rules(self, free_bytes: int | None) -> SizeRules:
+        """What chunks' sizes follow from, where so much memory is free."""
+        tuned = self.chunk.effective if self._profile and self.chunk.is_auto else None
+        return self.size.rules(free_bytes=free_bytes, tuned=tuned)
 
     def memory_estimate(self, prompt_tokens: int) -> PrefillMemoryEstimate:
         """The peak memory of a prompt of so many tokens, besides the weights, by arithmetic."""
@@ -146,7 +180,7 @@ class LLM:
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
         on_progress: ProgressCallback | None = None,
-    ) -> "TextStream":
+    ) -> TextStream:
         """Text as it is generated. `on_progress` is called after each chunk of the prompt. What cannot be run is
         refused here, before any work."""
         started = time.perf_counter()
@@ -160,6 +194,8 @@ class LLM:
                     f"model's context of {self.context_length} tokens: shorten the prompt"
                 )
             max_tokens = min(DEFAULT_MAX_TOKENS, room)
+        rules = self.size_rules(free_memory_bytes())
+        self.activations.check(rules, max(len(token_ids), 1))
         run = Run(
             self.model,
             token_ids,
@@ -168,6 +204,7 @@ class LLM:
             max_tokens=max_tokens,
             sampling=sampling,
             eos_ids=self.eos_ids,
+            sizer=ChunkSizer(rules, self.times, self.activations.step_bytes),
         )
         return TextStream(self, run, StopMatcher(stop), on_progress, tokenize_s)
 
@@ -196,149 +233,14 @@ class LLM:
                 pass
             return stream.result
 
-
-class TextStream:
-    """An iterator over pieces of text. `result` is there once it has ended; closing it early frees its cache."""
-
-    def __init__(
-        self,
-        llm: LLM,
-        run: Run,
-        stops: StopMatcher,
-        on_progress: ProgressCallback | None,
-        tokenize_s: float,
-    ) -> None:
-        self._llm = llm
-        self._run = run
-        self._stops = stops
-        self._on_progress = on_progress
-        self._wants_cancel = False
-        self._clock = PrefillClock(run.prompt_length, run.prefill.total_chunks)
-        self._prefill_s = 0.0
-        self._decode_s = 0.0
-        self._tokenize_s = tokenize_s
-        self._first_token_s: float | None = None
-        self._text: list[str] = []
-        self._peak_bytes = 0
-        self._pieces = self._generate()
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        return next(self._pieces)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def cancel(self) -> None:
-        """End the request before its next step. May be called from a signal handler or a progress callback."""
-        self._wants_cancel = True
-
-    def close(self) -> None:
-        """End the request now, if it has not ended, and free its cache."""
-        self._pieces.close()
-        self._run.cancel()
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._run.prompt_length
-
-    @property
-    def progress(self) -> Progress:
-        """How far the prompt has been read."""
-        return self._clock.progress()
-
-    @property
-    def result(self) -> Generation:
-        """The finished request; an error before its end."""
-        run = self._run
-        if run.finish_reason is None:
-            raise SettingError("the stream has not ended: read it to its end, or close it")
-        generated, progress = run.generated, self._clock.progress()
-        num_decoded = len(generated) - 1
-        chunk, caches = self._llm.chunk, run.space.tensors
-        return Generation(
-            text="".join(self._text),
-            token_ids=tuple(generated),
-            finish_reason=run.finish_reason,
-            usage=Usage(run.prompt_length, len(generated)),
-            timings=Timings(
-                load_s=self._llm.load_s,
-                prefill_s=self._prefill_s,
-                time_to_first_token_s=self._first_token_s,
-                decode_s=self._decode_s,
-                prefill_tokens_per_s=progress.tokens_per_s,
-                decode_tokens_per_s=num_decoded / self._decode_s if num_decoded > 0 else None,
-            ),
-            prefill=PrefillReport(
-                requested=chunk.requested,
-                effective=chunk.effective,
-                source=chunk.source,
-                reason=chunk.reason + _shrink_reason(run.num_shrinks),
-                overlap=run.prefill.config.overlap,
-                chunks=progress.chunks_done,
-                same_bits=self._llm.probe.same_bits and keeps_bits(self._llm.model.config, run.prefill),
-            ),
-            memory=MemoryReport(
-                weights_bytes=self._llm.model.num_weight_bytes,
-                kv_cache_bytes=caches.kv.num_bytes,
-                recurrent_bytes=caches.recurrent.num_bytes if caches.recurrent else 0,
-                peak_resident_bytes=self._peak_bytes,
-            ),
-        )
-
-    def _generate(self) -> Generator[str, None, None]:
-        run, stops = self._run, self._stops
-        decoder = StreamDecoder(self._llm.tokenizer)
-        started = time.perf_counter()
-        reset_peak()
-        try:
-            while run.finish_reason is None:
-                if self._wants_cancel:
-                    run.cancel()
-                    break
-                token = self._step()
-                if token is not None and self._first_token_s is None:
-                    self._first_token_s = self._tokenize_s + time.perf_counter() - started
-                if token is None or token in self._llm.eos_ids:
-                    continue
-                piece = stops.push(decoder.push(token))
-                if stops.has_stopped:
-                    run.finish("stop")
-                if piece:
-                    self._text.append(piece)
-                    yield piece
-            rest = stops.push(decoder.finish()) + stops.finish()
-            if rest:
-                self._text.append(rest)
-                yield rest
-        finally:
-            self._peak_bytes = peak_resident_bytes()
-            run.cancel()
-
-    def _step(self) -> int | None:
-        started = time.perf_counter()
-        step = self._run.step()
-        seconds = time.perf_counter() - started
-        if step.is_prompt:
-            self._prefill_s += seconds
-            self._clock.record(step.span.start, step.span.end, seconds)
-            if self._on_progress is not None:
-                self._on_progress(self._clock.progress())
-        else:
-            self._decode_s += seconds
-        return step.token
-
-
-def keeps_bits(config: ModelConfig, prefill: PrefillScheduler) -> bool:
-    """Whether the way a prompt is cut has no part in its bits: always, but where a state is cut inside a block."""
-    return not config.has_state or prefill.lies_on(STATE_GRID)
+    def _tuned(self, chunk: ChunkSetting) -> ChunkSetting:
+        """An automatic size as this machine's profile has it, where there is one."""
+        if not chunk.is_auto:
+            return chunk
+        if self._profile is None:
+            return replace(chunk, reason="auto: the default")
+        best = max(self._profile.best_chunk // chunk.grid, 1) * chunk.grid
+        return replace(chunk, effective=best, reason="auto: tuned on this machine")
 
 
 def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:
@@ -363,10 +265,6 @@ def _memory_for(what: str) -> Iterator[None]:
                 f"there is not enough memory to load {what}: free some, or use a smaller or quantised model"
             ) from error
         raise
-
-
-def _shrink_reason(num_shrinks: int) -> str:
-    return f"; halved {num_shrinks}x when memory ran out" if num_shrinks else ""
 
 
 def resolve_dtype(name: str) -> torch.dtype:

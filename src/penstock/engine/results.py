@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from penstock.engine.explain import ChunkRecord
 from penstock.engine.run import FinishReason
 
 
@@ -30,7 +31,7 @@ class Timings:
 
 @dataclass(frozen=True)
 class PrefillReport:
-    """The chunk size: what was asked for, what applied and why.
+    """The chunk size: what was asked for, what applied (the longest chunk, where sizes are automatic) and why.
 
     `same_bits` tells whether this machine was found to give the same bits for any other size too. On a model with
     recurrent state that holds among prompts cut on the grid of 64 tokens: it is true only where every chunk begins
@@ -44,6 +45,7 @@ class PrefillReport:
     overlap: int
     chunks: int
     same_bits: bool
+    records: tuple[ChunkRecord, ...] = ()  # each chunk that ran, in order
 
 
 @dataclass(frozen=True)

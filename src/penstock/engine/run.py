@@ -1,5 +1,6 @@
 """One request on its way through the model: a step at a time, each a transaction."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -10,10 +11,12 @@ from torch import Tensor
 from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceCache, SlotPool
 from penstock.cache.tensors import CacheTensors
 from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.explain import ChunkRecord
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.errors import ContextLengthError, MemoryExhaustedError, PromptError, SettingError
 from penstock.models.decoder import Decoder
-from penstock.plan import STATE_GRID, ChunkedPrefillConfig, Prefill, PrefillScheduler, Span
+from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ChunkSizer, Prefill, PrefillScheduler, Span
+from penstock.plan.step_shape import StepShape
 
 FinishReason = Literal["stop", "length", "cancelled"]
 
@@ -66,6 +69,7 @@ class Run:
         eos_ids: frozenset[int] = frozenset(),
         chunk_ends: Sequence[int] | None = None,
         space: CacheSpace | None = None,
+        sizer: ChunkSizer | None = None,
     ) -> None:
         check_request(prompt, max_tokens, model.config.max_position, model.config.vocab_size)
         self.model = model
@@ -75,7 +79,8 @@ class Run:
         self.finish_reason: FinishReason | None = None
         # Chunks of a model with recurrent state have the best bits and speed on the grid, also when memory runs out.
         grid = STATE_GRID if model.config.has_state else 1
-        self.prefill = PrefillScheduler(prompt, config, chunk_ends=chunk_ends, grid=grid)
+        self.prefill = PrefillScheduler(prompt, config, chunk_ends=chunk_ends, grid=grid, sizer=sizer)
+        self.chunks: list[ChunkRecord] = []  # of the prompt, as they were run
         # The last token generated is never run, so it needs no place.
         self.space = space or CacheSpace.for_tokens(
             model, len(prompt) + max_tokens - 1, num_slots=config.num_state_slots
@@ -84,6 +89,7 @@ class Run:
         self.logits: Tensor | None = None  # [vocab], after the last step that sampled
         self.num_shrinks = 0  # how often memory ran out and the chunk was halved
         self._canon = canon
+        self._sizer = sizer
         self._sampler = Sampler(sampling or SamplingParams())
         self._eos_ids = eos_ids
 
@@ -96,6 +102,7 @@ class Run:
         """Schedule, build, run, sample, commit. Where memory runs out, the chunk is halved and tried again."""
         while True:
             item, action = self._schedule()
+            started = time.perf_counter()
             try:
                 state = self.cache.reserve(item.span.start, self._states_to_keep(item, action))
                 batch = build_batch([replace(item, state=state)], canon=self._canon, device=self.model.device)
@@ -104,7 +111,7 @@ class Run:
             except BaseException as error:
                 self._abort(item.span, action, error)
             else:
-                self._commit(item.span, action, logits, token)
+                self._commit(item.span, action, logits, token, time.perf_counter() - started)
                 return StepResult(item.span, item.is_prompt, token)
 
     def cancel(self) -> None:
@@ -153,10 +160,15 @@ class Run:
             ) from error
         raise error
 
-    def _commit(self, span: Span, action: Prefill | None, logits: Tensor | None, token: int | None) -> None:
+    def _commit(
+        self, span: Span, action: Prefill | None, logits: Tensor | None, token: int | None, seconds: float
+    ) -> None:
         self.cache.commit(span.end)
         if action is not None:
-            self.prefill.complete(action.chunk)
+            self.prefill.complete(action.chunk, seconds)
+            self._explain(action, seconds)
+        elif self._sizer is not None:
+            self._sizer.record(StepShape(0, num_decodes=1, decode_pasts=span.end, num_logits=1), seconds)
         if logits is None or token is None:
             return
         self.logits = logits[0]
@@ -165,6 +177,21 @@ class Run:
             self.finish("stop")
         elif len(self.tokens) - self.prompt_length >= self.max_tokens:
             self.finish("length")
+
+    def _explain(self, action: Prefill, seconds: float) -> None:
+        chunk, decision = action.chunk, action.decision
+        self.chunks.append(
+            ChunkRecord(
+                start=chunk.start_pos,
+                end=chunk.end_pos,
+                past=chunk.start_pos,
+                rule=decision.rule if decision else "fixed",
+                predicted_s=decision.predicted_s if decision else None,
+                measured_s=seconds,
+                predicted_bytes=decision.predicted_bytes if decision else None,
+                because=decision.because if decision else "",
+            )
+        )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

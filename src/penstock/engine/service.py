@@ -13,9 +13,11 @@ import torch
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine.batcher import Batcher, Notice
-from penstock.engine.capacity import cache_tokens_that_fit
+from penstock.engine.capacity import cache_tokens_that_fit, free_memory_bytes
+from penstock.engine.chunk_sizing import ActivationModel
 from penstock.engine.constraint import ConstraintFactory
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, Listener
+from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
 from penstock.engine.run import CacheSpace, check_request
@@ -30,6 +32,9 @@ from penstock.errors import (
 )
 from penstock.plan.checks import check_int
 from penstock.plan.policy import ScheduleConfig
+from penstock.plan.size_rules import SizeRules
+from penstock.plan.size_settings import check_schedule
+from penstock.plan.sizing import ChunkSizer
 from penstock.plan.step import RequestId
 
 _log = logging.getLogger("penstock.engine")
@@ -37,7 +42,8 @@ _log = logging.getLogger("penstock.engine")
 
 @dataclass(frozen=True)
 class ServiceConfig:
-    """How a service runs. Without a schedule, its chunk size and grid are the model's."""
+    """How a service runs. Without a schedule, its chunk size and grid are the model's; with one, its chunk size is
+    fixed, unless it says that it is automatic."""
 
     schedule: ScheduleConfig | None = None
     cache_tokens: int | None = None  # places for keys and values; None: by the memory that is free
@@ -56,11 +62,30 @@ class Service:
         num_slots = 2 * self.schedule.max_running  # a step reads a state and writes another
         cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots)
         self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens)
+        free_bytes = free_memory_bytes()
         space = CacheSpace.for_tokens(llm.model, cache_tokens, num_slots=num_slots)
+        if (
+            free_bytes is not None
+        ):  # the cache has taken its part, though the system may not have given it yet
+            free_bytes = max(free_bytes - _num_bytes(space), 0)
+        self._rules = llm.size_rules(free_bytes)
+        if not self.schedule.auto_chunk:
+            self._rules = SizeRules(
+                fixed=self.schedule.chunk_size,
+                max_activation_bytes=llm.size.max_activation_bytes,
+                grid=self.schedule.grid,
+            )
+        self._activations = ActivationModel(llm.model, joins_past=True)
         # The last token of an answer is never run, so it needs no place.
         self.max_request_tokens = min(llm.context_length, space.blocks.num_blocks * BLOCK_TOKENS + 1)
         self._batcher = Batcher(
-            llm.model, llm.canon, space, self.schedule, strict=config.strict, observers=observers
+            llm.model,
+            llm.canon,
+            space,
+            self.schedule,
+            strict=config.strict,
+            observers=observers,
+            sizer=ChunkSizer(self._rules, llm.times, self._activations.step_bytes),
         )
         self._constraints = ConstraintFactory(llm.tokenizer, llm.model.config.vocab_size, llm.eos_ids)
         # Guards the batcher. It is not held while a step runs.
@@ -93,6 +118,9 @@ class Service:
                 f"{num_tokens}, but the cache holds {self.max_request_tokens} tokens: shorten the prompt, ask for "
                 f"fewer tokens, or serve with a larger cache"
             )
+        self._activations.check(
+            self._rules, len(request.token_ids), num_decodes=self.schedule.max_running - 1
+        )
         if request.num_logprobs is not None:
             check_int("num_logprobs", request.num_logprobs, 0)
         request.sampling.check_vocab(model.vocab_size)
@@ -144,6 +172,12 @@ class Service:
     def status(self) -> ServiceStatus:
         with self._changed:
             return self._batcher.status()
+
+    def explain(self, request_id: RequestId) -> tuple[ChunkRecord, ...] | None:
+        """Each chunk of a request's prompt that ran: how long it is and why, what was expected of it and what came.
+        None of a request that is not known, or ended too long ago."""
+        with self._changed:
+            return self._batcher.explain(request_id)
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the cache holds just what the requests do. Waits for the step at hand."""
@@ -228,8 +262,16 @@ def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConf
     if llm.overlap:
         raise SettingError(f"overlap={llm.overlap} is not accepted by a service: give 0, which loses nothing")
     if schedule is None:
-        return ScheduleConfig(chunk_size=llm.chunk.effective, grid=llm.chunk.grid)
+        schedule = ScheduleConfig(
+            chunk_size=llm.most_chunk, grid=llm.chunk.grid, auto_chunk=llm.chunk.is_auto
+        )
+    check_schedule(llm.size, schedule)
     return schedule if schedule.grid >= llm.chunk.grid else replace(schedule, grid=llm.chunk.grid)
+
+
+def _num_bytes(space: CacheSpace) -> int:
+    recurrent = space.tensors.recurrent
+    return space.tensors.kv.num_bytes + (recurrent.num_bytes if recurrent else 0)
 
 
 def _resolve_cache_tokens(

@@ -13,12 +13,12 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def bench(context: typer.Context) -> None:
-    """Measure speed, memory and waiting: prefill, hybrid or serve (options: `penstock bench serve --help`)."""
+    """Measure speed, memory and waiting: prefill, hybrid, serve or sweep (options: `penstock bench sweep --help`)."""
     with reported():
-        raise SystemExit(_run([sys.executable, "-m", "penstock.bench", *context.args]))
+        raise SystemExit(run_program([sys.executable, "-m", "penstock.bench", *context.args]))
 
 
-def _run(command: list[str]) -> int:
+def run_program(command: list[str]) -> int:
     """The exit status of a child, as a shell reports it. A terminal's Ctrl-C reaches the child as well: it says what
     became of its work. So does a request to end, which is passed on."""
     child = subprocess.Popen(command)

@@ -8,7 +8,10 @@ from penstock import __version__
 from penstock.frontends.bench import PASS_ON, bench
 from penstock.frontends.exits import MEANINGS, fill_closed_error, reported
 from penstock.frontends.generate import generate
+from penstock.frontends.plan import plan
 from penstock.frontends.serve import serve
+from penstock.frontends.tune import tune
+from penstock.frontends.verify import verify
 
 app = typer.Typer(
     help="Language models on long prompts, chunk by chunk.",
@@ -19,7 +22,9 @@ app = typer.Typer(
 )
 app.command(epilog=MEANINGS)(generate)
 app.command(epilog=MEANINGS)(serve)
-app.command(context_settings=PASS_ON)(bench)
+app.command(epilog=MEANINGS)(plan)
+for program in (tune, verify, bench):
+    app.command(context_settings=PASS_ON)(program)
 
 
 def _print_version(wanted: bool) -> None:

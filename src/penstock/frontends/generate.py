@@ -2,7 +2,7 @@
 
 import json
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -40,7 +40,31 @@ def generate(
         _prompt(
             metavar="TOKENS",
             help="Read the prompt in chunks of so many tokens; 0 is the whole prompt in one, auto leaves it "
-            "to Penstock. Without it $PENSTOCK_PREFILL_CHUNK applies, else 512.",
+            "to Penstock. Without it $PENSTOCK_PREFILL_CHUNK applies, else auto.",
+        ),
+    ] = None,
+    max_activation: Annotated[
+        str | None,
+        _prompt(
+            metavar="BYTES",
+            help="The most memory that a step may need beside weights and cache, such as 512MiB: chunks are as long "
+            "as that allows. Without it $PENSTOCK_MAX_ACTIVATION applies, else half of what is free.",
+        ),
+    ] = None,
+    target_itl: Annotated[
+        str | None,
+        _prompt(
+            metavar="MS",
+            help="Milliseconds that a step may take at most, as others may wait for it: automatic chunks follow it. "
+            "Without it $PENSTOCK_TARGET_ITL applies.",
+        ),
+    ] = None,
+    target_ttft: Annotated[
+        str | None,
+        _prompt(
+            metavar="MS",
+            help="Milliseconds to a prompt's first token: automatic chunks are as long as that takes, within "
+            "--target-itl. Without it $PENSTOCK_TARGET_TTFT applies.",
         ),
     ] = None,
     align: Annotated[
@@ -87,6 +111,12 @@ def generate(
         _answer(metavar="TEXT", help="End the answer before this text. May be given several times."),
     ] = None,
     as_json: Annotated[bool, _output("--json", help="Print one JSON object instead of the text.")] = False,
+    explain: Annotated[
+        bool,
+        _output(
+            "--explain", help="Tell on standard error of each chunk why it was as long, and how long it took."
+        ),
+    ] = False,
     quiet: Annotated[bool, _output("--quiet", help="Nothing on standard error but errors.")] = False,
 ) -> None:
     """Read a prompt in chunks, answer it on standard output.
@@ -97,10 +127,18 @@ def generate(
         # What can be refused is refused before anything slow: first without torch, then without the model.
         from penstock.errors import SettingError
         from penstock.frontends.prompt import check_text, read_prompt
-        from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_chunk_size
+        from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_size
 
-        ChunkedPrefillConfig(resolve_chunk_size(chunk).effective, overlap)
+        sizing: dict[str, Any] = {
+            "chunk": chunk,
+            "max_activation": max_activation,
+            "target_itl_ms": target_itl,
+            "target_ttft_ms": target_ttft,
+        }
+        ChunkedPrefillConfig(resolve_size(**sizing).chunk.effective, overlap)
         resolve_align(align)
+        if explain and quiet:
+            raise SettingError("--explain contradicts --quiet: leave one of them out")
         if raw and system is not None:
             raise SettingError("--system is not accepted with --raw: put it into the prompt itself")
         for option, text in [("--system", system or ""), *(("--stop", text) for text in stop or ())]:
@@ -108,6 +146,7 @@ def generate(
         whole_prompt = read_prompt(prompt, prompt_file)
 
         from penstock.frontends.answer import answer, load, write
+        from penstock.frontends.explain import explain_lines
         from penstock.frontends.present import make_display
 
         display = make_display(quiet)
@@ -117,7 +156,7 @@ def generate(
 
             sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
             StopMatcher(stop or ())
-        llm = load(model, display, dtype=dtype, chunk=chunk, overlap=overlap, align=align, threads=threads)
+        llm = load(model, display, dtype=dtype, overlap=overlap, align=align, threads=threads, **sizing)
         result = answer(
             llm,
             whole_prompt,
@@ -129,6 +168,9 @@ def generate(
             sampling=sampling,
             stop=stop or (),
         )
+        if explain:
+            for line in explain_lines(result.prefill.records):
+                display.note(line)
         if as_json:
             write(json.dumps(result.to_dict()) + "\n")
         if result.finish_reason == "cancelled":

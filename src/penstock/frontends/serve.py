@@ -1,7 +1,7 @@
 """The command `penstock serve`."""
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -38,7 +38,31 @@ def serve(
         _steps(
             metavar="TOKENS",
             help="The most prompt tokens of a step; 0 runs a prompt whole, auto leaves it to Penstock. Without it "
-            "$PENSTOCK_PREFILL_CHUNK applies, else 512.",
+            "$PENSTOCK_PREFILL_CHUNK applies, else auto.",
+        ),
+    ] = None,
+    max_activation: Annotated[
+        str | None,
+        _steps(
+            metavar="BYTES",
+            help="The most memory that a step may need beside weights and cache, such as 512MiB: chunks are as long "
+            "as that allows. Without it $PENSTOCK_MAX_ACTIVATION applies, else half of what is free.",
+        ),
+    ] = None,
+    target_itl: Annotated[
+        str | None,
+        _steps(
+            metavar="MS",
+            help="Milliseconds from one token of a request to its next while prompts are read: automatic chunks "
+            "follow it. Without it $PENSTOCK_TARGET_ITL applies.",
+        ),
+    ] = None,
+    target_ttft: Annotated[
+        str | None,
+        _steps(
+            metavar="MS",
+            help="Milliseconds to a prompt's first token: automatic chunks are as long as that takes, within "
+            "--target-itl. Without it $PENSTOCK_TARGET_TTFT applies.",
         ),
     ] = None,
     align: Annotated[
@@ -105,19 +129,29 @@ def serve(
 
         from penstock.errors import SettingError
         from penstock.frontends.server.settings import ServerSettings
-        from penstock.plan import resolve_align, resolve_chunk_size
+        from penstock.plan import resolve_align, resolve_size
         from penstock.plan.checks import check_int
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
+        from penstock.plan.size_settings import check_schedule
 
+        sizing: dict[str, Any] = {
+            "chunk": chunk,
+            "max_activation": max_activation,
+            "target_itl_ms": target_itl,
+            "target_ttft_ms": target_ttft,
+        }
+        size = resolve_size(**sizing)
         schedule = ScheduleConfig(
             policy=SchedulePolicy.parse(policy),
-            chunk_size=resolve_chunk_size(chunk).effective,
+            chunk_size=size.chunk.effective,
             step_tokens=step_tokens,
             max_running=max_running,
             max_waiting=max_waiting,
             max_chunk_steps=max_chunk_steps,
             max_decode_steps=max_decode_steps,
+            auto_chunk=size.chunk.is_auto,
         )
+        check_schedule(size, schedule)
         resolve_align(align)
         if cache_tokens is not None:
             check_int("cache_tokens", cache_tokens, 1)
@@ -146,8 +180,8 @@ def serve(
             from penstock.frontends.server.telemetry import Telemetry
 
         with bind(host, port) as listener:
-            llm = load(model, display, dtype=dtype, chunk=chunk, align=align, threads=threads)
-            schedule = replace(schedule, chunk_size=llm.chunk.effective, grid=llm.chunk.grid)
+            llm = load(model, display, dtype=dtype, align=align, threads=threads, **sizing)
+            schedule = replace(schedule, chunk_size=llm.most_chunk, grid=llm.chunk.grid)
             telemetry = Telemetry()
             config = ServiceConfig(schedule, cache_tokens, strict)
             with Service(llm, config, observers=[telemetry]) as service:

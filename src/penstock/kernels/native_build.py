@@ -22,8 +22,8 @@ from penstock.errors import PenstockError
 from penstock.home import cache_home
 
 SOURCES = Path(__file__).parent / "native"
-# Products and sums are contracted nowhere but where the source says so: a row's bits must not depend on the compiler's
-# mood from loop to loop.
+# Products and sums are contracted nowhere but where the source says so: a row's bits must not depend on what the
+# compiler makes of a loop.
 _FLAGS = (
     "-O3",
     "-march=native",

@@ -1,7 +1,15 @@
-"""A model's configuration as the sizes that its memory follows from."""
+"""A model's configuration as what its memory follows from: its sizes, and how its steps are computed."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from penstock.models.config import ModelConfig
 from penstock.plan import DeltaNetShape, ExpertsShape, ModelShape
+from penstock.plan.activation import ModelWorkspace
+from penstock.plan.step_shape import KernelKind, Workspace
+
+if TYPE_CHECKING:  # a decoder imports this file
+    from penstock.models.decoder import Decoder
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
@@ -34,4 +42,35 @@ def model_shape(config: ModelConfig) -> ModelShape:
         )
         if experts and experts.layers
         else None,
+    )
+
+
+def workspace_for(config: ModelConfig, workspace: Workspace) -> ModelWorkspace:
+    """The work space of such a model, on kernels that are known from elsewhere."""
+    return ModelWorkspace(
+        kernels=workspace.kernels,
+        tile_size=workspace.tile_size,
+        num_threads=workspace.num_threads,
+        head_norm=config.head_norm,
+        float32_norm=config.zero_centred_norm,
+        rotary_dim=config.rotary_dim or 0,
+        num_active_experts=config.experts.num_active if config.experts else 0,
+    )
+
+
+def workspace_of(model: "Decoder") -> ModelWorkspace:
+    """The work space of a loaded model, on its own kernels as they are set up."""
+    import torch
+
+    kernels = model.kernels
+    # Heads that native kernels have no code for are left to torch.
+    can_attend = getattr(kernels, "can_attend", None)
+    is_native = can_attend is not None and can_attend(model.dtype, model.config.head_dim)
+    kind: KernelKind = "native" if is_native else "torch"
+    workspace = workspace_for(model.config, Workspace(kind, kernels.tile_size, torch.get_num_threads()))
+    return replace(
+        workspace,
+        row_floor=kernels.row_floor,
+        row_slab=kernels.row_slab,
+        expert_slab=kernels.expert_slab,
     )

@@ -31,7 +31,18 @@ from penstock.plan.settings import (
     resolve_chunk_size,
 )
 from penstock.plan.shape import DeltaNetShape, ExpertsShape, ModelShape
+from penstock.plan.size_rules import SizeDecision, SizeQuestion, SizeRule, SizeRules
+from penstock.plan.size_settings import (
+    MAX_ACTIVATION_VARIABLE,
+    TARGET_ITL_VARIABLE,
+    TARGET_TTFT_VARIABLE,
+    SizeSettings,
+    resolve_size,
+)
+from penstock.plan.sizing import ChunkSizer
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
+from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
 from penstock.plan.tokens import TokenView
 from penstock.plan.units import format_bytes
 
@@ -39,12 +50,16 @@ __all__ = [
     "ALIGN_VARIABLE",
     "CHUNK_VARIABLE",
     "DEFAULT_CHUNK_SIZE",
+    "MAX_ACTIVATION_VARIABLE",
     "STATE_GRID",
+    "TARGET_ITL_VARIABLE",
+    "TARGET_TTFT_VARIABLE",
     "AlignSetting",
     "BatchScheduler",
     "CacheLimits",
     "ChunkOrderError",
     "ChunkSetting",
+    "ChunkSizer",
     "ChunkedPrefillConfig",
     "DeltaNetShape",
     "ExpertsShape",
@@ -64,12 +79,21 @@ __all__ = [
     "ScheduleConfig",
     "SchedulePolicy",
     "SettingSource",
+    "SizeDecision",
+    "SizeQuestion",
+    "SizeRule",
+    "SizeRules",
+    "SizeSettings",
     "Span",
     "SpanKind",
     "StartDecode",
     "StepOrderError",
     "StepPlan",
+    "StepShape",
+    "StepTimeCoefficients",
+    "StepTimeModel",
     "TokenView",
+    "Workspace",
     "YieldToDecode",
     "create_prefill_chunks",
     "create_prefill_chunks_at",
@@ -79,4 +103,5 @@ __all__ = [
     "prefill_chunk_span",
     "resolve_align",
     "resolve_chunk_size",
+    "resolve_size",
 ]

@@ -12,11 +12,11 @@ from penstock.plan.checks import check_int
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.request import Span
 from penstock.plan.shares import Want, share_chunks
+from penstock.plan.size_rules import SizeDecision
+from penstock.plan.sizing import ChunkSizer
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
+from penstock.plan.step_budget import StepBudget
 from penstock.plan.turns import Turns
-
-# Once memory ran out, chunks stay halved for so many steps.
-SHRUNK_STEPS = 64
 
 RequestPhase = Literal["waiting", "prompt", "decode"]
 
@@ -57,11 +57,16 @@ class BatchScheduler:
 
     A request is admitted when the cache has room for what is known of it; it may run out of room later, as answers
     grow. Then the newest request gives way, and goes on when there is room again. The oldest never does.
+
+    A sizer, where there is one, learns from every step that was committed with its seconds. With `auto_chunk` it says
+    how many prompt tokens a step has. Its target between tokens bounds the steps that a decode is in, or waits for:
+    where there is none, nobody would gain by a shorter step.
     """
 
-    def __init__(self, config: ScheduleConfig, limits: CacheLimits) -> None:
+    def __init__(self, config: ScheduleConfig, limits: CacheLimits, sizer: ChunkSizer | None = None) -> None:
         self.config = config
         self.limits = limits
+        self._budget = StepBudget(config, sizer)
         self._requests: dict[RequestId, TrackedRequest] = {}  # all three in order of arrival
         self._running: list[TrackedRequest] = []
         self._waiting: list[TrackedRequest] = []
@@ -70,9 +75,12 @@ class BatchScheduler:
         self._num_commits = 0
         self._issued: StepPlan | None = None
         self._is_out_of_turn = False  # the issued step is one request's alone
-        self._shrunk_budget: int | None = None
-        self._num_shrunk_left = 0
         self._turns = Turns(config)
+
+    @property
+    def decision(self) -> SizeDecision | None:
+        """Why the last step that was planned has as many prompt tokens; None if it has none."""
+        return self._budget.decision
 
     @property
     def num_running(self) -> int:
@@ -124,6 +132,7 @@ class BatchScheduler:
             )
         self._num_arrived += 1
         self._requests[request_id] = request
+        self._budget.arrive(request_id)
         self._waiting.append(request)
 
     def remove(self, request_id: RequestId) -> None:
@@ -156,9 +165,11 @@ class BatchScheduler:
                 self._admit(1)
         return None
 
-    def commit(self, plan: StepPlan, finished: Collection[RequestId] = ()) -> None:
-        """The step ran: its tokens are in the cache, and where it samples one more token is known. Those that are
-        finished by it are forgotten."""
+    def commit(
+        self, plan: StepPlan, finished: Collection[RequestId] = (), seconds: float | None = None
+    ) -> None:
+        """The step ran, in so many seconds: its tokens are in the cache, and where it samples one more token is
+        known. Those that are finished by it are forgotten."""
         self._check_issued(plan, "committed")
         for request_id in set(finished).difference(planned.request_id for planned in plan.spans):
             raise StepOrderError(f"request {request_id!r} cannot finish in a step that has no span of it")
@@ -175,6 +186,7 @@ class BatchScheduler:
                 )
         self._issued = None
         self._num_commits += 1
+        self._budget.count(plan, seconds)
         if not self._is_out_of_turn:
             self._turns.count(
                 has_decodes=plan.num_chunk_tokens < plan.num_tokens,
@@ -189,10 +201,6 @@ class BatchScheduler:
                 request.turn = 2 * self._num_commits + 1
         for request_id in set(finished):
             self._forget(self._requests[request_id])
-        if self._num_shrunk_left:
-            self._num_shrunk_left -= 1
-            if self._num_shrunk_left == 0:
-                self._shrunk_budget = None
 
     def abort(self, plan: StepPlan) -> None:
         """The step did not run: every request stands where it stood. Preemptions stand, what they freed is gone."""
@@ -205,13 +213,7 @@ class BatchScheduler:
         """Abort the step since memory ran out in it: the next 64 committed steps read at most half as many tokens,
         on the grid where that is above it. False if there is nothing to halve."""
         self.abort(plan)
-        half = plan.num_chunk_tokens // 2
-        if half == 0:
-            return False
-        grid = self.config.grid
-        self._shrunk_budget = half // grid * grid if half > grid else half
-        self._num_shrunk_left = SHRUNK_STEPS
-        return True
+        return self._budget.shrink(plan.num_chunk_tokens)
 
     def check_integrity(self) -> None:
         """AssertionError unless requests, lists and blocks agree."""
@@ -257,23 +259,28 @@ class BatchScheduler:
         """The spans that the policy and the budgets want in the next step, whether there is room for them or not."""
         decodes = [request for request in self._running if request.kind is SpanKind.DECODE]
         prompts = [request for request in self._running if request.kind is not SpanKind.DECODE]
+        held: list[TrackedRequest] = []
         if decodes and prompts:
-            decodes = decodes if self._turns.takes_decodes() else []
             prompts = prompts if self._turns.takes_chunks() else []
+            if not self._turns.takes_decodes():
+                decodes, held = [], decodes
         choices = [_Choice(request, request.num_tokens) for request in decodes]
-        return choices + self._choose_chunks(prompts, num_decodes=len(decodes))
+        return choices + self._choose_chunks(prompts, decodes, held)
 
-    def _choose_chunks(self, prompts: Sequence[TrackedRequest], num_decodes: int) -> list[_Choice]:
+    def _choose_chunks(
+        self,
+        prompts: Sequence[TrackedRequest],
+        decodes: Sequence[TrackedRequest] = (),
+        held: Sequence[TrackedRequest] = (),
+    ) -> list[_Choice]:
         by_turn = sorted(prompts, key=_by_turn)
-        budget = self.config.chunk_budget(num_decodes)
-        if self._shrunk_budget is not None:
-            budget = self._shrunk_budget if budget is None else min(budget, self._shrunk_budget)
-            if self.config.chunk_size == 0:
-                by_turn = by_turn[:1]
+        if self._budget.is_shrunk and self.config.chunk_size == 0:
+            by_turn = by_turn[:1]
+        budget = self._budget.settle(by_turn, decodes, held)
         ends = share_chunks(
             [Want(request.num_run, request.furthest_end) for request in by_turn],
-            budget,
-            min_share=self.config.min_share,
+            budget.num_tokens,
+            min_share=budget.min_share,
             grid=self.config.grid,
         )
         return [
@@ -301,7 +308,7 @@ class BatchScheduler:
         if request.kind is SpanKind.DECODE:
             choice = _Choice(request, request.num_tokens)
         else:
-            (choice,) = self._choose_chunks([request], num_decodes=0)
+            (choice,) = self._choose_chunks([request])
         reach = (request.num_held + self._num_free) * self.limits.block_tokens
         if reach < choice.end:
             choice = _Choice(request, reach // self.config.grid * self.config.grid)
@@ -357,6 +364,7 @@ class BatchScheduler:
     def _forget(self, request: TrackedRequest) -> None:
         (self._running if request.is_running else self._waiting).remove(request)
         del self._requests[request.id]
+        self._budget.forget(request.id)
         self._num_free += request.num_held
 
     def _num_new_blocks(self, request: TrackedRequest, end: int) -> int:

@@ -89,14 +89,15 @@ def create_prefill_chunks_at(prompt_tokens: Sequence[int], ends: Iterable[int]) 
 
 
 def _cut(prompt_tokens: Sequence[int], spans: Iterable[Span]) -> tuple[PrefillChunk, ...]:
-    num_tokens = len(prompt_tokens)
-    return tuple(
-        PrefillChunk(
-            tokens=TokenView(prompt_tokens, span.start, span.end),
-            start_pos=span.start,
-            end_pos=span.end,
-            chunk_index=index,
-            is_last=span.end == num_tokens,
-        )
-        for index, span in enumerate(spans)
+    return tuple(cut_chunk(prompt_tokens, span.start, span.end, index) for index, span in enumerate(spans))
+
+
+def cut_chunk(prompt_tokens: Sequence[int], start: int, end: int, chunk_index: int) -> PrefillChunk:
+    """The chunk [start, end) of a prompt."""
+    return PrefillChunk(
+        tokens=TokenView(prompt_tokens, start, end),
+        start_pos=start,
+        end_pos=end,
+        chunk_index=chunk_index,
+        is_last=end == len(prompt_tokens),
     )

@@ -1,26 +1,25 @@
-"""How much memory a prefill needs at its peak, whole and in chunks, from the model's shape alone."""
+"""How much memory a model and a prefill need at their peak, whole and in chunks, from the model's shape alone."""
 
 from dataclasses import dataclass
 
+from penstock.plan.activation import LANES, REFERENCE, StepMemory, step_phases
 from penstock.plan.checks import check_int
 from penstock.plan.chunks import num_prefill_chunks, prefill_chunk_span
-from penstock.plan.config import STATE_GRID, ChunkedPrefillConfig
+from penstock.plan.config import ChunkedPrefillConfig
 from penstock.plan.request import Span
-from penstock.plan.shape import DeltaNetShape, ExpertsShape, ModelShape
+from penstock.plan.shape import ModelShape
+from penstock.plan.step_shape import StepShape, Workspace
 from penstock.plan.units import format_bytes
 
-# The delta rule keeps its state in float32; so do a router its probabilities and experts their sum.
+# The delta rule keeps its state in float32, and its layers the small weights.
 _FLOAT32_BYTES = 4
-# Blocks of a delta rule that are prepared together where there are threads for it.
-_MOST_BLOCKS_AT_ONCE = 8
-# The heads' decays and write strengths are projected with rows of whole vectors.
-_VECTOR = 64
 
 
 @dataclass(frozen=True)
 class PrefillMemoryParts:
     """The K/V cache, the recurrent state, and the high-water mark of each kind of activation over the chunks of a
-    prefill. `mlp_bytes` is of the dense feed-forward block or the experts, whichever needs more.
+    prefill. `mlp_bytes` is of the dense feed-forward block or the experts, whichever needs more;
+    `attention_output_bytes` has rotated queries, what they attend to, and the kernel's work space.
 
     The phases of a layer never live at the same time: the peak is the largest phase, not a sum of the parts.
     """
@@ -38,10 +37,13 @@ class PrefillMemoryParts:
     recurrent_bytes: int = 0
     delta_net_bytes: int = 0
     delta_net_phase_bytes: int = 0
+    input_bytes: int = 0  # token ids, positions, rotary tables
+    start_phase_bytes: int = 0
 
     @property
     def activation_bytes(self) -> int:
         return max(
+            self.start_phase_bytes,
             self.attention_phase_bytes,
             self.delta_net_phase_bytes,
             self.mlp_phase_bytes,
@@ -99,10 +101,12 @@ def peak_memory_estimate(
     kv_dtype_bytes: int | None = None,
     fused_attention: bool = True,
     logits_dtype_bytes: int = 4,
+    workspace: Workspace = REFERENCE,
 ) -> PrefillMemoryEstimate:
     """Peak memory of a prompt of `prompt_tokens` tokens, whole and cut as `config` says.
 
-    `kv_dtype_bytes` is `dtype_bytes` unless given. Fused attention holds no scores.
+    `kv_dtype_bytes` is `dtype_bytes` unless given. Fused attention holds no scores. `workspace` says what computes a
+    step: see `penstock.plan.activation`.
     """
     check_int("prompt_tokens", prompt_tokens, 0)
     check_int("dtype_bytes", dtype_bytes, 1)
@@ -110,14 +114,25 @@ def peak_memory_estimate(
     kv_dtype_bytes = dtype_bytes if kv_dtype_bytes is None else check_int("kv_dtype_bytes", kv_dtype_bytes, 1)
 
     def parts(config: ChunkedPrefillConfig) -> PrefillMemoryParts:
+        spans = _worst_spans(prompt_tokens, config)
+        phases = [
+            phase
+            for span in spans
+            for phase in _phases(
+                shape,
+                span,
+                StepShape.of_chunk(len(span), span.start, is_last=True),  # as any may be, where chunks are balanced
+                dtype_bytes=dtype_bytes,
+                fused_attention=fused_attention,
+                logits_dtype_bytes=logits_dtype_bytes,
+                workspace=workspace,
+            )
+        ]
+        num_slots = (config if len(spans) > 1 else ChunkedPrefillConfig()).num_state_slots
         return _parts(
-            shape,
-            prompt_tokens,
-            config,
-            dtype_bytes=dtype_bytes,
-            kv_dtype_bytes=kv_dtype_bytes,
-            fused_attention=fused_attention,
-            logits_dtype_bytes=logits_dtype_bytes,
+            phases,
+            kv_cache_bytes=prompt_tokens * kv_token_bytes(shape, kv_dtype_bytes),
+            recurrent_bytes=num_slots * state_slot_bytes(shape, dtype_bytes) if spans else 0,
         )
 
     return PrefillMemoryEstimate(
@@ -128,115 +143,111 @@ def peak_memory_estimate(
     )
 
 
-def _parts(
-    shape: ModelShape,
-    num_tokens: int,
-    config: ChunkedPrefillConfig,
-    *,
-    dtype_bytes: int,
-    kv_dtype_bytes: int,
-    fused_attention: bool,
-    logits_dtype_bytes: int,
-) -> PrefillMemoryParts:
-    spans = _worst_spans(num_tokens, config)
-    chunk = max(map(len, spans), default=0)
-    query_size = shape.num_heads * shape.head_dim
-    kv_size = shape.num_kv_heads * shape.head_dim
-    has_attention = shape.num_attention_layers > 0
-
-    # Bytes per token of a chunk, by the tensors that hold them.
-    hidden = dtype_bytes * 2 * shape.hidden_size  # residual, normed input: 2 x [chunk, hidden]
-    # queries [chunk, heads, head_dim], with their gates twice that; keys and values 2 x [chunk, kv_heads, head_dim]
-    projected_size = (2 if shape.gated_attention else 1) * query_size + 2 * kv_size
-    projection = dtype_bytes * projected_size if has_attention else 0
-    attention_output = dtype_bytes * query_size if has_attention else 0  # [chunk, heads, head_dim]
-    mlp = _mlp_per_token(shape, dtype_bytes)
-
-    def scores_bytes(span: Span) -> int:
-        # [heads, chunk, past + chunk]; past + chunk is where the chunk ends
-        if fused_attention or not has_attention:
-            return 0
-        return dtype_bytes * shape.num_heads * len(span) * span.end
-
-    # The head runs once, on the prompt's last row: [1, vocab].
-    logits_bytes = logits_dtype_bytes * shape.vocab_size if spans else 0
-    last_row_bytes = dtype_bytes * shape.hidden_size if spans else 0  # [1, hidden]
-
-    attention_per_token = hidden + projection + attention_output if has_attention else 0
-    net = shape.delta_net if spans else None
-    num_slots = config.num_state_slots if len(spans) > 1 else ChunkedPrefillConfig().num_state_slots
-    delta_net_bytes = (
-        chunk * _delta_net_per_token(net, dtype_bytes) + _delta_rule_bytes(net, chunk) if net else 0
-    )
-    return PrefillMemoryParts(
-        # keys and values of every attention layer: 2 x [layers, tokens, kv_heads, head_dim]
-        kv_cache_bytes=kv_dtype_bytes * 2 * shape.num_attention_layers * num_tokens * kv_size,
-        hidden_bytes=chunk * hidden,
-        projection_bytes=chunk * projection,
-        attention_output_bytes=chunk * attention_output,
-        attention_scores_bytes=max(map(scores_bytes, spans), default=0),
-        mlp_bytes=chunk * mlp,
-        logits_bytes=logits_bytes,
-        attention_phase_bytes=max(
-            (len(span) * attention_per_token + scores_bytes(span) for span in spans), default=0
-        ),
-        mlp_phase_bytes=chunk * (hidden + mlp),
-        head_phase_bytes=last_row_bytes + logits_bytes,
-        recurrent_bytes=num_slots * _slot_bytes(net, dtype_bytes) if net else 0,
-        delta_net_bytes=delta_net_bytes,
-        delta_net_phase_bytes=chunk * hidden + delta_net_bytes if net else 0,
-    )
+def kv_token_bytes(shape: ModelShape, kv_dtype_bytes: int) -> int:
+    """The keys and values of one token in every attention layer: 2 x [layers, kv_heads, head_dim]."""
+    return kv_dtype_bytes * 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim
 
 
-def _mlp_per_token(shape: ModelShape, dtype_bytes: int) -> int:
-    """Bytes per token of the feed-forward block, in the layers that need the most."""
-    # gate, up, their product: 3 x [chunk, intermediate]
-    dense = dtype_bytes * 3 * shape.intermediate_size if shape.num_dense_layers else 0
-    return max(
-        dense, _experts_per_token(shape.experts, shape.hidden_size, dtype_bytes) if shape.experts else 0
-    )
-
-
-def _experts_per_token(experts: ExpertsShape, hidden_size: int, dtype_bytes: int) -> int:
-    # router probabilities [chunk, experts], sum of the experts' outputs [chunk, hidden]
-    routed = _FLOAT32_BYTES * (experts.num_experts + hidden_size)
-    # Experts run one after the other; at worst every token is sent to one of them: its inputs and outputs
-    # 2 x [chunk, hidden], its gate, up and their product 3 x [chunk, expert]
-    expert = dtype_bytes * (2 * hidden_size + 3 * experts.intermediate_size)
-    return routed + expert + dtype_bytes * 3 * experts.shared_intermediate_size  # 3 x [chunk, shared]
-
-
-def _delta_net_per_token(net: DeltaNetShape, dtype_bytes: int) -> int:
-    lanes = _rounded_up(net.num_value_heads, _VECTOR)
-    # into the convolution [chunk, conv], output gate [chunk, values], decays and strengths 2 x [chunk, lanes]
-    projected = dtype_bytes * (net.conv_size + net.value_size + 2 * lanes)
-    # the layer's output [chunk, values]; decays and strengths again, in float32
-    held = dtype_bytes * net.value_size + _FLOAT32_BYTES * 2 * lanes
-    # The delta rule: out of the convolution [chunk, conv], and its own output in float32 [chunk, values]
-    rule = dtype_bytes * net.conv_size + _FLOAT32_BYTES * net.value_size
-    # The gated norm after it holds no more: it goes over that output a few rows at a time.
-    return projected + held + rule
-
-
-def _delta_rule_bytes(net: DeltaNetShape, chunk: int) -> int:
-    """At most: how many blocks are prepared at once depends on the threads, up to a number that no chunk exceeds."""
-    num_blocks = min(-(-chunk // STATE_GRID), _MOST_BLOCKS_AT_ONCE)
-    # A head's queries, keys and both scaled 4 x [block, key_dim]; values before and after, output
-    # 3 x [block, value_dim]; products of keys, their inverse, products with queries 3 x [block, block]
-    per_row = 4 * net.key_head_dim + 3 * net.value_head_dim + 3 * STATE_GRID
-    return _FLOAT32_BYTES * num_blocks * net.num_value_heads * STATE_GRID * per_row
-
-
-def _slot_bytes(net: DeltaNetShape, dtype_bytes: int) -> int:
-    """One sequence's state: in each layer the convolution's last inputs and a matrix a head."""
+def state_slot_bytes(shape: ModelShape, dtype_bytes: int) -> int:
+    """One recurrent state: in each delta-net layer the convolution's last inputs and a matrix a head."""
+    net = shape.delta_net
+    if net is None:
+        return 0
     tail = dtype_bytes * (net.conv_kernel - 1) * net.conv_size  # [taps - 1, conv]
     # [heads, key_dim, value_dim]
     matrix = _FLOAT32_BYTES * net.num_value_heads * net.key_head_dim * net.value_head_dim
     return net.num_layers * (tail + matrix)
 
 
-def _rounded_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def weight_bytes(shape: ModelShape, dtype_bytes: int) -> int:
+    """The weights as they lie in memory: matrices in whole vectors, and the output head beside the embedding, also
+    where a file has them as one. Biases and the norms of single heads, which no size tells of, are left out."""
+    check_int("dtype_bytes", dtype_bytes, 1)
+    hidden = shape.hidden_size
+    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    projected = (2 if shape.gated_attention else 1) * query + 2 * kv
+    elements = 2 * shape.vocab_size * hidden + hidden  # embedding, head, the last norm
+    elements += shape.num_layers * 2 * hidden  # norms
+    elements += shape.num_attention_layers * (projected + query) * hidden
+    elements += shape.num_dense_layers * 3 * _whole_lanes(shape.intermediate_size) * hidden
+    float32_elements = 0
+    if net := shape.delta_net:
+        lanes = _whole_lanes(net.num_value_heads)
+        elements += net.num_layers * (net.conv_size + 2 * net.value_size + 2 * lanes) * hidden
+        # taps, decay's rate and bias, the norm of a head
+        float32_elements = net.num_layers * (net.conv_kernel * net.conv_size + 2 * lanes + net.value_head_dim)
+    if experts := shape.experts:
+        widths = experts.num_experts * _whole_lanes(experts.intermediate_size)
+        widths += _whole_lanes(experts.shared_intermediate_size)
+        routed = experts.num_experts + (LANES if experts.shared_intermediate_size else 0)
+        elements += experts.num_layers * (3 * widths + routed) * hidden
+    return dtype_bytes * elements + _FLOAT32_BYTES * float32_elements
+
+
+@dataclass(frozen=True)
+class _PhaseWithScores:
+    memory: StepMemory
+    scores_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.memory.peak_bytes + self.scores_bytes
+
+
+def _phases(
+    shape: ModelShape,
+    span: Span,
+    step: StepShape,
+    *,
+    dtype_bytes: int,
+    fused_attention: bool,
+    logits_dtype_bytes: int,
+    workspace: Workspace,
+) -> list[_PhaseWithScores]:
+    # [heads, chunk, past + chunk]; past + chunk is where the chunk ends
+    scores_bytes = 0 if fused_attention else dtype_bytes * shape.num_heads * len(span) * span.end
+    return [
+        _PhaseWithScores(phase, scores_bytes if phase.phase == "attention" else 0)
+        for phase in step_phases(
+            shape,
+            step,
+            dtype_bytes=dtype_bytes,
+            workspace=workspace,
+            logits_dtype_bytes=logits_dtype_bytes,
+        )
+    ]
+
+
+def _parts(
+    phases: list[_PhaseWithScores], *, kv_cache_bytes: int, recurrent_bytes: int
+) -> PrefillMemoryParts:
+    def most(name: str) -> int:
+        return max((getattr(phase.memory, name) for phase in phases), default=0)
+
+    def peak(name: str) -> int:
+        return max((phase.peak_bytes for phase in phases if phase.memory.phase == name), default=0)
+
+    return PrefillMemoryParts(
+        kv_cache_bytes=kv_cache_bytes,
+        hidden_bytes=most("hidden_bytes"),
+        projection_bytes=most("projection_bytes"),
+        attention_output_bytes=most("attention_bytes"),
+        attention_scores_bytes=max((phase.scores_bytes for phase in phases), default=0),
+        mlp_bytes=most("mlp_bytes"),
+        logits_bytes=most("logits_bytes"),
+        attention_phase_bytes=peak("attention"),
+        mlp_phase_bytes=peak("mlp"),
+        head_phase_bytes=peak("head"),
+        recurrent_bytes=recurrent_bytes,
+        delta_net_bytes=most("delta_net_bytes"),
+        delta_net_phase_bytes=peak("delta_net"),
+        input_bytes=most("input_bytes"),
+        start_phase_bytes=peak("start"),
+    )
+
+
+def _whole_lanes(width: int) -> int:
+    return -(-width // LANES) * LANES
 
 
 def _worst_spans(num_tokens: int, config: ChunkedPrefillConfig) -> tuple[Span, ...]:

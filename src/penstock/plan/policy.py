@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Self
 
 from penstock.errors import SettingError
-from penstock.plan.checks import check_int, check_member
+from penstock.plan.checks import check_bool, check_int, check_member
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
 
 # A chunk that shares its step with others is a multiple of so many tokens, but for a prompt's end: smaller ones would
@@ -46,6 +46,7 @@ class ScheduleConfig:
     `chunk_size` is the most prompt tokens of a step, all its prompts together; 0 runs a prompt whole, one in a step.
     `step_tokens` is the most tokens of a step, decodes included; None is room for a chunk and every decode.
     `grid` is what chunks end on, other than at a prompt's end: 64 for models with recurrent state.
+    With `auto_chunk` a sizer settles each step's budget, at most `chunk_size` and as little as it has to be.
     """
 
     policy: SchedulePolicy = SchedulePolicy.MIXED
@@ -57,6 +58,7 @@ class ScheduleConfig:
     max_decode_steps: int = 8  # decode-priority: steps of decodes in a row while a prompt waits
     max_overtakes: int = 8  # later requests that may be admitted before one that has no room yet
     grid: int = 1
+    auto_chunk: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", SchedulePolicy.parse(self.policy))
@@ -64,6 +66,10 @@ class ScheduleConfig:
         for name in ("max_running", "max_waiting", "max_chunk_steps", "max_decode_steps", "grid"):
             check_int(name, getattr(self, name), 1)
         check_int("max_overtakes", self.max_overtakes, 0)
+        if check_bool("auto_chunk", self.auto_chunk) and self.chunk_size == 0:
+            raise SettingError(
+                "auto_chunk=True contradicts chunk_size=0 (prompts are run whole): give a chunk_size"
+            )
         if self.chunk_size % self.grid:
             raise SettingError(
                 f"chunk_size={self.chunk_size} is not accepted with grid={self.grid}: give a multiple of it"
@@ -93,8 +99,12 @@ class ScheduleConfig:
     @property
     def min_share(self) -> int:
         """What a prompt gets at least of a step that it shares with others, but for its end."""
+        return self.min_share_of(self.chunk_size)
+
+    def min_share_of(self, budget: int) -> int:
+        """The same, of a step that has so many prompt tokens to share."""
         unit = share_unit(self.grid)
-        return max(self.chunk_size // MOST_SHARES // unit * unit, unit)
+        return max(budget // MOST_SHARES // unit * unit, unit)
 
     @property
     def longest_decode_gap(self) -> int:
@@ -110,9 +120,10 @@ class ScheduleConfig:
     @property
     def longest_prompt_gap(self) -> int:
         """The most steps from one chunk of a running request to its next, the latter's included; from its admission
-        to its first, as well. Steps that are shrunk for want of memory serve fewer, and are not counted on."""
+        to its first, as well. Steps that are shrunk for want of memory serve fewer, and are not counted on; nor is it
+        counted on that a sizer lets a step have more than one prompt."""
         budget = self.chunk_budget(self.max_running - 1 if self.policy is SchedulePolicy.MIXED else 0)
-        served = 1 if budget is None else max(budget // self.min_share, 1)
+        served = 1 if budget is None or self.auto_chunk else max(budget // self.min_share, 1)
         num_chunk_steps = -(-self.max_running // served)
         match self.policy:
             case SchedulePolicy.MIXED:

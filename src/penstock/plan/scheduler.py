@@ -2,13 +2,17 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from penstock.errors import PenstockError, PromptError
 from penstock.plan.checks import check_int
-from penstock.plan.chunks import PrefillChunk, create_prefill_chunks, create_prefill_chunks_at
+from penstock.plan.chunks import PrefillChunk, create_prefill_chunks, create_prefill_chunks_at, cut_chunk
 from penstock.plan.config import ChunkedPrefillConfig, PrefillPriority
 from penstock.plan.memory import peak_memory_estimate
 from penstock.plan.shape import ModelShape
+from penstock.plan.size_rules import SizeDecision, SizeQuestion
+from penstock.plan.sizing import ChunkSizer
+from penstock.plan.step_shape import StepShape
 
 
 class ChunkOrderError(PenstockError, RuntimeError):
@@ -17,9 +21,11 @@ class ChunkOrderError(PenstockError, RuntimeError):
 
 @dataclass(frozen=True)
 class Prefill:
-    """Run this chunk, then report it with `complete`, or with `abandon` if its step failed."""
+    """Run this chunk, then report it with `complete`, or with `abandon` if its step failed. `decision` says why it is
+    as long as it is, and what was expected of it, where there is a sizer to tell."""
 
     chunk: PrefillChunk
+    decision: SizeDecision | None = None
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,9 @@ class PrefillScheduler:
     With no decodes waiting no priority yields. With some, prefill-first never yields; interleaved yields once
     between two chunks; decode-priority yields before each chunk as long as decodes wait, but no more than
     `max_decode_steps` times since the chunk before, so that the prompt never starves.
+
+    Chunks are as long as the configuration says, or as a sizer with automatic sizes says of one after the other, from
+    what it has learned by then. A target between tokens then bounds every chunk: others may wait for it.
     """
 
     def __init__(
@@ -53,18 +62,26 @@ class PrefillScheduler:
         *,
         chunk_ends: Sequence[int] | None = None,
         grid: int = 1,
+        sizer: ChunkSizer | None = None,
     ) -> None:
-        """`chunk_ends`, where given, cuts the prompt in place of the configured chunk size and overlap. `grid` is
-        what chunks that are shrunk keep to; the configured size stays as it is."""
+        """`chunk_ends`, where given, cuts the prompt in place of the configured chunk size and overlap, and of any
+        sizer. `grid` is what chunks that are shrunk keep to; the configured size stays as it is."""
         self.config = config
         self._grid = check_int("grid", grid, 1)
         self._prompt = prompt_tokens
         self._num_tokens = len(prompt_tokens)
-        self._chunks = (
-            create_prefill_chunks(prompt_tokens, config)
-            if chunk_ends is None
-            else create_prefill_chunks_at(prompt_tokens, chunk_ends)
-        )
+        self._sizer = sizer
+        self._is_sized = sizer is not None and sizer.rules.is_auto and chunk_ends is None
+        # Those that were run, and those that are planned: all of them, or none but the next where each is sized.
+        self._chunks: list[PrefillChunk] = []
+        if chunk_ends is not None:
+            self._chunks += create_prefill_chunks_at(prompt_tokens, chunk_ends)
+        elif not self._is_sized:
+            self._chunks += create_prefill_chunks(prompt_tokens, config)
+        self._overlap = config.overlap
+        self._most: int | None = None  # tokens of a chunk, once memory ran out
+        self._decision: SizeDecision | None = None  # of the next chunk
+        self._elapsed_s = 0.0
         self._num_complete = 0
         self._issued: PrefillChunk | None = None
         self._yields = 0  # YieldToDecode answers since the last chunk that was completed
@@ -72,12 +89,19 @@ class PrefillScheduler:
 
     @property
     def total_chunks(self) -> int:
-        return len(self._chunks)
+        """Chunks that were run and that are left; where each is sized, as things stand now."""
+        if not self._is_sized or self.is_complete():
+            return len(self._chunks)
+        if self._num_complete == len(self._chunks):
+            end, size = self._num_finished_tokens(), self._decide(self._num_finished_tokens(), 0).size
+        else:
+            end, size = self._chunks[-1].end_pos, len(self._chunks[-1])
+        return len(self._chunks) + -(-(self._num_tokens - end) // size)
 
     def next_action(self, decodes_waiting: int = 0) -> PrefillAction:
         """What to do now, given how many other requests have a decode step waiting."""
         check_int("decodes_waiting", decodes_waiting, 0)
-        if not self._chunks:
+        if self._num_tokens == 0:
             raise PromptError("the prompt is empty: give at least one token, there is nothing to sample from")
         if self._issued is not None:
             raise ChunkOrderError(
@@ -88,13 +112,19 @@ class PrefillScheduler:
         if decodes_waiting > 0 and self._yields < self._max_yields():
             self._yields += 1
             return YieldToDecode()
+        if self._num_complete == len(self._chunks):
+            self._plan_next(decodes_waiting)
         self._issued = self._chunks[self._num_complete]
-        return Prefill(self._issued)
+        return Prefill(self._issued, self._decision or self._explain(self._issued))
 
-    def complete(self, chunk: PrefillChunk) -> None:
-        """Mark the issued chunk as done."""
+    def complete(self, chunk: PrefillChunk, seconds: float | None = None) -> None:
+        """Mark the issued chunk as done. The sizer learns from the seconds that its step took."""
         self._check_issued(chunk, "completed")
-        self._issued = None
+        self._issued = self._decision = None
+        if seconds is not None:
+            self._elapsed_s += seconds
+            if self._sizer is not None:
+                self._sizer.record(_step_of(chunk), seconds)
         self._cuts |= {chunk.start_pos, chunk.end_pos, self.next_start(chunk)}
         self._num_complete += 1
         self._yields = 0
@@ -105,22 +135,29 @@ class PrefillScheduler:
         self._issued = None
 
     def shrink(self, chunk: PrefillChunk) -> None:
-        """Put the issued chunk back and cut what is left of the prompt into chunks of half its size, without
+        """Put the issued chunk back and cut what is left of the prompt into chunks of half its size at most, without
         overlap. A chunk longer than the grid gives a multiple of the grid. A chunk of one token cannot be halved:
         that is an error."""
         self._check_issued(chunk, "shrunk")
         if len(chunk) == 1:
             raise ChunkOrderError(f"chunk {chunk.chunk_index} has one token and cannot be halved")
-        self._issued = None
-        size = _half(len(chunk), self._grid)
-        done = [finished.end_pos for finished in self._chunks[: self._num_complete]]
-        start = done[-1] if done else 0
-        ends = [*done, *range(start + size, self._num_tokens, size), self._num_tokens]
-        self._chunks = create_prefill_chunks_at(self._prompt, ends)
+        self._issued = self._decision = None
+        self._most = size = _half(len(chunk), self._grid)
+        self._overlap = 0
+        del self._chunks[self._num_complete :]
+        if not self._is_sized:
+            start = self._num_finished_tokens()
+            ends = [*range(start + size, self._num_tokens, size), self._num_tokens]
+            for begin, end in pairwise([start, *ends]):
+                self._chunks.append(cut_chunk(self._prompt, begin, end, len(self._chunks)))
 
     def next_start(self, chunk: PrefillChunk) -> int:
         """Where the chunk after this one begins: before its end, if they overlap. The prompt's end after the last."""
-        return chunk.end_pos if chunk.is_last else self._chunks[chunk.chunk_index + 1].start_pos
+        if chunk.is_last:
+            return chunk.end_pos
+        if self._is_sized:  # a chunk no longer than the overlap is not run twice
+            return chunk.end_pos - (self._overlap if len(chunk) > self._overlap else 0)
+        return self._chunks[chunk.chunk_index + 1].start_pos
 
     def lies_on(self, grid: int) -> bool:
         """Whether every chunk that was run, and every one that is left, begins and ends on a grid of so many tokens,
@@ -130,7 +167,7 @@ class PrefillScheduler:
 
     def is_complete(self) -> bool:
         """Whether no chunk is left to run. True of an empty prompt."""
-        return self._num_complete == len(self._chunks)
+        return self._num_finished_tokens() == self._num_tokens
 
     def decode_available(self) -> bool:
         """Whether the prompt's own decoding may start. Never true of an empty prompt."""
@@ -162,6 +199,42 @@ class PrefillScheduler:
             logits_dtype_bytes=logits_dtype_bytes,
         ).savings_ratio
 
+    def _plan_next(self, decodes_waiting: int) -> None:
+        """Have the sizer say how long the next chunk is."""
+        finished = self._num_finished_tokens()
+        start = self.next_start(self._chunks[-1]) if self._chunks else 0
+        self._decision = self._decide(start, decodes_waiting)
+        if start + self._decision.size <= finished:  # it is too short to run anything twice
+            start = finished
+            self._decision = self._decide(start, decodes_waiting)
+        chunk = cut_chunk(self._prompt, start, start + self._decision.size, len(self._chunks))
+        self._chunks.append(chunk)
+
+    def _decide(self, start: int, decodes_waiting: int) -> SizeDecision:
+        assert self._sizer is not None
+        return self._sizer.decide(
+            SizeQuestion(
+                past=start,
+                num_left=self._num_tokens - start,
+                num_held=decodes_waiting,
+                keeps_itl=True,
+                waited_s=self._elapsed_s,
+                most=self._most,
+            )
+        )
+
+    def _explain(self, chunk: PrefillChunk) -> SizeDecision | None:
+        """Why a chunk that was cut beforehand is as long as it is."""
+        if self._sizer is None:
+            return None
+        step, is_halved = _step_of(chunk), self._most is not None
+        return SizeDecision(
+            len(chunk),
+            "halved" if is_halved else "end" if chunk.is_last and self.total_chunks > 1 else "fixed",
+            self._sizer.predict_s(step),
+            self._sizer.predict_bytes(step),
+        )
+
     def _max_yields(self) -> int:
         """How many decode steps in a row may pass before the next chunk."""
         match self.config.priority:
@@ -184,6 +257,10 @@ class PrefillScheduler:
             f"chunk {chunk.chunk_index} [{chunk.start_pos}, {chunk.end_pos}) cannot be {verb}: "
             f"it is not the issued one, {issued}"
         )
+
+
+def _step_of(chunk: PrefillChunk) -> StepShape:
+    return StepShape.of_chunk(len(chunk), chunk.start_pos, is_last=chunk.is_last)
 
 
 def _half(num_tokens: int, grid: int) -> int:

@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from penstock.errors import SettingError
@@ -22,7 +22,8 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 class ChunkSetting:
     """A resolved chunk size: what was asked for, what applies (0: the whole prompt in one chunk), and why.
 
-    What applies is a multiple of `grid`; 1 is no grid.
+    What applies is a multiple of `grid`; 1 is no grid. Where it is automatic, it is what a prompt begins with if
+    nothing speaks for less or more.
     """
 
     requested: str
@@ -30,6 +31,7 @@ class ChunkSetting:
     source: SettingSource
     reason: str
     grid: int = 1
+    is_auto: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class AlignSetting:
 def resolve_chunk_size(
     argument: int | str | None = None, *, environ: Mapping[str, str] | None = None, grid: int = 1
 ) -> ChunkSetting:
-    """The chunk size from the argument, else from `PENSTOCK_PREFILL_CHUNK`, else the default.
+    """The chunk size from the argument, else from `PENSTOCK_PREFILL_CHUNK`, else `auto`.
 
     Either is a number of tokens, 0 (off: the whole prompt in one chunk) or `auto`. Text is taken strictly: no
     spaces, signs or capitals. An overruled source is not read. A size that is not a multiple of `grid`, which
@@ -59,7 +61,7 @@ def resolve_chunk_size(
         return _resolve("chunk_size", argument, "argument", grid)
     if CHUNK_VARIABLE in environ:
         return _resolve(CHUNK_VARIABLE, environ[CHUNK_VARIABLE], "environment", grid)
-    return _on_grid("default", DEFAULT_CHUNK_SIZE, "default", "default", grid)
+    return _auto("default", grid)
 
 
 def resolve_align(argument: bool | None = None, *, environ: Mapping[str, str] | None = None) -> AlignSetting:
@@ -80,13 +82,16 @@ def resolve_align(argument: bool | None = None, *, environ: Mapping[str, str] | 
 
 def _resolve(name: str, value: object, source: SettingSource, grid: int) -> ChunkSetting:
     if value == "auto":
-        reason = f"auto: {DEFAULT_CHUNK_SIZE} for now, no measurements are used yet"
-        return _on_grid("auto", DEFAULT_CHUNK_SIZE, source, reason, grid)
+        return _auto(source, grid)
     size = _number_of_tokens(name, value)
     reason = f"set by {name if source == 'environment' else source}"
     if size == 0:
         reason += ": off, the whole prompt in one chunk"
     return _on_grid(str(size), size, source, reason, grid)
+
+
+def _auto(source: SettingSource, grid: int) -> ChunkSetting:
+    return replace(_on_grid("auto", DEFAULT_CHUNK_SIZE, source, "auto", grid), is_auto=True)
 
 
 def _number_of_tokens(name: str, value: object) -> int:

@@ -8,10 +8,15 @@ from penstock.plan.checks import check_int
 KernelKind = Literal["torch", "native"]
 
 
+def pasts_of_chunk(num_tokens: int, past: int) -> int:
+    """The tokens before each of a chunk's tokens, summed up: those before the chunk, and those in it."""
+    return num_tokens * past + num_tokens * (num_tokens - 1) // 2
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """The spans of one step, summed up. A chunk of n tokens after a past of p tokens adds n to `num_prompt_tokens` and
-    n * p to `token_pasts`."""
+    """The spans of one step, summed up. A chunk adds its tokens to `num_prompt_tokens`, and what each of them sees
+    before it to `token_pasts` (see `pasts_of_chunk`)."""
 
     num_prompt_tokens: int
     token_pasts: int = 0
@@ -30,7 +35,12 @@ class StepShape:
     ) -> "StepShape":
         """One chunk, and decodes beside it."""
         return cls(
-            num_tokens, num_tokens * past, past, num_decodes, decode_pasts, num_logits=num_decodes + is_last
+            num_tokens,
+            pasts_of_chunk(num_tokens, past),
+            past,
+            num_decodes,
+            decode_pasts,
+            num_logits=num_decodes + is_last,
         )
 
     @property

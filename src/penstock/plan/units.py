@@ -1,6 +1,18 @@
-"""Numbers as people read them."""
+"""Numbers as people read and write them."""
+
+import re
+
+from penstock.errors import SettingError
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+# What a unit may be called, in small letters. Of two meanings of a letter, memory has the binary one.
+_FACTORS = {"": 1} | {
+    name: 1024**power
+    for power, unit in enumerate(_UNITS)
+    for name in {unit.lower(), unit.lower().removesuffix("b"), unit[0].lower()}
+}
+_DECIMAL = {"kb": "KiB", "mb": "MiB", "gb": "GiB", "tb": "TiB"}
+_QUANTITY = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", re.ASCII)
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -12,3 +24,30 @@ def format_bytes(num_bytes: int) -> str:
     while round(num_bytes / 1024**power, 1) >= 1024 and power < len(_UNITS) - 1:
         power += 1
     return f"{num_bytes / 1024**power:.1f} {_UNITS[power]}"
+
+
+def parse_bytes(text: object, name: str = "memory") -> int:
+    """The bytes of a text such as 8GiB, 1.5 GiB, 512M or 4096, in binary units whatever their letters' case, at
+    least 1. An int is taken as it is. `name` is the setting that an error names.
+
+    GB is refused: people mean 10^9 or 2^30 by it, and a limit is no place to guess.
+    """
+    accepted = "give bytes with a binary unit, such as 8GiB, 512MiB, 1.5G or 4096"
+    if isinstance(text, int) and not isinstance(text, bool):
+        num_bytes = text
+    elif isinstance(text, str) and (match := _QUANTITY.fullmatch(text)):
+        number, unit = match[1], match[2].lower()
+        if unit in _DECIMAL:
+            raise SettingError(
+                f"{name}={text!r} is not accepted: {match[2]} may mean two things; write {number}{_DECIMAL[unit]}"
+            )
+        if unit not in _FACTORS:
+            raise SettingError(f"{name}={text!r} is not accepted: {match[2]!r} is no unit; {accepted}")
+        whole, _, rest = number.partition(".")
+        # Exact, and a part of a byte is dropped: never more than was said.
+        num_bytes = int(whole + rest) * _FACTORS[unit] // 10 ** len(rest)
+    else:
+        raise SettingError(f"{name}={text!r} is not accepted: {accepted}")
+    if num_bytes < 1:
+        raise SettingError(f"{name}={text!r} is not accepted: it is no byte at all; {accepted}")
+    return num_bytes

@@ -1,0 +1,106 @@
+"""Times single steps of the engine, at any past and in any order: each is run, and none is committed."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from penstock.bench.tune_plan import StepSpec
+from penstock.cache import BLOCK_TOKENS, SequenceCache, StateStep
+from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.run import CacheSpace
+from penstock.engine.sampler import Sampler, SamplingParams
+from penstock.models.decoder import Decoder
+from penstock.plan.request import Span
+
+_READ_CHUNK = 512
+
+
+class StepBench:
+    """One long sequence, whose past a step may begin anywhere in, and short ones that decode beside it."""
+
+    def __init__(
+        self, model: Decoder, canon: Canon, prompt: Sequence[int], specs: Sequence[StepSpec]
+    ) -> None:
+        """Reads what the steps need to be in the cache. `prompt` is as long as the furthest of them."""
+        self._model = model
+        self._canon = canon
+        self._prompt = prompt
+        self._sampler = Sampler(SamplingParams())
+        short = [spec for spec in specs if not spec.is_single_decode]
+        num_short = max((spec.num_decodes for spec in short), default=0)
+        short_past = max((spec.decode_past for spec in short), default=0)
+        longest = max(spec.long_past + max(spec.num_tokens, 1) for spec in specs)
+        num_blocks = -(-longest // BLOCK_TOKENS) + num_short * -(-(short_past + 1) // BLOCK_TOKENS)
+        self._space = CacheSpace.for_tokens(model, num_blocks * BLOCK_TOKENS, num_slots=2 * (1 + num_short))
+        self._long = self._space.new_sequence()
+        self._short = [self._space.new_sequence() for _ in range(num_short)]
+        self._read(self._long, max(spec.long_past for spec in specs))
+        for cache in self._short:
+            self._read(cache, short_past)
+
+    def seconds(self, spec: StepSpec) -> float:
+        """The time of one step, built, run and sampled from, as in the engine. It is not committed: the sequences
+        stand where they stood."""
+        started = time.perf_counter()
+        inputs: list[SpanInput] = []
+        used: list[SequenceCache] = []
+        if spec.num_tokens:
+            inputs.append(
+                self._item(self._long, spec.past, spec.num_tokens, is_prompt=True, wants_logits=False)
+            )
+            used.append(self._long)
+        if spec.is_single_decode:
+            inputs.append(self._item(self._long, spec.decode_past, 1, is_prompt=False, wants_logits=True))
+            used.append(self._long)
+        else:
+            for cache in self._short[: spec.num_decodes]:
+                inputs.append(self._item(cache, spec.decode_past, 1, is_prompt=False, wants_logits=True))
+                used.append(cache)
+        self._forward(inputs)
+        seconds = time.perf_counter() - started
+        for cache in used:
+            cache.abort()
+        return seconds
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless blocks and slots are held for what was read, and for nothing else."""
+        sequences, blocks, slots = (self._long, *self._short), self._space.blocks, self._space.slots
+        blocks.check_integrity()
+        needed = sum(-(-cache.num_tokens // BLOCK_TOKENS) for cache in sequences)
+        assert needed == blocks.num_blocks - blocks.num_free, f"{needed} blocks are needed, others are held"
+        if slots is not None:
+            slots.check_integrity()
+            states = sum(cache.num_tokens > 0 for cache in sequences)
+            assert states == slots.num_slots - slots.num_free, f"{states} states are needed, others are held"
+
+    def _read(self, cache: SequenceCache, num_tokens: int) -> None:
+        while (start := cache.num_tokens) < num_tokens:
+            size = min(_READ_CHUNK, num_tokens - start)
+            self._forward([self._item(cache, start, size, is_prompt=True, wants_logits=False)])
+            cache.commit(start + size)
+
+    def _forward(self, inputs: Sequence[SpanInput]) -> None:
+        batch = build_batch(inputs, canon=self._canon, device=self._model.device)
+        logits = self._model.forward(batch, self._space.tensors)
+        if logits is not None:
+            for row in logits:
+                self._sampler.sample(row, [])
+
+    def _item(
+        self, cache: SequenceCache, start: int, size: int, *, is_prompt: bool, wants_logits: bool
+    ) -> SpanInput:
+        end = start + size
+        cache.blocks.reserve(end)
+        span = Span(start, end)
+        tokens = list(self._prompt[start:end])
+        return SpanInput(span, tokens, cache.blocks, is_prompt, wants_logits, _state(cache, end, size))
+
+
+def _state(cache: SequenceCache, end: int, size: int) -> StateStep | None:
+    """Slots for a step that may begin before the sequence's end: it begins with the state that there is, since a
+    state's values have no part in the time."""
+    if cache.state is None:
+        return None
+    stands = cache.num_tokens
+    step = cache.state.reserve(stands, [stands + size])
+    return replace(step, writes=tuple(replace(write, end=end) for write in step.writes))

@@ -1,0 +1,218 @@
+"""How many tokens of a prompt the next step reads."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import sqrt
+
+from penstock.plan.policy import MOST_SHARES
+from penstock.plan.size_rules import SizeDecision, SizeQuestion, SizeRule, SizeRules
+from penstock.plan.step import SpanKind, StepPlan
+from penstock.plan.step_shape import StepShape, pasts_of_chunk
+from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
+
+# Where a target is to be kept and nothing is known of step times, the first chunk has so many tokens, and no chunk
+# has more than twice as many as the longest before it.
+CAUTIOUS_CHUNK = 64
+# A last chunk below this part of the one before it is a sliver: the last two are then about equal.
+SLIVER = 0.25
+# Beyond any prompt.
+MOST_TOKENS = 1 << 40
+
+StepBytes = Callable[[StepShape], int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Size:
+    """A size on its way through the rules."""
+
+    num_tokens: int
+    rule: SizeRule
+    because: str = ""
+
+
+class ChunkSizer:
+    """Answers one question at a time, from what is known of step times by then.
+
+    An automatic size is the smaller of two: what the memory budget allows and what the latency targets allow. With
+    neither, it is the size that a profile found to be the fastest, or the default. Each is asked anew for every
+    chunk: as the past grows, attention takes longer and needs more, and chunks become smaller.
+    """
+
+    def __init__(
+        self, rules: SizeRules, times: StepTimeModel | None = None, step_bytes: StepBytes | None = None
+    ) -> None:
+        """`step_bytes` tells what a step's activations need; without it memory is no rule."""
+        self.rules = rules
+        self.times = StepTimeModel() if times is None else times
+        self._step_bytes = step_bytes
+        self._last_fit = 0  # in units of the grid
+
+    def decide(self, question: SizeQuestion) -> SizeDecision:
+        """How far to read, no further than what is left."""
+        size = self._fixed(question) if self.rules.fixed is not None else self._auto(question)
+        if question.most is not None and size.num_tokens > question.most:
+            size = _Size(question.most, "halved", "memory ran out in a longer one")
+        if size.num_tokens >= question.num_left:
+            size = replace(size, num_tokens=question.num_left, rule="end")
+        elif self.rules.is_auto and question.num_prompts == 1:
+            size = self._without_sliver(size, question.num_left)
+        step = _step(question, size.num_tokens)
+        return SizeDecision(
+            size.num_tokens, size.rule, self.times.predict(step), self.predict_bytes(step), size.because
+        )
+
+    def record(self, step: StepShape, seconds: float) -> None:
+        """A step ran and took so long."""
+        self.times.record(step, seconds)
+
+    def predict_s(self, step: StepShape) -> float | None:
+        return self.times.predict(step)
+
+    def predict_bytes(self, step: StepShape) -> int | None:
+        return None if self._step_bytes is None else self._step_bytes(step)
+
+    def _fixed(self, question: SizeQuestion) -> _Size:
+        return _Size(self.rules.fixed or question.num_left, "fixed")
+
+    def _auto(self, question: SizeQuestion) -> _Size:
+        rules = self.rules
+        is_waited_for = question.num_decodes > 0 or question.num_held > 0
+        if rules.target_itl_s is not None and (is_waited_for or question.keeps_itl):
+            size = self._within_itl(question, rules.target_itl_s)
+            wanted = self._floor_of_ttft(question)
+            if wanted is not None and wanted > size.num_tokens:
+                size = replace(size, because=f"target_ttft would need {wanted}, target_itl comes first")
+        else:
+            size = self._usual(question, is_waited_for)
+            wanted = self._floor_of_ttft(question)
+            if wanted is not None and wanted > size.num_tokens:
+                size = _Size(min(wanted, rules.most), "latency", "target_ttft asks for as few steps")
+        return self._within_memory(question, replace(size, num_tokens=rules.on_grid(size.num_tokens)))
+
+    def _usual(self, question: SizeQuestion, is_waited_for: bool) -> _Size:
+        """Where no target bounds the step."""
+        rules = self.rules
+        if rules.tuned is not None and not (is_waited_for and rules.tuned > rules.default):
+            return _Size(rules.tuned, "tuned")
+        if rules.max_activation_bytes is not None and not is_waited_for:
+            return _Size(rules.most, "largest")
+        return _Size(rules.default, "default")
+
+    def _within_itl(self, question: SizeQuestion, target_s: float) -> _Size:
+        """The longest chunk whose step keeps the target, by what is known of step times."""
+        rules, times = self.rules, self.times
+        cautious = max(CAUTIOUS_CHUNK, rules.grid)
+        empty = times.predict(replace(_step(question, 0), num_logits=0))
+        if empty is None:
+            return _Size(cautious, "latency", "nothing is known of step times yet")
+        held = StepShape(0, num_decodes=question.num_held, decode_pasts=question.held_pasts)
+        held_s = times.predict(held) if question.num_held else 0.0
+        room_s = target_s - empty - (held_s or 0.0)
+        fitting = min(_tokens_in(room_s, times.coefficients, question), rules.most)
+        if fitting < max(rules.smallest, rules.grid):
+            return _Size(max(rules.smallest, rules.grid), "smallest", "target_itl cannot be kept")
+        if not times.has_prior and fitting > (learned := max(cautious, 2 * times.most_prompt_tokens)):
+            return _Size(learned, "latency", "step times are being learned")
+        return _Size(_rounded_down(fitting), "latency" if fitting < rules.most else "largest")
+
+    def _floor_of_ttft(self, question: SizeQuestion) -> int | None:
+        """The smallest chunk by which the rest of the prompt is predicted to be read in time; None where there is no
+        such target, or no prediction. Pasts are as long as they are, however the prompt is cut: what a larger chunk
+        saves is what each step costs beside its tokens."""
+        target_s = self.rules.target_ttft_s
+        per_step_s = self.times.predict(replace(_step(question, 0), num_logits=0))
+        if target_s is None or per_step_s is None:
+            return None
+        known, num_left = self.times.coefficients, question.num_left
+        tokens_s = num_left * (known.per_token + known.per_token_past * (question.past + num_left / 2))
+        room_s = target_s - question.waited_s - tokens_s
+        num_steps = int(min(room_s / per_step_s, num_left)) if per_step_s > 0 else num_left
+        return -(-num_left // num_steps) if num_steps >= 1 else max(num_left, self.rules.most)
+
+    def _within_memory(self, question: SizeQuestion, size: _Size) -> _Size:
+        """No longer than the budget allows, by bisection: a longer chunk never needs less."""
+        budget, step_bytes, grid = self.rules.budget_bytes, self._step_bytes, self.rules.grid
+        # What is left may be less than the size, and is then all there is to fit in.
+        num_tokens = min(size.num_tokens, question.num_left)
+        if budget is None or step_bytes is None or step_bytes(_step(question, num_tokens)) <= budget:
+            return size
+        fits, too_long = 0, -(-num_tokens // grid)  # in units of the grid
+        # It is often what it was the last time, or a little less.
+        guesses = [self._last_fit + 1, self._last_fit, self._last_fit - 1, self._last_fit - 4]
+        while too_long - fits > 1:
+            middle = guesses.pop(0) if guesses else (fits + too_long) // 2
+            if not fits < middle < too_long:
+                continue
+            if step_bytes(_step(question, middle * grid)) <= budget:
+                fits = middle
+            else:
+                too_long = middle
+        self._last_fit = fits
+        if fits == 0:
+            return _Size(grid, "smallest", "there is hardly any memory left")
+        return _Size(fits * grid, "memory")
+
+    def _without_sliver(self, size: _Size, num_left: int) -> _Size:
+        """Where a chunk of this size would leave a sliver after it, about half of what is left; on the grid, and on
+        whole rows of attention's tiles where chunks are long."""
+        num_tokens = size.num_tokens
+        if num_left - num_tokens >= SLIVER * num_tokens:
+            return size
+        unit = _unit(num_tokens, self.rules.grid)
+        for half in (-(-num_left // (2 * unit)) * unit, num_left // (2 * unit) * unit):
+            rest = num_left - half
+            if SLIVER * num_tokens <= min(half, rest) and max(half, rest) <= num_tokens:
+                return _Size(half, "balanced", size.because)
+        return size
+
+
+def shape_of(plan: StepPlan) -> StepShape:
+    """What a planned step runs. Tokens of a replay run as decodes do."""
+    chunks = [planned.span for planned in plan.spans if planned.kind is SpanKind.CHUNK]
+    others = [planned.span for planned in plan.spans if planned.kind is not SpanKind.CHUNK]
+    return StepShape(
+        num_prompt_tokens=sum(map(len, chunks)),
+        token_pasts=sum(pasts_of_chunk(len(span), span.start) for span in chunks),
+        longest_past=max((span.start for span in chunks), default=0),
+        num_decodes=sum(map(len, others)),
+        decode_pasts=sum(len(span) * (span.start + span.end + 1) // 2 for span in others),
+        num_logits=sum(planned.samples for planned in plan.spans),
+    )
+
+
+def _step(question: SizeQuestion, num_tokens: int) -> StepShape:
+    """The step with a chunk of so many tokens, or equal parts of them; each may end its prompt."""
+    num_parts = min(question.num_prompts, MOST_SHARES)
+    return StepShape(
+        num_prompt_tokens=num_tokens,
+        token_pasts=num_parts * pasts_of_chunk(num_tokens // num_parts, question.past)
+        + num_tokens % num_parts * (question.past + num_tokens // num_parts),
+        longest_past=max(question.longest_past, question.past),
+        num_decodes=question.num_decodes,
+        decode_pasts=question.decode_pasts,
+        num_logits=question.num_decodes + question.num_prompts,
+    )
+
+
+def _tokens_in(room_s: float, known: StepTimeCoefficients, question: SizeQuestion) -> int:
+    """The most prompt tokens that take no longer: n tokens in k equal parts cost linear * n + quadratic * n^2, where
+    the square is of what the tokens of a part see of each other."""
+    if room_s <= 0:
+        return 0
+    linear = known.per_token + known.per_token_past * (question.past - 0.5)
+    quadratic = known.per_token_past / (2 * min(question.num_prompts, MOST_SHARES))
+    root = sqrt(max(linear, 0.0) ** 2 + 4 * quadratic * room_s)
+    # The form of the solution that is right without a square, too; no cost at all is as good as any number.
+    most = 2 * room_s / (max(linear, 0.0) + root) if root > 0 else MOST_TOKENS
+    return int(min(most, MOST_TOKENS))
+
+
+def _unit(num_tokens: int, grid: int) -> int:
+    """What long chunks are cut by: attention runs on whole rows of 64 queries."""
+    return grid if num_tokens < 256 else -(-64 // grid) * grid
+
+
+def _rounded_down(num_tokens: int) -> int:
+    """A size that comes up again: few shapes are learned sooner than many."""
+    unit = 1 if num_tokens < 32 else 8 if num_tokens < 128 else 16 if num_tokens < 512 else 64
+    return num_tokens // unit * unit

@@ -1,0 +1,191 @@
+"""Laws of tuning: what is planned, what is timed, what follows from it, and what is kept."""
+
+import gc
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.bench import tune, tune_measure
+from penstock.bench.tune_measure import best_chunk, fit, fit_error, measure_steps, slowdowns
+from penstock.bench.tune_plan import MIN_ROUNDS, MOST_ROUNDS, StepSpec, plan_tuning
+from penstock.bench.tune_steps import StepBench
+from penstock.engine.llm import LLM
+from penstock.engine.profile import PrefillSample, StepSample, load_profile
+from penstock.plan.step_time import StepTimeCoefficients
+from tests.byte_models import CONTEXT, model_of_bytes
+from tests.oracle import canon_of, load_model, make_oracle, random_prompt
+
+THREADS = str(torch.get_num_threads())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_of_bytes("llama", tmp_path_factory.mktemp("tune") / "model")
+
+
+@pytest.fixture(autouse=True)
+def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture(autouse=True)
+def _quick_collection() -> Iterator[None]:
+    """Garbage is collected before every turn: among what is loaded by now it need not be looked for."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@given(
+    context=st.integers(16, 200_000),
+    speed=st.floats(1.0, 1e6),
+    seconds=st.floats(0.1, 3600.0),
+    quick=st.booleans(),
+)
+def test_a_plan_fits_the_context_and_the_fit(context: int, speed: float, seconds: float, quick: bool) -> None:
+    plan = plan_tuning(context, speed, seconds, quick=quick)
+    for step in plan.steps:
+        assert step.past + step.num_tokens < context
+        assert step.decode_past + 1 < context
+    assert max(plan.prompt_lengths) + 1 < context
+    assert plan.memory_tokens < context
+    assert MIN_ROUNDS <= plan.step_rounds == plan.prompt_rounds <= MOST_ROUNDS
+    assert len(set(plan.steps)) == len(plan.steps) <= 64  # as many kinds as the fit tells apart
+    assert list(plan.chunks) == sorted(set(plan.chunks))
+    if plan.step_rounds > MIN_ROUNDS:
+        assert plan.num_tokens <= seconds * speed * 1.001
+
+
+@given(context=st.integers(64, 20_000), speed=st.floats(10.0, 1e4), seconds=st.floats(1.0, 600.0))
+def test_more_time_is_never_used_for_fewer_rounds_of_the_same_steps(
+    context: int, speed: float, seconds: float
+) -> None:
+    short, long = (plan_tuning(context, speed, value) for value in (seconds, 2 * seconds))
+    assert len(long.steps) >= len(short.steps)
+    if long.steps == short.steps:
+        assert long.step_rounds >= short.step_rounds
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+def test_a_timed_step_holds_nothing_afterwards(family: str) -> None:
+    """Steps at any past, in any order, with decodes beside them."""
+    model = load_model(make_oracle(family).folder)
+    canon, prompt = canon_of(model), random_prompt(700)
+    specs = [StepSpec(128, 512), StepSpec(64, 0, 3, 60), StepSpec(0, 0, 1, 256), StepSpec(64, 576)]
+    bench = StepBench(model, canon, prompt, specs)
+    for spec in (*specs, *reversed(specs)):
+        assert bench.seconds(spec) > 0
+        bench.check_integrity()
+
+
+def test_what_follows_from_known_times_is_known() -> None:
+    truth = StepTimeCoefficients(0.01, 1e-3, 2e-7, 4e-3, 1e-6)
+    specs = plan_tuning(8192, 5000.0, 240.0).steps
+    samples = [
+        StepSample(
+            spec.num_tokens,
+            spec.past,
+            spec.num_decodes,
+            spec.num_decodes * spec.decode_past,
+            truth.seconds(spec.shape),
+        )
+        for spec in specs
+    ]
+    assert all(sample.shape == spec.shape for sample, spec in zip(samples, specs, strict=True))
+    error = fit_error(fit(samples), samples)
+    assert error.median < 0.01
+    assert error.p95 < 0.05
+    far_off = [replace(sample, seconds=2 * sample.seconds) for sample in samples]
+    assert fit_error(truth, far_off).median == pytest.approx(0.5)
+
+
+def test_the_smallest_chunk_within_two_percent_is_the_best() -> None:
+    def prefills(*seconds: float) -> list[PrefillSample]:
+        return [PrefillSample(128 << index, 1024, value) for index, value in enumerate(seconds)]
+
+    assert best_chunk(prefills(2.0, 1.5, 1.01, 1.0)) == 512
+    assert best_chunk(prefills(2.0, 1.5, 1.05, 1.0)) == 1024
+    assert best_chunk(prefills(1.0, 1.5, 1.05, 1.0)) == 128
+    # Over several lengths each counts the same, however long it takes.
+    both = [*prefills(1.0, 1.2), PrefillSample(128, 4096, 40.0), PrefillSample(256, 4096, 30.0)]
+    assert slowdowns(both) == pytest.approx({128: (1 + 4 / 3) / 2, 256: (1.2 + 1) / 2})
+    assert best_chunk(both) == 256
+
+
+def test_every_step_has_a_turn_in_every_round(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(folder, dtype="float32", chunk=512)
+    plan = plan_tuning(300, 1.0, 1.0, quick=True)
+    diary: list[StepSpec] = []
+
+    class Diary(StepBench):
+        def seconds(self, spec: StepSpec) -> float:
+            diary.append(spec)
+            return super().seconds(spec)
+
+    monkeypatch.setattr(tune_measure, "StepBench", Diary)
+    samples = measure_steps(llm, random_prompt(300), plan, lambda line: None)
+    count = len(plan.steps)
+    rounds = [diary[index : index + count] for index in range(count, len(diary), count)]  # after the warm-up
+    assert len(rounds) == plan.step_rounds
+    assert all(set(order) == set(plan.steps) for order in rounds)
+    assert len({tuple(order) for order in rounds}) > 1
+    assert [sample.shape for sample in samples] == [spec.shape for spec in plan.steps]
+
+
+def test_a_small_model_end_to_end(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["--model", str(folder), "--dtype", "float32", "--threads", THREADS]
+    assert tune.main([*common, "--show"]) == 1
+    assert "penstock tune makes one" in capsys.readouterr().err
+    plot, output = tmp_path / "out" / "tune.png", tmp_path / "out" / "tune.json"
+    assert (
+        tune.main([*common, "--quick", "--seconds", "0.5", "--plot", str(plot), "--json", str(output)]) == 0
+    )
+    printed = capsys.readouterr().out
+    assert plot.stat().st_size > 10_000
+    llm = LLM(folder, dtype="float32")
+    profile = load_profile(llm)
+    assert profile is not None
+    written = json.loads(output.read_text())
+    assert written["best_chunk"] == profile.best_chunk
+    assert written["fit_error"]["median"] >= 0
+    assert profile.best_chunk in {each.chunk for each in profile.measurements.prefills}
+    assert max(each.prompt_tokens for each in profile.measurements.prefills) < CONTEXT
+    assert profile.coefficients.per_token > 0
+    assert all(each.expected_bytes > 0 for each in profile.measurements.memory)
+    assert f"best chunk for time to first token: {profile.best_chunk:,}" in printed
+    # What was found is shown again, from the file that was named, and is what `auto` starts from.
+    assert tune.main([*common, "--show"]) == 0
+    assert capsys.readouterr().out == "".join(printed.partition("json:    ")[:1])
+    assert (tmp_path / "home" / "tune").as_posix() in printed
+    assert "tuned" in llm.chunk.reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--model", "no/such/model/at-all"], "no/such/model/at-all"),
+        (["--plot", "/dev/null/x.png"], "--plot /dev/null/x.png"),
+        (["--json", "."], "--json ."),
+    ],
+)
+def test_what_cannot_be_done_is_refused_in_a_line(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert tune.main(arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert expected in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "x", "nan", "inf"])
+def test_seconds_are_refused_by_name(value: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        tune.main([f"--seconds={value}"])
+    assert "--seconds" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""Small models to verify, faults to plant in them, and what was found."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import pytest
+
+import penstock.bench.verify as command
+from penstock.engine.llm import LLM
+from tests.byte_models import model_of_bytes
+
+FAMILIES = ("llama", "qwen3_moe", "qwen3_5_text")
+
+
+@cache
+def folder_of(family: str) -> Path:
+    """A random model whose tokens are bytes."""
+    return model_of_bytes(family, Path(mkdtemp(prefix="penstock-verify-")) / family)
+
+
+@cache
+def home() -> Path:
+    """A cache folder for these tests, so that each model is probed once."""
+    return Path(mkdtemp(prefix="penstock-home-"))
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[LLM], None]) -> None:
+    """Whatever is loaded is changed before it is verified; the probe has seen it as it was."""
+
+    def load(*arguments: Any, **settings: Any) -> LLM:
+        llm = LLM(*arguments, **settings)
+        change(llm)
+        return llm
+
+    monkeypatch.setattr(command, "LLM", load)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The JSON that was written, and what was printed."""
+
+    plain: dict[str, Any]
+    printed: str
+
+    def way(self, name: str) -> dict[str, Any]:
+        ways: dict[str, dict[str, Any]] = {each["name"]: each for each in self.plain["comparisons"]}
+        return ways[name]
+
+    def passes(self, name: str) -> bool:
+        return bool(self.way(name)["passed"])
+
+    def first_break(self, name: str) -> tuple[str, int, str]:
+        first = self.way(name)["breaks"][0]
+        return first["what"], first["position"], first["how"]
+
+
+def verify(
+    family: str, *arguments: str, folder: Path, capsys: pytest.CaptureFixture[str], status: int
+) -> Found:
+    """Run the command in float32 on 120 tokens, unless the arguments say otherwise."""
+    output = folder / "found.json"
+    usual = ["--model", str(folder_of(family)), "--dtype", "float32", "--tokens", "120", "--max-tokens", "4"]
+    capsys.readouterr()
+    assert command.main([*usual, "--json", str(output), *arguments]) == status
+    found = Found(json.loads(output.read_text()), capsys.readouterr().out)
+    assert found.plain["passed"] == (status == 0)
+    return found

@@ -1,0 +1,272 @@
+"""`penstock plan` on configurations alone: no weights anywhere."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from penstock.errors import SettingError
+from penstock.frontends import plan_plot
+from penstock.frontends.plan import Plan, make_plan, plan, read_config, table
+from penstock.models.shape import model_shape, workspace_for
+from penstock.plan.fitting import largest_chunk
+from penstock.plan.memory import kv_token_bytes, weight_bytes
+from penstock.plan.step_shape import Workspace
+from tests.models.builders import SHAPE, gguf_metadata, hf_config, hf_model, write_gguf
+from tests.models.test_gguf_file import float_tensors
+
+app = typer.Typer()
+app.command()(plan)
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131_072,
+}
+HYBRID = {
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248_320,
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 262_144,
+}
+MIB = 1 << 20
+
+
+def folder_of(tmp_path: Path, config: dict[str, Any]) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+def run(*arguments: object) -> tuple[int, str, str]:
+    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    return done.exit_code, done.stdout, done.stderr
+
+
+def plan_of(tmp_path: Path, config: dict[str, Any], prompt_tokens: int, **settings: Any) -> Plan:
+    return make_plan(
+        read_config(str(folder_of(tmp_path, config))),
+        prompt_tokens,
+        workspace=Workspace(settings.pop("kernels", "native")),
+        model="m",
+        dtype="bfloat16",
+        **settings,
+    )
+
+
+def test_a_table_for_a_model_that_no_machine_here_could_load(tmp_path: Path) -> None:
+    huge = {**QWEN3_8B, "hidden_size": 16_384, "intermediate_size": 53_248, "num_hidden_layers": 126}
+    huge |= {"num_attention_heads": 128, "num_key_value_heads": 8}
+    status, out, _ = run("--model", folder_of(tmp_path, huge), "--prompt-tokens", 100_000)
+    assert status == 0
+    lines = out.splitlines()
+    assert "100,000 tokens" in lines[0]
+    assert "weights" in lines[1]
+    assert "TiB" in lines[1] or "GiB" in lines[1]
+    titles = next(line for line in lines if "chunks" in line and "peak" in line)
+    assert all(title in titles for title in ("hidden", "attention", "MLP", "activations", "saved"))
+    (chosen,) = [line for line in lines if line.startswith("->")]
+    assert chosen.split()[1] == "512"
+    assert "chosen: chunk 512, the default" in out
+    assert all("whole" not in line or "0.0%" in line for line in lines)
+
+
+@pytest.mark.parametrize("config", [QWEN3_8B, HYBRID], ids=["attention", "hybrid"])
+def test_the_largest_chunk_that_fits_is_chosen(tmp_path: Path, config: dict[str, Any]) -> None:
+    made = plan_of(tmp_path, config, 50_000, budget_bytes=24_000 * MIB)
+    assert made.chosen is not None
+    rows = {row.chunk: row for row in made.rows}
+    assert rows[made.chosen].fits
+    assert rows[made.chosen].total_bytes <= 24_000 * MIB
+    shape = model_shape(read_config(str(tmp_path)))
+    assert made.weights_bytes == weight_bytes(shape, 2)
+    assert made.kv_cache_bytes == 50_000 * kv_token_bytes(shape, 2)
+    grid = 64 if config is HYBRID else 1
+    found = largest_chunk(
+        shape,
+        50_000,
+        24_000 * MIB - made.fixed_bytes,
+        dtype_bytes=2,
+        workspace=workspace_for(read_config(str(tmp_path)), Workspace("native")),
+        grid=grid,
+    )
+    assert found is not None
+    assert made.chosen == min(found, 50_000)
+    for row in made.rows:
+        assert row.fits == (row.total_bytes <= 24_000 * MIB)
+        assert row.total_bytes == made.fixed_bytes + row.activations.peak_bytes
+        assert row.num_chunks == -(-50_000 // row.chunk)
+    assert [row.total_bytes for row in made.rows] == sorted(row.total_bytes for row in made.rows)
+    assert made.rows[-1].saved == 0
+
+
+def test_a_budget_that_is_too_small_names_one_that_is_not(tmp_path: Path) -> None:
+    arguments = ["--model", folder_of(tmp_path, QWEN3_8B), "--prompt-tokens", 20_000, "--dtype", "bfloat16"]
+    status, out, error = run(*arguments, "--memory", "1GiB")
+    assert status == 1
+    assert "chosen: none" in out
+    assert error.count("\n") == 1
+    assert error.startswith("penstock: no chunk fits 1.0 GiB: weights take 15.3 GiB")
+    least = int(error.split("(")[1].split()[0])
+    assert run(*arguments, "--memory", least)[0] == 0
+    assert run(*arguments, "--memory", least - 1)[0] == 1
+    typed = error.split("would do is ")[1].split()[0]
+    assert run(*arguments, "--memory", typed)[0] == 0
+
+
+def test_a_given_chunk_is_chosen_and_held_against_the_budget(tmp_path: Path) -> None:
+    fits = plan_of(tmp_path, QWEN3_8B, 20_000, chunk=1000, budget_bytes=1 << 40)
+    assert (fits.chosen, fits.reason) == (1000, "--chunk, which fits 1.0 TiB")
+    too_much = plan_of(tmp_path, QWEN3_8B, 20_000, chunk=1000, budget_bytes=1 << 30)
+    assert (too_much.chosen, too_much.reason) == (1000, "--chunk, which does not fit 1.0 GiB")
+    whole = plan_of(tmp_path, QWEN3_8B, 20_000, chunk=0)
+    assert whole.chosen == 20_000
+    hybrid = plan_of(tmp_path, HYBRID, 20_000, chunk=100)
+    assert (hybrid.chosen, hybrid.reason) == (128, "--chunk, rounded up to a multiple of 64")
+
+
+def test_answers_beside_it_have_keys_and_values_and_states(tmp_path: Path) -> None:
+    alone, beside = (plan_of(tmp_path, HYBRID, 10_000, num_decodes=count) for count in (0, 3))
+    assert beside.kv_cache_bytes == 4 * alone.kv_cache_bytes
+    assert beside.recurrent_bytes == 4 * alone.recurrent_bytes > 0
+    assert beside.rows[0].activations.peak_bytes > alone.rows[0].activations.peak_bytes
+
+
+def test_torch_kernels_need_more(tmp_path: Path) -> None:
+    native, torch = (plan_of(tmp_path, QWEN3_8B, 10_000, kernels=kind) for kind in ("native", "torch"))
+    assert all(a.total_bytes <= b.total_bytes for a, b in zip(native.rows, torch.rows, strict=True))
+
+
+def test_json_has_the_table(tmp_path: Path) -> None:
+    status, out, _ = run(
+        "--model", folder_of(tmp_path, HYBRID), "--prompt-tokens", 5000, "--memory", "8GiB", "--json"
+    )
+    assert status == 0
+    written = json.loads(out)
+    (chosen,) = [row for row in written["rows"] if row["is_chosen"]]
+    assert chosen["chunk"] == written["chosen"]
+    for row in written["rows"]:
+        assert row["activation_bytes"] == sum(row["activation_parts"].values())
+        fixed = written["weights_bytes"] + written["kv_cache_bytes"] + written["recurrent_bytes"]
+        assert row["total_bytes"] == fixed + row["activation_bytes"]
+
+
+def test_parts_that_nothing_has_are_no_columns(tmp_path: Path) -> None:
+    assert "delta net" not in table(plan_of(tmp_path, QWEN3_8B, 5000))[0]
+    assert "delta net" in table(plan_of(tmp_path, HYBRID, 5000))[0]
+
+
+def test_a_configuration_comes_as_folder_file_or_gguf(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, QWEN3_8B)
+    assert read_config(str(folder)) == read_config(str(folder / "config.json"))
+    renamed = tmp_path / "qwen.json"
+    renamed.write_text(json.dumps(QWEN3_8B))
+    assert read_config(str(renamed)) == read_config(str(folder))
+
+
+def test_a_gguf_file_tells_by_its_header(tmp_path: Path) -> None:
+    tensors = float_tensors(hf_model("llama"), "llama")
+    path = write_gguf(tmp_path / "tiny.gguf", gguf_metadata(hf_config("llama")), tensors)
+    status, out, _ = run("--model", path, "--prompt-tokens", 20, "--json")
+    assert status == 0
+    written = json.loads(out)
+    assert written["rows"][-1]["chunk"] == 20
+    assert read_config(str(path)).hidden_size == SHAPE["hidden_size"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--prompt-tokens", "0"], 2, "--prompt-tokens 0 is not accepted"),
+        (
+            ["--prompt-tokens", "200000"],
+            2,
+            "--prompt-tokens 200000 is not accepted: the model's context is 131072",
+        ),
+        (["--prompt-tokens", "9", "--chunk", "-1"], 2, "--chunk -1 is not accepted"),
+        (["--prompt-tokens", "9", "--decodes", "-1"], 2, "--decodes -1 is not accepted"),
+        (["--prompt-tokens", "9", "--memory", "8GB"], 2, "write 8GiB"),
+        (["--prompt-tokens", "9", "--memory", "lots"], 2, "--memory='lots' is not accepted"),
+        (["--prompt-tokens", "9", "--plot", "out.gif"], 2, "--plot out.gif is not accepted"),
+        (["--prompt-tokens", "9", "--plot", "no/such/out.png"], 2, "there is no folder no/such"),
+    ],
+)
+def test_what_is_refused_in_one_line(tmp_path: Path, arguments: list[str], status: int, said: str) -> None:
+    done, out, error = run("--model", folder_of(tmp_path, QWEN3_8B), *arguments)
+    assert (done, out) == (status, "")
+    assert error.startswith("penstock: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("{", "is not valid JSON"),
+        ("[]", "does not hold a JSON object"),
+        ('{"model_type": "gpt9"}', "gpt9"),
+        (None, "no config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_read(tmp_path: Path, content: str | None, said: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    status, _, error = run("--model", tmp_path, "--prompt-tokens", 10)
+    assert status == 3
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    status, _, error = run("--model", tmp_path / "nowhere", "--prompt-tokens", 10)
+    assert status == 3
+    assert "no such file or folder" in error
+
+
+def test_a_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for ending, start in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
+        path = tmp_path / f"plan{ending}"
+        status, out, _ = run(
+            "--model",
+            folder_of(tmp_path, HYBRID),
+            "--prompt-tokens",
+            9000,
+            "--memory",
+            "4GiB",
+            "--plot",
+            path,
+        )
+        assert status == 0
+        assert f"picture: {path}" in out
+        assert path.read_bytes().startswith(start)
+
+
+def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_plot, "find_spec", lambda name: None)
+    with pytest.raises(SettingError, match="pip install matplotlib"):
+        plan_plot.require_plotting(tmp_path / "out.png")
+
+
+def test_help_needs_no_torch() -> None:
+    program = (
+        "import sys; sys.modules['torch'] = None; import typer; from penstock.frontends.plan import plan; "
+        "app = typer.Typer(); app.command()(plan); app(['--help'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "--prompt-tokens" in done.stdout

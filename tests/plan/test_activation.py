@@ -1,0 +1,144 @@
+"""Laws of a step's activations, and the numbers that they share with what computes them."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.cache import BLOCK_TOKENS
+from penstock.engine import batch
+from penstock.errors import SettingError
+from penstock.kernels import protocol, shares, torch_delta, torch_kernels
+from penstock.layers import rotary
+from penstock.plan import ModelShape, activation
+from penstock.plan.activation import ModelWorkspace, StepMemory, padded_rows, step_memory, step_phases
+from penstock.plan.step_shape import KernelKind, StepShape, Workspace
+from tests.plan.strategies import hybrid_shapes, shapes
+from tests.plan.test_memory import workspaces
+
+any_shape = shapes() | hybrid_shapes()
+QWEN = ModelShape(36, 4096, 12288, 32, 8, 128, 151_936)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepShape:
+    return StepShape.of_chunk(
+        draw(st.integers(0, 3000)),
+        draw(st.integers(0, 3000)),
+        num_decodes=draw(st.integers(0, 40)),
+        decode_pasts=draw(st.integers(0, 3000)),
+        is_last=draw(st.booleans()),
+    )
+
+
+def peak(shape: ModelShape, step: StepShape, workspace: Workspace, dtype_bytes: int = 2) -> int:
+    return step_memory(shape, step, dtype_bytes=dtype_bytes, workspace=workspace).peak_bytes
+
+
+def test_what_layers_and_kernels_have_is_what_is_counted() -> None:
+    assert (activation.FEW_ROWS, activation.ROW_GRID) == (protocol.FEW_ROWS, protocol.ROW_GRID)
+    assert (activation.HEAD_ROWS, activation.LANES) == (protocol.HEAD_ROWS, shares.LANES)
+    assert (activation.QUERY_GRID, activation.SQUARE) == (torch_kernels.QUERY_GRID, torch_kernels.SQUARE)
+    assert activation.NORM_ROWS == torch_kernels._NORM_ROWS
+    assert activation.ROTARY_PAGE == rotary._PAGE
+    assert activation.ELEMENTS_PER_THREAD == torch_delta._ELEMENTS_PER_THREAD
+    assert activation.MOST_BLOCKS == torch_delta._MOST_BLOCKS
+    assert activation.JOINED_TOKENS == batch._JOINED_TOKENS
+    assert BLOCK_TOKENS == torch_delta.BLOCK
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([0, 64, 128]))
+def test_rows_are_padded_as_the_kernels_need_them(num_rows: int, floor: int, slab: int) -> None:
+    assert padded_rows(num_rows, floor, slab) == protocol.padded_rows(num_rows, floor, slab)
+
+
+@given(any_shape, steps(), workspaces(), st.sampled_from([2, 4]))
+def test_the_mark_is_the_largest_phase_and_the_sum_of_its_parts(
+    shape: ModelShape, step: StepShape, workspace: ModelWorkspace, dtype_bytes: int
+) -> None:
+    phases = step_phases(shape, step, dtype_bytes=dtype_bytes, workspace=workspace)
+    mark = step_memory(shape, step, dtype_bytes=dtype_bytes, workspace=workspace)
+    assert len({phase.phase for phase in phases}) == len(phases)
+    assert mark.peak_bytes == max((phase.peak_bytes for phase in phases), default=0)
+    assert mark.peak_bytes == sum(mark.parts.values())
+    assert all(size >= 0 for phase in phases for size in phase.parts.values())
+    assert (mark.peak_bytes > 0) == (step.num_rows > 0)
+
+
+@given(any_shape, steps(), workspaces(), st.integers(1, 500), st.sampled_from([2, 4]))
+def test_more_work_never_needs_less(
+    shape: ModelShape, step: StepShape, workspace: ModelWorkspace, more: int, dtype_bytes: int
+) -> None:
+    least = peak(shape, step, workspace, dtype_bytes)
+    longer = replace(step, num_prompt_tokens=step.num_prompt_tokens + more)
+    assert peak(shape, longer, workspace, dtype_bytes) >= least
+    for name in ("longest_past", "num_decodes", "decode_pasts", "num_logits"):
+        larger = replace(step, **{name: getattr(step, name) + more})
+        assert peak(shape, larger, workspace, dtype_bytes) >= least, name
+    assert peak(shape, step, workspace, 2 * dtype_bytes) >= least
+
+
+@given(any_shape, steps(), workspaces(), st.integers(1, 500))
+def test_of_one_prompt_a_longer_chunk_never_needs_less(
+    shape: ModelShape, step: StepShape, workspace: ModelWorkspace, more: int
+) -> None:
+    """The end stays, so that the past gets shorter."""
+    if step.num_prompt_tokens and step.longest_past >= more:
+        longer = replace(
+            step, num_prompt_tokens=step.num_prompt_tokens + more, longest_past=step.longest_past - more
+        )
+        assert peak(shape, longer, workspace) >= peak(shape, step, workspace)
+
+
+@given(any_shape, steps(), workspaces())
+def test_native_kernels_need_no_more_than_torch(
+    shape: ModelShape, step: StepShape, workspace: ModelWorkspace
+) -> None:
+    native, torch = (peak(shape, step, replace(workspace, kernels=kind)) for kind in ("native", "torch"))
+    assert native <= torch
+
+
+@given(any_shape, steps(), st.sampled_from(["torch", "native"]))
+def test_without_knowing_the_model_it_is_that_of_the_plainest(
+    shape: ModelShape, step: StepShape, kind: KernelKind
+) -> None:
+    assert peak(shape, step, Workspace(kind)) == peak(shape, step, ModelWorkspace(kind))
+
+
+def test_a_large_model_by_hand() -> None:
+    """2,048 tokens after 30,720, in bfloat16 on native kernels: the feed-forward block is the largest."""
+    step = StepShape.of_chunk(2048, 30_720, is_last=True)
+    mark = step_memory(QWEN, step, dtype_bytes=2, workspace=ModelWorkspace("native", head_norm=True))
+    rows = 2048
+    assert mark == StepMemory(
+        "mlp",
+        input_bytes=activation.SMALL_BYTES + rows * (2 * 8 + 2 * 2 * 128) + 32_768 * 2 * 2 * 128,
+        hidden_bytes=rows * 2 * 2 * 4096,
+        attention_bytes=rows * 2 * 4096,
+        mlp_bytes=rows * 2 * 3 * 12_288,
+    )
+
+
+def test_prompts_have_their_own_tiles_and_pasts_in_torch_only() -> None:
+    def attention(workspace: ModelWorkspace) -> int:
+        phases = step_phases(QWEN, StepShape.of_chunk(64, 30_720), dtype_bytes=2, workspace=workspace)
+        return next(phase.attention_bytes for phase in phases if phase.phase == "attention")
+
+    torch, joined = (ModelWorkspace(joins_past=is_joined) for is_joined in (False, True))
+    assert attention(joined) - attention(torch) == 30_720 * 2 * 2 * 1024
+    assert attention(torch) > 512 * 2 * 2 * 1024  # the tile's keys and values, copied
+    assert attention(replace(joined, kernels="native")) == 64 * 2 * 2 * 4096
+
+
+def test_decodes_alone_are_not_padded() -> None:
+    decodes = StepShape(0, num_decodes=3, decode_pasts=300, num_logits=3)
+    beside = replace(decodes, num_prompt_tokens=1)
+    slab = ModelWorkspace(row_slab=128)
+    assert peak(QWEN, decodes, slab) < peak(QWEN, beside, slab) / 2
+
+
+@pytest.mark.parametrize("dtype_bytes", [0, -1, 2.0, True, "2"])
+def test_dtype_is_checked(dtype_bytes: int) -> None:
+    with pytest.raises(SettingError, match="dtype_bytes="):
+        step_memory(QWEN, StepShape(1), dtype_bytes=dtype_bytes)
