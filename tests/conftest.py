@@ -2,13 +2,15 @@ import os
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from penstock.errors import ModelError
 from penstock.models.hub import resolve_model
 
 # How long an example takes says nothing, where other tests run at the same time.
-settings.register_profile("patient", parent=settings(), deadline=None)
+settings.register_profile(
+    "patient", parent=settings(), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("patient")
 
 
