@@ -1,6 +1,7 @@
 """The live page in a browser, against a real server over a real socket."""
 
 import json
+import math
 import os
 import re
 import shutil
@@ -34,25 +35,28 @@ PHONE = {"width": 360, "height": 740}
 # A model's name may be anything.
 MODEL_NAME = "tiny <img src=x onerror=alert(1)>"
 PROMPT_TOKENS = 5000  # most of the tiny model's context
+SEEN_S = 1.5  # the page looks twice in a second
 
 
 class Site:
     """A server on a port of its own, which may be stopped and started again."""
 
-    def __init__(self, service: Service, telemetry: Telemetry, api_key: str | None = None) -> None:
+    def __init__(
+        self, service: Service, telemetry: Telemetry, api_key: str | None = None, port: int = 0
+    ) -> None:
         self.service = service
         settings = ServerSettings(MODEL_NAME, api_key=api_key)
         self._app = create_app(service, settings, telemetry)
-        self._port = 0
+        self.port = port
         self.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        listener = socket.create_server(("127.0.0.1", self._port))
-        self._port = listener.getsockname()[1]
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
         config = uvicorn.Config(self._app, log_level="warning", timeout_graceful_shutdown=1)
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})
@@ -73,6 +77,14 @@ class Site:
         return self.service.submit(request, lambda event: None)
 
 
+def submit_slow(site: Site, max_tokens: int, prompt_s: float) -> str:
+    """A long prompt that is seen on its way, however fast the machine: others take turns with it."""
+    request_id = site.submit(PROMPT_TOKENS, max_tokens)
+    for _ in range(min(math.ceil(SEEN_S / prompt_s), 15) - 1):
+        site.submit(PROMPT_TOKENS, 1)
+    return request_id
+
+
 def wait_for(is_so: Callable[[], bool], seconds: float = 20) -> None:
     end = time.monotonic() + seconds
     while not is_so():
@@ -87,6 +99,15 @@ def llm(model_folder: Path) -> LLM:
 
 
 @pytest.fixture(scope="module")
+def prompt_s(llm: LLM) -> float:
+    """How long the model takes to read a long prompt alone."""
+    with Service(llm) as service:
+        started = time.perf_counter()
+        service.run(GenerationRequest([1] * PROMPT_TOKENS, 1))
+        return time.perf_counter() - started
+
+
+@pytest.fixture(scope="module")
 def plain_llm(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """A model without a chat template."""
     folder = tmp_path_factory.mktemp("models") / "plain"
@@ -96,10 +117,10 @@ def plain_llm(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> L
 
 
 @contextmanager
-def serving(llm: LLM, api_key: str | None = None) -> Iterator[Site]:
+def serving(llm: LLM, api_key: str | None = None, port: int = 0) -> Iterator[Site]:
     telemetry = Telemetry()
     with Service(llm, observers=[telemetry]) as service:
-        site = Site(service, telemetry, api_key)
+        site = Site(service, telemetry, api_key, port)
         try:
             yield site
         finally:
@@ -156,7 +177,7 @@ def connection(page: Page, text: str) -> None:
     expect(page.locator("#connection-text")).to_have_text(text)
 
 
-def test_a_prompt_moves_its_bar(browser: Browser, site: Site) -> None:
+def test_a_prompt_moves_its_bar(browser: Browser, site: Site, prompt_s: float) -> None:
     with opened(browser, site) as page:
         connection(page, "live")
         expect(page.locator("#requests-none")).to_be_visible()
@@ -164,12 +185,12 @@ def test_a_prompt_moves_its_bar(browser: Browser, site: Site) -> None:
             """() => {
                 window.seen = [];
                 new MutationObserver(() => {
-                    const bars = document.querySelectorAll("#requests .part.prompt");
-                    for (const bar of bars) window.seen.push(Number(bar.getAttribute("aria-valuenow")));
+                    const bar = document.querySelector("#requests .part.prompt");
+                    if (bar) window.seen.push(Number(bar.getAttribute("aria-valuenow")));
                 }).observe(document.getElementById("requests"), {subtree: true, childList: true, attributes: true});
             }"""
         )
-        request_id = site.submit(PROMPT_TOKENS, 500)
+        request_id = submit_slow(site, 800, prompt_s)
         row = page.locator(".request", has_text=request_id[-6:])
         expect(row.locator(".eta")).to_have_text(re.compile("first token in .* s"))
         expect(row.locator(".phase")).to_have_text("generating", timeout=60_000)
@@ -302,6 +323,10 @@ def test_a_phone_has_nothing_beside_its_screen(browser: Browser, site: Site) -> 
         expect(page.locator("#requests-more")).to_have_text("and 1 more waiting")
         page.locator("#timeline").tap(position={"x": 300, "y": 60})
         expect(page.locator("#step-detail")).to_have_text(re.compile("^Step "))
+        page.locator(".request .name").first.tap()
+        expect(page.locator("#explain-rows tr").first).to_be_visible()
+        page.locator("#explain-chart").tap(position={"x": 52, "y": 60})
+        expect(page.locator("#explain-detail")).to_have_text(re.compile(r"^[\d,]+.[\d,]+ · 16 tokens"))
         assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
         beyond = page.evaluate(
             "[...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right > 360.5).length"
@@ -314,12 +339,14 @@ def test_text_stands_out(browser: Browser, site: Site, scheme: str) -> None:
     with opened(browser, site, color_scheme=scheme) as page:
         tones = [f"{kind}-{tone}" for kind in ("chunk", "decode") for tone in range(4)]
         names = ["ground", "surface", "sunken", "ink", "muted", "accent", "on-accent", "warn-ground", "stall"]
-        colour = colours(page, names + tones)
+        rules = ["good", "rule-memory", "rule-small", "rule-end"]
+        colour = colours(page, names + tones + rules)
         assert (luminance(colour["ground"]) > 0.5) == (scheme == "light")
         texts = [("on-accent", "accent"), ("ink", "warn-ground")]
         texts += [(ink, ground) for ink in ("ink", "muted", "accent") for ground in ("ground", "surface")]
         texts += [("surface", tone) for tone in tones[:4]]  # the sizes of chunks
         bars = [(tone, ground) for tone in [*tones, "stall"] for ground in ("surface", "sunken")]
+        bars += [(rule, "surface") for rule in rules]
         for pairs, least in ((texts, 4.5), (bars, 3)):
             for ink, ground in pairs:
                 dark, light = sorted((luminance(colour[ink]), luminance(colour[ground])))
@@ -341,6 +368,77 @@ def luminance(colour: str) -> float:
         part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
     )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def test_the_chunks_of_a_request_are_explained(browser: Browser, llm: LLM, prompt_s: float) -> None:
+    with serving(llm) as site, opened(browser, site, complaints="ERR_CONNECTION|ERR_EMPTY") as page:
+        connection(page, "live")
+        panel, rows = page.locator("#explain"), page.locator("#explain-rows tr")
+        state = page.locator("#explain-state")
+        expect(panel).to_be_hidden()
+        request_id = submit_slow(site, 900, prompt_s)
+        name = page.locator(f'[data-id="{request_id}"] button')
+        page.locator(f'[data-id="{request_id}"] .facts').click()
+        expect(name).to_have_attribute("aria-expanded", "true")
+        expect(state).to_have_text("Reading its prompt")
+        expect(rows.first).to_be_visible()
+        num_early = rows.count()
+        page.wait_for_function(
+            "(early) => document.querySelectorAll('#explain-rows tr').length > early", arg=num_early
+        )
+        expect(state).to_have_text("Generating", timeout=60_000)
+        all_read = f"5,000 tokens in {-(-PROMPT_TOKENS // 16)} chunks of 8 to 16"
+        expect(page.locator("#explain-read")).to_have_text(all_read)
+        # The table is what the server says; the chart has a bar of every chunk.
+        records = site.service.explain(request_id)
+        assert records is not None
+        assert rows.count() == len(records)
+        cells = rows.nth(1).locator("td")
+        assert cells.all_inner_texts()[:5] == ["16\N{EN DASH}32", "16", "16", "0", "fixed"]
+        assert rows.last.locator("td").all_inner_texts()[:5] == [
+            "4,992\N{EN DASH}5,000",
+            "8",
+            "4,992",
+            "0",
+            "end",
+        ]
+        expect(page.locator("#explain-rules li")).to_have_text(
+            [f"fixed, {len(records) - 1} chunks: the fixed size", "end, 1 chunk: what was left of the prompt"]
+        )
+        for path, num_bars in (
+            (".rule-fixed", len(records) - 1),
+            (".rule-end", 1),
+            (".measured", len(records)),
+        ):
+            drawn = page.locator(f"#explain-chart {path}").get_attribute("d") or ""
+            assert drawn.count("M") == num_bars
+        page.locator("#explain-chart").hover(position={"x": 52, "y": 60})
+        expect(page.locator("#explain-detail")).to_have_text(
+            re.compile(r"^[\d,]+.[\d,]+ · 16 tokens · .* the fixed size$")
+        )
+        # By keyboard alone, on a request that has ended.
+        site.service.cancel(request_id)
+        expect(state).to_have_text("Cancelled")
+        page.get_by_role("button", name="Close").press("Enter")
+        expect(panel).to_be_hidden()
+        past = page.locator(f'.past[data-id="{request_id}"]')
+        expect(past).to_contain_text("cancelled")
+        expect(past.locator("button")).to_have_attribute("aria-expanded", "false")
+        past.locator("button").press("Enter")
+        expect(rows).to_have_count(len(records))
+        page.locator(".chunks").press("Escape")
+        expect(panel).to_be_hidden()
+        expect(past.locator("button")).to_be_focused()
+        past.locator("button").press(" ")
+        expect(rows).to_have_count(len(records))
+        # Another server knows nothing of it: the page keeps what it has, and says so.
+        site.stop()
+        with serving(llm, port=site.port):
+            expect(state).to_have_text("The server knows no more of this request.")
+            connection(page, "live")
+            assert rows.count() == len(records)
+            expect(past).to_have_count(0)
+        site.start()
 
 
 def test_a_key_is_asked_for(browser: Browser, llm: LLM) -> None:
@@ -394,7 +492,8 @@ def test_every_part_has_a_name(browser: Browser, site: Site) -> None:
 
 
 def test_responses_are_safe(site: Site) -> None:
-    for path in ("/", "/status", "/metrics", *(f"/page/{file.name}" for file in FOLDER.iterdir())):
+    explain = f"/explain/{site.submit(10, 1)}"
+    for path in ("/", "/status", "/metrics", explain, *(f"/page/{file.name}" for file in FOLDER.iterdir())):
         _, headers = site.get(path)
         policy = headers["content-security-policy"]
         assert "default-src 'none'" in policy

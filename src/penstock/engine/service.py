@@ -68,9 +68,9 @@ class Service:
             free_bytes is not None
         ):  # the cache has taken its part, though the system may not have given it yet
             free_bytes = max(free_bytes - _num_bytes(space), 0)
-        self._rules = llm.size_rules(free_bytes)
+        self.rules = llm.size_rules(free_bytes)
         if not self.schedule.auto_chunk:
-            self._rules = SizeRules(
+            self.rules = SizeRules(
                 fixed=self.schedule.chunk_size,
                 max_activation_bytes=llm.size.max_activation_bytes,
                 grid=self.schedule.grid,
@@ -85,7 +85,7 @@ class Service:
             self.schedule,
             strict=config.strict,
             observers=observers,
-            sizer=ChunkSizer(self._rules, llm.times, self._activations.step_bytes),
+            sizer=ChunkSizer(self.rules, llm.times, self._activations.step_bytes),
         )
         self._constraints = ConstraintFactory(llm.tokenizer, llm.model.config.vocab_size, llm.eos_ids)
         # Guards the batcher. It is not held while a step runs.
@@ -118,9 +118,7 @@ class Service:
                 f"{num_tokens}, but the cache holds {self.max_request_tokens} tokens: shorten the prompt, ask for "
                 f"fewer tokens, or serve with a larger cache"
             )
-        self._activations.check(
-            self._rules, len(request.token_ids), num_decodes=self.schedule.max_running - 1
-        )
+        self._activations.check(self.rules, len(request.token_ids), num_decodes=self.schedule.max_running - 1)
         if request.num_logprobs is not None:
             check_int("num_logprobs", request.num_logprobs, 0)
         request.sampling.check_vocab(model.vocab_size)

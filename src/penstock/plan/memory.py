@@ -121,7 +121,8 @@ def peak_memory_estimate(
             for phase in _phases(
                 shape,
                 span,
-                StepShape.of_chunk(len(span), span.start, is_last=True),  # as any may be, where chunks are balanced
+                # Any may be the last, where chunks are balanced.
+                StepShape.of_chunk(len(span), span.start, is_last=True),
                 dtype_bytes=dtype_bytes,
                 fused_attention=fused_attention,
                 logits_dtype_bytes=logits_dtype_bytes,

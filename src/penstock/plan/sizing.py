@@ -76,7 +76,8 @@ class ChunkSizer:
 
     def _auto(self, question: SizeQuestion) -> _Size:
         rules = self.rules
-        is_waited_for = question.num_decodes > 0 or question.num_held > 0
+        # Whoever shares a step with a long prompt waits for its first token.
+        is_waited_for = question.num_decodes > 0 or question.num_held > 0 or question.num_prompts > 1
         if rules.target_itl_s is not None and (is_waited_for or question.keeps_itl):
             size = self._within_itl(question, rules.target_itl_s)
             wanted = self._floor_of_ttft(question)

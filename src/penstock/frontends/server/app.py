@@ -13,6 +13,8 @@ from penstock.frontends.server.answers import Answer, EventStreamResponse
 from penstock.frontends.server.asks import Ask, Asker
 from penstock.frontends.server.bodies import Body, ChatBody, CompletionBody, TokenizeBody
 from penstock.frontends.server.drain import Drain
+from penstock.frontends.server.explain import explain_router
+from penstock.frontends.server.explain_names import AnswerNames
 from penstock.frontends.server.front import Front
 from penstock.frontends.server.gate import Gate
 from penstock.frontends.server.gathering import Gathering
@@ -22,7 +24,7 @@ from penstock.frontends.server.json_answer import JsonAnswer
 from penstock.frontends.server.logprobs import ChatLogprobs, CompletionLogprobs, LogprobWriter
 from penstock.frontends.server.pages import router
 from penstock.frontends.server.parsing import parse
-from penstock.frontends.server.problems import as_api_error, install_handlers
+from penstock.frontends.server.problems import as_api_error, install_handlers, request_id
 from penstock.frontends.server.settings import ServerSettings
 from penstock.frontends.server.shapes import ChatShape, CompletionShape, Envelope, Shape
 from penstock.frontends.server.telemetry import Telemetry
@@ -38,7 +40,8 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
     drain, writer = Drain(), Writer()
     intake = Intake(schedule.max_running + schedule.max_waiting, settings.max_body_bytes, drain)
     asker = Asker(service, settings)
-    answering = _Answering(service, settings, intake, writer, drain)
+    names = AnswerNames(service)
+    answering = _Answering(service, settings, intake, writer, drain, names)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -59,6 +62,7 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
     app.add_middleware(Front, telemetry=telemetry)  # around the gate
     install_handlers(app)
     app.include_router(router(service, telemetry, settings.model_name))
+    app.include_router(explain_router(service, telemetry, names))
     model = {
         "id": settings.model_name,
         "object": "model",
@@ -105,13 +109,20 @@ class _Answering:
     """What the two endpoints that generate have in common."""
 
     def __init__(
-        self, service: Service, settings: ServerSettings, intake: Intake, writer: Writer, drain: Drain
+        self,
+        service: Service,
+        settings: ServerSettings,
+        intake: Intake,
+        writer: Writer,
+        drain: Drain,
+        names: AnswerNames,
     ) -> None:
         self._service = service
         self._model_name = settings.model_name
         self._intake = intake
         self._writer = writer
         self._drain = drain
+        self._names = names
         self._pieces = service.llm.tokenizer.pieces
         self._eos_ids = service.llm.eos_ids
 
@@ -140,13 +151,10 @@ class _Answering:
 
         try:
             ask = await self._intake.take(request, submit)
-            answer = Answer(
-                ask,
-                gathering,
-                Envelope(shape, self._model_name),
-                lambda: writer(self._pieces),
-                self._eos_ids,
-            )
+            # Its id ends as its first request's does, by which the live page knows it.
+            envelope = Envelope(shape, self._model_name, gathering.ids[0].rpartition("-")[2])
+            self._names.add(gathering.ids, answer=envelope.id, header=request_id.get())
+            answer = Answer(ask, gathering, envelope, lambda: writer(self._pieces), self._eos_ids)
             if ask.streams:
                 return EventStreamResponse(answer.stream(), at_end=gathering.cancel)
             return await unless(answer.whole(self._writer), disconnected(request.receive))

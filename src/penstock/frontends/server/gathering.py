@@ -33,6 +33,12 @@ class Gathering:
             self.cancel()
             raise
 
+    @property
+    def ids(self) -> tuple[RequestId, ...]:
+        """The requests that were submitted, in their order."""
+        with self._lock:
+            return tuple(self._ids)
+
     def cancel(self) -> None:
         """End what has not ended. Requests that are being submitted end as soon as they are."""
         with self._lock:

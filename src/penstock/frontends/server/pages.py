@@ -10,9 +10,12 @@ from fastapi.responses import JSONResponse
 
 from penstock.engine.service import Service
 from penstock.engine.status import StepRecord
+from penstock.frontends.server.explain_settings import size_settings
 from penstock.frontends.server.latency import LatencyWindow
 from penstock.frontends.server.telemetry import CONTENT_TYPE, Telemetry
 
+# The requests that ended last.
+_ENDED_SHOWN = 6
 FOLDER = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 # The page is one origin's: nothing inline, nothing from elsewhere, in nobody's frame.
@@ -25,7 +28,8 @@ _SAFE = {
     "Referrer-Policy": "no-referrer",
 }
 _FILE_HEADERS = {**_SAFE, "Cache-Control": "no-cache"}
-_LIVE_HEADERS = {**_SAFE, "Cache-Control": "no-store"}
+# Of what changes from moment to moment.
+LIVE_HEADERS = {**_SAFE, "Cache-Control": "no-store"}
 
 
 def router(service: Service, telemetry: Telemetry, model_name: str) -> APIRouter:
@@ -46,12 +50,12 @@ def router(service: Service, telemetry: Telemetry, model_name: str) -> APIRouter
     # Not async: they ask the engine, which may have to finish a thought first.
     @routes.get("/status")
     def status(steps_after: int = -1) -> Response:
-        return JSONResponse({**about, **_status(service, telemetry, steps_after)}, headers=_LIVE_HEADERS)
+        return JSONResponse({**about, **_status(service, telemetry, steps_after)}, headers=LIVE_HEADERS)
 
     @routes.get("/metrics")
     def metrics() -> Response:
         text = telemetry.render(service.status())
-        return Response(text, headers={**_LIVE_HEADERS, "Content-Type": CONTENT_TYPE})
+        return Response(text, headers={**LIVE_HEADERS, "Content-Type": CONTENT_TYPE})
 
     return routes
 
@@ -72,15 +76,10 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _settings(service: Service) -> dict[str, Any]:
-    chunk, schedule = service.llm.chunk, service.schedule
-    is_own = schedule.chunk_size == chunk.effective
+    schedule = service.schedule
     return {
         "policy": schedule.policy.value,
-        "chunk": {
-            "requested": chunk.requested,
-            "effective": schedule.chunk_size,
-            "reason": chunk.reason if is_own else "set by the service's schedule",
-        },
+        **size_settings(service),
         "step_tokens": schedule.step_tokens,
         "max_running": schedule.max_running,
         "max_waiting": schedule.max_waiting,
@@ -98,6 +97,7 @@ def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[st
         "num_running": status.num_running,
         "num_waiting": status.num_waiting,
         "requests": [asdict(request) for request in status.requests],
+        "ended": [asdict(summary) for summary in telemetry.ended.last(_ENDED_SHOWN)],
         "steps": [_step(record) for record in status.steps if record.index > steps_after],
         "cache": asdict(status.cache),
         "latency": {

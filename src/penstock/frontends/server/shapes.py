@@ -82,12 +82,16 @@ class CompletionShape:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What all chunks of an answer share."""
+    """What all chunks of an answer share. `name` is what its id ends with."""
 
     shape: Shape
     model_name: str
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def id(self) -> str:
+        return f"{self.shape.prefix}-{self.name}"
 
     def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
         return {**self._head(self.shape.whole_name), "choices": choices, "usage": usage}
@@ -97,7 +101,7 @@ class Envelope:
 
     def _head(self, name: str) -> dict[str, Any]:
         return {
-            "id": f"{self.shape.prefix}-{self.id}",
+            "id": self.id,
             "object": name,
             "created": self.created,
             "model": self.model_name,

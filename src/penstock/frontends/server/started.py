@@ -2,20 +2,18 @@
 
 from penstock import __version__
 from penstock.engine.service import Service
+from penstock.frontends.server.explain_settings import size_lines
 from penstock.frontends.server.settings import ServerSettings
 from penstock.plan import format_bytes
 
 
 def started_lines(service: Service, settings: ServerSettings, url: str) -> list[str]:
-    chunk, schedule = service.llm.chunk, service.schedule
+    schedule = service.schedule
     cache = service.status().cache
-    size = "whole prompts" if chunk.effective == 0 else f"chunk {chunk.effective}"
-    reason = chunk.reason.replace("set by argument", "set by --chunk")
-    reason = reason.replace("align=False or --no-align", "--no-align")
     step = "" if schedule.step_tokens is None else f", step of up to {schedule.step_tokens} tokens"
     return [
         f"penstock {__version__} serves {settings.model_name} at {url}/v1",
-        f"  {size} (requested {chunk.requested}: {reason})",
+        *(f"  {line}" for line in size_lines(service)),
         f"  policy {schedule.policy}{', strict' if service.config.strict else ''}, "
         f"up to {schedule.max_running} requests at once and {schedule.max_waiting} waiting{step}",
         f"  cache {cache.blocks_total * cache.block_tokens} tokens, {format_bytes(_cache_bytes(service))}; "

@@ -1,9 +1,12 @@
 """What a service does, counted for Prometheus and for the live page."""
 
+import threading
+from collections import OrderedDict
 from typing import get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from penstock.engine.batcher import ENDED_EXPLAINED
 from penstock.engine.status import Outcome, RequestSummary, ServiceStatus, StepRecord
 from penstock.frontends.server.latency import LatencyWindow
 from penstock.plan.step import RequestId, SpanKind
@@ -18,12 +21,39 @@ _CHUNK_TOKENS = tuple(2**power for power in range(16))
 _REFUSALS = (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
 
 
+class EndedRequests:
+    """The requests that ended last: those whose chunks the engine can still explain. Any thread may ask."""
+
+    def __init__(self, size: int = ENDED_EXPLAINED) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._last: OrderedDict[RequestId, RequestSummary] = OrderedDict()
+
+    def add(self, summary: RequestSummary) -> None:
+        with self._lock:
+            self._last[summary.id] = summary
+            if len(self._last) > self._size:
+                self._last.popitem(last=False)
+
+    def get(self, request_id: RequestId) -> RequestSummary | None:
+        with self._lock:
+            return self._last.get(request_id)
+
+    def last(self, most: int) -> tuple[RequestSummary, ...]:
+        """So many at most, the newest first."""
+        with self._lock:
+            return tuple(
+                summary for summary, _ in zip(reversed(self._last.values()), range(most), strict=False)
+            )
+
+
 class Telemetry:
     """An observer of a service. `render` gives all it saw, and the service's present state, to Prometheus."""
 
     def __init__(self) -> None:
         self.first_token = LatencyWindow()
         self.inter_token = LatencyWindow()
+        self.ended = EndedRequests()
         # Its own registry: two services in one process do not mix.
         self._registry = CollectorRegistry()
         self._first_token = self._histogram(
@@ -80,6 +110,7 @@ class Telemetry:
         self._shrinks.inc()
 
     def on_end(self, summary: RequestSummary) -> None:
+        self.ended.add(summary)
         self._finished.labels(summary.outcome).inc()
         if summary.outcome == "cancelled":
             self._cancels.inc()

@@ -1,6 +1,7 @@
 // The plain figures: queue, rates, cache, latency, settings.
 
 import { count, duration, longDuration, percent, plural, rate } from "./format.js";
+import { chunkWords, memoryWords, targetWords } from "./sizes.js";
 
 // Rates are means over so many seconds of the past.
 const RATE_S = 5;
@@ -64,11 +65,12 @@ function showLatency(id, percentiles) {
 }
 
 function showSettings({ model, settings, uptime_s: uptime }) {
-  const { chunk } = settings;
+  const { size, reason } = chunkWords(settings);
   write("model", model.name);
-  write("chunk", chunk.effective ? plural(chunk.effective, "token") : "the whole prompt");
-  const asked = chunk.requested === String(chunk.effective) ? "" : `asked for ${chunk.requested}: `;
-  write("chunk-reason", asked + chunk.reason);
+  write("chunk", size);
+  write("chunk-reason", reason);
+  write("targets", targetWords(settings) || "none");
+  write("step-memory", memoryWords(settings));
   write("policy", settings.policy);
   write("policy-gap", `each request gets a token ${settings.longest_decode_gap === 1 ? "in every step" : `within ${plural(settings.longest_decode_gap, "step")}`}`);
   write("step-tokens", settings.step_tokens === null ? "a chunk and every decode" : plural(settings.step_tokens, "token"));

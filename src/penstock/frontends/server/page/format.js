@@ -16,6 +16,14 @@ export function duration(seconds) {
   return longDuration(Math.round(seconds));
 }
 
+export function bytes(number) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let power = 0;
+  while (power < units.length - 1 && number / 1024 ** power >= 1023.5) power += 1;
+  const value = number / 1024 ** power;
+  return `${power && value < 9.95 ? value.toFixed(1) : count(Math.round(value))} ${units[power]}`;
+}
+
 // Whole seconds: for times that count up or down under the reader's eyes.
 export function longDuration(seconds) {
   const whole = Math.round(seconds);

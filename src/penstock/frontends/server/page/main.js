@@ -2,6 +2,8 @@
 
 import { Attempt } from "./attempt.js";
 import { Connection, hasKey, setKey } from "./connection.js";
+import { Ended } from "./ended.js";
+import { Explain } from "./explain.js";
 import { showFigures } from "./figures.js";
 import { about } from "./format.js";
 import { People } from "./people.js";
@@ -12,16 +14,21 @@ const byId = (id) => document.getElementById(id);
 
 const people = new People();
 const timeline = new Timeline(byId("timeline"), byId("step-detail"), people);
+const ended = new Ended(byId("ended-part"), byId("ended"));
 const requests = new Requests(
   { list: byId("requests"), none: byId("requests-none"), more: byId("requests-more"), counter: byId("requests-count") }, people,
 );
 const attempt = new Attempt(askForKey);
+const explain = new Explain([byId("requests"), byId("ended")], askForKey);
 
 const connection = new Connection({
   status(status) {
     people.follow(status.steps, new Set(status.requests.map((request) => request.id)));
     timeline.update(status.steps, status.uptime_s);
     requests.update(status.requests, status.latency.inter_token?.p50);
+    ended.update(status.ended, requests);
+    byId("requests-hint").hidden = requests.rows.size + ended.rows.size === 0;
+    explain.update(status.requests);
     showFigures(status, timeline.steps);
     attempt.update(status.model);
     byId("key-form").hidden = true;
@@ -42,6 +49,7 @@ const connection = new Connection({
   restarted() {
     timeline.clear();
     requests.clear();
+    explain.restarted();
   },
 });
 

@@ -1,8 +1,9 @@
 // Every request that has not ended, with how far it is. One that ended stays a moment, so that the list does not jump.
 
+import { element, nameButton } from "./elements.js";
 import { about, count, percent, plural, shortId } from "./format.js";
 
-const LINGER_MS = 2500;
+const LINGER_MS = 1500;
 // Of those that wait, so many are shown; the others are counted.
 const MOST_WAITING = 4;
 const PHASES = { waiting: "waiting", prompt: "reading", decode: "generating" };
@@ -12,6 +13,7 @@ export class Requests {
   constructor(parts, people) {
     this.parts = parts;
     this.people = people;
+    this.lost = null; // the id of a row that went in the last update while it had the keyboard's focus
     this.rows = new Map(); // id -> row
   }
 
@@ -21,6 +23,7 @@ export class Requests {
   }
 
   update(requests, nextTokenSeconds) {
+    this.lost = null;
     let numWaiting = 0;
     const shown = requests.filter((request) => request.phase !== "waiting" || ++numWaiting <= MOST_WAITING);
     const live = new Set(shown.map((request) => request.id));
@@ -49,26 +52,20 @@ export class Requests {
     row.endedAt ??= performance.now();
     row.end();
     if (performance.now() - row.endedAt < LINGER_MS) return;
+    const hadFocus = row.item.contains(document.activeElement);
     row.item.remove();
     this.rows.delete(id);
+    if (hadFocus) this.lost = id;
   }
-}
-
-function element(tag, className, parent) {
-  const made = document.createElement(tag);
-  made.className = className;
-  parent?.append(made);
-  return made;
 }
 
 class Row {
   constructor(id, tone) {
     this.item = element("li", `request tone-${tone}`);
+    this.item.dataset.id = id;
     this.endedAt = null;
     const title = element("div", "title", this.item);
-    this.name = element("span", "name", title);
-    this.name.textContent = shortId(id);
-    this.name.title = id;
+    nameButton(id, title);
     this.phase = element("span", "phase", title);
     this.eta = element("span", "eta", title);
     const bar = element("div", "bar", this.item);

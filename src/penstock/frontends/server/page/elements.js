@@ -1,0 +1,29 @@
+// Small parts of the page that several lists have.
+
+import { shortId } from "./format.js";
+
+export function element(tag, className, parent) {
+  const made = document.createElement(tag);
+  made.className = className;
+  parent?.append(made);
+  return made;
+}
+
+export function drawing(tag, attributes, parent) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  parent?.append(made);
+  return made;
+}
+
+// A request's name, by which its chunks are opened.
+export function nameButton(id, parent) {
+  const button = element("button", "name", parent);
+  button.type = "button";
+  button.textContent = shortId(id);
+  button.title = id;
+  button.setAttribute("aria-label", `${shortId(id)}: its chunks`);
+  button.setAttribute("aria-expanded", "false");
+  button.setAttribute("aria-controls", "explain");
+  return button;
+}
