@@ -38,12 +38,13 @@ STEADY_ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": "131072",
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_MAX_": "1000000",
+    "NUMPY_MADVISE_HUGEPAGE": "0",  # a cache would take its memory 2 MiB at a time
 }
 STEADY_METHOD = (
     "in a fresh process each, with "
     + " ".join(f"{name}={value}" for name, value in STEADY_ALLOCATOR.items())
-    + ", so that freed blocks go back to the system at once: load, read one chunk and 64 tokens more (at least 576; "
-    "with experts, all of the prompt) to warm up, which pays for what libraries keep, collect garbage, reset the "
+    + ", so that freed blocks go back at once and pages are small: load, read one chunk and 64 tokens more (at least "
+    "576; with experts, all of it) to warm up, which pays for what libraries keep, collect garbage, reset the "
     "peak (/proc/self/clear_refs), read the prompt, generate one token. Growth is peak resident memory (VmHWM) less "
     "resident memory before (VmRSS). Predicted is what is cached by the step that needs the most, and that step's "
     "activations, less the rotary tables that the warm-up left"

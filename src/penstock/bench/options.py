@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.bench.suites import SERVE, SUITES, SWEEP, SuiteName
+from penstock.bench.target_workload import TARGETS
 from penstock.bench.workload import DEFAULT_DECODE_TOKENS, DEFAULT_MEMORY_REPEATS
 from penstock.errors import SettingError
 from penstock.models.hub import DEFAULT_MODEL
@@ -14,7 +15,7 @@ from penstock.plan.config import DEFAULT_CHUNK_SIZE
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of which none is left open. Lengths that are given are those whose memory is measured too."""
     options = _parser().parse_args(arguments)
-    if options.suite in (SERVE, SWEEP):
+    if options.suite in (SERVE, SWEEP, TARGETS):
         raise SettingError(f"{options.suite} has options of its own: give it as the first argument")
     options.suite = SuiteName(options.suite)
     if options.suite is SuiteName.HYBRID and options.model is not None:
@@ -40,11 +41,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "suite",
         nargs="?",
-        choices=[*(name.value for name in SuiteName), SERVE, SWEEP],
+        choices=[*(name.value for name in SuiteName), SERVE, SWEEP, TARGETS],
         default=SuiteName.PREFILL.value,
         help="prefill: a model of your choice reads a text; hybrid: a random Qwen3.5, three delta nets to one "
-        "attention, reads random tokens; serve: many users at once; sweep: chunk sizes against prompt lengths "
-        "(%(default)s; serve and sweep have options of their own: see serve --help, sweep --help)",
+        "attention, reads random tokens; serve: many users at once; sweep: chunk sizes against prompt lengths; "
+        "targets: automatic chunks and latency targets against fixed chunks "
+        "(%(default)s; the last three have options of their own: see serve --help, sweep --help, targets --help)",
     )
     add(
         "--model",

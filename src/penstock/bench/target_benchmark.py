@@ -17,6 +17,8 @@ from penstock.engine.profile import load_profile
 Say = Callable[[str], None]
 
 _WARM_UP_TOKENS = 128
+# Of a chunk's gaps, the share that keep a target where others may have missed it by chance.
+_NEARLY = 0.85
 
 
 def run_target_benchmark(llm: LLM, settings: TargetSettings, say: Say) -> TargetResults:
@@ -33,15 +35,16 @@ def run_target_benchmark(llm: LLM, settings: TargetSettings, say: Say) -> Target
 
 def contenders(results: TargetResults) -> list[Sizing]:
     """Those worth another round: for each target within reach its automatic size, the best fixed one, and the next
-    larger one, which may have missed it by chance. Those that are compared follow each other."""
+    larger one if it nearly keeps it. Those that are compared follow each other."""
     fixed = [each.fixed for each in results.sizings if each.fixed is not None]
     found: list[Sizing] = []
     for verdict in results.verdicts:
         if verdict.is_reachable:
             found.append(Sizing(target_ms=verdict.target_ms))
             best = 0 if verdict.best_fixed is None else verdict.best_fixed
-            larger = [size for size in fixed if size > best][:1]
-            found += [Sizing(fixed=size) for size in [best, *larger] if size]
+            larger = [Sizing(fixed=size) for size in fixed if size > best][:1]
+            found += [Sizing(fixed=best)] if best else []
+            found += [each for each in larger if results.share(each, verdict.target_ms) >= _NEARLY]
     return list(dict.fromkeys(found))
 
 

@@ -59,12 +59,12 @@ def _draw_gaps(axis: Any, results: TargetResults, target_ms: int, colour: str) -
     # What is far off is drawn too, but one long gap must not hide all others.
     axis.set_ylim(0, min(max(1.6 * target_ms, 1.15 * max(heights)), 4 * target_ms))
     above = sum(height > 4 * target_ms for height in heights)
-    more = f"; {above} longer than the panel is high" if above else ""
+    more = f" ({above} gaps are higher)" if above else ""
     verdict = results.verdict(target_ms)
     reach = "" if verdict.is_reachable else ", out of reach"
     axis.set_title(
-        f"target {target_ms:,} ms{reach}: {verdict.share:.1%} of gaps within {SLACK * target_ms:g} ms, "
-        f"round {run.round_index + 1} shown{more}",
+        f"target {target_ms:,} ms{reach}: {verdict.share:.1%} within {SLACK * target_ms:g} ms; shown: "
+        f"round {run.round_index + 1}{more}",
         loc="left",
         fontsize=10,
         fontweight="bold",
@@ -90,16 +90,25 @@ def _draw_trade(axis: Any, results: TargetResults, targets: Sequence[int]) -> No
     if fixed:
         _draw_points(axis, results, fixed, _GREY, "o", 5, "-", "fixed chunk (tokens beside it)")
         for each in fixed:
+            # A white ground, so that no line runs through the number.
             axis.annotate(
-                f"{each.fixed:,}", points[each], (0, -7), textcoords="offset points", ha="center", va="top",
-                fontsize=9, color=_GREY,
-            )  # fmt: skip
+                f"{each.fixed:,}",
+                points[each],
+                (0, -9),
+                textcoords="offset points",
+                ha="center",
+                va="top",
+                fontsize=9,
+                color=_GREY,
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 0.8},
+                zorder=4,
+            )
     for index, target in enumerate(targets):
         colour = _COLOURS[index % len(_COLOURS)]
         _draw_points(
             axis, results, [Sizing(target_ms=target)], colour, "*", 15, "", f"auto, target {target:,} ms"
         )
-        axis.axvline(SLACK * target, color=colour, linewidth=1.0, linestyle="--", zorder=1)
+        axis.axvline(SLACK * target, color=colour, linewidth=1.0, linestyle="--", zorder=2)
     axis.plot([], [], color="#444444", linewidth=1.0, linestyle="--", label=f"{SLACK:g} times a target")
     axis.set_xscale("log")
     axis.xaxis.set_major_locator(import_module("matplotlib.ticker").LogLocator(subs=(1.0, 2.0, 5.0)))

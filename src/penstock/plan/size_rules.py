@@ -15,7 +15,7 @@ SizeRule = Literal[
     "fixed", "memory", "latency", "tuned", "default", "end", "balanced", "halved", "smallest", "largest"
 ]
 
-SMALLEST_CHUNK = 16
+SMALLEST_CHUNK = 8
 LARGEST_CHUNK = 2048
 
 

@@ -327,60 +327,102 @@ struct Work {
     }
 };
 
-// Few queries to long sequences: each segment is work of its own.
+// Few items, or one that is far longer than the others: each segment is work of its own. Segments are added up in
+// their order all the same. They are taken in waves, so that what they gave needs little room.
 template <class T, int D>
 void attend_by_segment(const Heads& heads, const std::vector<Item>& items) {
+    using Wide = Work<T, D, WIDE>;
     using Narrow = Work<T, D, 1>;
     struct Part {
         int item, segment;
     };
+    constexpr size_t ROOM = size_t(16) << 20;
+    const int num_items = items.size();
+    // Wide enough for either kind; a narrow one uses the beginning.
+    std::vector<Seen<D, WIDE * LANES>> totals(num_items);
+    const int wave = std::max<int>(1, ROOM / (num_items * sizeof totals[0]));
+    int num_segments = 0;
+    for (const Item& item : items) num_segments = std::max(num_segments, Narrow{heads, item}.num_segments());
+    std::vector<Seen<D, WIDE * LANES>> seen(size_t(num_items) * std::min(wave, num_segments));
     std::vector<Part> parts;
-    std::vector<int> first_part;
-    for (int i = 0; i < static_cast<int>(items.size()); ++i) {
-        first_part.push_back(parts.size());
-        const int num_segments = Narrow{heads, items[i]}.num_segments();
-        for (int segment = 0; segment < num_segments; ++segment) parts.push_back({i, segment});
+    auto narrow = [](auto& wide) -> Seen<D, LANES>& { return reinterpret_cast<Seen<D, LANES>&>(wide); };
+    for (int i = 0; i < num_items; ++i) {
+        if (items[i].num_rows > LANES)
+            totals[i].clear();
+        else
+            narrow(totals[i]).clear();
     }
-    first_part.push_back(parts.size());
-    std::vector<Seen<D, LANES>> seen(parts.size());
-#pragma omp parallel
-    {
-#pragma omp for schedule(dynamic, 1)
-        for (size_t p = 0; p < parts.size(); ++p) {
-            static thread_local Tile<T, D, 1> tile;
-            const Narrow work{heads, items[parts[p].item]};
-            work.load(&tile);
-            work.see(parts[p].segment, &tile);
-            seen[p] = tile.seen;
+    for (int first = 0; first < num_segments; first += wave) {
+        parts.clear();
+        std::vector<int> first_part;
+        for (int i = 0; i < num_items; ++i) {
+            first_part.push_back(parts.size());
+            const int end = std::min(first + wave, Narrow{heads, items[i]}.num_segments());
+            for (int segment = first; segment < end; ++segment) parts.push_back({i, segment});
         }
+        first_part.push_back(parts.size());
+#pragma omp parallel
+        {
 #pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < items.size(); ++i) {
-            static thread_local Seen<D, LANES> total;
-            total.clear();
-            for (int p = first_part[i]; p < first_part[i + 1]; ++p) total.add(seen[p]);
-            Narrow{heads, items[i]}.store(0, total);
+            for (int p = 0; p < static_cast<int>(parts.size()); ++p) {
+                const Item& item = items[parts[p].item];
+                if (item.num_rows > LANES) {
+                    static thread_local Tile<T, D, WIDE> tile;
+                    Wide{heads, item}.load(&tile);
+                    Wide{heads, item}.see(parts[p].segment, &tile);
+                    seen[p] = tile.seen;
+                } else {
+                    static thread_local Tile<T, D, 1> tile;
+                    Narrow{heads, item}.load(&tile);
+                    Narrow{heads, item}.see(parts[p].segment, &tile);
+                    narrow(seen[p]) = tile.seen;
+                }
+            }
+#pragma omp for schedule(dynamic, 1)
+            for (int i = 0; i < num_items; ++i) {
+                const bool is_last = first + wave >= num_segments;
+                for (int p = first_part[i]; p < first_part[i + 1]; ++p) {
+                    if (items[i].num_rows > LANES)
+                        totals[i].add(seen[p]);
+                    else
+                        narrow(totals[i]).add(narrow(seen[p]));
+                }
+                if (is_last && items[i].num_rows > LANES) Wide{heads, items[i]}.store(0, totals[i]);
+                if (is_last && items[i].num_rows <= LANES) Narrow{heads, items[i]}.store(0, narrow(totals[i]));
+            }
         }
     }
 }
 
-template <class T, int D>
-void attend(const Heads& heads, const Span* spans, int64_t num_spans, const Place* places, int num_threads) {
-    constexpr int MOST_ROWS = MOST_TILES * WIDE * LANES;
+// A span's rows for each KV head, up to `most_rows` in an item.
+std::vector<Item> cut(const Heads& heads, const Span* spans, int64_t num_spans, const Place* places, int most_rows) {
     std::vector<Item> items;
-    bool are_narrow = true;
     for (const Span* span = spans; span < spans + num_spans; ++span) {
         const int64_t num_rows = span->num_rows * heads.group;
         for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; ++kv_head)
-            for (int64_t row = 0; row < num_rows; row += MOST_ROWS) {
-                const int count = std::min<int64_t>(MOST_ROWS, num_rows - row);
-                items.push_back({span, places + span->first_place, kv_head, row, count});
-                are_narrow &= count <= LANES;
-            }
+            for (int64_t row = 0; row < num_rows; row += most_rows)
+                items.push_back({span, places + span->first_place, kv_head, row,
+                                 static_cast<int>(std::min<int64_t>(most_rows, num_rows - row))});
     }
-    if (are_narrow && static_cast<int>(items.size()) < 8 * num_threads) return attend_by_segment<T, D>(heads, items);
+    return items;
+}
+
+template <class T, int D>
+void attend(const Heads& heads, const Span* spans, int64_t num_spans, const Place* places, int num_threads) {
+    const std::vector<Item> items = cut(heads, spans, num_spans, places, MOST_TILES * WIDE * LANES);
+    // How much there is to do, by tokens and vectors of queries.
+    int64_t total = 0, largest = 0;
+    for (const Item& item : items) {
+        const Work<T, D, 1> work{heads, item};
+        const int64_t size = int64_t(work.num_tiles()) * work.num_tokens();
+        total += size;
+        largest = std::max(largest, size);
+    }
+    if (largest * 4 * num_threads > total && num_threads > 1)
+        return attend_by_segment<T, D>(heads, cut(heads, spans, num_spans, places, WIDE * LANES));
     // The last of a span see the most: they go first, so that threads end together.
 #pragma omp parallel for schedule(dynamic, 1)
-    for (int i = items.size() - 1; i >= 0; --i) {
+    for (int i = static_cast<int>(items.size()) - 1; i >= 0; --i) {
         if (items[i].num_rows > LANES)
             Work<T, D, WIDE>{heads, items[i]}.run();
         else
