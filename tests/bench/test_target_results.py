@@ -54,7 +54,7 @@ def gaps_with(num_late: int, late_s: float, num_all: int = 100, usual_s: float =
 
 
 FIXED = [
-    run_of(gaps_with(0, 0.1), 30.0, fixed=16),
+    run_of(gaps_with(0, 0.1), 30.0, fixed=8),
     run_of(gaps_with(5, 0.9), 22.0, fixed=64),  # just enough keep 200 ms
     run_of(gaps_with(6, 0.251), 18.0, fixed=128),  # just not enough
     run_of([0.5] * 20, 15.0, fixed=512),
@@ -99,11 +99,11 @@ def test_a_round_that_only_one_of_them_ran_is_compared_with_nothing() -> None:
 @pytest.mark.parametrize(
     ("fixed", "decode_gap_s", "auto_gap_s", "is_reachable"),
     [
-        (16, 0.02, 0.3, False),  # not even the smallest chunk keeps it
+        (8, 0.02, 0.3, False),  # not even the smallest chunk keeps it
         (32, 0.02, 0.3, True),  # nobody tried one so small
         (32, 0.26, 0.3, False),  # decoding alone does not keep it
         (32, 0.24, 0.3, True),
-        (16, 0.02, 0.2, True),  # auto itself keeps it
+        (8, 0.02, 0.2, True),  # auto itself keeps it
     ],
 )
 def test_a_target_is_out_of_reach_only_where_that_is_known(

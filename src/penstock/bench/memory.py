@@ -22,6 +22,7 @@ from penstock.models.opened import open_weights
 from penstock.plan import ChunkedPrefillConfig, Span
 
 WARM_UP_TOKENS = 64
+_TILE = 512  # of attention
 METHOD = (
     f"in a fresh process each: load, read {WARM_UP_TOKENS} tokens to warm up, collect garbage, give free "
     "heap back (malloc_trim), reset the peak (/proc/self/clear_refs), read the prompt, generate one token. "
@@ -43,11 +44,11 @@ STEADY_ALLOCATOR = {
 STEADY_METHOD = (
     "in a fresh process each, with "
     + " ".join(f"{name}={value}" for name, value in STEADY_ALLOCATOR.items())
-    + ", so that freed blocks go back at once and pages are small: load, read one chunk and 64 tokens more (at least "
-    "576; with experts, all of it) to warm up, which pays for what libraries keep, collect garbage, reset the "
-    "peak (/proc/self/clear_refs), read the prompt, generate one token. Growth is peak resident memory (VmHWM) less "
-    "resident memory before (VmRSS). Predicted is what is cached by the step that needs the most, and that step's "
-    "activations, less the rotary tables that the warm-up left"
+    + ", so that freed blocks go back at once and pages are small: load, read a chunk (at least 512 tokens) and one "
+    "as long as the last, with experts all of the prompt, to warm up, which pays for what libraries keep, collect "
+    "garbage, reset the peak (/proc/self/clear_refs), read the prompt, generate one token. Growth is peak resident "
+    "memory (VmHWM) less resident memory before (VmRSS). Predicted is what is cached by the step that "
+    "needs the most, and that step's activations, less the rotary tables that the warm-up left"
 )
 
 
@@ -106,9 +107,14 @@ class SteadyGrowth:
 
 
 def warm_up_tokens(config: ModelConfig, chunk: int, prompt_tokens: int) -> int:
-    """Enough for a chunk with a past, in another tile of attention; with experts, whose products have another number
-    of rows in every chunk, all of the prompt: oneDNN keeps code for each number that it meets."""
-    return prompt_tokens if config.experts else min(max(chunk, 512) + WARM_UP_TOKENS, prompt_tokens)
+    """Enough for chunks of either length, the last with a past in another tile of attention; with experts, whose
+    products have another number of rows in every chunk, all of the prompt: oneDNN keeps code for each number of rows
+    that it meets."""
+    if config.experts:
+        return prompt_tokens
+    whole_chunks = -(-_TILE // chunk) * chunk
+    last = prompt_tokens % chunk or WARM_UP_TOKENS
+    return min(whole_chunks + last, prompt_tokens)
 
 
 def measure_steady_growth(model: Decoder, canon: Canon, chunk: int, prompt: Sequence[int]) -> SteadyGrowth:
