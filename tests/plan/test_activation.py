@@ -126,7 +126,7 @@ def test_prompts_have_their_own_tiles_and_pasts_in_torch_only() -> None:
         return next(phase.attention_bytes for phase in phases if phase.phase == "attention")
 
     torch, joined = (ModelWorkspace(joins_past=is_joined) for is_joined in (False, True))
-    assert attention(joined) - attention(torch) == 30_720 * 2 * 2 * 1024
+    assert attention(joined) - attention(torch) == (30_720 + 64) * 2 * 2 * 1024
     assert attention(torch) > 512 * 2 * 2 * 1024  # the tile's keys and values, copied
     assert attention(replace(joined, kernels="native")) == 64 * 2 * 2 * 4096
 

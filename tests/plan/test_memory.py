@@ -150,7 +150,11 @@ def test_a_smaller_chunk_never_needs_more(
         peak_memory_estimate(shape, num_tokens, ChunkedPrefillConfig(size, overlap))
         for size in (small, large)
     ]
-    assert estimates[0].chunked_bytes <= estimates[1].chunked_bytes
+    assert estimates[0].chunked.activation_bytes <= estimates[1].chunked.activation_bytes
+    if (
+        shape.delta_net is None or not overlap
+    ):  # an overlap keeps two more states, where there is a next chunk
+        assert estimates[0].chunked_bytes <= estimates[1].chunked_bytes
     assert estimates[0].num_chunks >= estimates[1].num_chunks
 
 

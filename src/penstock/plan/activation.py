@@ -276,14 +276,18 @@ class _Pass:
     def attending(self) -> int:
         """The work space of attention, beside queries and output."""
         step, num_heads = self.step, self.shape.num_heads
-        if self.is_native or not step.num_prompt_tokens:
+        if self.is_native:
+            return 0
+        if not step.num_prompt_tokens:
             return self.decoding()
         tile = self.workspace.tile_size or step.num_prompt_tokens
         rows = min(step.num_prompt_tokens, tile)
+        end = step.longest_past + step.num_prompt_tokens
         # Without a grid only a first chunk has none, which is left aside: a longer chunk never needs less.
-        has_past = not self.workspace.tile_size or step.longest_past + step.num_prompt_tokens > tile
+        has_past = not self.workspace.tile_size or end > tile
         own = self.bytes(2 * self.kv, tile)  # the tile's keys and values, copied and filled up
-        past = self.bytes(2 * self.kv, step.longest_past) if self.workspace.joins_past else 0
+        # The last tile's past has the chunk's tiles before it, too.
+        past = self.bytes(2 * self.kv, end) if self.workspace.joins_past else 0
         padded = _rounded_up(rows, QUERY_GRID)
         lse = _FLOAT32 * num_heads  # of a row
         # Attention to the past: queries filled up and stacked, the output, that in the order of rows.
@@ -295,7 +299,7 @@ class _Pass:
         pieces = self.bytes(self.query, _rounded_up(few, QUERY_GRID) + square) + 2 * lse * square
         merging = _FLOAT32 * 2 * self.query * few + 6 * lse * square
         out = self.bytes(self.query, rows)
-        return own + past + max(attending_past, piece + out + pieces + merging)
+        return max(self.decoding(), own + past + max(attending_past, piece + out + pieces + merging))
 
     def decoding(self) -> int:
         """Pasts of decodes, which are copied together one after the other."""
