@@ -14,17 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.bench import verify_memory
 from penstock.bench.memory import can_measure_growth
-from penstock.bench.verify_memory import (
-    FAMILIES,
-    MemoryCase,
-    MemoryJob,
-    RandomWeights,
-    family_config,
-    main,
-    plan_jobs,
-    predict_growth,
-    render,
-)
+from penstock.bench.verify_memory import main, predict_growth
+from penstock.bench.verify_memory_cases import MemoryJob, plan_jobs
+from penstock.bench.verify_memory_models import FAMILIES, RandomWeights, family_config
+from penstock.bench.verify_memory_report import MemoryCase, render
 from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.errors import SettingError
@@ -37,8 +30,9 @@ from penstock.models.hf_config import hf_model_config
 from penstock.models.loading import load_decoder
 from penstock.models.shape import model_shape, workspace_of
 from penstock.plan import ChunkedPrefillConfig, Span
-from penstock.plan.activation import SMALL_BYTES, ModelWorkspace
+from penstock.plan.activation_parts import SMALL_BYTES
 from penstock.plan.memory import weight_bytes
+from penstock.plan.step_shape import Workspace
 
 needs_linux = pytest.mark.skipif(not can_measure_growth(), reason="needs /proc/self/clear_refs")
 # The families' own shapes, an eighth to a quarter as wide, so that a run takes a moment.
@@ -135,12 +129,12 @@ def test_weights_by_arithmetic(family: str, dtype: torch.dtype) -> None:
 def test_growth_of_a_fresh_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "made" / "memory.json"
     families = ["--families", "smollm2-135m", "--kernels", "torch", "--threads", "1"]
-    assert main([*families, "--quick", "--output", str(output)]) == 0
+    assert main([*families, "--chunks", "128", "--prompts", "1024", "--output", str(output)]) == 0
     written = json.loads(output.read_text())
     (case,) = written["cases"]
     assert (case["model"], case["kernels"], case["is_met"]) == ("smollm2-135m", "torch", True)
-    # keys and values of 640 tokens, 4 layers, 3 heads of 64, perhaps but for the last chunk's in the last layer
-    assert case["kv_cache_bytes"] in [tokens * 2 * 3 * 64 * 2 for tokens in (640 * 4, 640 * 4 - 128)]
+    # keys and values of 1,024 tokens, 4 layers, 3 heads of 64, perhaps but for the last chunk's in the last layer
+    assert case["kv_cache_bytes"] in [tokens * 2 * 3 * 64 * 2 for tokens in (1024 * 4, 1024 * 4 - 128)]
     assert "MALLOC_MMAP_THRESHOLD_" in written["method"]
     assert "VmHWM" in capsys.readouterr().out
 
@@ -215,6 +209,6 @@ def test_nothing_is_predicted_of_nothing() -> None:
             model_shape(config),
             [],
             dtype_bytes=2,
-            workspace=ModelWorkspace(),
+            workspace=Workspace(),
             known_positions=0,
         )

@@ -11,9 +11,10 @@ from penstock.engine import batch
 from penstock.errors import SettingError
 from penstock.kernels import protocol, shares, torch_delta, torch_kernels
 from penstock.layers import rotary
-from penstock.plan import ModelShape, activation
-from penstock.plan.activation import ModelWorkspace, StepMemory, padded_rows, step_memory, step_phases
-from penstock.plan.step_shape import KernelKind, StepShape, Workspace
+from penstock.plan import ModelShape, activation_parts
+from penstock.plan.activation import step_memory, step_phases
+from penstock.plan.activation_parts import StepMemory, padded_rows
+from penstock.plan.step_shape import StepShape, Workspace
 from tests.plan.strategies import hybrid_shapes, shapes
 from tests.plan.test_memory import workspaces
 
@@ -37,14 +38,17 @@ def peak(shape: ModelShape, step: StepShape, workspace: Workspace, dtype_bytes: 
 
 
 def test_what_layers_and_kernels_have_is_what_is_counted() -> None:
-    assert (activation.FEW_ROWS, activation.ROW_GRID) == (protocol.FEW_ROWS, protocol.ROW_GRID)
-    assert (activation.HEAD_ROWS, activation.LANES) == (protocol.HEAD_ROWS, shares.LANES)
-    assert (activation.QUERY_GRID, activation.SQUARE) == (torch_kernels.QUERY_GRID, torch_kernels.SQUARE)
-    assert activation.NORM_ROWS == torch_kernels._NORM_ROWS
-    assert activation.ROTARY_PAGE == rotary._PAGE
-    assert activation.ELEMENTS_PER_THREAD == torch_delta._ELEMENTS_PER_THREAD
-    assert activation.MOST_BLOCKS == torch_delta._MOST_BLOCKS
-    assert activation.JOINED_TOKENS == batch._JOINED_TOKENS
+    assert (activation_parts.FEW_ROWS, activation_parts.ROW_GRID) == (protocol.FEW_ROWS, protocol.ROW_GRID)
+    assert (activation_parts.HEAD_ROWS, activation_parts.LANES) == (protocol.HEAD_ROWS, shares.LANES)
+    assert (activation_parts.QUERY_GRID, activation_parts.SQUARE) == (
+        torch_kernels.QUERY_GRID,
+        torch_kernels.SQUARE,
+    )
+    assert activation_parts.NORM_ROWS == torch_kernels._NORM_ROWS
+    assert activation_parts.ROTARY_PAGE == rotary._PAGE
+    assert activation_parts.ELEMENTS_PER_THREAD == torch_delta._ELEMENTS_PER_THREAD
+    assert activation_parts.MOST_BLOCKS == torch_delta._MOST_BLOCKS
+    assert activation_parts.JOINED_TOKENS == batch._JOINED_TOKENS
     assert BLOCK_TOKENS == torch_delta.BLOCK
 
 
@@ -55,7 +59,7 @@ def test_rows_are_padded_as_the_kernels_need_them(num_rows: int, floor: int, sla
 
 @given(any_shape, steps(), workspaces(), st.sampled_from([2, 4]))
 def test_the_mark_is_the_largest_phase_and_the_sum_of_its_parts(
-    shape: ModelShape, step: StepShape, workspace: ModelWorkspace, dtype_bytes: int
+    shape: ModelShape, step: StepShape, workspace: Workspace, dtype_bytes: int
 ) -> None:
     phases = step_phases(shape, step, dtype_bytes=dtype_bytes, workspace=workspace)
     mark = step_memory(shape, step, dtype_bytes=dtype_bytes, workspace=workspace)
@@ -68,7 +72,7 @@ def test_the_mark_is_the_largest_phase_and_the_sum_of_its_parts(
 
 @given(any_shape, steps(), workspaces(), st.integers(1, 500), st.sampled_from([2, 4]))
 def test_more_work_never_needs_less(
-    shape: ModelShape, step: StepShape, workspace: ModelWorkspace, more: int, dtype_bytes: int
+    shape: ModelShape, step: StepShape, workspace: Workspace, more: int, dtype_bytes: int
 ) -> None:
     least = peak(shape, step, workspace, dtype_bytes)
     longer = replace(step, num_prompt_tokens=step.num_prompt_tokens + more)
@@ -81,7 +85,7 @@ def test_more_work_never_needs_less(
 
 @given(any_shape, steps(), workspaces(), st.integers(1, 500))
 def test_of_one_prompt_a_longer_chunk_never_needs_less(
-    shape: ModelShape, step: StepShape, workspace: ModelWorkspace, more: int
+    shape: ModelShape, step: StepShape, workspace: Workspace, more: int
 ) -> None:
     """The end stays, so that the past gets shorter."""
     if step.num_prompt_tokens and step.longest_past >= more:
@@ -93,48 +97,40 @@ def test_of_one_prompt_a_longer_chunk_never_needs_less(
 
 @given(any_shape, steps(), workspaces())
 def test_native_kernels_need_no_more_than_torch(
-    shape: ModelShape, step: StepShape, workspace: ModelWorkspace
+    shape: ModelShape, step: StepShape, workspace: Workspace
 ) -> None:
     native, torch = (peak(shape, step, replace(workspace, kernels=kind)) for kind in ("native", "torch"))
     assert native <= torch
 
 
-@given(any_shape, steps(), st.sampled_from(["torch", "native"]))
-def test_without_knowing_the_model_it_is_that_of_the_plainest(
-    shape: ModelShape, step: StepShape, kind: KernelKind
-) -> None:
-    assert peak(shape, step, Workspace(kind)) == peak(shape, step, ModelWorkspace(kind))
-
-
 def test_a_large_model_by_hand() -> None:
     """2,048 tokens after 30,720, in bfloat16 on native kernels: the feed-forward block is the largest."""
     step = StepShape.of_chunk(2048, 30_720, is_last=True)
-    mark = step_memory(QWEN, step, dtype_bytes=2, workspace=ModelWorkspace("native", head_norm=True))
+    mark = step_memory(QWEN, step, dtype_bytes=2, workspace=Workspace("native", head_norm=True))
     rows = 2048
     assert mark == StepMemory(
         "mlp",
-        input_bytes=activation.SMALL_BYTES + rows * (2 * 8 + 2 * 2 * 128) + 32_768 * 2 * 2 * 128,
+        input_bytes=activation_parts.SMALL_BYTES + rows * (2 * 8 + 2 * 2 * 128) + 32_768 * 2 * 2 * 128,
         hidden_bytes=rows * 2 * 2 * 4096,
-        attention_bytes=rows * 2 * 4096,
         mlp_bytes=rows * 2 * 3 * 12_288,
     )
 
 
 def test_prompts_have_their_own_tiles_and_pasts_in_torch_only() -> None:
-    def attention(workspace: ModelWorkspace) -> int:
+    def attention(workspace: Workspace) -> int:
         phases = step_phases(QWEN, StepShape.of_chunk(64, 30_720), dtype_bytes=2, workspace=workspace)
         return next(phase.attention_bytes for phase in phases if phase.phase == "attention")
 
-    torch, joined = (ModelWorkspace(joins_past=is_joined) for is_joined in (False, True))
+    torch, joined = (Workspace(joins_past=is_joined) for is_joined in (False, True))
     assert attention(joined) - attention(torch) == (30_720 + 64) * 2 * 2 * 1024
     assert attention(torch) > 512 * 2 * 2 * 1024  # the tile's keys and values, copied
-    assert attention(replace(joined, kernels="native")) == 64 * 2 * 2 * 4096
+    assert attention(replace(joined, kernels="native")) == 64 * 2 * 4096
 
 
 def test_decodes_alone_are_not_padded() -> None:
     decodes = StepShape(0, num_decodes=3, decode_pasts=300, num_logits=3)
     beside = replace(decodes, num_prompt_tokens=1)
-    slab = ModelWorkspace(row_slab=128)
+    slab = Workspace(row_slab=128)
     assert peak(QWEN, decodes, slab) < peak(QWEN, beside, slab) / 2
 
 

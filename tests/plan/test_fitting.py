@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import SettingError
 from penstock.plan import DeltaNetShape, ExpertsShape, ModelShape, create_prefill_chunks_at
-from penstock.plan.activation import ModelWorkspace, step_memory
+from penstock.plan.activation import step_memory
 from penstock.plan.fitting import chunk_peak_bytes, largest_chunk, largest_step, smallest_budget
-from penstock.plan.step_shape import StepShape
+from penstock.plan.step_shape import StepShape, Workspace
 from tests.plan.test_memory import workspaces
 
 LLAMA = ModelShape(16, 2048, 8192, 32, 8, 64, 128_256)
@@ -52,7 +52,7 @@ def real_shapes(draw: st.DrawFn) -> ModelShape:
 )
 def test_the_largest_chunk_fits_is_maximal_and_a_refusal_names_what_would_do(
     shape: ModelShape,
-    workspace: ModelWorkspace,
+    workspace: Workspace,
     prompt_tokens: int,
     budget_bytes: int,
     grid: int,

@@ -27,7 +27,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_model
-from penstock.models.shape import model_shape
+from penstock.models.shape import model_shape, workspace_of
 from penstock.models.source import WeightSource
 from penstock.plan import (
     AlignSetting,
@@ -144,6 +144,7 @@ class LLM:
             prompt_tokens,
             self._config,
             dtype_bytes=self.model.dtype.itemsize,
+            workspace=workspace_of(self.model),
         )
 
     def tokenize(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:

@@ -12,15 +12,19 @@ _HEADS = ("chunk", "tokens", "past", "decodes", "set by", "predicted", "measured
 
 
 def explain_lines(records: Sequence["ChunkRecord"]) -> list[str]:
-    """A line of heads, then one for each chunk. A dash is for what was not known or not measured."""
+    """A line of heads, then one for each chunk. A dash is for what was not known; memory that was measured has a
+    column where any was."""
     rows = [_HEADS, *(_row(index, record) for index, record in enumerate(records, 1))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEADS))]
+    if all(record.measured_bytes is None for record in records):
+        rows = [row[:-1] for row in rows]
+    heads = rows[0]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     notes = ["", *(record.because for record in records)]
     lines = []
     for row, note in zip(rows, notes, strict=True):
         cells = [
             cell.ljust(width) if head == "set by" else cell.rjust(width)
-            for cell, width, head in zip(row, widths, _HEADS, strict=True)
+            for cell, width, head in zip(row, widths, heads, strict=True)
         ]
         lines.append("  ".join([*cells, note]).rstrip())
     return lines

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import SettingError
-from penstock.frontends.plan import Plan
+from penstock.frontends.plan_rows import Plan
 from penstock.plan import format_bytes
 
 _ENDINGS = (".png", ".svg", ".pdf")

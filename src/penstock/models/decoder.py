@@ -147,6 +147,7 @@ class Decoder:
         next_norms = [*(layer.mixer_norm for layer in self._layers[1:]), self._final_norm]
         for layer, next_norm in zip(self._layers, next_norms, strict=True):
             rows = layer.mixer.take_in(normed, cos, sin, batch, caches, kernels)
+            del normed  # what is not needed any more is not held at the next high-water mark
             if layer is self._layers[-1]:
                 if batch.num_logits == 0:
                     return None
@@ -155,6 +156,7 @@ class Decoder:
             x, normed = kernels.add_norm(
                 x, layer.mixer.give_out(rows, work, caches, kernels), layer.mlp_norm, eps
             )
+            del rows
             x, normed = kernels.add_norm(x, layer.mlp(normed, num_rows, batch, kernels), next_norm, eps)
         return self._logits(normed[: batch.num_logits], batch).float()
 

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from penstock.models.config import ModelConfig
 from penstock.plan import DeltaNetShape, ExpertsShape, ModelShape
-from penstock.plan.activation import ModelWorkspace
 from penstock.plan.step_shape import KernelKind, Workspace
 
 if TYPE_CHECKING:  # a decoder imports this file
@@ -45,12 +44,10 @@ def model_shape(config: ModelConfig) -> ModelShape:
     )
 
 
-def workspace_for(config: ModelConfig, workspace: Workspace) -> ModelWorkspace:
+def workspace_for(config: ModelConfig, workspace: Workspace) -> Workspace:
     """The work space of such a model, on kernels that are known from elsewhere."""
-    return ModelWorkspace(
-        kernels=workspace.kernels,
-        tile_size=workspace.tile_size,
-        num_threads=workspace.num_threads,
+    return replace(
+        workspace,
         head_norm=config.head_norm,
         float32_norm=config.zero_centred_norm,
         rotary_dim=config.rotary_dim or 0,
@@ -58,7 +55,7 @@ def workspace_for(config: ModelConfig, workspace: Workspace) -> ModelWorkspace:
     )
 
 
-def workspace_of(model: "Decoder") -> ModelWorkspace:
+def workspace_of(model: "Decoder") -> Workspace:
     """The work space of a loaded model, on its own kernels as they are set up."""
     import torch
 

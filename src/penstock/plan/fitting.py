@@ -1,6 +1,7 @@
 """The largest chunk that a budget of activation memory allows, and the smallest budget that allows any."""
 
-from penstock.plan.activation import REFERENCE, StepMemory, step_memory
+from penstock.plan.activation import step_memory
+from penstock.plan.activation_parts import REFERENCE, StepMemory
 from penstock.plan.checks import check_int
 from penstock.plan.shape import ModelShape
 from penstock.plan.step_shape import StepShape, Workspace

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from penstock.plan.activation import LANES, REFERENCE, StepMemory, step_phases
+from penstock.plan.activation import step_phases
+from penstock.plan.activation_parts import LANES, REFERENCE, StepMemory
 from penstock.plan.checks import check_int
 from penstock.plan.chunks import num_prefill_chunks, prefill_chunk_span
 from penstock.plan.config import ChunkedPrefillConfig

@@ -50,8 +50,19 @@ class StepShape:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What computes a step: its kernels' ways decide what they need beside inputs and outputs."""
+    """What computes a step of a certain model: what its memory depends on besides sizes.
+
+    The defaults are those of most models. Without `num_active_experts`, one expert may get every token.
+    """
 
     kernels: KernelKind = "torch"
     tile_size: int = 512  # of attention; 0: a chunk is its own tile
     num_threads: int = 2
+    row_floor: int = 1
+    row_slab: int = 0
+    expert_slab: int = 0
+    head_norm: bool = False  # queries and keys are normed
+    float32_norm: bool = False  # norms have their weights in float32
+    rotary_dim: int = 0  # elements of each head that are rotated; 0: all
+    num_active_experts: int = 0  # that a token is sent to; 0: not known
+    joins_past: bool = False  # a past may lie in several places, and is copied together

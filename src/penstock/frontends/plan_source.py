@@ -1,0 +1,85 @@
+"""Where a plan's numbers come from: the model's configuration, and what this machine would compute with.
+
+torch is imported only when it is asked.
+"""
+
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from penstock.errors import ModelError
+from penstock.plan.step_shape import KernelKind
+
+if TYPE_CHECKING:  # torch comes with it
+    from penstock.models.config import ModelConfig
+
+
+def read_config(model: str) -> "ModelConfig":
+    """The configuration of a folder, a config.json, a GGUF file or a Hugging Face name; weights are not needed."""
+    from penstock.models.folder import read_folder_config
+
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return read_folder_config(path)
+    if path.is_file() and path.suffix == ".json":
+        return _read_config_file(path)
+    if not path.exists() and (config := _from_hugging_face(model)):
+        return _read_config_file(config)
+    from penstock.models.hub import resolve_model
+    from penstock.models.opened import open_weights
+
+    source = open_weights(resolve_model(model))
+    source.close()
+    return source.config
+
+
+def _read_config_file(path: Path) -> "ModelConfig":
+    from penstock.models.fields import Fields
+    from penstock.models.folder import read_json
+    from penstock.models.hf_config import hf_model_config
+
+    return hf_model_config(Fields(str(path), read_json(path)), Fields(str(path), {}))
+
+
+def _from_hugging_face(name: str) -> Path | None:
+    """The configuration alone of a name like org/name; None where it is no such name."""
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith((".gguf", ".json")):
+        return None
+    from penstock.models.reading import first_line
+
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # no connection, no such repository, no permission
+        raise ModelError(
+            f"there is no file or folder {name!r}, and Hugging Face does not give its config.json: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def resolved_dtype(name: str) -> str:
+    if name != "auto":
+        return name
+    from penstock.engine.llm import resolve_dtype
+
+    return str(resolve_dtype(name)).removeprefix("torch.")
+
+
+def expected_kernels() -> KernelKind:
+    """Those that would be chosen on this machine, as far as can be told without building any."""
+    import torch
+
+    from penstock.kernels.protocol import KERNELS_VARIABLE
+
+    has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    has_compiler = "CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))
+    is_wanted = os.environ.get(KERNELS_VARIABLE, "auto") != "torch"
+    return "native" if is_wanted and has_vectors and has_compiler else "torch"
+
+
+def num_threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
