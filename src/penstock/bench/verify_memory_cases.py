@@ -13,7 +13,7 @@ from penstock.models.opened import open_weights
 # Chunk and prompt: every size on a prompt of a few chunks, and a long one.
 CASES = ((128, 1024), (512, 2048), (2048, 4352), (4096, 4352), (2048, 16_384))
 CHUNKS, PROMPTS = (128, 512, 2048, 4096), (4352, 16_384)  # of a full run, each with each
-QUICK_CHUNK, QUICK_PROMPT = 128, 640
+QUICK_CHUNK, QUICK_PROMPT = 128, 1024
 # The largest takes as long as all others together, and has the layers of another.
 _FULL_ONLY = frozenset({"qwen3-4b"})
 
