@@ -90,7 +90,7 @@ def test_a_bar_that_is_missed_is_an_exit_status_where_bars_are_checked(
 ) -> None:
     good = results_of([*FIXED, run_of(gaps_with(0, 0.9), 20.0, target_ms=200)])
     late = results_of([*FIXED, run_of(gaps_with(9, 0.9), 20.0, target_ms=200)])
-    out_of_reach = results_of([run_of([0.3] * 9, 9.0, fixed=16), run_of([0.3] * 9, 9.0, target_ms=200)])
+    out_of_reach = results_of([run_of([0.3] * 9, 9.0, fixed=8), run_of([0.3] * 9, 9.0, target_ms=200)])
     arguments = ["targets", "--model", str(tiny), "--json", str(tmp_path / "targets.json")]
     for results, check, status in (
         (late, [], 0),

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.protocol import select_kernels
 from penstock.models.decoder import Decoder
 from penstock.models.expected import check_source
 from penstock.models.folder import HfFolder
@@ -26,7 +26,8 @@ NAMES = [*(name for name in MODELS if "dense" not in name), "qwen3_moe, normalis
 
 def loaded(source: WeightSource) -> Decoder:
     try:
-        return load_decoder(source, TorchKernels(), torch.float32, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        return load_decoder(source, select_kernels(cpu), torch.float32, cpu)
     finally:
         source.close()
 
