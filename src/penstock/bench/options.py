@@ -69,6 +69,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_outputs(parser: argparse.ArgumentParser, output: Path, what: str) -> None:
+    """`--json` and `--plot`, each with a file or without."""
+    parser.add_argument(
+        "--json",
+        dest="output",
+        nargs="?",
+        type=Path,
+        default=output,
+        const=output,
+        metavar="FILE",
+        help=f"{what} (%(default)s)",
+    )
+    parser.add_argument(
+        "--plot",
+        nargs="?",
+        type=Path,
+        const=output.with_suffix(".png"),
+        metavar="FILE",
+        help="a picture (beside the JSON, where matplotlib is installed)",
+    )
+
+
 def count(text: str) -> int:
     """A whole number of 1 or more, for argparse."""
     if not (text.isascii() and text.isdigit() and int(text) >= 1):

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.bench.options import count, counts
+from penstock.bench.options import add_outputs, count, counts
 from penstock.bench.spread import MIN_VALUES, NOISY_SHARE
 from penstock.bench.suites import SWEEP
 from penstock.bench.sweep_workload import (
@@ -93,24 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="threads that each system computes with (torch's own choice)",
     )
-    add(
-        "--json",
-        dest="output",
-        nargs="?",
-        type=Path,
-        default=_OUTPUT,
-        const=_OUTPUT,
-        metavar="FILE",
-        help="results with all raw times (%(default)s)",
-    )
-    add(
-        "--plot",
-        nargs="?",
-        type=Path,
-        const=_OUTPUT.with_suffix(".png"),
-        metavar="FILE",
-        help="a picture (beside the JSON, where matplotlib is installed)",
-    )
+    add_outputs(parser, _OUTPUT, "results with all raw times")
     return parser
 
 

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.bench.options import count, counts
+from penstock.bench.options import add_outputs, count, counts
 from penstock.bench.target_workload import DEFAULT_REPEATS, TARGETS, TargetWorkload
 from penstock.models.hub import DEFAULT_MODEL
 
@@ -72,22 +72,5 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
     add("--threads", type=count, metavar="N", help="threads that torch computes with (torch's own choice)")
     add("--check", action="store_true", help="exit with 1 where a bar is missed")
-    add(
-        "--json",
-        dest="output",
-        nargs="?",
-        type=Path,
-        default=_OUTPUT,
-        const=_OUTPUT,
-        metavar="FILE",
-        help="results as JSON (%(default)s)",
-    )
-    add(
-        "--plot",
-        nargs="?",
-        type=Path,
-        const=_OUTPUT.with_suffix(".png"),
-        metavar="FILE",
-        help="a picture (beside the JSON, where matplotlib is installed)",
-    )
+    add_outputs(parser, _OUTPUT, "results as JSON")
     return parser

@@ -18,11 +18,6 @@ constexpr int WIDE = 2;       // vectors of queries that are taken together, whe
 constexpr int MOST_TILES = 2; // such pairs of vectors that share the reading of a block
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
-struct Place {
-    int64_t start;  // in the cache
-    int64_t num_tokens;
-};
-
 struct Span {
     int64_t row;       // of its first query
     int64_t num_rows;

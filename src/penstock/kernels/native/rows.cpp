@@ -98,11 +98,6 @@ void silu_and_mul_rows(const typename T::value* gate_up, typename T::value* out,
     });
 }
 
-struct Place {
-    int64_t start;
-    int64_t num_tokens;
-};
-
 struct HeadRows {
     const void* projected;  // rows of queries, keys, values, and whatever follows
     void* queries;          // [rows, heads, head_dim]

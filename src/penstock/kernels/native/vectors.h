@@ -1,4 +1,4 @@
-// What the native kernels share: vectors of 16 floats, bfloat16 beside float32, an exponential.
+// What the native kernels share: vectors of 16 floats, bfloat16 beside float32, an exponential, places in the cache.
 #pragma once
 
 #include <immintrin.h>
@@ -59,6 +59,12 @@ struct Bfloat16 {
         const __m512i upper = _mm512_and_si512(rounded_to_upper_half(x), _mm512_set1_epi32(0xffff0000));
         return _mm512_castsi512_ps(upper);
     }
+};
+
+// Tokens that lie side by side in the cache.
+struct Place {
+    int64_t start;
+    int64_t num_tokens;
 };
 
 inline __mmask16 first_lanes(int64_t count) {
