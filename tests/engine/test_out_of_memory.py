@@ -1,21 +1,20 @@
 """Memory that runs out, at any step: the answer is the same, the reason is recorded, nobody else loses anything."""
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from penstock.engine.events import Event, Failed, Finished, GenerationRequest, TokenGenerated
+from penstock.engine.events import Failed, Finished, GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import MemoryExhaustedError
 from penstock.plan.policy import ScheduleConfig
 from tests.byte_models import model_of_bytes
+from tests.engine.listening import Listening
 from tests.oracle import random_prompt
 
-PATIENCE_S = 60.0
 Forward = Callable[[object, object], torch.Tensor | None]
 
 
@@ -57,26 +56,6 @@ class Failing:
         return logits
 
 
-class Listening:
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self._is_over = threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Finished | Failed):
-            self._is_over.set()
-
-    @property
-    def end(self) -> Event:
-        assert self._is_over.wait(PATIENCE_S), "it did not end"
-        return self.events[-1]
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        return tuple(event.token for event in self.events if isinstance(event, TokenGenerated))
-
-
 def test_at_every_step_of_a_prefill_the_answer_is_the_same(llm: LLM) -> None:
     prompt, num_tokens = random_prompt(1700, 256), 6
     whole = llm.generate(prompt, max_tokens=num_tokens)
@@ -114,7 +93,7 @@ def test_at_every_step_of_a_service_every_answer_is_the_same(llm: LLM, service: 
             ]
             for listener, tokens in zip(listeners, expected, strict=True):
                 assert isinstance(listener.end, Finished), fails_at
-                assert listener.tokens == tokens, fails_at
+                assert tuple(listener.tokens) == tokens, fails_at
             num_reading = failing.num_reading
         for request_id in ids:
             records = service.explain(request_id)
@@ -151,7 +130,7 @@ def test_at_the_smallest_size_only_that_request_fails(llm: LLM, service: Service
         assert f"no memory left to run one token after {len(bad) - 1}" in str(end.error)
         for listener in (listeners[0], listeners[2]):
             assert isinstance(listener.end, Finished)
-            assert listener.tokens == alone
+            assert tuple(listener.tokens) == alone
 
 
 def test_no_memory_for_one_token_ends_a_run_with_a_clear_error(llm: LLM) -> None:

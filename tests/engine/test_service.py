@@ -33,9 +33,8 @@ from penstock.errors import (
 )
 from penstock.plan.policy import ScheduleConfig
 from tests.byte_models import model_of_bytes
+from tests.engine.listening import PATIENCE_S, Listening
 from tests.oracle import random_prompt
-
-PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3_5_text"])
@@ -67,28 +66,6 @@ def wait_for(condition: object) -> None:
 
 def request_of(length: int, max_tokens: int, seed: int = 0, **more: object) -> GenerationRequest:
     return GenerationRequest(random_prompt(length, 256, seed), max_tokens, **more)  # type: ignore[arg-type]
-
-
-class Listening:
-    """Keeps the events of a request, and tells when it has ended."""
-
-    def __init__(self) -> None:
-        self.events: list[Event] = []
-        self._is_over = threading.Event()
-
-    def __call__(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Finished | Failed):
-            self._is_over.set()
-
-    @property
-    def end(self) -> Event:
-        assert self._is_over.wait(PATIENCE_S)
-        return self.events[-1]
-
-    @property
-    def tokens(self) -> list[int]:
-        return [event.token for event in self.events if isinstance(event, TokenGenerated)]
 
 
 def test_many_at_once_answer_as_generate_does(llm: LLM, service: Service) -> None:
