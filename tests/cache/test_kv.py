@@ -1,6 +1,4 @@
-import resource
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +6,7 @@ import torch
 from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.kv import KVCache, KVSpec
 from penstock.errors import CacheFullError
+from tests.cache.growing import growth_in_fresh_process
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=3, head_dim=5, dtype=torch.float32)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -154,13 +153,14 @@ def test_a_cache_larger_than_any_memory_is_an_error_that_says_so() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_taken_only_as_places_are_written() -> None:
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    growth = growth_in_fresh_process("""
+from penstock.cache.kv import KVCache, KVSpec
+from penstock.cache.sequence import TokenRange
 
-    before = resident_bytes()
-    cache = KVCache(KVSpec(num_layers=4, num_kv_heads=8, head_dim=64, dtype=torch.float32), num_blocks=512)
-    assert cache.num_bytes == 512 * 2**20
-    ones = torch.ones(64, 8, 64)
-    for layer in range(4):
-        cache.write(layer, [TokenRange(0, 64)], ones, ones)
-    assert resident_bytes() - before < cache.num_bytes // 8
+cache = KVCache(KVSpec(num_layers=4, num_kv_heads=8, head_dim=64, dtype=torch.float32), num_blocks=512)
+ones = torch.ones(64, 8, 64)
+for layer in range(4):
+    cache.write(layer, [TokenRange(0, 64)], ones, ones)
+assert cache.num_bytes == 512 * 2**20
+""")
+    assert growth < 512 * 2**20 // 8

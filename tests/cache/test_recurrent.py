@@ -1,7 +1,5 @@
-import resource
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +7,7 @@ import torch
 from penstock.cache import EMPTY
 from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
 from penstock.errors import CacheFullError
+from tests.cache.growing import growth_in_fresh_process
 
 # Sizes that are no multiples of anything: a slot's end is not where the next one begins.
 ODD = RecurrentSpec(
@@ -132,24 +131,19 @@ def test_a_cache_larger_than_any_memory_is_an_error_that_says_so() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_taken_only_as_slots_are_written() -> None:
-    def resident_bytes() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    growth = growth_in_fresh_process("""
+from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
+from penstock.cache.slots import EMPTY
 
-    before = resident_bytes()
-    spec = RecurrentSpec(
-        num_layers=4,
-        conv_tail=4,
-        conv_size=4096,
-        num_heads=7,
-        key_dim=128,
-        value_dim=128,
-        dtype=torch.float32,
-    )
-    cache = RecurrentCache(spec, num_slots=256)
-    assert cache.num_bytes == 512 * 2**20
-    for layer in range(4):
-        assert not cache.tail(layer, EMPTY).any()
-        assert not cache.matrix(layer, EMPTY).any()
-        cache.tail_out(layer, 0).fill_(1)
-        cache.matrix_out(layer, 0).fill_(1)
-    assert resident_bytes() - before < cache.num_bytes // 8
+spec = RecurrentSpec(
+    num_layers=4, conv_tail=4, conv_size=4096, num_heads=7, key_dim=128, value_dim=128, dtype=torch.float32
+)
+cache = RecurrentCache(spec, num_slots=256)
+for layer in range(4):
+    assert not cache.tail(layer, EMPTY).any()
+    assert not cache.matrix(layer, EMPTY).any()
+    cache.tail_out(layer, 0).fill_(1)
+    cache.matrix_out(layer, 0).fill_(1)
+assert cache.num_bytes == 512 * 2**20
+""")
+    assert growth < 512 * 2**20 // 8

@@ -545,10 +545,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_says_why_in_one_line(name: str) -> None:
     schema, reason = REFUSED[name]
-    started = time.perf_counter()
+    started = time.process_time()
     with pytest.raises(SettingError, match=reason) as caught:
         merged_vocabulary().new(schema)
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 500
 
@@ -586,7 +586,7 @@ WORKS: dict[str, Schema] = {
 @pytest.mark.parametrize("name", WORKS)
 def test_what_looks_hostile_but_is_not_stays_quick(name: str) -> None:
     vocabulary = merged_vocabulary()
-    started = time.perf_counter()
+    started = time.process_time()
     constraint = vocabulary.new(WORKS[name])
     draw = random.Random(0)
     for _ in range(100):
@@ -594,7 +594,7 @@ def test_what_looks_hostile_but_is_not_stays_quick(name: str) -> None:
             break
         going_on = [token for token in vocabulary.allowed(constraint) if token not in vocabulary.eos_ids]
         constraint.accept(draw.choice(going_on))
-    assert time.perf_counter() - started < 4
+    assert time.process_time() - started < 4
 
 
 KEYWORDS = ["type", "enum", "const", "items", "properties", "required", "allOf", "anyOf", "oneOf", "$ref"]

@@ -157,7 +157,7 @@ def _soak_phase(
         for what in ("preemptions", "cancels"):
             tally.count(what, int(metrics[f"{what}_total"]))
     check_resources(before, tally, how.rest_s, f"{name}, after the server's end")
-    growth_bytes = rested.resident_bytes - warm.resident_bytes
+    growth_bytes = rested.allocated_bytes - warm.allocated_bytes
     if growth_bytes > how.max_growth_bytes:
         tally.fail(
             f"{name}: memory grew by {growth_bytes / 2**20:.1f} MiB, and may by {how.max_growth_bytes / 2**20:g}"

@@ -15,6 +15,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.events import GenerationRequest, Listener
+from penstock.engine.memory import anonymous_bytes
 from penstock.engine.service import Service
 from penstock.plan.step import RequestId
 from tests.server.running import Running
@@ -32,20 +33,20 @@ class Resources:
     threads: Counter[str]
     num_tasks: int
     num_fds: int
-    resident_bytes: int
+    allocated_bytes: int
 
     @classmethod
     def now(cls) -> "Resources":
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what is free goes back, so that only what is held is counted
-        with open("/proc/self/statm") as file:
-            num_pages = int(file.read().split()[1])
+        allocated_bytes = anonymous_bytes()
+        assert allocated_bytes is not None
         return cls(
             Counter(thread.name for thread in threading.enumerate()),
             len(os.listdir("/proc/self/task")),
             # One is of the list itself.
             len(os.listdir("/proc/self/fd")) - 1,
-            num_pages * os.sysconf("SC_PAGE_SIZE"),
+            allocated_bytes,
         )
 
     def grown_beyond(self, before: "Resources") -> list[str]:

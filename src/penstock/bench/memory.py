@@ -13,7 +13,13 @@ import torch
 
 from penstock.bench.systems import System, SystemName, load_systems
 from penstock.engine.batch import Canon
-from penstock.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
+from penstock.engine.memory import (
+    anonymous_bytes,
+    peak_anonymous_bytes,
+    peak_resident_bytes,
+    reset_peak,
+    resident_bytes,
+)
 from penstock.engine.run import Run
 from penstock.errors import PenstockError
 from penstock.models.config import ModelConfig
@@ -47,7 +53,8 @@ STEADY_METHOD = (
     + ", so that freed blocks go back at once and pages are small: load, read a chunk (at least 512 tokens) and one "
     "as long as the last, with experts all of the prompt, to warm up, which pays for what libraries keep, collect "
     "garbage, reset the peak (/proc/self/clear_refs), read the prompt, generate one token. Growth is peak resident "
-    "memory (VmHWM) less resident memory before (VmRSS). Predicted is what is cached by the step that "
+    "memory (VmHWM), less what of files is resident at the end (RssFile, RssShmem), less allocated memory before "
+    "(RssAnon): pages of libraries come and go as the system likes. Predicted is what is cached by the step that "
     "needs the most, and that step's activations, less the rotary tables that the warm-up left"
 )
 
@@ -130,10 +137,12 @@ def measure_steady_growth(model: Decoder, canon: Canon, chunk: int, prompt: Sequ
     read(prompt[: warm_up_tokens(model.config, chunk, len(prompt))])
     gc.collect()
     _trim_heap()
-    if not reset_peak() or (before := resident_bytes()) is None:
+    if not reset_peak() or (before := anonymous_bytes()) is None:
         raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
     spans = read(prompt)
-    return SteadyGrowth(peak_resident_bytes() - before, spans)
+    peak = peak_anonymous_bytes()
+    assert peak is not None
+    return SteadyGrowth(peak - before, spans)
 
 
 def growth_in_fresh_process(job: Job) -> Growth:

@@ -29,6 +29,7 @@ class GenerationRequest:
     num_logprobs: int | None = None  # None: none; n: of the token that was chosen, and of the n most likely
     json_format: JsonFormat | None = None
     ignore_eos: bool = False  # go on to max_tokens
+    cache_salt: str = field(default="", repr=False)  # only requests with the same one share what was read
 
 
 @dataclass(frozen=True, slots=True)

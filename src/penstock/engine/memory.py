@@ -23,6 +23,20 @@ def peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
+def anonymous_bytes() -> int | None:
+    """Resident memory now that is no file's: what was allocated. None where the system does not tell."""
+    return _status("RssAnon")
+
+
+def peak_anonymous_bytes() -> int | None:
+    """The most allocated memory that was resident since the last `reset_peak`, taking it that as much of files was
+    resident then as is now. None where the system does not tell."""
+    files, shared = _status("RssFile"), _status("RssShmem")
+    if files is None or shared is None:
+        return None
+    return peak_resident_bytes() - files - shared
+
+
 def reset_peak() -> bool:
     """Start measuring the peak anew. False where the system cannot."""
     try:

@@ -11,6 +11,7 @@ from penstock.engine.run import FinishReason
 class Usage:
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of the prompt, that were in the cache and not read again
 
     @property
     def total_tokens(self) -> int:

@@ -22,6 +22,7 @@ class RequestStatus:
     age_s: float
     prompt_eta_s: float | None  # None where there is nothing to tell it from, or nothing left to read
     num_preemptions: int
+    num_prompt_cached: int = 0  # of those done, that were in the cache and not read again
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,28 @@ class CacheStatus:
     block_tokens: int
     slots_used: int  # 0 of 0 where the model has no recurrent state
     slots_total: int
+    blocks_idle: int = 0  # that no request holds, kept for those that begin alike; not counted as used
+    slots_idle: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseStatus:
+    """What was found of prompts, since the service began, and what was given up. Tokens are of prompts."""
+
+    is_on: bool = False
+    memory_tokens: int = 0  # found in memory
+    disk_tokens: int = 0  # found on disk
+    missed_tokens: int = 0  # not found, and read
+    num_hits: int = 0  # requests of which some was found
+    num_misses: int = 0
+    num_evicted_blocks: int = 0
+    num_evicted_states: int = 0
+    disk_bytes: int | None = None  # None where there is no folder
+    disk_limit_bytes: int | None = None
+    num_disk_written: int = 0  # files
+    num_disk_evicted: int = 0
+    num_disk_damaged: int = 0
+    num_disk_dropped: int = 0  # that were not written, since the disk was too slow or failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +97,7 @@ class ServiceStatus:
     num_running: int
     num_waiting: int
     uptime_s: float
+    reuse: ReuseStatus = ReuseStatus()
 
 
 @dataclass(frozen=True, slots=True)

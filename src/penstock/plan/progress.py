@@ -13,10 +13,11 @@ class Progress:
     num_chunks: int
     elapsed_s: float
     eta_s: float | None
+    num_cached: int = 0  # of those done, that were in the cache and took no time
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_done / self.elapsed_s if self.elapsed_s > 0 else 0.0
+        return (self.num_done - self.num_cached) / self.elapsed_s if self.elapsed_s > 0 else 0.0
 
 
 class PrefillClock:
@@ -27,6 +28,7 @@ class PrefillClock:
         self._num_tokens = num_tokens
         self._num_chunks = num_chunks
         self._num_done = 0
+        self._num_cached = 0
         self._chunks_done = 0
         self._elapsed_s = 0.0
         # Sums of the least-squares problem: cost per token = base + slope * position.
@@ -45,6 +47,12 @@ class PrefillClock:
         self._chunks_done += 1
         self._elapsed_s += seconds
 
+    def skip(self, end: int) -> None:
+        """Tokens up to `end` need not be read: they were in the cache."""
+        if end > self._num_done:
+            self._num_cached += end - self._num_done
+            self._num_done = end
+
     def progress(self) -> Progress:
         return Progress(
             self._num_done,
@@ -53,6 +61,7 @@ class PrefillClock:
             self._num_chunks,
             self._elapsed_s,
             self._eta_s(),
+            self._num_cached,
         )
 
     def _eta_s(self) -> float | None:
