@@ -2,7 +2,7 @@
 
 import pytest
 
-from penstock.cache import BlockPool, SequenceCache, SlotPool
+from penstock.cache import BlockPool, Extent, SequenceCache, SequenceState, SlotPool
 from penstock.errors import CacheFullError
 
 
@@ -84,3 +84,101 @@ def test_models_without_state() -> None:
     step(with_state, 100)
     with pytest.raises(ValueError, match="another model"):
         with_state.restore(snapshot)
+
+
+def shared(num_blocks: int) -> tuple[BlockPool, SlotPool, list[int], int]:
+    """Pools in which somebody holds so many blocks, and the state after them."""
+    blocks, slots = BlockPool(8), SlotPool(4)
+    blocks.allocate(num_blocks)
+    return blocks, slots, list(range(num_blocks)), slots.allocate()
+
+
+def test_adopting_goes_on_in_both() -> None:
+    blocks, slots, ids, slot = shared(2)
+    cache = SequenceCache(blocks, slots)
+    cache.adopt(ids, slot)
+    assert cache.state is not None
+    assert (cache.num_tokens, cache.state.num_tokens, cache.state.slot) == (128, 128, slot)
+    step = cache.reserve(128, [150])
+    assert step is not None
+    assert step.read == slot
+    assert [write.slot for write in step.writes] != [slot]
+    cache.commit(150)
+    cache.free()
+    assert (blocks.num_free, slots.num_free) == (6, 3)
+    slots.release(slot)
+    slots.check_integrity()
+
+
+def test_adopting_more_replaces_the_state() -> None:
+    blocks, slots, ids, slot = shared(3)
+    cache = SequenceCache(blocks, slots)
+    early = slots.allocate()
+    cache.adopt(ids[:1], early)
+    cache.adopt(ids[1:], slot)
+    slots.release(early)
+    assert cache.state is not None
+    assert (cache.state.positions, slots.num_free) == ((192,), 3)
+
+
+def test_adopting_all_or_nothing() -> None:
+    blocks, slots, ids, slot = shared(2)
+    cache = SequenceCache(blocks, slots)
+    for adopted, at, message in (
+        (ids, slot + 1, "slot 1: it is free"),
+        (ids, None, "the slot with the state"),
+        ([], slot, "no slot"),
+        ([2], slot, "block 2: it is free"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.adopt(adopted, at)
+        blocks.check_integrity()
+        assert cache.state is not None
+        assert (cache.num_tokens, cache.blocks.num_blocks, cache.state.positions) == (0, 0, ())
+    cache.adopt([], None)
+    assert (cache.num_tokens, slots.num_free) == (0, 3)
+    blocks.release([Extent(0, 2)])
+    assert blocks.num_free == 8
+
+
+def test_adopting_without_state() -> None:
+    blocks = BlockPool(4)
+    blocks.allocate(2)
+    cache = SequenceCache(blocks)
+    with pytest.raises(ValueError, match="no slot"):
+        cache.adopt([0, 1], 0)
+    cache.adopt([0, 1], None)
+    assert cache.num_tokens == 128
+    snapshot = cache.snapshot()
+    step(cache, 200)
+    cache.restore(snapshot)
+    cache.cut(64)
+    assert cache.blocks.block_ids == [0]
+
+
+def test_a_state_is_not_adopted_backwards_or_within_a_step() -> None:
+    slots = SlotPool(4)
+    slot = slots.allocate()
+    state = SequenceState(slots)
+    state.adopt(64, slot)
+    with pytest.raises(ValueError, match="more than 64"):
+        state.adopt(64, slot)
+    state.reserve(64, [70])
+    with pytest.raises(ValueError, match="step is reserved"):
+        state.adopt(128, slot)
+    state.free()
+    slots.release(slot)
+    assert slots.num_free == 4
+
+
+def test_states_within_a_step_are_given_up_but_for_the_last() -> None:
+    slots = SlotPool(4)
+    state = SequenceState(slots)
+    state.keep_last()
+    state.reserve(0, [64, 128, 150])
+    with pytest.raises(ValueError, match="step is reserved"):
+        state.keep_last()
+    state.commit()
+    last = state.slots[150]
+    state.keep_last()
+    assert (state.slots, slots.num_free) == ({150: last}, 3)

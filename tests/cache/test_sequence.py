@@ -142,3 +142,109 @@ def test_wrong_lengths_are_errors_and_change_nothing() -> None:
     assert sequence.locate(128, 128) == []
     assert sequence.num_tokens == 100
     assert sequence.capacity_tokens == 128
+
+
+def kept_blocks(num_blocks: int, kept: list[int]) -> BlockPool:
+    """A pool in which these blocks are idle, and the others free."""
+    pool = BlockPool(num_blocks)
+    pool.reclaim = lambda wanted: None
+    pool.allocate(num_blocks)
+    for block in kept:
+        pool.keep(block)
+    pool.release([Extent(0, num_blocks)])
+    return pool
+
+
+def test_adopted_blocks_are_the_sequences_tokens_in_their_order() -> None:
+    pool = kept_blocks(12, [7, 2, 3, 4])
+    sequence = SequenceBlocks(pool)
+    sequence.adopt([7, 2, 3])
+    sequence.adopt([4])
+    assert sequence.extents == (Extent(7, 8), Extent(2, 5))
+    assert sequence.block_ids == [7, 2, 3, 4]
+    assert sequence.num_tokens == sequence.capacity_tokens == 4 * BLOCK_TOKENS
+    assert sequence.locate(60, 70) == [TokenRange(508, 512), TokenRange(128, 134)]
+    assert (pool.num_idle, pool.num_free) == (0, 8)
+    sequence.reserve(300)
+    assert sequence.extents == (Extent(7, 8), Extent(2, 6))
+    sequence.free()
+    assert (pool.num_idle, pool.num_free) == (4, 8)
+
+
+def test_a_sequence_goes_on_behind_what_it_adopted() -> None:
+    """Its own tokens never come to lie in an adopted block."""
+    pool = kept_blocks(8, [0, 1])
+    one, other = SequenceBlocks(pool), SequenceBlocks(pool)
+    for sequence in (one, other):
+        sequence.adopt([0, 1])
+        sequence.reserve(200)
+        sequence.commit(200)
+    assert not {*one.block_ids[2:], *other.block_ids[2:]} & {0, 1}
+    one.truncate(128)
+    other.truncate(64)
+    assert (one.block_ids, other.block_ids) == ([0, 1], [0])
+    one.free()
+    assert pool.num_idle == 1
+    other.free()
+    assert (pool.num_idle, pool.num_free) == (2, 6)
+
+
+def test_blocks_are_adopted_where_a_whole_block_ends_and_nothing_is_reserved() -> None:
+    pool = kept_blocks(8, [5])
+    sequence = SequenceBlocks(pool)
+    sequence.reserve(64)
+    with pytest.raises(ValueError, match="after token 0: accepted is the end of the last block held, 64"):
+        sequence.adopt([5])
+    sequence.commit(63)
+    with pytest.raises(ValueError, match="after token 63"):
+        sequence.adopt([5])
+    sequence.commit(64)
+    for blocks, message in (
+        ([5, 4], "free"),
+        ([5, 8], "outside"),
+        ([5, 5], "two places"),
+        (sequence.block_ids, "two"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sequence.adopt(blocks)
+    assert (sequence.num_blocks, pool.num_idle) == (1, 1)
+    sequence.adopt([5])
+    assert sequence.num_tokens == 128
+
+
+def test_a_length_within_a_shared_block_is_refused_and_changes_nothing() -> None:
+    """What comes next would be written over what the index, or another sequence, has there."""
+    pool = BlockPool(8)
+    pool.reclaim = lambda wanted: None
+    writer, reader = SequenceBlocks(pool), SequenceBlocks(pool)
+    writer.reserve(300)
+    writer.commit(300)
+    pool.keep(0)
+    pool.keep(1)
+    reader.adopt([0])
+    pool.drop(0)
+    for sequence, length, block in ((writer, 127, 1), (writer, 1, 0), (reader, 63, 0)):
+        before = (sequence.num_tokens, sequence.extents)
+        with pytest.raises(
+            ValueError, match=rf"truncate to {length} tokens: block {block}.* multiples of 64"
+        ):
+            sequence.truncate(length)
+        assert (sequence.num_tokens, sequence.extents) == before
+    writer.truncate(200)  # its own
+    writer.truncate(128)
+    writer.truncate(64)
+    reader.free()
+    writer.truncate(63)  # nobody else's any more, and not kept
+    assert writer.block_ids == [0]
+
+
+def test_a_step_is_undone_whatever_is_shared() -> None:
+    pool = kept_blocks(4, [0])
+    sequence = SequenceBlocks(pool)
+    sequence.adopt([0])
+    for length in (64, 70):
+        sequence.commit(length)
+        sequence.reserve(150)
+        sequence.truncate(length)
+        assert sequence.num_tokens == length
+        sequence.reserve(70)

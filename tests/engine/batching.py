@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
+from penstock.cache.store import BlockStore
 from penstock.engine.batcher import Batcher, StepOutcome
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest
 from penstock.engine.job import Choice, Job
-from penstock.engine.run import CacheSpace
+from penstock.engine.reuse import Reuse
 from penstock.engine.sampler import SamplingParams
+from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
 from penstock.models.tokenizer import SpecialTokens, Tokenizer
 from penstock.plan.policy import ScheduleConfig
@@ -56,15 +58,44 @@ class RecordingJob(Job):
     _num_preemptions = 0
 
 
-def new_batcher(model: Decoder, schedule: ScheduleConfig, cache_tokens: int, *, strict: bool) -> Batcher:
+@dataclass(frozen=True)
+class Sharing:
+    """How prompts that begin alike share what was read of them."""
+
+    store: BlockStore | None = None
+    max_snapshots: int = 6
+
+
+def new_batcher(
+    model: Decoder,
+    schedule: ScheduleConfig,
+    cache_tokens: int,
+    *,
+    strict: bool,
+    sharing: Sharing | None = None,
+) -> Batcher:
     schedule = replace(schedule, grid=64) if model.config.has_state else schedule
-    space = CacheSpace.for_tokens(model, cache_tokens, num_slots=2 * schedule.max_running)
-    return Batcher(model, canon_of(model), space, schedule, strict=strict)
+    num_slots = 2 * schedule.max_running + (sharing.max_snapshots if sharing else 0)
+    space = CacheSpace.for_tokens(model, cache_tokens, num_slots=num_slots)
+    reuse = None
+    if sharing is not None:
+        reuse = Reuse(
+            space,
+            fingerprint=b"the model",
+            store=sharing.store,
+            clean_only=strict,
+            max_snapshots=sharing.max_snapshots,
+        )
+    return Batcher(model, canon_of(model), space, schedule, strict=strict, reuse=reuse)
 
 
 def new_job(batcher: Batcher, name: str, wish: Wish) -> RecordingJob:
     events: list[Event] = []
     request = GenerationRequest(wish.prompt, wish.max_tokens, wish.sampling)
+    prefix = None
+    if batcher.reuse is not None:
+        prefix = batcher.reuse.open(wish.prompt)
+        batcher.reuse.search(prefix, batcher.reuse.num_in_memory(prefix))
     job = RecordingJob(
         name,
         request,
@@ -74,6 +105,7 @@ def new_job(batcher: Batcher, name: str, wish: Wish) -> RecordingJob:
         None,
         events.append,
         0.0,
+        prefix,
     )
     job.logits, job.events = [], events
     return job
@@ -91,7 +123,12 @@ def serve(
 ) -> list[RecordingJob]:
     """Serve all wishes to their end. Steps in `fails` that have several requests fail after they have run, and so do
     those in `runs_out`, for want of memory."""
-    batcher = new_batcher(model, schedule, cache_tokens, strict=strict)
+    return serve_with(new_batcher(model, schedule, cache_tokens, strict=strict), wishes, fails, runs_out)
+
+
+def serve_with(
+    batcher: Batcher, wishes: Sequence[Wish], fails: Collection[int] = (), runs_out: Collection[int] = ()
+) -> list[RecordingJob]:
     jobs = [new_job(batcher, f"request {index}", wish) for index, wish in enumerate(wishes)]
     last_event = max([0, *(wish.arrives for wish in wishes), *(wish.cancelled or 0 for wish in wishes)])
     index = 0
@@ -102,7 +139,8 @@ def serve(
             if wish.cancelled == index:
                 batcher.cancel(job.id)
         step = batcher.begin()
-        assert step is not None or not batcher.has_work, "requests wait, and nothing runs"
+        is_loading = any(job.prefix and job.prefix.stored for job in jobs)
+        assert step is not None or not batcher.has_work or is_loading, "requests wait, and nothing runs"
         if step is not None:
             outcome = batcher.run(step)
             if index in fails and len(step.plan.spans) > 1:
@@ -118,9 +156,10 @@ def serve(
         while batcher.notices:
             batcher.notices.popleft().tell()
         index += 1
-    assert batcher.space.blocks.num_free == batcher.space.blocks.num_blocks
+    assert batcher.space.blocks.num_available == batcher.space.blocks.num_blocks
     if batcher.space.slots is not None:
-        assert batcher.space.slots.num_free == batcher.space.slots.num_slots
+        num_kept = batcher.reuse.index.num_snapshots if batcher.reuse else 0
+        assert batcher.space.slots.num_free == batcher.space.slots.num_slots - num_kept
     for job in jobs:
         ends = [event for event in job.events if isinstance(event, Finished | Failed)]
         assert ends == job.events[-1:] or not job.events, "a request ends once, and says nothing after it"

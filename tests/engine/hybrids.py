@@ -6,7 +6,7 @@ import torch
 
 from penstock.cache import SequenceCache, SequenceSnapshot
 from penstock.engine.batch import SpanInput, build_batch
-from penstock.engine.run import CacheSpace
+from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
 from penstock.plan import Span
 from tests.oracle import Oracle, canon_of, load_model, make_oracle

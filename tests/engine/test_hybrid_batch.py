@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.batch import Canon, build_batch, settle
-from penstock.engine.run import CacheSpace
+from penstock.engine.space import CacheSpace
 from penstock.kernels.probe import ProbeResult
 from penstock.models.decoder import Decoder
 from penstock.plan import Span

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from penstock.cache import Extent
 from penstock.cache.kv import KV
 from penstock.engine.batch import settle
-from penstock.engine.run import CacheSpace, Run
+from penstock.engine.run import Run
+from penstock.engine.space import CacheSpace
 from penstock.kernels.probe import ProbeResult
 from penstock.kernels.torch_kernels import TorchKernels
 from penstock.models.decoder import Decoder

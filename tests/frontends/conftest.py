@@ -51,7 +51,8 @@ def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _environment(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(cache_folder))
     sizing = ("PREFILL_CHUNK", "PREFILL_ALIGN", "MAX_ACTIVATION", "TARGET_ITL", "TARGET_TTFT")
-    for name in (*(f"PENSTOCK_{name}" for name in sizing), "FORCE_COLOR", "GITHUB_ACTIONS"):
+    ours = (f"PENSTOCK_{name}" for name in (*sizing, "CACHE_DIR", "CACHE_SIZE"))
+    for name in (*ours, "FORCE_COLOR", "GITHUB_ACTIONS"):
         monkeypatch.delenv(name, raising=False)
 
 

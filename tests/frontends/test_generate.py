@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from penstock.cache import BLOCK_TOKENS
 from tests.byte_models import CONTEXT
 from tests.frontends.conftest import Generate
 
@@ -148,6 +149,50 @@ def test_overlap_is_honoured(generate: Generate) -> None:
     assert overlapping["token_ids"] == plain["token_ids"]
 
 
+def test_what_was_read_is_not_read_again(generate: Generate, tmp_path: Path) -> None:
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "6", "--json", "--chunk", "50")
+    alone = one_object(generate(*arguments).stdout)
+    total = alone["usage"]["prompt_tokens"]
+    found = (total - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    for num_cached in (0, found):
+        done = generate(*arguments, "--cache-dir", str(tmp_path / "kept"), "--cache-size", "64MiB")
+        assert done.exit_code == 0, done.stderr
+        result = one_object(done.stdout)
+        assert result["token_ids"] == alone["token_ids"]
+        assert result["usage"]["cached_tokens"] == num_cached
+        first, *_, closing = done.stderr.splitlines()
+        said = f"{found} of {total} tokens were in the cache: reading goes on from there"
+        assert (first == said) == (num_cached > 0)
+        assert (f"{total} prompt tokens, {found} of them cached, " in closing) == (num_cached > 0)
+    assert result["prefill"]["records"][0]["start"] == found
+    quiet = generate(*arguments, "--cache-dir", str(tmp_path / "kept"), "--quiet")
+    assert (quiet.stderr, one_object(quiet.stdout)["usage"]["cached_tokens"]) == ("", found)
+
+
+def test_the_folder_may_come_from_the_environment(
+    generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PENSTOCK_CACHE_DIR", str(tmp_path))
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "1", "--json")
+    numbers = [one_object(generate(*arguments).stdout)["usage"]["cached_tokens"] for _ in range(2)]
+    assert numbers[0] == 0 < numbers[1]
+    monkeypatch.setenv("PENSTOCK_CACHE_SIZE", "much")
+    done = generate("--model", "no such model", "--prompt", "hello")
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.startswith("penstock: PENSTOCK_CACHE_SIZE='much' is not accepted")
+
+
+def test_a_folder_that_cannot_be_used_is_a_warning(generate: Generate, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "3", "--json")
+    done = generate(*arguments, "--cache-dir", str(tmp_path / "file" / "kept"))
+    assert done.exit_code == 0
+    assert one_object(done.stdout)["token_ids"] == one_object(generate(*arguments).stdout)["token_ids"]
+    warning, *others = done.stderr.splitlines()
+    assert warning.startswith("penstock: warning: ")
+    assert not any("warning" in line for line in others)
+
+
 def test_progress_and_closing_line_are_plain_lines_on_standard_error(generate: Generate) -> None:
     done = generate("--prompt", DOCUMENT * 4, "--max-tokens", "3", "--chunk", "8")
     lines = done.stderr.splitlines()
@@ -211,6 +256,12 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(generate: Gene
         (("--threads", "100000000"), "--threads 100000000 is not accepted"),
         (("--seed", "-1"), "--seed -1 is not accepted"),
         (("--stop", ""), "--stop '' is not accepted"),
+        (("--cache-dir", "x", "--cache-size", "0"), "--cache-size '0' is not accepted"),
+        (
+            ("--cache-size", "1GiB"),
+            "--cache-size '1GiB' says how much to keep, but not where: give --cache-dir",
+        ),
+        (("--cache-dir", "x", "--overlap", "8"), "--overlap 8 is not accepted with a cache folder"),
         (("--raw", "--system", "x"), "--system is not accepted with --raw"),
         (("--system", "\udcff"), "--system is not accepted: it is not UTF-8 text"),
     ],

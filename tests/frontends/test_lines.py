@@ -1,12 +1,15 @@
 """What people are told reads well at every size."""
 
+import io
+import re
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
 from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
-from penstock.frontends.lines import closing_line, format_rate, format_seconds, progress_facts
-from penstock.frontends.present import LineDisplay
+from penstock.frontends.lines import cached_line, closing_line, format_rate, format_seconds, progress_facts
+from penstock.frontends.present import LineDisplay, TerminalDisplay
 from penstock.plan import STATE_GRID, resolve_chunk_size
 from penstock.plan.progress import PrefillClock, Progress
 
@@ -54,6 +57,33 @@ def test_progress() -> None:
     assert progress_facts(HALF) == "1024/4311 tokens, 788 tok/s, chunk 2/9, ETA 4 s"
     assert progress_facts(HALF, since_s=60) == "1024/4311 tokens, 788 tok/s, chunk 2/9, ETA 0 s"
     assert progress_facts(WHOLE) == "4311/4311 tokens, 784 tok/s, chunk 9/9, 5.5 s"
+
+
+def test_what_was_in_the_cache_is_told_and_took_no_time() -> None:
+    clock = PrefillClock(20_000, 15)
+    clock.skip(12_800)
+    assert progress_facts(clock.progress()) == "12800/20000 tokens, chunk 0/15"
+    clock.record(12_800, 13_312, 1.0)
+    assert progress_facts(clock.progress()).startswith("13312/20000 tokens, 512 tok/s, chunk 1/15, ETA ")
+    said = "12,800 of 20,000 tokens were in the cache: reading goes on from there"
+    assert cached_line(clock.progress()) == said
+    all_read = replace(WHOLE, num_cached=4000)
+    assert closing_line(RESULT, all_read).startswith(
+        "4311 prompt tokens, 4000 of them cached, 3 answer tokens, "
+    )
+
+
+def test_a_bar_begins_with_what_was_in_the_cache() -> None:
+    clock = PrefillClock(100, 4)
+    clock.skip(64)
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    display = TerminalDisplay(console)
+    with display.reading(clock.progress()):
+        pass
+    assert isinstance(console.file, io.StringIO)
+    assert "64/100 tokens, chunk 0/4" in console.file.getvalue()
+    [drawn] = re.findall("[━╸]+", console.file.getvalue().splitlines()[0])[:1]
+    assert len(drawn) == pytest.approx(0.64 * 38, abs=1)
 
 
 def test_closing_line() -> None:

@@ -142,7 +142,7 @@ def serves_only_the_first(wants: Any, budget: int | None, *, min_share: int, gri
 def loses_a_block(abort: Callable[..., None]) -> Callable[..., None]:
     def broken(self: BatchScheduler, plan: StepPlan) -> None:
         abort(self, plan)
-        self._num_free -= 1
+        self._ledger.hold(plan.spans[0].request_id, self._ledger.num_held(plan.spans[0].request_id) + 1)
 
     return broken
 

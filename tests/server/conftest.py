@@ -16,8 +16,8 @@ def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_HOME", str(tmp_path_factory.mktemp("home")))
         sizing = ("PREFILL_CHUNK", "PREFILL_ALIGN", "MAX_ACTIVATION", "TARGET_ITL", "TARGET_TTFT")
-        for name in (*(f"PENSTOCK_{name}" for name in sizing), "PENSTOCK_API_KEY"):
-            patch.delenv(name, raising=False)
+        for name in (*sizing, "API_KEY", "CACHE_DIR", "CACHE_SIZE"):
+            patch.delenv(f"PENSTOCK_{name}", raising=False)
         yield
 
 

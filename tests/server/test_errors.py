@@ -47,6 +47,9 @@ REFUSED = [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"user": 3}, "user"),
+    ({"cache_salt": 3}, "cache_salt"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 257}, "cache_salt"),
 ]
 
 

@@ -7,24 +7,27 @@ import pytest
 
 from penstock.engine.llm import LLM
 from penstock.errors import SettingError
-from penstock.frontends.server.settings import ServerSettings, is_loopback
+from penstock.frontends.server.settings import ServerSettings, is_loopback, resolve_keys
+from penstock.frontends.server.tenants import salt_of, tenant_of
 from tests.server.running import NAME, Running, running
 
 KEY = "sk-of-the-sluice"
+OTHER_KEY = "sk-of-the-weir"
 OPEN_PATHS = ("/health",)
 CLOSED_PATHS = ("/v1/models", "/v1/models/tiny", "/metrics", "/status", "/nothing", "/pageant")
 
 
 @pytest.fixture(scope="module")
 def locked(llm: LLM) -> Iterator[Running]:
-    with running(llm, ServerSettings(NAME, api_key=KEY)) as started:
+    with running(llm, ServerSettings(NAME, api_keys=(KEY, OTHER_KEY))) as started:
         yield started
 
 
-def test_the_right_key_opens(locked: Running) -> None:
-    assert [model.id for model in locked.client(KEY).models.list()] == [NAME]
+@pytest.mark.parametrize("key", [KEY, OTHER_KEY])
+def test_the_right_key_opens(locked: Running, key: str) -> None:
+    assert [model.id for model in locked.client(key).models.list()] == [NAME]
     for scheme in ("Bearer", "bearer"):
-        assert locked.ask("GET", "/v1/models", headers={"Authorization": f"{scheme} {KEY}"}).status == 200
+        assert locked.ask("GET", "/v1/models", headers={"Authorization": f"{scheme} {key}"}).status == 200
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,8 @@ def test_the_right_key_opens(locked: Running) -> None:
         "Bearer ",
         f"Bearer {KEY}x",
         f"Bearer {KEY[:-1]}",
+        f"Bearer {KEY},{OTHER_KEY}",
+        f"Bearer {KEY}{OTHER_KEY}",
         f"Basic {KEY}",
         KEY,
         "Bearer \xe9",
@@ -102,11 +107,36 @@ def test_with_a_key_names_do_not_matter(locked: Running) -> None:
     assert locked.ask("POST", "/tokenize", {"content": "x"}, headers).status == 200
 
 
-@pytest.mark.parametrize("key", ["", " ", "a b", "schlüssel", "a\n"])
+@pytest.mark.parametrize("key", ["", " ", "a b", "schlüssel", "a\n", "one,two"])
 def test_a_key_that_no_header_carries_is_refused(key: str) -> None:
-    with pytest.raises(SettingError, match="API key is not accepted") as caught:
-        ServerSettings(NAME, api_key=key)
-    assert len(key) < 3 or key not in str(caught.value)  # the complaint is no place for a secret
+    for keys in ((key,), (KEY, key), (key, KEY)):
+        with pytest.raises(SettingError, match="API key is not accepted") as caught:
+            ServerSettings(NAME, api_keys=keys)
+        assert len(key) < 3 or key not in str(caught.value)  # the complaint is no place for a secret
+
+
+def test_keys_come_from_the_option_or_the_environment() -> None:
+    environ = {"PENSTOCK_API_KEY": "one,two"}
+    assert resolve_keys(None, environ={}) == ()
+    assert resolve_keys(None, environ=environ) == ("one", "two")
+    assert resolve_keys(["three", "four"], environ=environ) == ("three", "four")
+    for text in ("", "one,", ",one", "one,,two", "one, two"):  # nothing is guessed
+        with pytest.raises(SettingError, match="API key is not accepted"):
+            ServerSettings(NAME, api_keys=resolve_keys(None, environ={"PENSTOCK_API_KEY": text}))
+
+
+def test_isolation_without_keys_is_a_contradiction() -> None:
+    with pytest.raises(SettingError, match="--isolate is not accepted without an API key"):
+        ServerSettings(NAME, isolates=True)
+
+
+def test_no_two_pairs_of_key_and_salt_share() -> None:
+    salts = ["", "a", ":", ":a", "a:", tenant_of(KEY), f"{tenant_of(KEY)}:a"]
+    tenants = [tenant_of(key) for key in (KEY, OTHER_KEY, KEY + "a", "a")]
+    pairs = {salt_of(tenant, salt) for tenant in tenants for salt in salts}
+    assert len(pairs) == len(tenants) * len(salts)
+    assert not any(KEY in salt or OTHER_KEY in salt for salt in pairs)
+    assert salt_of(None, "a") == "a"
 
 
 def test_what_is_local() -> None:

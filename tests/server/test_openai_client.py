@@ -106,15 +106,19 @@ def test_a_stream_adds_up_to_the_whole(client: openai.OpenAI) -> None:
 
 
 def test_usage_comes_last_in_a_stream_that_asks_for_it(client: openai.OpenAI) -> None:
-    whole = client.chat.completions.create(model=NAME, messages=MESSAGES, n=2, **GREEDY)
+    asked: dict[str, Any] = {"model": NAME, "messages": MESSAGES, "n": 2, **GREEDY}
+    client.chat.completions.create(**asked)  # from now on it is in the cache
+    whole = client.chat.completions.create(**asked)
     *chunks, last = client.chat.completions.create(
-        model=NAME, messages=MESSAGES, n=2, stream=True, stream_options={"include_usage": True}, **GREEDY
+        stream=True, stream_options={"include_usage": True}, **asked
     )
     assert all(chunk.usage is None and chunk.choices for chunk in chunks)
     assert last.choices == []
     assert last.usage == whole.usage
     assert whole.usage is not None
     assert whole.usage.completion_tokens == 2 * 24
+    assert whole.usage.prompt_tokens_details is not None
+    assert (whole.usage.prompt_tokens_details.cached_tokens or 0) > 0
 
 
 def test_n_answers_are_drawn_with_seeds_in_a_row(client: openai.OpenAI, llm: LLM) -> None:

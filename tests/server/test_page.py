@@ -1,5 +1,6 @@
 """The live page in a browser, against a real server over a real socket."""
 
+import itertools
 import json
 import math
 import os
@@ -45,7 +46,8 @@ class Site:
         self, service: Service, telemetry: Telemetry, api_key: str | None = None, port: int = 0
     ) -> None:
         self.service = service
-        settings = ServerSettings(MODEL_NAME, api_key=api_key)
+        self._first = itertools.count()
+        settings = ServerSettings(MODEL_NAME, api_keys=() if api_key is None else (api_key,))
         self._app = create_app(service, settings, telemetry)
         self.port = port
         self.start()
@@ -72,7 +74,8 @@ class Site:
             return response.read(), dict(response.headers)
 
     def submit(self, num_prompt: int, max_tokens: int) -> str:
-        ids = [index % 200 for index in range(num_prompt)]
+        """A prompt that begins unlike all before it, so that it is read."""
+        ids = [next(self._first), *(index % 200 for index in range(1, num_prompt))]
         request = GenerationRequest(ids, max_tokens, ignore_eos=True)
         return self.service.submit(request, lambda event: None)
 
@@ -334,12 +337,50 @@ def test_a_phone_has_nothing_beside_its_screen(browser: Browser, site: Site) -> 
         assert beyond == 0
 
 
+def test_what_was_in_the_cache_is_seen(browser: Browser, site: Site) -> None:
+    num_prompt, num_shared = 2000, 1984
+    ids = [index % 200 for index in range(num_prompt)]
+    with opened(browser, site) as page:
+        connection(page, "live")
+        expect(page.locator("#blocks-text")).to_have_text(re.compile("^0 used, [\\d,]+ free$"))
+        site.service.run(GenerationRequest(ids, 1, ignore_eos=True))
+        expect(page.locator("#blocks-text")).to_have_text(re.compile("^0 used, 31 idle, [\\d,]+ free$"))
+        expect(page.locator("#found")).to_have_text("0 of 2,000 prompt tokens")
+        kept = page.locator("#blocks .kept")
+        page.wait_for_function("(kept) => kept.getBoundingClientRect().width > 1", arg=kept.element_handle())
+        request_id = site.service.submit(GenerationRequest(ids, 3000, ignore_eos=True), lambda event: None)
+        row = page.locator(".request", has_text=request_id[-6:])
+        expect(row.locator(".from-cache")).to_have_text("1,984 from cache")
+        part, cached = (row.locator(f".prompt{inner}").bounding_box() for inner in ("", " .cached"))
+        assert part is not None
+        assert cached is not None
+        assert cached["width"] / part["width"] == pytest.approx(num_shared / num_prompt, abs=0.01)
+        shades = [
+            row.locator(f".prompt .{name}").evaluate("(e) => getComputedStyle(e).backgroundColor")
+            for name in ("fill", "cached")
+        ]
+        assert shades[0] != shades[1]
+        expect(page.locator("#found")).to_have_text("1,984 of 4,000 prompt tokens")
+        expect(page.locator("#found-where")).to_have_text("1,984 in memory")
+        expect(page.locator("#hits")).to_have_text("1 of 2 found some")
+        expect(page.locator("#disk")).to_be_hidden()
+        site.service.cancel(request_id)
+        # The box to try a prompt tells of it too.
+        for told in ("", r".* from cache$"):
+            page.get_by_label("Prompt", exact=True).fill("Why is the sky blue? " * 60)
+            page.get_by_label("Answer at most").fill("2")
+            page.get_by_role("button", name="Send").click()
+            expect(page.locator("#try-state")).to_have_text(
+                re.compile(f"^Reached its limit: 2 tokens, {told}")
+            )
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out(browser: Browser, site: Site, scheme: str) -> None:
     with opened(browser, site, color_scheme=scheme) as page:
         tones = [f"{kind}-{tone}" for kind in ("chunk", "decode") for tone in range(4)]
         names = ["ground", "surface", "sunken", "ink", "muted", "accent", "on-accent", "warn-ground", "stall"]
-        rules = ["good", "rule-memory", "rule-small", "rule-end"]
+        rules = ["good", "idle", "rule-memory", "rule-small", "rule-end"]
         colour = colours(page, names + tones + rules)
         assert (luminance(colour["ground"]) > 0.5) == (scheme == "light")
         texts = [("on-accent", "accent"), ("ink", "warn-ground")]

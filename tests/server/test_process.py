@@ -121,6 +121,8 @@ def test_it_says_what_it_serves_and_drains_on_sigterm(start: Start) -> None:
     assert "chunk 100 (requested 100: set by --chunk)" in said
     assert "policy decode-priority" in said
     assert "cache 8000 tokens" in said
+    assert "prefixes are shared between all requests" in said
+    assert "folder" not in said
     assert "warning" not in said
     assert "Traceback" not in said
 
@@ -248,6 +250,41 @@ def test_the_key_comes_from_the_environment(start: Start) -> None:
     assert "secret" not in "".join(process.said)
 
 
+def test_what_was_read_is_there_after_a_restart(start: Start, tmp_path: Path) -> None:
+    folder = tmp_path / "kept"
+    options = ("--cache-dir", str(folder), "--cache-size", "64MiB", "--isolate", "--api-key", "ours")
+    for is_first in (True, False):
+        # What is not on disk when the server is told to end is written before it does.
+        process = start(*options, "--api-key", "theirs")
+        client = process.client().with_options(api_key="ours")
+        for key, finds in (("ours", not is_first), ("theirs", not is_first), ("theirs", True)):
+            asked = client.with_options(api_key=key)
+            answer = asked.completions.create(model=NAME, prompt="x" * 500, max_tokens=1)
+            assert answer.usage is not None
+            assert answer.usage.prompt_tokens_details is not None
+            assert ((answer.usage.prompt_tokens_details.cached_tokens or 0) > 0) == finds
+        process.popen.send_signal(signal.SIGTERM)
+        assert process.end() == 0
+        said = "".join(process.said)
+        assert "prefixes are isolated: shared only between requests with the same API key" in said
+        assert f"folder {folder}, up to 64.0 MiB, now " in said
+        assert ("now 0 B" in said) == is_first
+        assert "warning" not in said
+        assert not any(f" {key}" in said for key in ("ours", "theirs"))
+
+
+def test_a_folder_that_cannot_be_used_is_a_warning(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    process = start("--cache-dir", str(tmp_path / "file" / "kept"))
+    assert process.client().completions.create(model=NAME, prompt="x" * 500, max_tokens=1).choices
+    process.popen.send_signal(signal.SIGTERM)
+    assert process.end() == 0
+    said = "".join(process.said)
+    assert said.count("penstock: warning: ") == 1
+    assert "cannot be used: nothing is kept there" in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -261,6 +298,13 @@ def test_the_key_comes_from_the_environment(start: Start) -> None:
         (["--grace", "-1"], "--grace -1.0 is not accepted"),
         (["--grace", "nan"], "--grace nan is not accepted"),
         (["--api-key", ""], "the API key is not accepted"),
+        (["--api-key", "one", "--api-key", "a b"], "the API key is not accepted"),
+        (["--isolate"], "--isolate is not accepted without an API key"),
+        (["--cache-dir", ""], "--cache-dir '' is not accepted"),
+        (["--cache-dir", "x", "--cache-size", "10GB"], "--cache-size '10GB' is not accepted"),
+        (["--cache-size", "1GiB"], "--cache-size '1GiB' says how much to keep, but not where"),
+        (["--no-reuse", "--cache-dir", "x"], "--no-reuse contradicts --cache-dir"),
+        (["--no-reuse", "--api-key", "x", "--isolate"], "--no-reuse contradicts --isolate"),
         (["--served-name", " "], "--served-name ' ' is not accepted"),
         (["--host", "no.such.host.invalid"], "--host 'no.such.host.invalid' is not accepted"),
     ],

@@ -41,7 +41,7 @@ def test_every_choice_has_an_opening_and_an_end(server: Running) -> None:
 
 def test_progress_is_told_where_it_is_asked_for(server: Running) -> None:
     prompt = "x" * 300  # chunks of 64
-    events = server.completion(prompt=prompt, return_progress=True, **GREEDY).events
+    events = server.completion(prompt=prompt, return_progress=True, cache_salt="progress", **GREEDY).events
     told = [event["prompt_progress"] for event in events[:-1] if "prompt_progress" in event]
     assert [progress["processed"] for progress in told] == [64, 128, 192, 256, 300]
     assert all(progress["total"] == 300 and progress["cache"] == 0 for progress in told)
@@ -62,4 +62,5 @@ def test_usage_is_null_until_the_last_chunk(server: Running) -> None:
         "prompt_tokens": prompt,
         "completion_tokens": 4,
         "total_tokens": prompt + 4,
+        "prompt_tokens_details": {"cached_tokens": 0},  # less than a block
     }

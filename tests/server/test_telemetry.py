@@ -3,7 +3,7 @@
 import math
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import get_args
 
 import pytest
@@ -16,6 +16,7 @@ from penstock.engine.status import (
     CacheStatus,
     Outcome,
     RequestSummary,
+    ReuseStatus,
     ServiceStatus,
     SpanRecord,
     StepRecord,
@@ -73,7 +74,14 @@ statuses = st.builds(
     ServiceStatus,
     requests=st.just(()),
     steps=st.just(()),
-    cache=st.builds(CacheStatus, COUNTS, COUNTS, st.just(64), COUNTS, COUNTS),
+    cache=st.builds(CacheStatus, COUNTS, COUNTS, st.just(64), COUNTS, COUNTS, COUNTS, COUNTS),
+    reuse=st.builds(
+        ReuseStatus,
+        is_on=st.booleans(),
+        **{field.name: COUNTS for field in fields(ReuseStatus) if field.type is int},
+        disk_bytes=st.none() | COUNTS,
+        disk_limit_bytes=st.none() | COUNTS,
+    ),
     num_running=COUNTS,
     num_waiting=COUNTS,
     uptime_s=SECONDS,
@@ -159,6 +167,26 @@ def test_gauges_are_the_status(status: ServiceStatus) -> None:
     assert read["penstock_state_slots"] == status.cache.slots_total
     assert read["penstock_requests_running"] == status.num_running
     assert read["penstock_requests_waiting"] == status.num_waiting
+    assert read["penstock_cache_blocks_idle"] == status.cache.blocks_idle
+    assert read["penstock_state_slots_idle"] == status.cache.slots_idle
+    assert read["penstock_disk_cache_bytes"] == (status.reuse.disk_bytes or 0)
+    assert read["penstock_disk_cache_limit_bytes"] == (status.reuse.disk_limit_bytes or 0)
+
+
+@given(statuses)
+def test_what_was_reused_is_the_status(status: ServiceStatus) -> None:
+    read, reuse = samples(Telemetry(), status), status.reuse
+    assert read["penstock_prefix_hit_tokens_total{memory}"] == reuse.memory_tokens
+    assert read["penstock_prefix_hit_tokens_total{disk}"] == reuse.disk_tokens
+    assert read["penstock_prefix_miss_tokens_total"] == reuse.missed_tokens
+    assert read["penstock_prefix_requests_total{hit}"] == reuse.num_hits
+    assert read["penstock_prefix_requests_total{miss}"] == reuse.num_misses
+    assert read["penstock_prefix_evictions_total{block}"] == reuse.num_evicted_blocks
+    assert read["penstock_prefix_evictions_total{state}"] == reuse.num_evicted_states
+    assert read["penstock_disk_cache_writes_total"] == reuse.num_disk_written
+    assert read["penstock_disk_cache_evictions_total"] == reuse.num_disk_evicted
+    assert read["penstock_disk_cache_damaged_total"] == reuse.num_disk_damaged
+    assert read["penstock_disk_cache_dropped_total"] == reuse.num_disk_dropped
 
 
 def test_two_do_not_mix() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 from penstock.bench.tune_plan import StepSpec
 from penstock.cache import BLOCK_TOKENS, SequenceCache, StateStep
 from penstock.engine.batch import Canon, SpanInput, build_batch
-from penstock.engine.run import CacheSpace
 from penstock.engine.sampler import Sampler, SamplingParams
+from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
 from penstock.plan.request import Span
 

@@ -8,7 +8,7 @@ from penstock.bench.verify_runs import Recorder, Subject, Trace
 from penstock.engine.batcher import Batcher, Step
 from penstock.engine.events import GenerationRequest
 from penstock.engine.job import Choice, Job
-from penstock.engine.run import CacheSpace
+from penstock.engine.space import CacheSpace
 from penstock.plan import STATE_GRID
 from penstock.plan.policy import ScheduleConfig
 

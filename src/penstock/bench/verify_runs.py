@@ -11,7 +11,8 @@ from penstock.bench.verify_watch import WatchedDecoder
 from penstock.cache import SequenceCache
 from penstock.cache.kv import KV
 from penstock.engine.batch import Canon
-from penstock.engine.run import CacheSpace, Run
+from penstock.engine.run import Run
+from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
 from penstock.models.tokenizer import Tokenizer
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig

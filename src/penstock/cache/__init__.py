@@ -1,8 +1,10 @@
-"""Cache space in pure Python: blocks and extents for keys and values, slots for recurrent states, and what of
-them a sequence holds. The tensors are in `penstock.cache.tensors`."""
+"""Cache space in pure Python: blocks and extents for keys and values, slots for recurrent states, what of them a
+sequence holds, and an index of what could be held again. The tensors are in `penstock.cache.tensors`."""
 
 from penstock.cache.blocks import BLOCK_TOKENS, BlockPool, Extent
 from penstock.cache.held import SequenceCache, SequenceSnapshot
+from penstock.cache.keys import BlockKey, KeyChain, root_key
+from penstock.cache.prefix import PrefixHit, PrefixIndex
 from penstock.cache.sequence import SequenceBlocks, TokenRange
 from penstock.cache.slots import EMPTY, SlotPool
 from penstock.cache.state import SequenceState, StateSnapshot, StateStep, StateWrite
@@ -10,8 +12,12 @@ from penstock.cache.state import SequenceState, StateSnapshot, StateStep, StateW
 __all__ = [
     "BLOCK_TOKENS",
     "EMPTY",
+    "BlockKey",
     "BlockPool",
     "Extent",
+    "KeyChain",
+    "PrefixHit",
+    "PrefixIndex",
     "SequenceBlocks",
     "SequenceCache",
     "SequenceSnapshot",
@@ -21,4 +27,5 @@ __all__ = [
     "StateStep",
     "StateWrite",
     "TokenRange",
+    "root_key",
 ]

@@ -1,7 +1,7 @@
 """The block pool: cache space handed out in contiguous runs of blocks, with reference counts."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -32,7 +32,14 @@ class Extent:
 
 
 class BlockPool:
-    """Blocks [0, num_blocks). A block is free, or held by as many owners as it has references.
+    """Blocks [0, num_blocks). A block is in use, by as many owners as it has references; or idle; or free.
+
+        in use, not kept   its last owner releases it: free
+        in use, kept       its last owner releases it: idle, with what it holds, for who comes next
+        idle               `retain` puts it in use again; `drop` frees it
+
+    Who keeps blocks (a prefix index) sets `reclaim`, which is asked to drop that many idle blocks when the free ones
+    do not suffice, and may set `on_idle`, which is told of blocks that became idle.
 
     Free space is a sorted list of runs that neither overlap nor touch, so the work of an allocation grows
     with the number of runs and of blocks handed out, not with the size of the pool.
@@ -44,6 +51,12 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._runs = [Extent(0, num_blocks)]
         self._num_free = num_blocks
+        self._kept: set[int] = set()
+        self._num_idle = 0
+        # Kept at some time since they were last free: there may be owners that count on what is in them.
+        self._published: set[int] = set()
+        self.reclaim: Callable[[int], None] | None = None
+        self.on_idle: Callable[[Sequence[int]], None] | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -53,15 +66,35 @@ class BlockPool:
     def num_free(self) -> int:
         return self._num_free
 
+    @property
+    def num_idle(self) -> int:
+        return self._num_idle
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that nobody owns: free, or idle and given up when space is needed."""
+        return self._num_free + self._num_idle
+
     def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= self._num_free
+        return num_blocks <= self.num_available
+
+    def is_kept(self, block: int) -> bool:
+        return block in self._kept
+
+    def is_idle(self, block: int) -> bool:
+        return block in self._kept and not self._references[block]
+
+    def can_write(self, block: int) -> bool:
+        """Whether an owner may write over what it has in this block: nobody else counts on that."""
+        return block not in self._published or (block not in self._kept and self._references[block] == 1)
 
     def allocate(self, num_blocks: int, after: int | None = None) -> list[Extent]:
         """Take `num_blocks` blocks with one reference each, in as few extents as the free space allows.
 
-        All or nothing: raises CacheFullError and changes nothing if there are not enough. `after` is the end
-        of the sequence's last extent: free blocks that begin there are taken first, so that the extent grows
-        in place. The extents come in the order of use; the last one is where the sequence will grow.
+        All or nothing: raises CacheFullError and changes nothing if there are not enough. Idle blocks are given up
+        only if the free ones do not suffice. `after` is the end of the sequence's last extent: free blocks that begin
+        there are taken first, so that the extent grows in place. The extents come in the order of use; the last one
+        is where the sequence will grow.
         """
         if num_blocks < 0:
             raise ValueError(f"cannot allocate {num_blocks} blocks")
@@ -70,8 +103,10 @@ class BlockPool:
         if not self.can_allocate(num_blocks):
             raise CacheFullError(
                 f"the K/V cache has no room: {num_blocks} blocks of {BLOCK_TOKENS} tokens wanted, "
-                f"{self.num_free} free of {self.num_blocks}; use a larger cache or fewer tokens"
+                f"{self.num_available} free of {self.num_blocks}; use a larger cache or fewer tokens"
             )
+        if num_blocks > self._num_free:
+            self._reclaim(num_blocks - self._num_free)
         taken: list[Extent] = []
         wanted = num_blocks
         if wanted and after is not None and (run := self._run_starting_at(after)):
@@ -85,28 +120,56 @@ class BlockPool:
         return taken
 
     def retain(self, extents: Iterable[Extent]) -> None:
-        """Add an owner to blocks that are in use. All or nothing."""
+        """Add an owner to blocks that are in use or idle. All or nothing."""
         blocks = self._blocks_of(extents)
         for block in blocks:
-            if not self._references[block]:
+            if not self._references[block] and block not in self._kept:
                 raise ValueError(f"cannot retain block {block}: it is free")
         for block in blocks:
+            if not self._references[block]:
+                self._num_idle -= 1
             self._references[block] += 1
 
     def release(self, extents: Iterable[Extent]) -> None:
-        """Take an owner from each block; a block without owners is free. All or nothing."""
+        """Take an owner from each block; one without owners is free, or idle if it is kept. All or nothing."""
         blocks = self._blocks_of(extents)
         for index, block in enumerate(blocks):
             if not self._references[block]:
                 for released in blocks[:index]:
                     self._references[released] += 1
-                raise ValueError(f"cannot release block {block}: it is free")
+                state = "idle" if block in self._kept else "free"
+                raise ValueError(f"cannot release block {block}: it is {state}")
             self._references[block] -= 1
-        for run in _runs_of(sorted({block for block in blocks if not self._references[block]})):
-            self._give_back(run)
+        ownerless = {block for block in blocks if not self._references[block]}
+        idle = ownerless & self._kept
+        self._free(ownerless - idle)
+        self._num_idle += len(idle)
+        if idle and self.on_idle is not None:
+            self.on_idle(sorted(idle))
+
+    def keep(self, block: int) -> None:
+        """Keep what is in this block, which is in use, when its last owner goes."""
+        self._check_inside(block)
+        if not self._references[block] or block in self._kept:
+            raise ValueError(f"cannot keep block {block}: it is {self._state_of(block)}, not in use")
+        if self.reclaim is None:
+            raise ValueError(f"cannot keep block {block}: `reclaim` is not set, so nobody would give it up")
+        self._kept.add(block)
+        self._published.add(block)
+
+    def drop(self, block: int) -> None:
+        """Keep this block no more: it is free if it was idle, and otherwise when its last owner goes."""
+        self._check_inside(block)
+        if block not in self._kept:
+            raise ValueError(f"cannot drop block {block}: it is {self._state_of(block)}, not kept")
+        self._kept.remove(block)
+        if not self._references[block]:
+            self._num_idle -= 1
+            self._free({block})
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless the free runs are the unreferenced blocks, sorted and coalesced."""
+        """Raise AssertionError unless the free runs are the unreferenced blocks that are not kept, sorted and
+        coalesced, and the counts are right."""
         for left, right in pairwise(self._runs):
             if right.start < left.end:
                 raise AssertionError(f"free runs {left} and {right} overlap or are out of order")
@@ -116,13 +179,44 @@ class BlockPool:
         if negative:
             raise AssertionError(f"blocks {negative} have fewer than 0 references")
         free = {block for run in self._runs for block in range(run.start, run.end)}
-        unreferenced = {block for block, count in enumerate(self._references) if not count}
-        if free - unreferenced:
-            raise AssertionError(f"blocks {sorted(free - unreferenced)} are in a free run but not free")
-        if unreferenced - free:
-            raise AssertionError(f"blocks {sorted(unreferenced - free)} leaked: no owner, and in no free run")
+        ownerless = {block for block, count in enumerate(self._references) if not count}
+        unowned, idle = ownerless - self._kept, ownerless & self._kept
+        if free - unowned:
+            raise AssertionError(f"blocks {sorted(free - unowned)} are in a free run but not free")
+        if unowned - free:
+            raise AssertionError(f"blocks {sorted(unowned - free)} leaked: no owner, and in no free run")
         if len(free) != self._num_free:
             raise AssertionError(f"{self._num_free} blocks are counted as free, {len(free)} are")
+        if len(idle) != self._num_idle:
+            raise AssertionError(f"{self._num_idle} blocks are counted as idle, {len(idle)} are")
+        if self._kept - self._published:
+            raise AssertionError(f"blocks {sorted(self._kept - self._published)} are kept but not published")
+        if self._published & free:
+            raise AssertionError(f"blocks {sorted(self._published & free)} are published but free")
+
+    def _reclaim(self, num_blocks: int) -> None:
+        before = self._num_free
+        if self.reclaim is not None:
+            self.reclaim(num_blocks)
+        if self._num_free - before < num_blocks:
+            raise RuntimeError(
+                f"{num_blocks} idle blocks were to be given up, {self._num_free - before} were: a defect of `reclaim`"
+            )
+
+    def _free(self, blocks: set[int]) -> None:
+        """Put blocks without owners, not kept, into the free runs."""
+        self._published -= blocks
+        for run in extents_of(sorted(blocks)):
+            self._give_back(run)
+
+    def _state_of(self, block: int) -> str:
+        if block in self._kept:
+            return "kept" if self._references[block] else "idle"
+        return "in use" if self._references[block] else "free"
+
+    def _check_inside(self, block: int) -> None:
+        if not 0 <= block < self.num_blocks:
+            raise ValueError(f"block {block} lies outside the pool's {self.num_blocks} blocks")
 
     def _find_place(self, wanted: int, moving: bool) -> Extent:
         """Where the next extent of `wanted` blocks goes: a part of one free run, or all of the largest run.
@@ -189,8 +283,8 @@ def _room_before(run: Extent) -> int:
     return _ROOM_BLOCKS if run.start else 0
 
 
-def _runs_of(blocks: Sequence[int]) -> list[Extent]:
-    """The contiguous runs of sorted block ids."""
+def extents_of(blocks: Sequence[int]) -> list[Extent]:
+    """The same blocks in the same order, with those that continue each other in one extent."""
     runs: list[Extent] = []
     start = 0
     for end in range(1, len(blocks) + 1):

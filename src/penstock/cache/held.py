@@ -48,6 +48,23 @@ class SequenceCache:
             raise
         return step
 
+    def adopt(self, blocks: Sequence[int], slot: int | None) -> None:
+        """Go on with the tokens in these full blocks, and with the state after them in this slot. All or nothing.
+
+        Blocks are in use or idle, the slot is in use; the sequence ends with a whole block and has no step reserved.
+        """
+        if (slot is None) != (self.state is None or not blocks):
+            needed = "no slot" if self.state is None or not blocks else "the slot with the state after them"
+            raise ValueError(f"cannot adopt {len(blocks)} blocks with slot {slot}: accepted is {needed}")
+        before = self.num_tokens
+        self.blocks.adopt(blocks)
+        if self.state is not None and slot is not None:
+            try:
+                self.state.adopt(self.num_tokens, slot)
+            except BaseException:
+                self.blocks.truncate(before)
+                raise
+
     def commit(self, end: int) -> None:
         """The step's tokens are written: the sequence is `end` tokens long, no fewer than before."""
         self.blocks.commit(end)

@@ -1,8 +1,9 @@
 """One sequence's cache: which blocks hold its tokens, and how many tokens are there."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.cache.blocks import BLOCK_TOKENS, BlockPool, Extent
+from penstock.cache.blocks import BLOCK_TOKENS, BlockPool, Extent, extents_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +25,8 @@ class SequenceBlocks:
         blocks [0, capacity / BLOCK_TOKENS)    one reference each, held until `truncate` or `free`
 
     A step reserves, writes and commits. One that fails does not commit: the length is what it was, and
-    `truncate(num_tokens)` gives back what was reserved.
+    `truncate(num_tokens)` gives back what was reserved. Whole blocks of another sequence may be adopted; since a step
+    writes behind the length only, they stay as they are.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -35,6 +37,11 @@ class SequenceBlocks:
     @property
     def extents(self) -> tuple[Extent, ...]:
         return self._extents
+
+    @property
+    def block_ids(self) -> list[int]:
+        """The blocks one by one, in the order of the tokens."""
+        return [block for extent in self._extents for block in range(extent.start, extent.end)]
 
     @property
     def num_tokens(self) -> int:
@@ -55,6 +62,25 @@ class SequenceBlocks:
             after = self._extents[-1].end if self._extents else None
             self._extents = _merged((*self._extents, *self._pool.allocate(missing, after)))
 
+    def adopt(self, blocks: Sequence[int]) -> None:
+        """Go on with the tokens in these blocks, which are in use or idle and full. All or nothing.
+
+        The sequence ends with a whole block, and nothing is reserved after it.
+        """
+        if self._num_tokens != self.capacity_tokens:
+            raise ValueError(
+                f"cannot adopt blocks after token {self._num_tokens}: accepted is the end of the last block held, "
+                f"{self.capacity_tokens}; fill it, or give back what is reserved"
+            )
+        if len({*self.block_ids, *blocks}) < self.num_blocks + len(blocks):
+            raise ValueError(
+                f"cannot adopt blocks {list(blocks)}: one of them would serve two places of the sequence"
+            )
+        adopted = extents_of(blocks)
+        self._pool.retain(adopted)
+        self._extents = _merged((*self._extents, *adopted))
+        self._num_tokens += len(blocks) * BLOCK_TOKENS
+
     def commit(self, end: int) -> None:
         """Make `end` the length: tokens [0, end) are written. It never shrinks nor exceeds the capacity."""
         if not self._num_tokens <= end <= self.capacity_tokens:
@@ -65,11 +91,17 @@ class SequenceBlocks:
         self._num_tokens = end
 
     def truncate(self, num_tokens: int) -> None:
-        """Shorten to `num_tokens` tokens and release every block that they do not need."""
+        """Shorten to `num_tokens` tokens and release every block that they do not need.
+
+        What follows would be written over the rest of the last block, so that one must be the sequence's alone: a
+        length within a block that a prefix index keeps, or that others adopted, is refused.
+        """
         if not 0 <= num_tokens <= self._num_tokens:
             raise ValueError(
                 f"cannot truncate to {num_tokens} tokens: accepted is 0 to {self._num_tokens} (the length)"
             )
+        if num_tokens < self._num_tokens and num_tokens % BLOCK_TOKENS:
+            self._check_can_write(num_tokens)
         kept: list[Extent] = []
         released: list[Extent] = []
         to_keep = _num_blocks_for(num_tokens)
@@ -105,6 +137,17 @@ class SequenceBlocks:
                 places.append(TokenRange(first + shift, last + shift))
             extent_start = extent_end
         return places
+
+    def _check_can_write(self, position: int) -> None:
+        """Raise ValueError unless the block with this token may be written over."""
+        (place,) = self.locate(position, position + 1)
+        block = place.start // BLOCK_TOKENS
+        if not self._pool.can_write(block):
+            start = position // BLOCK_TOKENS * BLOCK_TOKENS
+            raise ValueError(
+                f"cannot truncate to {position} tokens: block {block}, which has tokens "
+                f"[{start}, {start + BLOCK_TOKENS}), is shared; accepted are multiples of {BLOCK_TOKENS}"
+            )
 
 
 def _num_blocks_for(num_tokens: int) -> int:

@@ -95,6 +95,11 @@ class SequenceState:
         """The positions above 0 whose states are kept, ascending. The last is `num_tokens`."""
         return tuple(self._slots)
 
+    @property
+    def slots(self) -> dict[int, int]:
+        """The slot of each of `positions`."""
+        return dict(self._slots)
+
     def reserve(self, start: int, ends: Sequence[int]) -> StateStep:
         """Take slots for a step that runs tokens [start, ends[-1]) and keeps the state at each of `ends`.
 
@@ -139,6 +144,22 @@ class SequenceState:
         for slot in restored.values():
             self._pool.retain(slot)
         self._replace(restored)
+
+    def adopt(self, num_tokens: int, slot: int) -> None:
+        """Stand after `num_tokens` tokens with the state in this slot, which is in use, and with that state only."""
+        self._check_no_step("adopt a state")
+        if num_tokens <= self.num_tokens:
+            raise ValueError(
+                f"cannot adopt the state after {num_tokens} tokens: accepted is more than {self.num_tokens}"
+            )
+        self._pool.retain(slot)
+        self._replace({num_tokens: slot})
+
+    def keep_last(self) -> None:
+        """Release every state but the one where the sequence stands."""
+        self._check_no_step("release states")
+        last = dict([self._slots.popitem()]) if self._slots else {}
+        self._replace(last)
 
     def rewind(self, num_tokens: int) -> None:
         """Go back to a position that is kept, or to 0, and release the states after it."""

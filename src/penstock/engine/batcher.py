@@ -13,13 +13,24 @@ from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.events import Event, Failed
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Choice, Job
-from penstock.engine.run import CacheSpace, FinishReason, is_out_of_memory
-from penstock.engine.status import CacheStatus, Observer, ServiceStatus, SpanRecord, StepRecord
+from penstock.engine.ledger import PoolLedger
+from penstock.engine.reuse import Prefix, Reuse
+from penstock.engine.run import FinishReason, is_out_of_memory
+from penstock.engine.space import CacheSpace
+from penstock.engine.status import (
+    CacheStatus,
+    Observer,
+    ReuseStatus,
+    ServiceStatus,
+    SpanRecord,
+    StepRecord,
+)
 from penstock.errors import MemoryExhaustedError, PenstockError, RequestFailedError
 from penstock.models.decoder import Decoder
 from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler
 from penstock.plan.policy import ScheduleConfig
+from penstock.plan.request import Span
 from penstock.plan.size_rules import SizeDecision
 from penstock.plan.sizing import ChunkSizer, shape_of
 from penstock.plan.step import PlannedSpan, RequestId, SpanKind, StepPlan
@@ -30,6 +41,8 @@ _log = logging.getLogger("penstock.engine")
 STEPS_SHOWN = 240
 # The last requests that ended whose chunks can still be explained.
 ENDED_EXPLAINED = 64
+# What is copied from disk between two steps while others wait: some 20 ms.
+LOAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -78,17 +91,20 @@ class Batcher:
         strict: bool = False,
         observers: Sequence[Observer] = (),
         sizer: ChunkSizer | None = None,
+        reuse: Reuse | None = None,
     ) -> None:
         self.model = model
         self.space = space
+        self.reuse = reuse
         self.notices: deque[Notice] = deque()
         limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.slots is None)
-        self._scheduler = BatchScheduler(schedule, limits, sizer)
+        self._jobs: dict[RequestId, Job] = {}  # in order of arrival
+        ledger = PoolLedger(space.blocks, self._jobs, self._leave)
+        self._scheduler = BatchScheduler(schedule, limits, sizer, ledger)
         self._sizer = sizer
         self._canon = canon
         self._strict = strict
         self._observers = tuple(observers)
-        self._jobs: dict[RequestId, Job] = {}  # in order of arrival
         self._ended: OrderedDict[RequestId, tuple[ChunkRecord, ...]] = (
             OrderedDict()
         )  # chunks of the last ones
@@ -98,6 +114,8 @@ class Batcher:
         # Requests of a step that failed: each runs alone, so that only the one at fault ends.
         self._suspects: deque[RequestId] = deque()
         self._began_s = time.perf_counter()
+        block_bytes = BLOCK_TOKENS * space.tensors.kv.spec.bytes_per_token
+        self._load_blocks = max(LOAD_BYTES // block_bytes, 1)
 
     @property
     def has_work(self) -> bool:
@@ -107,6 +125,9 @@ class Batcher:
         """Put a request into the queue, or raise QueueFullError or CacheFullError."""
         self._scheduler.add(job.id, job.num_prompt, job.request.max_tokens)
         self._jobs[job.id] = job
+        # There are states for those that run, not for all that wait; and what a step does is settled.
+        if self.space.slots is None and not self._in_flight:
+            self._adopt(job)
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request: now, or with the step that it is in. Nothing happens if it has ended."""
@@ -135,16 +156,16 @@ class Batcher:
             return None
         now = time.perf_counter()
         for preemption in plan.preemptions:
-            job = self._jobs[preemption.request_id]
-            job.cache.cut(preemption.num_kept)
-            job.pause()
+            self._jobs[preemption.request_id].pause()
         inputs: list[SpanInput] = []
-        for planned in plan.spans:
+        for index, planned in enumerate(plan.spans):
             job, span = self._jobs[planned.request_id], planned.span
-            job.start(now)
-            state = job.cache.reserve(span.start, [span.end])
-            tokens = job.tokens[span.start : span.end]
             is_chunk = planned.kind is SpanKind.CHUNK
+            if job.start(now) and self.reuse is not None:
+                self.reuse.count(job.num_cached)
+            kept = self._states_to_keep(job, span, len(plan.spans) - index) if is_chunk else []
+            state = job.cache.reserve(span.start, [*kept, span.end])
+            tokens = job.tokens[span.start : span.end]
             inputs.append(SpanInput(span, tokens, job.cache.blocks, is_chunk, planned.samples, state))
         self._in_flight = frozenset(planned.request_id for planned in plan.spans)
         step = Step(plan, tuple(inputs), now, self._scheduler.decision)
@@ -189,15 +210,18 @@ class Batcher:
             requests=tuple(job.status(self._scheduler.view(job.id), now) for job in self._jobs.values()),
             steps=tuple(self._steps),
             cache=CacheStatus(
-                blocks_used=blocks.num_blocks - blocks.num_free,
+                blocks_used=blocks.num_blocks - blocks.num_available,
                 blocks_total=blocks.num_blocks,
                 block_tokens=BLOCK_TOKENS,
                 slots_used=slots.num_slots - slots.num_free if slots else 0,
                 slots_total=slots.num_slots if slots else 0,
+                blocks_idle=blocks.num_idle,
+                slots_idle=self.reuse.index.num_snapshots if self.reuse else 0,
             ),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
             uptime_s=now - self._began_s,
+            reuse=self.reuse.status() if self.reuse else ReuseStatus(),
         )
 
     def explain(self, request_id: RequestId) -> tuple[ChunkRecord, ...] | None:
@@ -211,20 +235,88 @@ class Batcher:
         blocks, slots = self.space.blocks, self.space.slots
         blocks.check_integrity()
         self._scheduler.check_integrity()
-        held = sum(job.cache.blocks.num_blocks for job in self._jobs.values())
-        assert held == blocks.num_blocks - blocks.num_free, f"{held} blocks are held, but others are in use"
-        assert blocks.num_free == self._scheduler.num_free_blocks, "the scheduler counts other free blocks"
+        held = {block for job in self._jobs.values() for block in job.cache.blocks.block_ids}
+        in_use = blocks.num_blocks - blocks.num_available
+        assert len(held) == in_use, f"{len(held)} blocks are held, but {in_use} are in use"
+        assert blocks.num_available == self._scheduler.num_free_blocks, (
+            "the scheduler counts other free blocks"
+        )
+        num_snapshots = 0
+        if self.reuse is not None:
+            self.reuse.index.check_integrity()
+            num_snapshots = self.reuse.index.num_snapshots
         if slots is not None:
             slots.check_integrity()
-            states = sum(len(job.cache.state.positions) for job in self._jobs.values() if job.cache.state)
-            assert states == slots.num_slots - slots.num_free, f"{states} states are held, but others in use"
+            states = {
+                slot
+                for job in self._jobs.values()
+                if job.cache.state
+                for slot in job.cache.state.slots.values()
+            }
+            in_use = slots.num_slots - slots.num_free
+            assert len(states) <= in_use <= len(states) + num_snapshots, (
+                f"{len(states)} states are held and {num_snapshots} kept, but {in_use} are in use"
+            )
 
     def _schedule(self) -> StepPlan | None:
         while self._suspects:
             suspect = self._suspects.popleft()
             if suspect in self._jobs and (plan := self._scheduler.schedule(only=suspect)) is not None:
                 return plan
-        return self._scheduler.schedule()
+        self._scheduler.admit()
+        return self._scheduler.schedule(held=self._share())
+
+    def _share(self) -> set[RequestId]:
+        """Give running prompts what is there of them by now. Those that wait for more of it sit the next step out:
+        what is being copied from disk, and what a request before them is about to read."""
+        if self.reuse is None:
+            return set()
+        held: set[RequestId] = set()
+        reading: list[Job] = []
+        for job in self._jobs.values():
+            if job.prefix is None or self._scheduler.view(job.id).phase != "prompt":
+                continue
+            self._adopt(job)
+            if job.prefix.stored is not None:
+                others = len(self._jobs) > 1
+                self._gain(job, self.reuse.load(job.prefix, job.cache, self._load_blocks if others else None))
+            is_loading = job.prefix.stored is not None
+            if is_loading or any(self._follows(job, job.prefix, leader) for leader in reading):
+                held.add(job.id)
+            reading.append(job)
+        return held
+
+    def _follows(self, job: Job, prefix: Prefix, leader: Job) -> bool:
+        """Whether a request that is read before this one has yet to read some of what they have in common."""
+        assert leader.prefix is not None
+        common = prefix.num_common(leader.prefix) * BLOCK_TOKENS
+        if not leader.cache.num_tokens < common or job.cache.num_tokens >= common:
+            return False
+        leader.prefix.keep_states.add(common)
+        return True
+
+    def _adopt(self, job: Job) -> None:
+        if self.reuse is not None and job.prefix is not None:
+            self._gain(job, self.reuse.adopt(job.prefix, job.cache))
+
+    def _gain(self, job: Job, num_tokens: int) -> None:
+        """So many tokens of a prompt were there, and are the request's now."""
+        if num_tokens:
+            self._scheduler.advance(job.id, job.cache.num_tokens)
+            if event := job.skip(job.cache.num_tokens):
+                self._tell(job, event)
+
+    def _states_to_keep(self, job: Job, span: Span, num_spans: int) -> list[int]:
+        """Where the state is to be kept within a chunk; the step needs a slot for the end of every span."""
+        if self.reuse is None or job.prefix is None or self.space.slots is None:
+            return []
+        num_free = self.space.slots.num_free - num_spans
+        return self.reuse.states_to_keep(job.prefix, span.start, span.end, num_free)
+
+    def _leave(self, job: Job, num_kept: int) -> None:
+        """A request is about to give up all blocks but the first `num_kept`."""
+        if self.reuse is not None and job.prefix is not None:
+            self.reuse.leave(job.prefix, job.cache, num_kept)
 
     def _commit(self, step: Step, outcome: StepOutcome) -> None:
         now = time.perf_counter()
@@ -233,6 +325,9 @@ class Batcher:
         for planned in step.plan.spans:
             job, span = self._jobs[planned.request_id], planned.span
             job.cache.commit(span.end)
+            if self.reuse is not None and job.prefix is not None:
+                is_chunk = planned.kind is SpanKind.CHUNK
+                self.reuse.note(job.prefix, job.cache, job.tokens, span.start, is_chunk=is_chunk)
             if job.wants_cancel:
                 ended[job.id] = "cancelled"
                 continue
@@ -322,6 +417,9 @@ class Batcher:
         summary = job.summary("error" if isinstance(how, Exception) else how, now)
         for observer in self._observers:
             self._observe(partial(observer.on_end, summary))
+        self._leave(job, 0)
+        if job.prefix is not None:
+            job.prefix.close()
         job.cache.free()
 
     def _tell(self, job: Job, event: Event) -> None:

@@ -18,6 +18,7 @@ from penstock.engine.events import (
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.logprobs import token_logprobs
 from penstock.engine.results import Usage
+from penstock.engine.reuse import Prefix
 from penstock.engine.run import FinishReason
 from penstock.engine.sampler import Sampler
 from penstock.engine.status import Outcome, RequestStatus, RequestSummary
@@ -50,8 +51,10 @@ class Job:
         constraint: TokenConstraint | None,
         listener: Listener,
         now: float,
+        prefix: Prefix | None = None,
     ) -> None:
         self.id = request_id
+        self.prefix = prefix  # None: nothing is shared
         self.request = request
         self.cache = cache
         self.tokens = list(request.token_ids)
@@ -75,12 +78,25 @@ class Job:
     def num_generated(self) -> int:
         return len(self.tokens) - self.num_prompt
 
-    def start(self, now: float) -> None:
-        """A step with a span of this request begins."""
-        if self._started_s is None:
+    @property
+    def num_cached(self) -> int:
+        """Tokens of the prompt that were in the cache and not read again."""
+        return self._clock.progress().num_cached
+
+    def start(self, now: float) -> bool:
+        """A step with a span of this request begins. Whether it is the first."""
+        is_first = self._started_s is None
+        if is_first:
             self._started_s = now
         if self._chunk_began_s is None:
             self._chunk_began_s = now
+        return is_first
+
+    def skip(self, end: int) -> Event | None:
+        """Prompt tokens up to `end` are in the cache, and were not read for this request."""
+        news = end > self._clock.progress().num_done
+        self._clock.skip(end)
+        return PromptProgress(self._clock.progress()) if news else None
 
     def pause(self) -> None:
         """It gave cache space up: how long it waits now says nothing of how fast it reads."""
@@ -128,7 +144,7 @@ class Job:
         return Finished(
             reason=reason,
             text=text,
-            usage=Usage(self.num_prompt, self.num_generated),
+            usage=Usage(self.num_prompt, self.num_generated, self.num_cached),
             queue_s=started - self._arrived_s,
             prefill_s=first - started,
             decode_s=(self._last_token_s or first) - first,
@@ -149,6 +165,7 @@ class Job:
             age_s=now - self._arrived_s,
             prompt_eta_s=self._prompt_eta_s(view.num_run),
             num_preemptions=view.num_preemptions,
+            num_prompt_cached=self.num_cached,
         )
 
     def _prompt_eta_s(self, num_run: int) -> float | None:

@@ -1,22 +1,29 @@
 """The Python interface: a model, and text in and out of it."""
 
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from types import TracebackType
+from typing import Literal, Self
 
 import torch
 
+from penstock.cache import BLOCK_TOKENS
+from penstock.cache.store import BlockStore
 from penstock.engine.batch import settle
 from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
+from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.profile import load_profile
 from penstock.engine.results import Generation
+from penstock.engine.reuse import MAX_SNAPSHOTS, Reuse
 from penstock.engine.run import Run, is_out_of_memory
 from penstock.engine.sampler import SamplingParams
+from penstock.engine.space import CacheSpace
 from penstock.engine.stop import StopMatcher
 from penstock.engine.text_stream import ProgressCallback, TextStream
 from penstock.engine.threads import in_own_thread
@@ -42,6 +49,8 @@ from penstock.plan import (
     resolve_align,
     resolve_size,
 )
+from penstock.plan.checks import check_int
+from penstock.plan.store_settings import resolve_store
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
@@ -65,6 +74,11 @@ class LLM:
     it runs, and `target_ttft_ms`, the time to a prompt's first token. Without these `PENSTOCK_MAX_ACTIVATION`,
     `PENSTOCK_TARGET_ITL` and `PENSTOCK_TARGET_TTFT` apply.
 
+    `cache_dir` is a folder in which what was read of prompts is kept, up to `cache_size` (bytes, or text such as
+    "10GiB"), so that no prompt is read twice, even by another process; without them `PENSTOCK_CACHE_DIR` and
+    `PENSTOCK_CACHE_SIZE` apply. `reuse_tokens` is how many tokens are kept in memory from one request to the next.
+    `close` (or a `with` block) waits until what was read is on disk.
+
     `chunk` says afterwards what was asked for, what applies and why; `skipped` names the weights in the model's files
     that it has no use for, None where there are none.
     """
@@ -81,6 +95,9 @@ class LLM:
         overlap: int = 0,
         align: bool | None = None,
         threads: int | None = None,
+        cache_dir: str | Path | None = None,
+        cache_size: int | str | None = None,
+        reuse_tokens: int = 0,
     ) -> None:
         started = time.perf_counter()
         # What can be refused is refused before anything slow; rounding comes when the model is known.
@@ -93,11 +110,18 @@ class LLM:
             target_ttft_ms=target_ttft_ms,
         )
         ChunkedPrefillConfig(resolve().chunk.effective, overlap)
+        stored = resolve_store(cache_dir, cache_size)
+        check_int("reuse_tokens", reuse_tokens, 0)
+        if overlap and (stored or reuse_tokens):
+            raise SettingError(
+                f"overlap={overlap} contradicts {'cache_dir' if stored else 'reuse_tokens'}: leave one of them out"
+            )
         torch_dtype = resolve_dtype(dtype)
         if threads is not None:
             _set_threads(threads)
         device = torch.device("cpu")
-        opened = open_model(resolve_model(str(model)))
+        self.path = resolve_model(str(model))
+        opened = open_model(self.path)
         try:
             grid = self.align.grid(has_state=opened.source.config.has_state)
             self.size: SizeSettings = resolve(grid=grid)
@@ -116,6 +140,24 @@ class LLM:
         # What is known of step times, from a profile and from every step that ran.
         self.times = StepTimeModel(self._profile.coefficients if self._profile else None)
         self.activations = ActivationModel(self.model)
+        self.store: BlockStore | None = None
+        self.fingerprint: bytes | None = None
+        if stored is not None:
+            self.fingerprint = cache_fingerprint(self)
+            about = {
+                "model": str(model),
+                "dtype": str(torch_dtype).removeprefix("torch."),
+                "kernels": self.model.kernels.name,
+            }
+            self.store = BlockStore(
+                stored.folder,
+                self.fingerprint,
+                self.model.cache_spec,
+                max_bytes=stored.max_bytes,
+                about=about,
+            )
+            weakref.finalize(self, self.store.close)  # at the latest when the interpreter ends
+        self._kept = self._keep(reuse_tokens) if reuse_tokens else None
         self.load_s = time.perf_counter() - started
 
     @property
@@ -186,7 +228,7 @@ class LLM:
         refused here, before any work."""
         started = time.perf_counter()
         token_ids = self.tokenize(prompt, system=system, raw=raw)
-        tokenize_s = time.perf_counter() - started
+        stops = StopMatcher(stop)
         if max_tokens is None:
             room = self.context_length - len(token_ids)
             if room < 1:
@@ -195,6 +237,7 @@ class LLM:
                     f"model's context of {self.context_length} tokens: shorten the prompt"
                 )
             max_tokens = min(DEFAULT_MAX_TOKENS, room)
+        kept = self._space_for(len(token_ids) + max_tokens)
         rules = self.size_rules(free_memory_bytes())
         self.activations.check(rules, max(len(token_ids), 1))
         run = Run(
@@ -206,8 +249,10 @@ class LLM:
             sampling=sampling,
             eos_ids=self.eos_ids,
             sizer=ChunkSizer(rules, self.times, self.activations.step_bytes),
+            space=kept[0] if kept else None,
+            reuse=kept[1] if kept else None,
         )
-        return TextStream(self, run, StopMatcher(stop), on_progress, tokenize_s)
+        return TextStream(self, run, stops, on_progress, time.perf_counter() - started)
 
     def generate(
         self,
@@ -233,6 +278,33 @@ class LLM:
             for _ in stream:
                 pass
             return stream.result
+
+    def close(self) -> None:
+        """Wait until what was read is on disk. Requests may still be run; what they read is not kept there."""
+        if self.store is not None:
+            self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _space_for(self, num_tokens: int) -> tuple[CacheSpace, Reuse] | None:
+        """Where a request of so many tokens runs; None: in a cache of its own, of which nothing is kept."""
+        if self._kept is not None and self._kept[0].blocks.num_available * BLOCK_TOKENS >= num_tokens:
+            return self._kept
+        return None if self.store is None else self._keep(num_tokens)
+
+    def _keep(self, num_tokens: int) -> tuple[CacheSpace, Reuse]:
+        # A step reads a state and writes another, and some more that are kept.
+        num_slots = self._config.num_state_slots + 2 * MAX_SNAPSHOTS
+        space = CacheSpace.for_tokens(self.model, num_tokens, num_slots=num_slots)
+        return space, Reuse(
+            space, fingerprint=self.fingerprint, store=self.store, max_snapshots=MAX_SNAPSHOTS
+        )
 
     def _tuned(self, chunk: ChunkSetting) -> ChunkSetting:
         """An automatic size as this machine's profile has it, where there is one."""

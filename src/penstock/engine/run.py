@@ -8,41 +8,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceCache, SlotPool
-from penstock.cache.tensors import CacheTensors
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.explain import ChunkRecord
+from penstock.engine.reuse import Prefix, Reuse
 from penstock.engine.sampler import Sampler, SamplingParams
+from penstock.engine.space import CacheSpace
 from penstock.errors import ContextLengthError, MemoryExhaustedError, PromptError, SettingError
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ChunkSizer, Prefill, PrefillScheduler, Span
 from penstock.plan.step_shape import StepShape
 
 FinishReason = Literal["stop", "length", "cancelled"]
-
-
-@dataclass(frozen=True)
-class CacheSpace:
-    """The tensors of a cache, and the pools that say who owns which block and which slot of them."""
-
-    tensors: CacheTensors
-    blocks: BlockPool
-    slots: SlotPool | None
-
-    @classmethod
-    def for_tokens(cls, model: Decoder, num_tokens: int, *, num_slots: int = 2) -> "CacheSpace":
-        """Space for sequences of so many tokens together; a step needs a slot to read and one for each state that
-        it keeps."""
-        num_blocks = -(-num_tokens // BLOCK_TOKENS)
-        spec = model.cache_spec
-        return cls(
-            CacheTensors.of(spec, num_blocks, num_slots, model.device),
-            BlockPool(num_blocks),
-            SlotPool(num_slots) if spec.recurrent else None,
-        )
-
-    def new_sequence(self) -> SequenceCache:
-        return SequenceCache(self.blocks, self.slots)
 
 
 @dataclass(frozen=True)
@@ -70,7 +46,9 @@ class Run:
         chunk_ends: Sequence[int] | None = None,
         space: CacheSpace | None = None,
         sizer: ChunkSizer | None = None,
+        reuse: Reuse | None = None,
     ) -> None:
+        """With `reuse`, which is of `space`, what is known of the prompt is not read again."""
         check_request(prompt, max_tokens, model.config.max_position, model.config.vocab_size)
         self.model = model
         self.prompt_length = len(prompt)
@@ -79,13 +57,24 @@ class Run:
         self.finish_reason: FinishReason | None = None
         # Chunks of a model with recurrent state have the best bits and speed on the grid, also when memory runs out.
         grid = STATE_GRID if model.config.has_state else 1
-        self.prefill = PrefillScheduler(prompt, config, chunk_ends=chunk_ends, grid=grid, sizer=sizer)
-        self.chunks: list[ChunkRecord] = []  # of the prompt, as they were run
         # The last token generated is never run, so it needs no place.
         self.space = space or CacheSpace.for_tokens(
             model, len(prompt) + max_tokens - 1, num_slots=config.num_state_slots
         )
         self.cache = self.space.new_sequence()
+        self._reuse = reuse
+        self._prefix: Prefix | None = None
+        if reuse is not None:
+            if config.overlap:
+                raise SettingError(
+                    f"overlap={config.overlap} is not accepted where prompts are kept: give 0, which loses nothing"
+                )
+            self._prefix = reuse.fetch(prompt, self.cache)
+        self.num_cached = self.cache.num_tokens  # of the prompt, that were there and are not read again
+        self.prefill = PrefillScheduler(
+            prompt, config, chunk_ends=chunk_ends, grid=grid, sizer=sizer, start=self.num_cached
+        )
+        self.chunks: list[ChunkRecord] = []  # of the prompt, as they were run
         self.logits: Tensor | None = None  # [vocab], after the last step that sampled
         self.num_shrinks = 0  # how often memory ran out and the chunk was halved
         self._canon = canon
@@ -122,6 +111,8 @@ class Run:
         """End the request, if it has not ended, and give its cache back. A stop string in the last token counts."""
         if self.finish_reason is None or (self.finish_reason, reason) == ("length", "stop"):
             self.finish_reason = reason
+            if self._reuse is not None and self._prefix is not None:
+                self._reuse.leave(self._prefix, self.cache)
             self.cache.free()
 
     def _schedule(self) -> tuple[SpanInput, Prefill | None]:
@@ -142,6 +133,11 @@ class Run:
         positions = {item.span.end}
         if action is not None:
             positions.add(self.prefill.next_start(action.chunk))
+            if self._reuse is not None and self._prefix is not None and self.space.slots is not None:
+                num_free = self.space.slots.num_free - 1
+                positions.update(
+                    self._reuse.states_to_keep(self._prefix, item.span.start, item.span.end, num_free)
+                )
         return sorted(positions)
 
     def _abort(self, span: Span, action: Prefill | None, error: BaseException) -> None:
@@ -164,6 +160,8 @@ class Run:
         self, span: Span, action: Prefill | None, logits: Tensor | None, token: int | None, seconds: float
     ) -> None:
         self.cache.commit(span.end)
+        if self._reuse is not None and self._prefix is not None:
+            self._reuse.note(self._prefix, self.cache, self.tokens, span.start, is_chunk=action is not None)
         if action is not None:
             self.prefill.complete(action.chunk, seconds)
             self._explain(action, seconds)

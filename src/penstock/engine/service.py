@@ -20,7 +20,9 @@ from penstock.engine.events import Event, Failed, Finished, GenerationRequest, L
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
-from penstock.engine.run import CacheSpace, check_request
+from penstock.engine.reuse import MAX_SNAPSHOTS, Prefix, Reuse
+from penstock.engine.run import check_request
+from penstock.engine.space import CacheSpace
 from penstock.engine.status import Observer, ServiceStatus
 from penstock.engine.stop import StopMatcher
 from penstock.engine.streams import EventStream
@@ -48,6 +50,8 @@ class ServiceConfig:
     schedule: ScheduleConfig | None = None
     cache_tokens: int | None = None  # places for keys and values; None: by the memory that is free
     strict: bool = False  # decodes in a fixed shape: their bits do not depend on what runs beside them
+    reuse: bool = True  # what was read of a prompt serves others that begin alike
+    max_snapshots: int = MAX_SNAPSHOTS  # recurrent states that are kept for that, where the model has them
 
 
 class Service:
@@ -59,7 +63,9 @@ class Service:
         self.llm = llm
         config = config or ServiceConfig()
         self.schedule = _resolve_schedule(config.schedule, llm)
-        num_slots = 2 * self.schedule.max_running  # a step reads a state and writes another
+        max_snapshots = check_int("max_snapshots", config.max_snapshots, 0) if config.reuse else 0
+        # A step reads a state and writes another.
+        num_slots = 2 * self.schedule.max_running + max_snapshots
         cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots)
         self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens)
         free_bytes = free_memory_bytes()
@@ -78,6 +84,17 @@ class Service:
         self._activations = ActivationModel(llm.model, joins_past=True)
         # The last token of an answer is never run, so it needs no place.
         self.max_request_tokens = min(llm.context_length, space.blocks.num_blocks * BLOCK_TOKENS + 1)
+        self._reuse = (
+            Reuse(
+                space,
+                fingerprint=llm.fingerprint,
+                store=llm.store,
+                clean_only=config.strict,
+                max_snapshots=max_snapshots,
+            )
+            if config.reuse
+            else None
+        )
         self._batcher = Batcher(
             llm.model,
             llm.canon,
@@ -86,6 +103,7 @@ class Service:
             strict=config.strict,
             observers=observers,
             sizer=ChunkSizer(self.rules, llm.times, self._activations.step_bytes),
+            reuse=self._reuse,
         )
         self._constraints = ConstraintFactory(llm.tokenizer, llm.model.config.vocab_size, llm.eos_ids)
         # Guards the batcher. It is not held while a step runs.
@@ -124,6 +142,7 @@ class Service:
         request.sampling.check_vocab(model.vocab_size)
         StopMatcher(request.stop)
         constraint = None if request.json_format is None else self._constraints.new(request.json_format)
+        prefix = None if self._reuse is None else self._open_prefix(self._reuse, request)
         job = Job(
             f"req-{uuid.uuid4().hex[:16]}",
             request,
@@ -133,15 +152,31 @@ class Service:
             constraint,
             listener,
             time.perf_counter(),
+            prefix,
         )
-        with self._changed:
-            if self._death is not None:
-                raise ServiceClosedError(f"the engine has stopped: {self._death}")
-            if self.is_closing:
-                raise ServiceClosedError("the service is closing and takes no more requests")
-            self._batcher.add(job)
-            self._changed.notify_all()
+        try:
+            with self._changed:
+                if self._death is not None:
+                    raise ServiceClosedError(f"the engine has stopped: {self._death}")
+                if self.is_closing:
+                    raise ServiceClosedError("the service is closing and takes no more requests")
+                self._batcher.add(job)
+                self._changed.notify_all()
+        except BaseException:
+            if prefix is not None:
+                prefix.close()
+            raise
         return job.id
+
+    def _open_prefix(self, reuse: Reuse, request: GenerationRequest) -> Prefix:
+        """What may be there of a prompt. Looking on disk takes a while: it is done by whoever asks, not by the
+        engine's thread, nor with the lock."""
+        prefix = reuse.open(request.token_ids, request.cache_salt)
+        if self.llm.store is not None:
+            with self._changed:
+                num_known = reuse.num_in_memory(prefix)
+            reuse.search(prefix, num_known)
+        return prefix
 
     def stream(self, request: GenerationRequest) -> EventStream:
         """Submit a request from a coroutine; its events come by `async for`."""

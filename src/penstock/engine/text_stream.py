@@ -32,7 +32,7 @@ class TextStream:
         run: Run,
         stops: StopMatcher,
         on_progress: ProgressCallback | None,
-        tokenize_s: float,
+        before_s: float,
     ) -> None:
         self._llm = llm
         self._run = run
@@ -40,9 +40,10 @@ class TextStream:
         self._on_progress = on_progress
         self._wants_cancel = False
         self._clock = PrefillClock(run.prompt_length, run.prefill.total_chunks)
+        self._clock.skip(run.num_cached)
         self._prefill_s = 0.0
         self._decode_s = 0.0
-        self._tokenize_s = tokenize_s
+        self._before_s = before_s  # what it took to tokenize the prompt and to find what is known of it
         self._first_token_s: float | None = None
         self._text: list[str] = []
         self._peak_bytes = 0
@@ -93,7 +94,7 @@ class TextStream:
             text="".join(self._text),
             token_ids=tuple(generated),
             finish_reason=run.finish_reason,
-            usage=Usage(run.prompt_length, len(generated)),
+            usage=Usage(run.prompt_length, len(generated), run.num_cached),
             timings=Timings(
                 load_s=self._llm.load_s,
                 prefill_s=self._prefill_s,
@@ -133,7 +134,7 @@ class TextStream:
                     break
                 token = self._step()
                 if token is not None and self._first_token_s is None:
-                    self._first_token_s = self._tokenize_s + time.perf_counter() - started
+                    self._first_token_s = self._before_s + time.perf_counter() - started
                 if token is None or token in self._llm.eos_ids:
                     continue
                 piece = stops.push(decoder.push(token))

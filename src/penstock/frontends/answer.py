@@ -1,13 +1,15 @@
 """From a model's name to an answer on standard output: what the command line and the demo share."""
 
+import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.frontends.exits import OutputError
-from penstock.frontends.lines import closing_line
+from penstock.frontends.lines import cached_line, closing_line
 from penstock.frontends.present import Display
 from penstock.frontends.signals import on_interrupt
 from penstock.models.reading import shortened
@@ -15,6 +17,7 @@ from penstock.models.reading import shortened
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
     from penstock.engine.results import Generation
+    from penstock.plan.progress import Progress
 
 
 def fetch(model: str, display: Display) -> Path:
@@ -39,16 +42,44 @@ def load(model: str, display: Display, **settings: Any) -> "LLM":
     return llm
 
 
+@contextlib.contextmanager
+def loaded(model: str, display: Display, **settings: Any) -> Iterator["LLM"]:
+    """The model for a while. At the end, what was read is in the cache folder, where there is one; what is wrong with
+    that folder is told as a warning."""
+    with display.warnings("penstock.cache"):
+        llm = load(model, display, **settings)
+        try:
+            yield llm
+        finally:
+            with (
+                contextlib.nullcontext() if llm.store is None else display.busy("writing to the cache folder")
+            ):
+                llm.close()
+
+
 def answer(
     llm: "LLM", prompt: str, display: Display, *, shows_text: bool = True, **request: Any
 ) -> "Generation":
     """Read the prompt and answer it, both in view. Ctrl-C ends it between two steps."""
-    stream = llm.stream(prompt, on_progress=display.progress, **request)
+    is_told = False
+
+    def tell(progress: "Progress") -> None:
+        nonlocal is_told
+        if progress.num_cached and not is_told:
+            is_told = True
+            display.note(cached_line(progress))
+
+    def show(progress: "Progress") -> None:
+        tell(progress)
+        display.progress(progress)
+
+    stream = llm.stream(prompt, on_progress=show, **request)
 
     def cancel() -> None:
         stream.cancel()
         display.cancelling()
 
+    tell(stream.progress)
     with stream, on_interrupt(cancel), display.reading(stream.progress):
         text = ""
         for text in stream:

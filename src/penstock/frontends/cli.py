@@ -6,6 +6,7 @@ import typer
 
 from penstock import __version__
 from penstock.frontends.bench import PASS_ON, bench
+from penstock.frontends.cache import app as cache
 from penstock.frontends.exits import MEANINGS, fill_closed_error, reported
 from penstock.frontends.generate import generate
 from penstock.frontends.plan import plan
@@ -25,6 +26,7 @@ app.command(epilog=MEANINGS)(serve)
 app.command(epilog=MEANINGS)(plan)
 for program in (tune, verify, bench):
     app.command(context_settings=PASS_ON)(program)
+app.add_typer(cache, name="cache")
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from pydoc_data.topics import topics
 
-from penstock.frontends.answer import answer, load, write
+from penstock.frontends.answer import answer, loaded, write
 from penstock.frontends.exits import INTERRUPTED, fill_closed_error, reported
 from penstock.frontends.present import make_display
 
@@ -39,14 +39,14 @@ def make_document(
 def main(model: str = MODEL) -> None:
     with reported():
         display = make_display()
-        llm = load(model, display)
-        document = make_document(topics, lambda text: len(llm.tokenize(text, raw=True)))
-        prompt = f"{document}\n\n{QUESTION}"
-        write(
-            f"{model} reads {len(llm.tokenize(prompt))} tokens of Python's reference (pydoc_data.topics).\n"
-        )
-        write(f"Question: {QUESTION}\n")
-        result = answer(llm, prompt, display, max_tokens=80)
+        with loaded(model, display) as llm:
+            document = make_document(topics, lambda text: len(llm.tokenize(text, raw=True)))
+            prompt = f"{document}\n\n{QUESTION}"
+            write(
+                f"{model} reads {len(llm.tokenize(prompt))} tokens of Python's reference (pydoc_data.topics).\n"
+            )
+            write(f"Question: {QUESTION}\n")
+            result = answer(llm, prompt, display, max_tokens=80)
         if result.finish_reason == "cancelled":
             raise SystemExit(INTERRUPTED)
         write(f"\nNext, try a document and a question of your own:\n  {NEXT}\n")

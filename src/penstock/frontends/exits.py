@@ -23,7 +23,7 @@ MEANINGS = (
 _OPTIONS = {"chunk_size": "chunk", "target_itl_ms": "target_itl", "target_ttft_ms": "target_ttft"}
 # Names with an underscore are settings wherever they stand; plain words only where they are given a value.
 _SETTING = re.compile(
-    r"\b(chunk_size|max_tokens|top_k|top_p|min_p|repetition_penalty|step_tokens|cache_tokens|served_name"
+    r"\b(chunk_size|max_tokens|top_k|top_p|min_p|repetition_penalty|step_tokens|cache_(?:tokens|dir|size)|served_name"
     r"|target_itl_ms|target_ttft_ms"
     r"|max_(?:activation|running|waiting|chunk_steps|decode_steps|body_bytes|prompt_tokens))\b(=?)"
     r"|\b(overlap|temperature|stop|seed|dtype|threads|policy|host|port|grace)(=)|^(system)\b()"

@@ -76,6 +76,22 @@ def generate(
             "applies, else --align.",
         ),
     ] = None,
+    cache_dir: Annotated[
+        str | None,
+        _prompt(
+            metavar="PATH",
+            help="Keep what was read in this folder: a prompt that begins alike, or was interrupted, goes on from "
+            "there. Without it $PENSTOCK_CACHE_DIR applies, else nothing is kept.",
+        ),
+    ] = None,
+    cache_size: Annotated[
+        str | None,
+        _prompt(
+            metavar="BYTES",
+            help="The most that the folder may hold, such as 20GiB; what was used longest ago goes first. Without it "
+            "$PENSTOCK_CACHE_SIZE applies, else 10GiB.",
+        ),
+    ] = None,
     overlap: Annotated[int, _prompt(min=0, help="Tokens at a chunk's end that the next runs again.")] = 0,
     model: Annotated[
         str,
@@ -128,6 +144,7 @@ def generate(
         from penstock.errors import SettingError
         from penstock.frontends.prompt import check_text, read_prompt
         from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_size
+        from penstock.plan.store_settings import resolve_store
 
         sizing: dict[str, Any] = {
             "chunk": chunk,
@@ -137,6 +154,10 @@ def generate(
         }
         ChunkedPrefillConfig(resolve_size(**sizing).chunk.effective, overlap)
         resolve_align(align)
+        if resolve_store(cache_dir, cache_size) is not None and overlap:
+            raise SettingError(
+                f"overlap={overlap} is not accepted with a cache folder: leave one of them out"
+            )
         if explain and quiet:
             raise SettingError("--explain contradicts --quiet: leave one of them out")
         if raw and system is not None:
@@ -145,7 +166,7 @@ def generate(
             check_text(option, text)
         whole_prompt = read_prompt(prompt, prompt_file)
 
-        from penstock.frontends.answer import answer, load, write
+        from penstock.frontends.answer import answer, loaded, write
         from penstock.frontends.explain import explain_lines
         from penstock.frontends.present import make_display
 
@@ -156,22 +177,23 @@ def generate(
 
             sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
             StopMatcher(stop or ())
-        llm = load(model, display, dtype=dtype, overlap=overlap, align=align, threads=threads, **sizing)
-        result = answer(
-            llm,
-            whole_prompt,
-            display,
-            shows_text=not as_json,
-            system=system,
-            raw=raw,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=stop or (),
-        )
-        if explain:
-            for line in explain_lines(result.prefill.records):
-                display.note(line)
-        if as_json:
-            write(json.dumps(result.to_dict()) + "\n")
+        settings = {"dtype": dtype, "overlap": overlap, "align": align, "threads": threads, **sizing}
+        with loaded(model, display, cache_dir=cache_dir, cache_size=cache_size, **settings) as llm:
+            result = answer(
+                llm,
+                whole_prompt,
+                display,
+                shows_text=not as_json,
+                system=system,
+                raw=raw,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                stop=stop or (),
+            )
+            if explain:
+                for line in explain_lines(result.prefill.records):
+                    display.note(line)
+            if as_json:
+                write(json.dumps(result.to_dict()) + "\n")
         if result.finish_reason == "cancelled":
             raise SystemExit(INTERRUPTED)

@@ -30,7 +30,7 @@ def format_rate(tokens_per_s: float) -> str:
 def progress_facts(progress: Progress, since_s: float = 0.0) -> str:
     """How far the prompt was read, `since_s` seconds ago, and how long the rest will take from now."""
     facts = [f"{progress.num_done}/{progress.num_tokens} tokens"]
-    if progress.num_done:
+    if progress.chunks_done:
         facts.append(format_rate(progress.tokens_per_s))
     facts.append(f"chunk {progress.chunks_done}/{progress.num_chunks}")
     if is_complete(progress):
@@ -38,6 +38,11 @@ def progress_facts(progress: Progress, since_s: float = 0.0) -> str:
     elif progress.eta_s is not None:
         facts.append(f"ETA {format_whole_seconds(max(progress.eta_s - since_s, 0.0))}")
     return ", ".join(facts)
+
+
+def cached_line(progress: Progress) -> str:
+    """How much of a prompt need not be read."""
+    return f"{progress.num_cached:,} of {progress.num_tokens:,} tokens were in the cache: reading goes on from there"
 
 
 def is_complete(progress: Progress) -> bool:
@@ -49,12 +54,13 @@ def closing_line(result: "Generation", progress: Progress) -> str:
     timings, prefill = result.timings, result.prefill
     facts = []
     if is_complete(progress):
-        facts += [_count(result.usage.prompt_tokens, "prompt token"), _answer(result)]
+        cached = f", {progress.num_cached} of them cached" if progress.num_cached else ""
+        facts += [_count(result.usage.prompt_tokens, "prompt token") + cached, _answer(result)]
         if timings.time_to_first_token_s is not None:
             facts += [f"first token after {format_seconds(timings.time_to_first_token_s)}"]
     else:
         facts += [f"cancelled after {progress.num_done} of {progress.num_tokens} prompt tokens"]
-    if progress.num_done:
+    if progress.chunks_done:
         facts.append(f"prefill {format_rate(timings.prefill_tokens_per_s)}")
     if timings.decode_tokens_per_s is not None:
         facts.append(f"decode {format_rate(timings.decode_tokens_per_s)}")

@@ -1,6 +1,7 @@
 """What a person sees on standard error while a request runs."""
 
 import contextlib
+import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,18 @@ class Display:
     def busy(self, what: str) -> Iterator[None]:
         """Say what is going on while it goes on."""
         yield
+
+    @contextlib.contextmanager
+    def warnings(self, name: str) -> Iterator[None]:
+        """Show the warnings of this logger meanwhile, in place of those who would otherwise."""
+        logger, handler = logging.getLogger(name), _Warnings(self.note)
+        before, logger.propagate = logger.propagate, False
+        logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            logger.removeHandler(handler)
+            logger.propagate = before
 
     @contextlib.contextmanager
     def downloads(self) -> Iterator[Report | None]:
@@ -144,7 +157,7 @@ class TerminalDisplay(Display):
             facts,
             console=self._console,
         )
-        self._task = bar.add_task("", total=progress.num_tokens)
+        self._task = bar.add_task("", total=progress.num_tokens, completed=progress.num_done)
         with bar:
             self._bar = bar
             try:
@@ -167,6 +180,15 @@ class TerminalDisplay(Display):
         assert self._read is not None
         facts = progress_facts(self._read, time.monotonic() - self._read_at)
         return f"{facts}, stopping after this chunk" if self._is_cancelling else facts
+
+
+class _Warnings(logging.Handler):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._note(f"penstock: warning: {record.getMessage()}")
 
 
 class _Facts(ProgressColumn):

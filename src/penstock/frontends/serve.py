@@ -9,9 +9,9 @@ from penstock.frontends.exits import reported
 
 _model = partial(typer.Option, rich_help_panel="Model")
 _steps = partial(typer.Option, rich_help_panel="Steps")
+_cache = partial(typer.Option, rich_help_panel="What was read")
 _server = partial(typer.Option, rich_help_panel="Server")
 
-_KEY_VARIABLE = "PENSTOCK_API_KEY"
 _MAX_PORT = 65535
 
 
@@ -98,6 +98,34 @@ def serve(
     cache_tokens: Annotated[
         int | None, _steps(help="Places in the K/V cache, all requests together; by free memory by default.")
     ] = None,
+    reuse: Annotated[
+        bool,
+        _cache("--reuse/--no-reuse", help="Keep what was read in memory, for requests that begin alike."),
+    ] = True,
+    cache_dir: Annotated[
+        str | None,
+        _cache(
+            metavar="PATH",
+            help="Keep what was read in this folder too, where the next start finds it. Without it "
+            "$PENSTOCK_CACHE_DIR applies, else nothing is kept.",
+        ),
+    ] = None,
+    cache_size: Annotated[
+        str | None,
+        _cache(
+            metavar="BYTES",
+            help="The most that the folder may hold, such as 20GiB; what was used longest ago goes first. Without it "
+            "$PENSTOCK_CACHE_SIZE applies, else 10GiB.",
+        ),
+    ] = None,
+    isolate: Annotated[
+        bool,
+        _cache(
+            "--isolate",
+            help="Requests share what was read only with those of the same API key, so that nobody learns by the "
+            "clock what others have asked.",
+        ),
+    ] = False,
     strict: Annotated[
         bool,
         _steps("--strict", help="The bits of a request's tokens do not depend on what runs beside it."),
@@ -105,8 +133,12 @@ def serve(
     host: Annotated[str, _server(help="The address to listen on.")] = "127.0.0.1",
     port: Annotated[int, _server(min=0, max=_MAX_PORT, help="The port; 0 picks one and prints it.")] = 8000,
     api_key: Annotated[
-        str | None,
-        _server(metavar="KEY", help=f"The key that requests must send. ${_KEY_VARIABLE} is the safer way."),
+        list[str] | None,
+        _server(
+            metavar="KEY",
+            help="A key that requests may send; one is needed then. May be given several times. $PENSTOCK_API_KEY is "
+            "the safer way, and may hold several with commas in between.",
+        ),
     ] = None,
     grace: Annotated[
         float, _server(help="Seconds that requests have to finish once the server is told to end.")
@@ -123,16 +155,16 @@ def serve(
     with reported():
         # What can be refused is refused before anything slow: first without torch, then without the model.
         import math
-        import os
         from dataclasses import replace
         from pathlib import Path
 
         from penstock.errors import SettingError
-        from penstock.frontends.server.settings import ServerSettings
+        from penstock.frontends.server.settings import ServerSettings, resolve_keys
         from penstock.plan import resolve_align, resolve_size
         from penstock.plan.checks import check_int
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
         from penstock.plan.size_settings import check_schedule
+        from penstock.plan.store_settings import resolve_store
 
         sizing: dict[str, Any] = {
             "chunk": chunk,
@@ -153,6 +185,10 @@ def serve(
         )
         check_schedule(size, schedule)
         resolve_align(align)
+        resolve_store(cache_dir, cache_size)
+        if not reuse and (cache_dir is not None or cache_size is not None or isolate):
+            option = "--isolate" if isolate else "--cache-size" if cache_dir is None else "--cache-dir"
+            raise SettingError(f"--no-reuse contradicts {option}: leave one of them out")
         if cache_tokens is not None:
             check_int("cache_tokens", cache_tokens, 1)
         if not 0 <= grace < math.inf:
@@ -162,12 +198,13 @@ def serve(
         settings = ServerSettings(
             model_name=served_name,
             host=host,
-            api_key=os.environ.get(_KEY_VARIABLE) if api_key is None else api_key,
+            api_keys=resolve_keys(api_key),
+            isolates=isolate,
             max_body_bytes=max_body_bytes,
             max_prompt_tokens=max_prompt_tokens,
         )
 
-        from penstock.frontends.answer import load
+        from penstock.frontends.answer import loaded
         from penstock.frontends.present import make_display
 
         display = make_display()
@@ -179,11 +216,14 @@ def serve(
             from penstock.frontends.server.started import open_warning, started_lines
             from penstock.frontends.server.telemetry import Telemetry
 
-        with bind(host, port) as listener:
-            llm = load(model, display, dtype=dtype, align=align, threads=threads, **sizing)
+        loading: dict[str, Any] = {"dtype": dtype, "align": align, "threads": threads, **sizing}
+        with (
+            bind(host, port) as listener,
+            loaded(model, display, cache_dir=cache_dir, cache_size=cache_size, **loading) as llm,
+        ):
             schedule = replace(schedule, chunk_size=llm.most_chunk, grid=llm.chunk.grid)
             telemetry = Telemetry()
-            config = ServiceConfig(schedule, cache_tokens, strict)
+            config = ServiceConfig(schedule, cache_tokens, strict, reuse=reuse)
             with Service(llm, config, observers=[telemetry]) as service:
 
                 def tell() -> None:

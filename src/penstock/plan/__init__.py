@@ -43,11 +43,19 @@ from penstock.plan.sizing import ChunkSizer
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
 from penstock.plan.step_shape import StepShape, Workspace
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
+from penstock.plan.store_settings import (
+    CACHE_DIR_VARIABLE,
+    CACHE_SIZE_VARIABLE,
+    StoreSettings,
+    resolve_store,
+)
 from penstock.plan.tokens import TokenView
 from penstock.plan.units import format_bytes
 
 __all__ = [
     "ALIGN_VARIABLE",
+    "CACHE_DIR_VARIABLE",
+    "CACHE_SIZE_VARIABLE",
     "CHUNK_VARIABLE",
     "DEFAULT_CHUNK_SIZE",
     "MAX_ACTIVATION_VARIABLE",
@@ -92,6 +100,7 @@ __all__ = [
     "StepShape",
     "StepTimeCoefficients",
     "StepTimeModel",
+    "StoreSettings",
     "TokenView",
     "Workspace",
     "YieldToDecode",
@@ -104,4 +113,5 @@ __all__ = [
     "resolve_align",
     "resolve_chunk_size",
     "resolve_size",
+    "resolve_store",
 ]

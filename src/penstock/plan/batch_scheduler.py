@@ -9,6 +9,7 @@ from typing import Literal
 from penstock.errors import CacheFullError, PenstockError, QueueFullError
 from penstock.plan.admission import CacheLimits, TrackedRequest, choose_admissions
 from penstock.plan.checks import check_int
+from penstock.plan.ledger import BlockLedger, PlainLedger
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.request import Span
 from penstock.plan.shares import Want, share_chunks
@@ -61,16 +62,24 @@ class BatchScheduler:
     A sizer, where there is one, learns from every step that was committed with its seconds. With `auto_chunk` it says
     how many prompt tokens a step has. Its target between tokens bounds the steps that a decode is in, or waits for:
     where there is none, nobody would gain by a shorter step.
+
+    A ledger, where there is one, knows of blocks that requests share; preemptions are told to it as they are decided.
     """
 
-    def __init__(self, config: ScheduleConfig, limits: CacheLimits, sizer: ChunkSizer | None = None) -> None:
+    def __init__(
+        self,
+        config: ScheduleConfig,
+        limits: CacheLimits,
+        sizer: ChunkSizer | None = None,
+        ledger: BlockLedger | None = None,
+    ) -> None:
         self.config = config
         self.limits = limits
         self._budget = StepBudget(config, sizer)
         self._requests: dict[RequestId, TrackedRequest] = {}  # all three in order of arrival
         self._running: list[TrackedRequest] = []
         self._waiting: list[TrackedRequest] = []
-        self._num_free = limits.num_blocks
+        self._ledger: BlockLedger = ledger or PlainLedger(limits.num_blocks)
         self._num_arrived = 0
         self._num_commits = 0
         self._issued: StepPlan | None = None
@@ -93,7 +102,7 @@ class BatchScheduler:
     @property
     def num_free_blocks(self) -> int:
         """Blocks that no request holds, nor is to write in the issued step."""
-        return self._num_free
+        return self._ledger.num_free
 
     @property
     def request_ids(self) -> tuple[RequestId, ...]:
@@ -144,8 +153,25 @@ class BatchScheduler:
             )
         self._forget(request)
 
-    def schedule(self, only: RequestId | None = None) -> StepPlan | None:
-        """The next step, or None where there is nothing to run.
+    def advance(self, request_id: RequestId, num_run: int) -> None:
+        """More of a request's prompt is in the cache, between steps, without having been read: its first `num_run`
+        tokens. The ledger knows the blocks already."""
+        request = self._requests[request_id]
+        if self._issued is not None:
+            raise StepOrderError("a step is issued: commit or abort it before a request advances")
+        if not request.num_run <= num_run < request.num_prompt:
+            raise ValueError(
+                f"request {request_id!r} cannot stand at token {num_run}: accepted is {request.num_run} to "
+                f"{request.num_prompt - 1}, before its prompt's last token"
+            )
+        request.stand_at(num_run, request.num_tokens)
+
+    def admit(self) -> None:
+        """Let requests run that wait and have room, before the step is planned: `schedule` does that too."""
+        self._admit(self.config.max_running)
+
+    def schedule(self, only: RequestId | None = None, held: Collection[RequestId] = ()) -> StepPlan | None:
+        """The next step, or None where there is nothing to run. Prompts of `held` requests wait for the step after.
 
         With `only`, it has a span of that one request, as far as free blocks reach: nothing is admitted or preempted,
         and None says that the request waits, or has no block to go on. Such a step counts as nobody's turn.
@@ -158,7 +184,9 @@ class BatchScheduler:
         given: dict[RequestId, Preemption] = {}
         self._admit(self.config.max_running)
         while self._running:
-            if choices := self._place(self._choose(), given):
+            if not (chosen := self._choose(held)):
+                return None  # all that could run are held
+            if choices := self._place(chosen, given):
                 return self._issue(choices, given)
             # All that were chosen gave way, each being the newest. Others run now, or the first in line.
             if not self._running:
@@ -207,7 +235,7 @@ class BatchScheduler:
         self._check_issued(plan, "aborted")
         self._issued = None
         for planned in plan.spans:
-            self._num_free += self._num_new_blocks(self._requests[planned.request_id], planned.span.end)
+            self._ledger.hold(planned.request_id, self._requests[planned.request_id].num_held)
 
     def shrink(self, plan: StepPlan) -> bool:
         """Abort the step since memory ran out in it: the next 64 committed steps read at most half as many tokens,
@@ -227,17 +255,19 @@ class BatchScheduler:
             assert request.num_held == self.limits.blocks_for(request.num_run)
             assert request.num_overtakes <= self.config.max_overtakes
             assert self.limits.keeps_prefix or request.is_running or request.num_run == 0
-        num_held = sum(request.num_held for request in requests)
+        held = {request.id: request.num_held for request in requests}
         for planned in self._issued.spans if self._issued else ():
             request = self._requests[planned.request_id]
             assert request.is_running
             assert request.num_run == planned.span.start
-            num_held += self._num_new_blocks(request, planned.span.end)
-        assert 0 <= self._num_free == self.limits.num_blocks - num_held
+            held[request.id] = self.limits.blocks_for(planned.span.end)
+        assert held == {request.id: self._ledger.num_held(request.id) for request in requests}
+        assert self.limits.num_blocks - sum(held.values()) <= self._ledger.num_free <= self.limits.num_blocks
+        assert self._ledger.num_free >= 0
 
     def _admit(self, max_running: int) -> None:
         """Let requests run that wait and have room."""
-        num_room = self._num_free - sum(request.num_wanted for request in self._running)
+        num_room = self._ledger.num_free - sum(request.num_wanted for request in self._running)
         if self._waiting and not self._running:
             # It can run alone: what it lacks is held by others that wait, later than it, and they give way.
             first = self._waiting[0]
@@ -255,10 +285,14 @@ class BatchScheduler:
         # Before those that the step just committed served, after those that wait for longer.
         request.turn = 2 * self._num_commits
 
-    def _choose(self) -> list[_Choice]:
+    def _choose(self, held_back: Collection[RequestId] = ()) -> list[_Choice]:
         """The spans that the policy and the budgets want in the next step, whether there is room for them or not."""
         decodes = [request for request in self._running if request.kind is SpanKind.DECODE]
-        prompts = [request for request in self._running if request.kind is not SpanKind.DECODE]
+        prompts = [
+            request
+            for request in self._running
+            if request.kind is not SpanKind.DECODE and request.id not in held_back
+        ]
         held: list[TrackedRequest] = []
         if decodes and prompts:
             prompts = prompts if self._turns.takes_chunks() else []
@@ -295,10 +329,10 @@ class BatchScheduler:
             if not request.is_running:  # it gave way to one before it
                 continue
             num_new = self._num_new_blocks(request, choice.end)
-            while request.is_running and self._num_free < num_new:
-                self._preempt_newest(request, num_new - self._num_free, given)
+            while request.is_running and self._ledger.num_free < num_new:
+                self._preempt_newest(request, num_new - self._ledger.num_free, given)
             if request.is_running:
-                self._num_free -= num_new
+                self._ledger.hold(request.id, request.num_held + num_new)
                 placed.append(choice)
         return placed
 
@@ -309,12 +343,12 @@ class BatchScheduler:
             choice = _Choice(request, request.num_tokens)
         else:
             (choice,) = self._choose_chunks([request])
-        reach = (request.num_held + self._num_free) * self.limits.block_tokens
+        reach = (request.num_held + self._ledger.num_free) * self.limits.block_tokens
         if reach < choice.end:
             choice = _Choice(request, reach // self.config.grid * self.config.grid)
         if choice.end <= request.num_run:
             return []
-        self._num_free -= self._num_new_blocks(request, choice.end)
+        self._ledger.hold(request.id, self.limits.blocks_for(choice.end))
         return [choice]
 
     def _preempt_newest(
@@ -335,7 +369,7 @@ class BatchScheduler:
             had_run = newest.id in given and given[newest.id].was_running
             newest.num_preemptions += newest.is_running and not had_run
             given[newest.id] = Preemption(newest.id, num_kept, newest.is_running or had_run)
-            self._num_free += newest.num_held - num_blocks
+            self._ledger.hold(newest.id, num_blocks)
             newest.stand_at(num_kept, newest.num_tokens)
         if newest.is_running:
             newest.is_running = False
@@ -365,7 +399,7 @@ class BatchScheduler:
         (self._running if request.is_running else self._waiting).remove(request)
         del self._requests[request.id]
         self._budget.forget(request.id)
-        self._num_free += request.num_held
+        self._ledger.forget(request.id)
 
     def _num_new_blocks(self, request: TrackedRequest, end: int) -> int:
         return self.limits.blocks_for(end) - request.num_held

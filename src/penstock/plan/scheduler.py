@@ -63,9 +63,11 @@ class PrefillScheduler:
         chunk_ends: Sequence[int] | None = None,
         grid: int = 1,
         sizer: ChunkSizer | None = None,
+        start: int = 0,
     ) -> None:
         """`chunk_ends`, where given, cuts the prompt in place of the configured chunk size and overlap, and of any
-        sizer. `grid` is what chunks that are shrunk keep to; the configured size stays as it is."""
+        sizer. `grid` is what chunks that are shrunk keep to; the configured size stays as it is. The first `start`
+        tokens are in the cache already; chunks begin after them."""
         self.config = config
         self._grid = check_int("grid", grid, 1)
         self._prompt = prompt_tokens
@@ -74,7 +76,16 @@ class PrefillScheduler:
         self._is_sized = sizer is not None and sizer.rules.is_auto and chunk_ends is None
         # Those that were run, and those that are planned: all of them, or none but the next where each is sized.
         self._chunks: list[PrefillChunk] = []
-        if chunk_ends is not None:
+        self._num_complete = 0
+        self._start = check_int("start", start, 0)
+        if start and (start >= self._num_tokens or config.overlap or chunk_ends is not None):
+            raise ValueError(
+                f"a prompt of {self._num_tokens} tokens cannot go on from token {start}: accepted is a start before "
+                "its last token, without overlap or chunks of one's own"
+            )
+        if start and not self._is_sized:
+            self._chunks += self._cut_rest(config.chunk_size or self._num_tokens)
+        elif chunk_ends is not None:
             self._chunks += create_prefill_chunks_at(prompt_tokens, chunk_ends)
         elif not self._is_sized:
             self._chunks += create_prefill_chunks(prompt_tokens, config)
@@ -82,10 +93,9 @@ class PrefillScheduler:
         self._most: int | None = None  # tokens of a chunk, once memory ran out
         self._decision: SizeDecision | None = None  # of the next chunk
         self._elapsed_s = 0.0
-        self._num_complete = 0
         self._issued: PrefillChunk | None = None
         self._yields = 0  # YieldToDecode answers since the last chunk that was completed
-        self._cuts: set[int] = set()  # where finished chunks began, ended, and left off for the next
+        self._cuts: set[int] = {start}  # where finished chunks began, ended, and left off for the next
 
     @property
     def total_chunks(self) -> int:
@@ -146,10 +156,7 @@ class PrefillScheduler:
         self._overlap = 0
         del self._chunks[self._num_complete :]
         if not self._is_sized:
-            start = self._num_finished_tokens()
-            ends = [*range(start + size, self._num_tokens, size), self._num_tokens]
-            for begin, end in pairwise([start, *ends]):
-                self._chunks.append(cut_chunk(self._prompt, begin, end, len(self._chunks)))
+            self._chunks += self._cut_rest(size)
 
     def next_start(self, chunk: PrefillChunk) -> int:
         """Where the chunk after this one begins: before its end, if they overlap. The prompt's end after the last."""
@@ -199,10 +206,19 @@ class PrefillScheduler:
             logits_dtype_bytes=logits_dtype_bytes,
         ).savings_ratio
 
+    def _cut_rest(self, size: int) -> list[PrefillChunk]:
+        """What is left of the prompt, in chunks of one size."""
+        start = self._num_finished_tokens()
+        ends = [*range(start + size, self._num_tokens, size), self._num_tokens]
+        return [
+            cut_chunk(self._prompt, begin, end, len(self._chunks) + index)
+            for index, (begin, end) in enumerate(pairwise([start, *ends]))
+        ]
+
     def _plan_next(self, decodes_waiting: int) -> None:
         """Have the sizer say how long the next chunk is."""
         finished = self._num_finished_tokens()
-        start = self.next_start(self._chunks[-1]) if self._chunks else 0
+        start = self.next_start(self._chunks[-1]) if self._chunks else self._start
         self._decision = self._decide(start, decodes_waiting)
         if start + self._decision.size <= finished:  # it is too short to run anything twice
             start = finished
@@ -247,7 +263,7 @@ class PrefillScheduler:
 
     def _num_finished_tokens(self) -> int:
         # Chunks finish in order and each ends after the one before.
-        return self._chunks[self._num_complete - 1].end_pos if self._num_complete else 0
+        return self._chunks[self._num_complete - 1].end_pos if self._num_complete else self._start
 
     def _check_issued(self, chunk: PrefillChunk, verb: str) -> None:
         if chunk == self._issued:

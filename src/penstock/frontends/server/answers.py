@@ -34,6 +34,7 @@ class Answer:
         texts: list[list[str]] = [[] for _ in range(num_choices)]
         tokens: list[list[TokenGenerated]] = [[] for _ in range(num_choices)]
         reasons = [""] * num_choices
+        num_cached = [0] * num_choices
         num_answer = 0
         async for index, event in self.gathering.events():
             match event:
@@ -45,6 +46,7 @@ class Answer:
                     texts[index].append(event.text)
                     reasons[index] = _reason(event)
                     num_answer += event.usage.completion_tokens
+                    num_cached[index] = event.usage.cached_tokens
                 case Failed():
                     raise as_failure(event.error)
 
@@ -55,7 +57,7 @@ class Answer:
                 )
                 for index in range(num_choices)
             ]
-            return self.envelope.whole(choices, usage(self.ask.num_prompt_tokens, num_answer))
+            return self.envelope.whole(choices, self._usage(num_answer, num_cached))
 
         return await writer.write(make)
 
@@ -75,6 +77,7 @@ class Answer:
         shape, envelope = self.envelope.shape, self.envelope
         blank = {"usage": None} if self.ask.include_usage else {}
         writers = [self.make_writer() for _ in self.ask.requests]
+        num_cached = [0] * len(self.ask.requests)
         num_answer = 0
         for index in range(len(self.ask.requests)):
             opening = shape.opening(index)
@@ -97,10 +100,14 @@ class Answer:
                         yield envelope.chunk(shape.piece(index, event.text, None), **blank)
                     yield envelope.chunk(shape.closing(index, reason), **blank)
                     num_answer += event.usage.completion_tokens
+                    num_cached[index] = event.usage.cached_tokens
                 case Failed():
                     raise as_failure(event.error)
         if self.ask.include_usage:
-            yield envelope.chunk(usage=usage(self.ask.num_prompt_tokens, num_answer))
+            yield envelope.chunk(usage=self._usage(num_answer, num_cached))
+
+    def _usage(self, num_answer: int, num_cached: list[int]) -> dict[str, Any]:
+        return usage(self.ask.num_prompt_tokens, num_answer, self.ask.num_cached(num_cached))
 
     def _logprobs(self, index: int, events: list[TokenGenerated]) -> Logprobs:
         if self.ask.requests[index].num_logprobs is None:
@@ -139,8 +146,8 @@ def _reason(event: Finished) -> str:
 def _prompt_progress(progress: Progress) -> dict[str, int]:
     return {
         "total": progress.num_tokens,
-        "cache": 0,  # tokens that were there already
-        "processed": progress.num_done,
+        "cache": progress.num_cached,
+        "processed": progress.num_done,  # those in the cache included
         "time_ms": round(progress.elapsed_s * 1000),
     }
 

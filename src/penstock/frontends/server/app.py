@@ -61,7 +61,7 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
     app.add_middleware(Gate, settings=settings)
     app.add_middleware(Front, telemetry=telemetry)  # around the gate
     install_handlers(app)
-    app.include_router(router(service, telemetry, settings.model_name))
+    app.include_router(router(service, telemetry, settings))
     app.include_router(explain_router(service, telemetry, names))
     model = {
         "id": settings.model_name,
@@ -130,16 +130,17 @@ class _Answering:
         self,
         request: Request,
         kind: type[_Body],
-        make_ask: Callable[[_Body], Ask],
+        make_ask: Callable[[_Body, str | None], Ask],
         shape: Shape,
         writer: Callable[[TokenPieces], LogprobWriter],
     ) -> Response:
         gathering = Gathering(self._service)
         self._drain.add(gathering)
+        tenant: str | None = request.state.tenant  # by the gate
 
         def submit(raw: bytes) -> Ask:
             body = parse(raw, kind)
-            ask = make_ask(body)
+            ask = make_ask(body, tenant)
             try:
                 gathering.submit(ask.requests)
             except PenstockError as error:

@@ -12,6 +12,7 @@ from penstock.frontends.server.limits import MAX_SEED
 from penstock.frontends.server.messages import Message
 from penstock.frontends.server.problems import ApiError, as_api_error
 from penstock.frontends.server.settings import ServerSettings
+from penstock.frontends.server.tenants import salt_of
 
 # OpenAI's own defaults, where they differ from Penstock's.
 _TEMPERATURE = 1.0
@@ -24,6 +25,7 @@ class Ask:
 
     requests: tuple[GenerationRequest, ...]
     num_prompt_tokens: int  # a prompt counts once, however many choices it has
+    num_choices: int  # of each prompt
     streams: bool
     include_usage: bool
     returns_progress: bool
@@ -32,6 +34,12 @@ class Ask:
     def wants_json(self) -> bool:
         return any(request.json_format is not None for request in self.requests)
 
+    def num_cached(self, of_requests: Sequence[int]) -> int:
+        """How many tokens of the prompts were in the cache, by the number of each request: those that none of a
+        prompt's choices had to read."""
+        starts = range(0, len(of_requests), self.num_choices)
+        return sum(min(of_requests[start : start + self.num_choices]) for start in starts)
+
 
 class Asker:
     """Makes what the engine is asked for, by the limits of a service and the server's own."""
@@ -39,12 +47,13 @@ class Asker:
     def __init__(self, service: Service, settings: ServerSettings) -> None:
         self._llm = service.llm
         self._model_name = settings.model_name
+        self._isolates = settings.isolates
         self._max_request_tokens = service.max_request_tokens
         self._max_prompt_tokens = settings.max_prompt_tokens or service.max_request_tokens
         schedule = service.schedule
         self._max_requests = schedule.max_running + schedule.max_waiting
 
-    def chat(self, body: ChatBody) -> Ask:
+    def chat(self, body: ChatBody, tenant: str | None) -> Ask:
         num_messages = len(body.messages)
         if num_messages > self._max_prompt_tokens:  # each has a token at least
             error = ContextLengthError(
@@ -52,13 +61,13 @@ class Asker:
                 f"{self._max_prompt_tokens} tokens: shorten the chat"
             )
             raise as_api_error(error, body.prompt_param)
-        return self._ask(body, 1, lambda: [self._encode_chat(body.messages)], None)
+        return self._ask(body, tenant, 1, lambda: [self._encode_chat(body.messages)], None)
 
-    def completion(self, body: CompletionBody) -> Ask:
+    def completion(self, body: CompletionBody, tenant: str | None) -> Ask:
         def encode() -> list[Sequence[int]]:
             return [self._encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompt]
 
-        return self._ask(body, len(body.prompt), encode, _COMPLETION_TOKENS)
+        return self._ask(body, tenant, len(body.prompt), encode, _COMPLETION_TOKENS)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
         if body.model is not None:
@@ -84,6 +93,7 @@ class Asker:
     def _ask(
         self,
         body: GenerationBody,
+        tenant: str | None,
         num_prompts: int,
         encode: Callable[[], Sequence[Sequence[int]]],
         default_tokens: int | None,
@@ -103,6 +113,7 @@ class Asker:
             first = self._sampling(body)
             sampling = [_of_choice(first, index) for index in range(num_choices)]
             json_format = None if body.response_format is None else body.response_format.json_format()
+            salt = salt_of(tenant if self._isolates else None, body.cache_salt or "")
             prompts = encode()
             requests = tuple(
                 GenerationRequest(
@@ -113,6 +124,7 @@ class Asker:
                     num_logprobs=body.num_logprobs,
                     json_format=json_format,
                     ignore_eos=bool(body.ignore_eos),
+                    cache_salt=salt,
                 )
                 for prompt in prompts
                 for params in sampling
@@ -123,6 +135,7 @@ class Asker:
         return Ask(
             requests=requests,
             num_prompt_tokens=sum(len(prompt) for prompt in prompts),
+            num_choices=num_choices,
             streams=bool(body.stream),
             include_usage=options is not None and bool(options.include_usage),
             returns_progress=bool(body.return_progress),

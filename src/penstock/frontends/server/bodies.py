@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
 
 from penstock.engine.events import JsonFormat
 from penstock.frontends.server.limits import (
@@ -12,6 +12,7 @@ from penstock.frontends.server.limits import (
     MAX_INT,
     MAX_MESSAGES,
     MAX_PROMPTS,
+    MAX_SALT_CHARACTERS,
     MAX_SEED,
     MAX_STOP_CHARACTERS,
     MAX_STOPS,
@@ -70,6 +71,13 @@ def _stops(value: object) -> object:
     return stops
 
 
+def _salt(value: str) -> str:
+    # An empty one would share with all who have none, which is hardly what its sender wants.
+    if not 1 <= len(value) <= MAX_SALT_CHARACTERS:
+        raise ValueError(f"give 1 to {MAX_SALT_CHARACTERS} characters, not {len(value)}, or leave it away")
+    return value
+
+
 class StreamOptions(Part):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # there is none
@@ -122,6 +130,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
+    cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
     # Accepted, without effect.
     user: str | None = None
     metadata: Annotated[dict[str, Any] | None, at_most(MAX_ENTRIES)] = None

@@ -1,6 +1,6 @@
 """Who may come in: looked at before anything of a request is read."""
 
-import hmac
+from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
@@ -8,6 +8,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from penstock.frontends.server.problems import ApiError
 from penstock.frontends.server.settings import ServerSettings, is_loopback
+from penstock.frontends.server.tenants import find_tenant, tenant_of
 
 # They tell nothing of anybody's requests: the live page's own files, and whether the server is up.
 _OPEN_PATHS = ("/", "/health")
@@ -16,29 +17,30 @@ _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
 class Gate:
-    """Asks for the key. Where there is none, keeps web pages of other hosts out, which a visitor's browser would
-    carry to a server on the visitor's own machine: by the Host header (a name that was made to point here) and, for
-    requests that change something, by the Origin header."""
+    """Asks for a key, and hands on whose it is, as `tenant` in the request's state. Where there is none, keeps web
+    pages of other hosts out, which a visitor's browser would carry to a server on the visitor's own machine: by the
+    Host header (a name that was made to point here) and, for requests that change something, by the Origin header."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._settings = settings
-        self._key = None if settings.api_key is None else settings.api_key.encode()
+        self._tenants = tuple(map(tenant_of, settings.api_keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             if scope["type"] == "http":
-                self._check(scope["path"], scope["method"], Headers(scope=scope))
+                tenant = self._check(scope["path"], scope["method"], Headers(scope=scope))
+                scope.setdefault("state", {})["tenant"] = tenant
         except ApiError as error:
             await error.response()(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _check(self, path: str, method: str, headers: Headers) -> None:
-        if self._key is not None:
-            if path not in _OPEN_PATHS and not path.startswith(_OPEN_FOLDER):
-                _check_key(headers, self._key)
-            return
+    def _check(self, path: str, method: str, headers: Headers) -> str | None:
+        """The tenant; None where no key is needed."""
+        if self._tenants:
+            is_open = path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+            return None if is_open else _tenant(headers, self._tenants)
         host = _host_name(headers.get("host", ""))
         if self._settings.is_local and not is_loopback(host):
             raise ApiError(
@@ -55,20 +57,23 @@ class Gate:
                 "with a key",
                 code="cross_origin",
             )
+        return None
 
 
-def _check_key(headers: Headers, key: bytes) -> None:
+def _tenant(headers: Headers, tenants: Sequence[str]) -> str:
     scheme, _, given = headers.get("authorization", "").partition(" ")
     is_given = scheme.lower() == "bearer" and bool(given.strip())
-    if not is_given or not hmac.compare_digest(given.strip().encode(errors="replace"), key):
+    tenant = find_tenant(given.strip(), tenants) if is_given else None
+    if tenant is None:
         raise ApiError(
             401,
-            "the API key is wrong: give the one that the server was started with"
+            "the API key is wrong: give one that the server was started with"
             if is_given
             else "an API key is needed: send it as 'Authorization: Bearer KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
+    return tenant
 
 
 def _host_name(address: str) -> str:

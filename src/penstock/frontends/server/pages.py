@@ -12,6 +12,7 @@ from penstock.engine.service import Service
 from penstock.engine.status import StepRecord
 from penstock.frontends.server.explain_settings import size_settings
 from penstock.frontends.server.latency import LatencyWindow
+from penstock.frontends.server.settings import ServerSettings
 from penstock.frontends.server.telemetry import CONTENT_TYPE, Telemetry
 
 # The requests that ended last.
@@ -32,11 +33,11 @@ _FILE_HEADERS = {**_SAFE, "Cache-Control": "no-cache"}
 LIVE_HEADERS = {**_SAFE, "Cache-Control": "no-store"}
 
 
-def router(service: Service, telemetry: Telemetry, model_name: str) -> APIRouter:
+def router(service: Service, telemetry: Telemetry, settings: ServerSettings) -> APIRouter:
     """GET `/` and the files it names under `/page/`, which hold nothing secret and need no key; GET `/status` and
     `/metrics`, which tell what others do. `/status?steps_after=n` leaves out steps up to index n."""
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
-    about = {"model": _model(service, model_name), "settings": _settings(service)}
+    about = {"model": _model(service, settings.model_name), "settings": _settings(service, settings)}
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
@@ -75,7 +76,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
     }
 
 
-def _settings(service: Service) -> dict[str, Any]:
+def _settings(service: Service, settings: ServerSettings) -> dict[str, Any]:
     schedule = service.schedule
     return {
         "policy": schedule.policy.value,
@@ -86,6 +87,7 @@ def _settings(service: Service) -> dict[str, Any]:
         "longest_decode_gap": schedule.longest_decode_gap,
         "cache_tokens": service.config.cache_tokens,
         "strict": service.config.strict,
+        "isolates": settings.isolates,
     }
 
 
@@ -100,6 +102,7 @@ def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[st
         "ended": [asdict(summary) for summary in telemetry.ended.last(_ENDED_SHOWN)],
         "steps": [_step(record) for record in status.steps if record.index > steps_after],
         "cache": asdict(status.cache),
+        "reuse": asdict(status.reuse),
         "latency": {
             "first_token": _percentiles(telemetry.first_token),
             "inter_token": _percentiles(telemetry.inter_token),

@@ -1,7 +1,9 @@
 """What the server is told at its start, besides the model and its schedule."""
 
 import ipaddress
+import os
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from penstock.errors import SettingError
@@ -9,18 +11,21 @@ from penstock.plan.checks import check_int
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_MAX_BODY_BYTES = 8 << 20
-# What an HTTP header carries unharmed.
-_KEY = re.compile(r"[!-~]+")
+KEYS_VARIABLE = "PENSTOCK_API_KEY"
+# What an HTTP header carries unharmed, but for the comma, which parts one key from the next.
+_KEY = re.compile(r"[!-+\--~]+")
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """`model_name` is what requests call the model. Without `api_key` nobody needs one; without
-    `max_prompt_tokens` a prompt may have what the context or the cache holds."""
+    """`model_name` is what requests call the model. Without `api_keys` nobody needs one; with `isolates`, requests
+    share what was read only with those of the same key. Without `max_prompt_tokens` a prompt may have what the
+    context or the cache holds."""
 
     model_name: str
     host: str = DEFAULT_HOST
-    api_key: str | None = field(default=None, repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    isolates: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_prompt_tokens: int | None = None
 
@@ -31,10 +36,15 @@ class ServerSettings:
             raise SettingError(
                 f"host={self.host!r} is not accepted: give an address or a name, such as {DEFAULT_HOST}"
             )
-        if self.api_key is not None and not _KEY.fullmatch(self.api_key):
+        if not all(map(_KEY.fullmatch, self.api_keys)):
             raise SettingError(  # without the value: it may be most of a secret
-                "the API key is not accepted: give letters, digits and signs of ASCII without spaces, "
-                "or leave --api-key and PENSTOCK_API_KEY away for a server without a key"
+                "the API key is not accepted: give letters, digits and signs of ASCII without spaces and commas, "
+                f"or leave --api-key and {KEYS_VARIABLE} away for a server without a key"
+            )
+        if self.isolates and not self.api_keys:
+            raise SettingError(
+                "--isolate is not accepted without an API key, by which requests are told apart: give --api-key or "
+                f"{KEYS_VARIABLE}, or leave --isolate away"
             )
         check_int("max_body_bytes", self.max_body_bytes, 1024)
         if self.max_prompt_tokens is not None:
@@ -44,6 +54,16 @@ class ServerSettings:
     def is_local(self) -> bool:
         """Whether only this machine reaches the server."""
         return is_loopback(self.host)
+
+
+def resolve_keys(
+    argument: Sequence[str] | None, *, environ: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """The API keys from the argument, else from `PENSTOCK_API_KEY`, which may hold several with commas in between."""
+    environ = os.environ if environ is None else environ
+    if argument:
+        return tuple(argument)
+    return tuple(environ[KEYS_VARIABLE].split(",")) if KEYS_VARIABLE in environ else ()
 
 
 def is_loopback(host: str) -> bool:

@@ -93,7 +93,7 @@ class Envelope:
     def id(self) -> str:
         return f"{self.shape.prefix}-{self.name}"
 
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, int]) -> dict[str, Any]:
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
         return {**self._head(self.shape.whole_name), "choices": choices, "usage": usage}
 
     def chunk(self, *choices: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -109,9 +109,10 @@ class Envelope:
         }
 
 
-def usage(num_prompt: int, num_answer: int) -> dict[str, int]:
+def usage(num_prompt: int, num_answer: int, num_cached: int) -> dict[str, Any]:
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_answer,
         "total_tokens": num_prompt + num_answer,
+        "prompt_tokens_details": {"cached_tokens": num_cached},
     }

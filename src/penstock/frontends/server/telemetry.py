@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from penstock.engine.batcher import ENDED_EXPLAINED
 from penstock.engine.status import Outcome, RequestSummary, ServiceStatus, StepRecord
 from penstock.frontends.server.latency import LatencyWindow
+from penstock.frontends.server.reuse_metrics import ReuseMetrics
 from penstock.plan.step import RequestId, SpanKind
 
 # The format that `render` writes.
@@ -129,7 +130,9 @@ class Telemetry:
         self._slots_total.set(status.cache.slots_total)
         self._running.set(status.num_running)
         self._waiting.set(status.num_waiting)
-        return generate_latest(self._registry)
+        of_status = CollectorRegistry()
+        of_status.register(ReuseMetrics(status))
+        return generate_latest(self._registry) + generate_latest(of_status)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(f"penstock_{name}", text, registry=self._registry, buckets=buckets)

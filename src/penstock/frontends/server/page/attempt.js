@@ -1,6 +1,7 @@
 // The box to try a prompt: the server's own OpenAI-compatible stream, with the prompt's progress.
 
 import { headers } from "./connection.js";
+import { showCached } from "./elements.js";
 import { about, count, duration, percent, plural, rate } from "./format.js";
 
 const byId = (id) => document.getElementById(id);
@@ -70,6 +71,7 @@ class Shown {
     this.startedAt = performance.now();
     this.firstAt = this.lastAt = null;
     this.tokens = 0;
+    this.cached = 0; // tokens of the prompt that were in the cache
     this.reason = null;
     this.read(0, 0);
     this.state("Waiting for its turn.");
@@ -78,7 +80,10 @@ class Shown {
   take(piece) {
     const { prompt_progress: progress, usage, choices = [] } = piece;
     if (progress) this.progress(progress);
-    if (usage) this.tokens = usage.completion_tokens;
+    if (usage) {
+      this.tokens = usage.completion_tokens;
+      this.cached = usage.prompt_tokens_details.cached_tokens;
+    }
     for (const choice of choices) {
       const text = choice.delta?.content ?? choice.text;
       if (text) this.write(text);
@@ -86,18 +91,21 @@ class Shown {
     }
   }
 
-  progress({ processed, total, time_ms: milliseconds }) {
-    this.read(processed, total);
-    const eta = (milliseconds / 1000) * (total / processed - 1);
+  progress({ processed, cache, total, time_ms: milliseconds }) {
+    this.cached = cache;
+    this.read(processed, total, cache);
+    // What was in the cache took no time.
+    const eta = processed > cache ? (milliseconds / 1000) * ((total - cache) / (processed - cache) - 1) : 0;
     const left = eta > 0 ? `, first token in about ${about(eta)}` : "";
-    if (this.firstAt === null) this.state(`Reading: ${count(processed)} of ${plural(total, "token")}${left}`);
+    const cached = cache ? `, ${count(cache)} from cache` : "";
+    if (this.firstAt === null) this.state(`Reading: ${count(processed)} of ${plural(total, "token")}${cached}${left}`);
   }
 
   write(text) {
     this.lastAt = performance.now();
     if (this.firstAt === null) {
       this.firstAt = this.lastAt;
-      this.read(1, 1);
+      this.read(1, 1, null);
       this.tokens = 0;
     }
     this.tokens += 1;
@@ -113,6 +121,7 @@ class Shown {
     const facts = [plural(this.tokens, "token"), `first after ${duration((this.firstAt - this.startedAt) / 1000)}`];
     const seconds = (this.lastAt - this.firstAt) / 1000;
     if (this.tokens > 1 && seconds > 0) facts.splice(1, 0, `${rate((this.tokens - 1) / seconds)} tokens/s`);
+    if (this.cached) facts.push(`${plural(this.cached, "prompt token")} from cache`);
     return facts.join(", ");
   }
 
@@ -124,7 +133,9 @@ class Shown {
     this.state(why);
   }
 
-  read(done, total) {
+  // `cached` is null where it stays as it is.
+  read(done, total, cached = 0) {
+    if (cached !== null) showCached(byId("try-bar").querySelector(".cached"), cached, total);
     byId("try-bar").setAttribute("aria-valuenow", Math.round(percent(done, total)));
     byId("try-bar").querySelector(".fill").style.transform = `scaleX(${percent(done, total) / 100})`;
   }

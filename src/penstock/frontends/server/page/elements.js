@@ -1,12 +1,17 @@
 // Small parts of the page that several lists have.
 
-import { shortId } from "./format.js";
+import { percent, shortId } from "./format.js";
 
 export function element(tag, className, parent) {
   const made = document.createElement(tag);
   made.className = className;
   parent?.append(made);
   return made;
+}
+
+// The part of a bar that was in the cache, at its beginning. Its width, unlike a scale, leaves its pattern alone.
+export function showCached(fill, cached, total) {
+  fill.style.width = `${percent(cached, total)}%`;
 }
 
 export function drawing(tag, attributes, parent) {

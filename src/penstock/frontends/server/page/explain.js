@@ -158,7 +158,10 @@ function readWords(chunks, total) {
   const [least, most] = [Math.min(...sizes), Math.max(...sizes)];
   const read = Math.max(...chunks.map((chunk) => chunk.end));
   const of = total === null || read === total ? plural(read, "token") : `${count(read)} of ${plural(total, "token")}`;
-  return `${of} in ${plural(chunks.length, "chunk")} of ${least === most ? count(most) : `${count(least)} to ${count(most)}`}`;
+  // What no chunk has read was there.
+  const cached = Math.min(...chunks.map((chunk) => chunk.start));
+  const found = cached ? `, ${count(cached)} from cache` : "";
+  return `${of} in ${plural(chunks.length, "chunk")} of ${least === most ? count(most) : `${count(least)} to ${count(most)}`}${found}`;
 }
 
 // How far the predicted times are from the measured ones, in the median.

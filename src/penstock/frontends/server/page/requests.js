@@ -1,6 +1,6 @@
 // Every request that has not ended, with how far it is. One that ended stays a moment, so that the list does not jump.
 
-import { element, nameButton } from "./elements.js";
+import { element, nameButton, showCached } from "./elements.js";
 import { about, count, percent, plural, shortId } from "./format.js";
 
 const LINGER_MS = 1500;
@@ -70,21 +70,25 @@ class Row {
     this.eta = element("span", "eta", title);
     const bar = element("div", "bar", this.item);
     this.prompt = new Part("prompt", bar, `Prompt of ${shortId(id)}`);
+    this.cachedFill = element("span", "cached", this.prompt.part);
     this.decode = new Part("decode", bar, `Answer of ${shortId(id)}`);
     const facts = element("div", "facts", this.item);
     this.read = element("span", "", facts);
+    this.cached = element("span", "from-cache", facts);
     this.written = element("span", "", facts);
     this.age = element("span", "", facts);
     this.preempted = element("span", "", facts);
   }
 
   show(request, nextTokenSeconds) {
-    const { num_prompt_done: done, num_prompt_tokens: total, num_generated: generated, max_tokens: most } = request;
+    const { num_prompt_done: done, num_prompt_tokens: total, num_prompt_cached: cached, num_generated: generated, max_tokens: most } = request;
     this.phase.textContent = PHASES[request.phase];
     this.eta.textContent = eta(request, nextTokenSeconds);
     this.prompt.set(done, total);
+    showCached(this.cachedFill, cached, total);
     this.decode.set(generated, most);
     this.read.textContent = done < total ? `${count(done)} of ${count(total)} read` : `${count(total)} read`;
+    this.cached.textContent = cached ? `${count(cached)} from cache` : "";
     this.written.textContent = done < total && !generated ? "" : `${count(generated)} of ${count(most)} generated`;
     this.age.textContent = `for ${about(request.age_s)}`;
     this.preempted.textContent = request.num_preemptions ? `preempted ${count(request.num_preemptions)}×` : "";

@@ -1,0 +1,274 @@
+"""No prompt is read twice: what was read of one is found for the next that begins alike, in memory and on disk."""
+
+import logging
+import os
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from penstock.cache import BLOCK_TOKENS, SequenceCache
+from penstock.cache.keys import KeyChain, root_key
+from penstock.cache.prefix import PrefixHit, PrefixIndex
+from penstock.cache.store import BlockStore, StoredPrefix
+from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out
+from penstock.engine.space import CacheSpace
+from penstock.engine.status import ReuseStatus
+
+_log = logging.getLogger("penstock.engine")
+
+# A model with recurrent state can go on only where a state was kept: every so many tokens, where its prompt ends, and
+# where it parts from another that waits for it.
+SNAPSHOT_TOKENS = 1024
+MAX_SNAPSHOTS = 16
+
+
+@dataclass
+class Prefix:
+    """What one request shares with others: the keys of its blocks, and how far these are as a cold engine's are."""
+
+    chain: KeyChain
+    num_prompt: int
+    stored: StoredPrefix | None = None  # found on disk, to be copied into the cache
+    num_clean: int | None = None  # of its blocks, from the first on; None: all
+    num_noted: int = 0  # blocks that the index was told of
+    num_stored: int = 0  # blocks that the disk has, or was given
+    keep_states: set[int] = field(default_factory=set)  # positions that others will go on from
+
+    @property
+    def num_shareable(self) -> int:
+        """Blocks that may come from the cache: the last token is always read, since its logits are wanted."""
+        return (self.num_prompt - 1) // BLOCK_TOKENS
+
+    def num_common(self, other: "Prefix") -> int:
+        """Blocks, of those that may come from the cache, that this prompt has in common with another."""
+        mine, others = self.chain.keys, other.chain.keys
+        # A key stands for all before it, so they agree up to some block, and from there on nowhere.
+        most = min(self.num_shareable, len(others))
+        return bisect_left(range(most), True, key=lambda index: mine[index] != others[index])
+
+    def taint(self, num_blocks: int) -> None:
+        """Blocks after the first `num_blocks` do not hold the bits that a cold engine's would."""
+        self.num_clean = num_blocks if self.num_clean is None else min(self.num_clean, num_blocks)
+
+    def close(self) -> None:
+        if self.stored is not None:
+            self.stored.close()
+            self.stored = None
+
+
+class Reuse:
+    """The prefixes of one cache. Not safe for threads, but for `search`, which looks on disk."""
+
+    def __init__(
+        self,
+        space: CacheSpace,
+        *,
+        fingerprint: bytes | None = None,
+        store: BlockStore | None = None,
+        clean_only: bool = False,
+        max_snapshots: int = 0,
+    ) -> None:
+        """With `clean_only`, what decoding left is not shared: a cold engine would have read it as a prompt, whose
+        last bits may differ. `fingerprint` names the model to a store; without one nobody else needs its name."""
+        self._space = space
+        self._fingerprint = fingerprint or os.urandom(32)
+        self._store = store
+        self._clean_only = clean_only
+        self.index = PrefixIndex(space.blocks, space.slots, max_snapshots=max_snapshots)
+        self._stored_every = _stored_every(space) if store is not None else SNAPSHOT_TOKENS
+        self._memory_tokens = self._disk_tokens = self._missed_tokens = 0
+        self._num_hits = self._num_misses = 0
+
+    def open(self, prompt: Sequence[int], salt: str = "") -> Prefix:
+        chain = KeyChain(root_key(self._fingerprint, salt))
+        chain.extend(prompt)
+        return Prefix(chain, len(prompt))
+
+    def fetch(self, prompt: Sequence[int], cache: SequenceCache) -> Prefix:
+        """Put all that is there of a prompt, in memory and on disk, into an empty sequence of this cache."""
+        prefix = self.open(prompt)
+        self.adopt(prefix, cache)
+        self.search(prefix, cache.num_tokens // BLOCK_TOKENS)
+        self.load(prefix, cache)
+        self.count(cache.num_tokens)
+        return prefix
+
+    def num_in_memory(self, prefix: Prefix) -> int:
+        """Blocks that `adopt` would find now."""
+        return len(self._find(prefix).blocks)
+
+    def search(self, prefix: Prefix, num_known: int) -> None:
+        """Look on disk for what comes after the first `num_known` blocks. Takes a while; on any thread."""
+        if self._store is None:
+            return
+        keys = prefix.chain.keys[: prefix.num_shareable]
+        prefix.stored = self._store.find(keys, num_known, needs_state=self._has_state)
+
+    def adopt(self, prefix: Prefix, cache: SequenceCache) -> int:
+        """Go on with what is in memory, where that is more than the sequence has: the tokens that it gained."""
+        start = cache.num_tokens
+        if start % BLOCK_TOKENS or start // BLOCK_TOKENS >= prefix.num_shareable:
+            return 0
+        num_held = start // BLOCK_TOKENS
+        hit = self._find(prefix)
+        if len(hit.blocks) <= num_held:
+            return 0
+        cache.adopt(hit.blocks[num_held:], hit.slot)
+        if hit.num_clean < len(hit.blocks):
+            prefix.taint(max(hit.num_clean, 0))
+        # What is in memory was given to the disk when it was read.
+        prefix.num_stored = max(prefix.num_stored, len(hit.blocks))
+        self._memory_tokens += cache.num_tokens - start
+        return cache.num_tokens - start
+
+    def load(self, prefix: Prefix, cache: SequenceCache, most_blocks: int | None = None) -> int:
+        """Copy what was found on disk into the cache, at most so many blocks of it: the tokens that the sequence
+        gained. Where it has no place, or does not follow on what the sequence has, it is given up."""
+        stored = prefix.stored
+        if stored is None:
+            return 0
+        start, end = cache.num_tokens, (stored.start + stored.num_blocks) * BLOCK_TOKENS
+        first = start // BLOCK_TOKENS
+        num_blocks = stored.start + stored.num_blocks - first
+        follows = start % BLOCK_TOKENS == 0 and stored.start <= first and num_blocks > 0
+        if not follows or not self._space.blocks.can_allocate(num_blocks):
+            prefix.close()
+            return 0
+        if self._has_state or most_blocks is None or most_blocks >= num_blocks:
+            most_blocks = num_blocks  # a state belongs to the end only
+        else:
+            end = (first + most_blocks) * BLOCK_TOKENS
+        step = cache.reserve(start, [end])
+        try:
+            blocks = cache.blocks.block_ids[first : first + most_blocks]
+            copy_in(self._space.tensors, blocks, stored.blocks[first - stored.start :][:most_blocks])
+            if step is not None:
+                assert stored.state is not None
+                copy_state_in(self._space.tensors, step.writes[0].slot, stored.state)
+        except Exception as error:
+            _log.warning("what is on disk of a prompt could not be used: it is read again", exc_info=error)
+            cache.abort()
+            prefix.close()
+            return 0
+        cache.commit(end)
+        if most_blocks == num_blocks:
+            prefix.close()
+        prefix.num_stored = max(prefix.num_stored, first + most_blocks)
+        self._disk_tokens += end - start
+        self._note(prefix, cache)
+        return end - start
+
+    def states_to_keep(self, prefix: Prefix, start: int, end: int, num_free: int) -> list[int]:
+        """Positions in (start, end) at which the state of a prompt is worth a slot, of `num_free`; ascending."""
+        if not self._has_state or start % BLOCK_TOKENS:
+            return []
+        grid = range(start - start % self._stored_every, end, self._stored_every)
+        wanted = {*grid, prefix.num_shareable * BLOCK_TOKENS, *prefix.keep_states}
+        inside = sorted(position for position in wanted if start < position < end)
+        # Those that are furthest on save the most.
+        return inside[max(len(inside) - num_free, 0) :]
+
+    def note(
+        self, prefix: Prefix, cache: SequenceCache, tokens: Sequence[int], start: int, *, is_chunk: bool
+    ) -> None:
+        """A step of the sequence was committed, from token `start` on, as a part of its prompt or not."""
+        if is_chunk:
+            self._missed_tokens += cache.num_tokens - start
+            if self._has_state and start % BLOCK_TOKENS:
+                prefix.taint(start // BLOCK_TOKENS)
+        else:
+            prefix.taint(prefix.num_prompt // BLOCK_TOKENS)
+            prefix.chain.extend(tokens[: cache.num_tokens])
+        self._note(prefix, cache)
+
+    def leave(self, prefix: Prefix, cache: SequenceCache, num_kept: int = 0) -> None:
+        """The sequence is about to give up all blocks but the first `num_kept`: where it stands stays known."""
+        prefix.num_noted = min(prefix.num_noted, num_kept)
+        if cache.state is None or not self._is_clean_at(prefix, cache.num_tokens):
+            return
+        keys = prefix.chain.keys[: cache.num_tokens // BLOCK_TOKENS]
+        if keys:
+            self.index.snapshot(keys, cache.state.slot)
+
+    def count(self, num_cached: int) -> None:
+        """A request begins to read its prompt, of which so much was there."""
+        if num_cached:
+            self._num_hits += 1
+        else:
+            self._num_misses += 1
+
+    def status(self) -> ReuseStatus:
+        disk = self._store.stats() if self._store is not None else None
+        return ReuseStatus(
+            is_on=True,
+            memory_tokens=self._memory_tokens,
+            disk_tokens=self._disk_tokens,
+            missed_tokens=self._missed_tokens,
+            num_hits=self._num_hits,
+            num_misses=self._num_misses,
+            num_evicted_blocks=self.index.num_evicted_blocks,
+            num_evicted_states=self.index.num_evicted_snapshots,
+            disk_bytes=disk.bytes_on_disk if disk else None,
+            disk_limit_bytes=disk.max_bytes if disk else None,
+            num_disk_written=disk.num_written if disk else 0,
+            num_disk_evicted=disk.num_evicted if disk else 0,
+            num_disk_damaged=disk.num_damaged if disk else 0,
+            num_disk_dropped=disk.num_dropped if disk else 0,
+        )
+
+    @property
+    def _has_state(self) -> bool:
+        return self._space.slots is not None
+
+    def _find(self, prefix: Prefix) -> PrefixHit:
+        return self.index.find(prefix.chain.keys[: prefix.num_shareable], clean_only=self._clean_only)
+
+    def _note(self, prefix: Prefix, cache: SequenceCache) -> None:
+        """Tell the index and the disk of blocks that are full, and of states that were kept."""
+        num_full = cache.num_tokens // BLOCK_TOKENS
+        num_clean = num_full if prefix.num_clean is None else min(prefix.num_clean, num_full)
+        # A state is kept of clean tokens only, and without one blocks are of no use.
+        num_told = num_clean if self._clean_only or self._has_state else num_full
+        keys = prefix.chain.keys
+        if num_told > prefix.num_noted:
+            self.index.insert(keys[:num_told], cache.blocks.block_ids[:num_told], num_clean)
+            prefix.num_noted = num_told
+        if self._store is not None and num_clean > prefix.num_stored:
+            blocks = cache.blocks.block_ids[prefix.num_stored : num_clean]
+            copied = copy_out(self._space.tensors, blocks)
+            self._store.put_blocks(prefix.num_stored, keys[prefix.num_stored : num_clean], copied)
+            prefix.num_stored = num_clean
+        if cache.state is not None:
+            self._note_states(prefix, cache)
+
+    def _note_states(self, prefix: Prefix, cache: SequenceCache) -> None:
+        assert cache.state is not None
+        for position, slot in cache.state.slots.items():
+            if not self._is_clean_at(prefix, position):
+                continue
+            is_wanted = position in prefix.keep_states or position == prefix.num_shareable * BLOCK_TOKENS
+            keys = prefix.chain.keys[: position // BLOCK_TOKENS]
+            if is_wanted or position % SNAPSHOT_TOKENS == 0:
+                self.index.snapshot(keys, slot)
+            if self._store is not None and (is_wanted or position % self._stored_every == 0):
+                self._store.put_state(len(keys), keys[-1], *copy_state_out(self._space.tensors, slot))
+        cache.state.keep_last()
+
+    def _is_clean_at(self, prefix: Prefix, position: int) -> bool:
+        """Whether a state after so many tokens is one that a cold engine would have, between two blocks."""
+        num_blocks, rest = divmod(position, BLOCK_TOKENS)
+        return (
+            rest == 0
+            and position <= prefix.num_prompt
+            and (prefix.num_clean is None or num_blocks <= prefix.num_clean)
+        )
+
+
+def _stored_every(space: CacheSpace) -> int:
+    """Tokens from one state on disk to the next. A process that is killed loses no more than that; states take no
+    more space than keys and values do, unless that would be too far apart."""
+    states = space.tensors.recurrent
+    if states is None:
+        return SNAPSHOT_TOKENS
+    num_blocks = -(-states.spec.bytes_per_slot // (space.tensors.kv.spec.bytes_per_token * BLOCK_TOKENS))
+    return min(num_blocks * BLOCK_TOKENS, SNAPSHOT_TOKENS)

@@ -1,0 +1,153 @@
+"""The commands `penstock cache`: what lies in a cache folder, whether it is whole, and how to be rid of it.
+
+They work on files alone, without torch and without any model."""
+
+import json
+import re
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cache.store_file import find_damage
+from penstock.cache.store_folder import clear_model, scan, set_aside
+from penstock.errors import PenstockError, SettingError
+from penstock.frontends.cache_table import show, summarise
+from penstock.frontends.exits import MEANINGS, reported
+from penstock.plan.store_settings import CACHE_DIR_VARIABLE, StoreSettings, resolve_store
+from penstock.plan.units import format_bytes
+
+app = typer.Typer(
+    help="The folder in which prompts that were read are kept.", no_args_is_help=True, epilog=MEANINGS
+)
+
+_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+_AGE = re.compile(r"([0-9]{1,9})([smhdw])", re.ASCII)
+_ID = re.compile(r"[0-9a-f]{1,32}", re.ASCII)
+
+_CacheDir = Annotated[
+    Path | None,
+    typer.Option(metavar="FOLDER", help=f"The cache folder; without it that of {CACHE_DIR_VARIABLE}."),
+]
+
+
+class DamagedCacheError(PenstockError):
+    """Files of a cache folder that do not hold what they say."""
+
+
+@app.command("ls", epilog=MEANINGS)
+def list_models(
+    cache_dir: _CacheDir = None,
+    cache_size: Annotated[
+        str | None, typer.Option(metavar="BYTES", help="The limit to compare with, such as 10GiB.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
+) -> None:
+    """List the models of which something is kept."""
+    with reported():
+        settings = _settings(cache_dir, cache_size)
+        models = [summarise(model) for model in scan(settings.folder)]
+        total = sum(model.num_bytes for model in models)
+        if as_json:
+            rows = [asdict(model) for model in models]
+            facts = {"folder": str(settings.folder), "num_bytes": total, "max_bytes": settings.max_bytes}
+            typer.echo(json.dumps({**facts, "models": rows}, indent=2))
+        else:
+            show(models)
+            share = f"{format_bytes(total)} of {format_bytes(settings.max_bytes)}"
+            typer.echo(f"{settings.folder}: {share} ({total / settings.max_bytes:.1%})")
+
+
+@app.command(epilog=MEANINGS)
+def verify(cache_dir: _CacheDir = None) -> None:
+    """Check every file against its checksum, and set aside those that are damaged. Exit status 1 if there are any."""
+    with reported():
+        folder = _settings(cache_dir).folder
+        num_whole = num_damaged = 0
+        for model in scan(folder):
+            for file in model.files:
+                assert file.name is not None
+                try:
+                    damage = find_damage(file.path, file.name)
+                except FileNotFoundError:  # evicted since, by whoever uses the folder
+                    continue
+                except OSError as error:
+                    damage = f"it cannot be read: {error.strerror or error}"
+                num_whole += damage is None
+                if damage is not None:
+                    num_damaged += 1
+                    typer.echo(f"{file.path}: {damage}")
+                    set_aside(file.path)
+        if num_damaged:
+            raise DamagedCacheError(
+                f"{_count(num_damaged, 'file')} in {folder} {'is' if num_damaged == 1 else 'are'} damaged, "
+                f"and set aside; {num_whole} are whole"
+            )
+        typer.echo(f"{folder}: {_count(num_whole, 'file')}, all whole")
+
+
+@app.command("rm", epilog=MEANINGS)
+def remove_models(
+    cache_dir: _CacheDir = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="ID", help="What is kept of this model: its id, or how it begins.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="What is kept of all models.")] = False,
+    older_than: Annotated[
+        str | None, typer.Option(metavar="AGE", help="What was not used for so long, such as 12h or 7d.")
+    ] = None,
+) -> None:
+    """Remove what is kept: of a model, of all, or what was not used for long. Asks nothing."""
+    with reported():
+        if everything and (model is not None or older_than is not None):
+            raise SettingError("--all contradicts --model and --older-than: leave one of them out")
+        if not everything and model is None and older_than is None:
+            raise SettingError("there is nothing to remove: give --model ID, --older-than AGE or --all")
+        age_s = None if older_than is None else _seconds(older_than)
+        folder = _settings(cache_dir).folder
+        found = scan(folder)
+        chosen = [each for each in found if model is None or each.folder.name.startswith(_checked_id(model))]
+        if model is not None and not chosen:
+            raise SettingError(f"--model {model} is the id of no model in {folder}: see `penstock cache ls`")
+        if model is not None and len(chosen) > 1:
+            names = ", ".join(each.folder.name for each in chosen)
+            raise SettingError(f"--model {model} is how several ids begin: {names}; give more of it")
+        before_ns = None if age_s is None else time.time_ns() - age_s * 10**9
+        num_files = num_bytes = 0
+        for each in chosen:
+            for file in clear_model(each, before_ns):
+                num_files += 1
+                num_bytes += file.num_bytes
+        typer.echo(f"{folder}: removed {_count(num_files, 'file')}, {format_bytes(num_bytes)}")
+
+
+def _settings(cache_dir: Path | None, cache_size: str | None = None) -> StoreSettings:
+    settings = resolve_store(cache_dir, cache_size)
+    if settings is None:
+        raise SettingError(f"there is no cache folder: give --cache-dir, or set {CACHE_DIR_VARIABLE}")
+    if settings.folder.exists() and not settings.folder.is_dir():
+        raise SettingError(f"the cache folder {settings.folder} is no folder: give --cache-dir another one")
+    return settings
+
+
+def _checked_id(text: str) -> str:
+    if not _ID.fullmatch(text):
+        raise SettingError(
+            f"--model {text} is not accepted: give a model's id, or how it begins, as `penstock cache ls` shows it"
+        )
+    return text
+
+
+def _seconds(text: str) -> int:
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise SettingError(
+            f"--older-than {text} is not accepted: give a number and s, m, h, d or w, such as 12h or 7d"
+        )
+    return int(match[1]) * _UNITS_S[match[2]]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
