@@ -95,7 +95,7 @@ def _service(
 ) -> Iterator[Service]:
     """A service that has run before: what is done once is done. There is one at a time: the worker threads of an idle
     one would slow the other's down."""
-    with Service(llm, ServiceConfig(schedule, cache_tokens=places, strict=strict)) as service:
+    with Service(llm, ServiceConfig(schedule, cache_tokens=places, strict=strict, reuse=False)) as service:
         warm_up = [prompts.long[:_WARM_UP_PROMPT]] * min(2, schedule.max_running)
         run_burst(service, Arrival.AT_ONCE, 0, warm_up, _WARM_UP_TOKENS)
         yield service

@@ -46,7 +46,7 @@ def serving(llm: LLM, sizing: Sizing, workload: TargetWorkload, prompts: TargetP
     )
     lengths = [workload.stream_prompt + workload.stream_tokens] * workload.streams
     places = cache_places([*lengths, workload.prompt_tokens + 1])
-    with Service(llm, ServiceConfig(schedule, cache_tokens=places)) as service:
+    with Service(llm, ServiceConfig(schedule, cache_tokens=places, reuse=False)) as service:
         run_burst(service, Arrival.AT_ONCE, 0, [prompts.long[:_WARM_UP_PROMPT]] * 2, _WARM_UP_TOKENS)
         yield service
 
