@@ -40,7 +40,7 @@ test: lint
 
 # Every suite runs, whatever became of those before it.
 bench: setup
-	status=0; for suite in prefill hybrid serve targets; do \
+	status=0; for suite in prefill hybrid serve targets cache; do \
 	$(BIN)/python -m penstock.bench $$suite --check || status=1; done; exit $$status
 
 # Of one thread each: the models are small, and the clients need the rest of the machine.

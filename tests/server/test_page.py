@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -26,6 +25,7 @@ import penstock
 from penstock.engine.events import GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service
+from penstock.engine.status import StepRecord
 from penstock.frontends.server.app import create_app
 from penstock.frontends.server.pages import FOLDER
 from penstock.frontends.server.settings import ServerSettings
@@ -36,7 +36,7 @@ PHONE = {"width": 360, "height": 740}
 # A model's name may be anything.
 MODEL_NAME = "tiny <img src=x onerror=alert(1)>"
 PROMPT_TOKENS = 5000  # most of the tiny model's context
-SEEN_S = 1.5  # the page looks twice in a second
+STEP_S = 0.02  # 313 steps of a long prompt; the page looks twice in a second
 
 
 class Site:
@@ -80,12 +80,13 @@ class Site:
         return self.service.submit(request, lambda event: None)
 
 
-def submit_slow(site: Site, max_tokens: int, prompt_s: float) -> str:
-    """A long prompt that is seen on its way, however fast the machine: others take turns with it."""
-    request_id = site.submit(PROMPT_TOKENS, max_tokens)
-    for _ in range(min(math.ceil(SEEN_S / prompt_s), 15) - 1):
-        site.submit(PROMPT_TOKENS, 1)
-    return request_id
+class Unhurried(Telemetry):
+    """Lets time pass after every step that reads, so that a prompt is seen on its way, however fast the machine."""
+
+    def on_step(self, record: StepRecord) -> None:
+        super().on_step(record)
+        if record.num_chunk_tokens:
+            time.sleep(STEP_S)
 
 
 def wait_for(is_so: Callable[[], bool], seconds: float = 20) -> None:
@@ -102,15 +103,6 @@ def llm(model_folder: Path) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def prompt_s(llm: LLM) -> float:
-    """How long the model takes to read a long prompt alone."""
-    with Service(llm) as service:
-        started = time.perf_counter()
-        service.run(GenerationRequest([1] * PROMPT_TOKENS, 1))
-        return time.perf_counter() - started
-
-
-@pytest.fixture(scope="module")
 def plain_llm(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """A model without a chat template."""
     folder = tmp_path_factory.mktemp("models") / "plain"
@@ -120,8 +112,10 @@ def plain_llm(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> L
 
 
 @contextmanager
-def serving(llm: LLM, api_key: str | None = None, port: int = 0) -> Iterator[Site]:
-    telemetry = Telemetry()
+def serving(
+    llm: LLM, api_key: str | None = None, port: int = 0, telemetry: Telemetry | None = None
+) -> Iterator[Site]:
+    telemetry = telemetry or Telemetry()
     with Service(llm, observers=[telemetry]) as service:
         site = Site(service, telemetry, api_key, port)
         try:
@@ -180,8 +174,8 @@ def connection(page: Page, text: str) -> None:
     expect(page.locator("#connection-text")).to_have_text(text)
 
 
-def test_a_prompt_moves_its_bar(browser: Browser, site: Site, prompt_s: float) -> None:
-    with opened(browser, site) as page:
+def test_a_prompt_moves_its_bar(browser: Browser, llm: LLM) -> None:
+    with serving(llm, telemetry=Unhurried()) as site, opened(browser, site) as page:
         connection(page, "live")
         expect(page.locator("#requests-none")).to_be_visible()
         page.evaluate(
@@ -193,7 +187,7 @@ def test_a_prompt_moves_its_bar(browser: Browser, site: Site, prompt_s: float) -
                 }).observe(document.getElementById("requests"), {subtree: true, childList: true, attributes: true});
             }"""
         )
-        request_id = submit_slow(site, 800, prompt_s)
+        request_id = site.submit(PROMPT_TOKENS, 800)
         row = page.locator(".request", has_text=request_id[-6:])
         expect(row.locator(".eta")).to_have_text(re.compile("first token in .* s"))
         expect(row.locator(".phase")).to_have_text("generating", timeout=60_000)
@@ -411,13 +405,16 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def test_the_chunks_of_a_request_are_explained(browser: Browser, llm: LLM, prompt_s: float) -> None:
-    with serving(llm) as site, opened(browser, site, complaints="ERR_CONNECTION|ERR_EMPTY") as page:
+def test_the_chunks_of_a_request_are_explained(browser: Browser, llm: LLM) -> None:
+    with (
+        serving(llm, telemetry=Unhurried()) as site,
+        opened(browser, site, complaints="ERR_CONNECTION|ERR_EMPTY") as page,
+    ):
         connection(page, "live")
         panel, rows = page.locator("#explain"), page.locator("#explain-rows tr")
         state = page.locator("#explain-state")
         expect(panel).to_be_hidden()
-        request_id = submit_slow(site, 900, prompt_s)
+        request_id = site.submit(PROMPT_TOKENS, 900)
         name = page.locator(f'[data-id="{request_id}"] button')
         page.locator(f'[data-id="{request_id}"] .facts').click()
         expect(name).to_have_attribute("aria-expanded", "true")

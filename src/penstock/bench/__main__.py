@@ -13,6 +13,9 @@ from pathlib import Path
 import torch
 
 from penstock.bench import (
+    cache_bars,
+    cache_plot,
+    cache_report,
     serve_bars,
     serve_plot,
     serve_report,
@@ -24,6 +27,10 @@ from penstock.bench import (
 )
 from penstock.bench.bars import check_bars
 from penstock.bench.benchmark import run_benchmark
+from penstock.bench.cache_benchmark import run_cache_benchmark
+from penstock.bench.cache_options import parse_cache_options
+from penstock.bench.cache_results import CacheSettings
+from penstock.bench.cache_workload import CACHE
 from penstock.bench.memory import can_measure_growth
 from penstock.bench.options import parse_options
 from penstock.bench.plot import can_plot, draw
@@ -55,7 +62,7 @@ NOISY_STATUS = 3
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: 0, 1 where --check found a bar that is missed or answers differ that must not, 2 where nothing
-    could be measured, 3 where a sweep was too noisy for some of its figures."""
+    could be measured, 3 where a sweep, or a run of the cache, was too noisy for some of its figures."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
         if arguments[:1] == [SERVE]:
@@ -64,6 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_sweep(parse_sweep_options(arguments[1:]))
         if arguments[:1] == [TARGETS]:
             return _run_targets(parse_target_options(arguments[1:]))
+        if arguments[:1] == [CACHE]:
+            return _run_cache(parse_cache_options(arguments[1:]))
         return _run(parse_options(arguments))
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -170,6 +179,27 @@ def _run_targets(options: argparse.Namespace) -> int:
     print(f"results: {options.output}")
     _plot(lambda path: target_plot.draw(results, path), options)
     return 1 if options.check and not all(bar.is_met for bar in bars) else 0
+
+
+def _run_cache(options: argparse.Namespace) -> int:
+    """Answers that differ from those of a cold run are an error, and so is noise, whether bars are checked or not."""
+    _prepare(options)
+    with contextlib.closing(open_weights(resolve_model(options.model))) as source:
+        description = source.describe()
+    settings = CacheSettings(description, options.dtype, options.workload, options.repeats)
+    results = run_cache_benchmark(options.model, settings, _say)
+    print(f"\n{cache_report.render(results)}\n")
+    bars = [bar.to_dict() for bar in cache_bars.check_bars(results)]
+    options.output.write_text(to_json({**results.to_dict(), "bars": bars}))
+    print(f"results: {options.output}")
+    _plot(lambda path: cache_plot.draw(results, path), options)
+    wrong = [bar for bar in cache_bars.check_answers(results) if not bar.is_met]
+    for bar in wrong:
+        _say(f"error: {bar.name}: {bar.value:.3f}, where it must be {bar.limit:g}")
+    missed = [bar for bar in cache_bars.check_speed(results) if not bar.is_met]
+    if wrong or (options.check and missed):
+        return 1
+    return NOISY_STATUS if cache_bars.noisy(results) else 0
 
 
 def _prepare(options: argparse.Namespace) -> None:

@@ -11,7 +11,7 @@ from penstock.bench.cache_results import (
     CacheSettings,
 )
 from penstock.bench.cache_workload import CacheWorkload
-from penstock.bench.spread import Noise, Spread
+from penstock.bench.spread import NOISY_SHARE, Noise, Spread
 
 _DTYPE = "bfloat16"
 _USUAL = CacheWorkload()
@@ -68,9 +68,8 @@ def check_bars(results: CacheResults) -> list[Bar]:
 def noisy(results: CacheResults) -> list[str]:
     """What nothing can be said of, since its repeats lie too far apart, and how far. The cost of writing is judged
     by a few percent, so its quartiles must lie no further apart than that."""
-    limit = results.settings.max_spread
     found = [
-        f"{way.label} ({results.first_token(way).relative:.0%}, where {limit:.0%} is the most)"
+        f"{way.label} ({results.first_token(way).relative:.0%}, where {NOISY_SHARE:.0%} is the most)"
         for way in results.ways
         if results.figure(way) is None
     ]

@@ -6,7 +6,6 @@ from pathlib import Path
 
 from penstock.bench.cache_workload import CACHE, DEFAULT_REPEATS, QUICK_REPEATS, QUICK_TOKENS, CacheWorkload
 from penstock.bench.options import add_outputs, count
-from penstock.bench.spread import NOISY_SHARE
 from penstock.models.hub import DEFAULT_MODEL
 
 _OUTPUT = Path("bench-results") / f"{CACHE}.json"
@@ -27,10 +26,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m penstock.bench {CACHE}",
         description="No prompt is read twice: time to the first token of a prompt that nothing is known of, of one "
-        "that is written to disk meanwhile, of one that is in memory, of one that a new process finds on disk, and of "
-        "one that goes on after a kill. All take turns, on a new prompt every round, and all answers must be the same. "
-        "A figure whose repeats lie too far apart is not given: its cell reads 'noisy', and the exit status is 3. "
-        "Takes about eight minutes on two cores, and a gigabyte of the system's temporary folder.",
+        "that is written to disk meanwhile, of one that is in memory, of one that a new process finds on disk, and "
+        "of one that goes on after a kill. All take turns, on a new prompt every round, and all answers must be the "
+        "same. A figure whose repeats lie too far apart is not given: its cell reads 'noisy', and the exit "
+        "status is 3. Takes about eight minutes on two cores, and a gigabyte of the system's temporary folder.",
     )
     add = parser.add_argument
     add(
@@ -47,25 +46,8 @@ def _parser() -> argparse.ArgumentParser:
         help=f"prompts of {QUICK_TOKENS} tokens and {QUICK_REPEATS} rounds, where nothing else is given; "
         "bars on speed are for longer ones",
     )
-    add(
-        "--max-spread",
-        type=_share,
-        default=NOISY_SHARE,
-        metavar="X",
-        help="quartiles further apart than this share of the median are noise (%(default)s)",
-    )
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
     add("--threads", type=count, metavar="N", help="threads that torch computes with (torch's own choice)")
     add("--check", action="store_true", help="exit with 1 where a bar is missed")
     add_outputs(parser, _OUTPUT, "results as JSON")
     return parser
-
-
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1")
-    return value

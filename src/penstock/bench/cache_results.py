@@ -40,7 +40,6 @@ class CacheSettings:
     dtype: Dtype
     workload: CacheWorkload
     repeats: int
-    max_spread: float
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class CacheResults:
     def figure(self, way: Way) -> Spread | None:
         """The times to the first token, where they lie close enough together to be spoken of."""
         spread = self.first_token(way)
-        return None if spread.relative > self.settings.max_spread else spread
+        return None if spread.noise == "noisy" else spread
 
     @property
     def ratios(self) -> dict[str, Spread]:

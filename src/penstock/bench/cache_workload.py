@@ -74,8 +74,8 @@ class CacheWorkload:
     def require_context(self, context_length: int) -> None:
         if self.total_tokens > context_length:
             raise ContextLengthError(
-                f"a prompt of {self.prompt_tokens} tokens and {self.answer_tokens} generated after it do not fit into "
-                f"the model's context of {context_length} tokens: give fewer --prompt-tokens"
+                f"a prompt of {self.prompt_tokens} tokens and {self.answer_tokens} generated after it do not fit "
+                f"into the model's context of {context_length} tokens: give fewer --prompt-tokens"
             )
 
 

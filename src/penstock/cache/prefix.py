@@ -79,6 +79,12 @@ class PrefixIndex:
         return len(self._snapshots)
 
     @property
+    def num_idle_snapshots(self) -> int:
+        """Those whose slots nobody else holds."""
+        slots = self._slots
+        return sum(slots.num_owners(slot) == 1 for slot in self._snapshots.values()) if slots else 0
+
+    @property
     def num_evicted_blocks(self) -> int:
         return self._num_evicted_blocks
 

@@ -61,6 +61,9 @@ class SlotPool:
         if not self._references[slot]:
             self._free.append(slot)
 
+    def num_owners(self, slot: int) -> int:
+        return self._references[slot]
+
     def check_integrity(self) -> None:
         """Raise AssertionError unless the free list is the unreferenced slots, each once."""
         negative = [slot for slot, count in enumerate(self._references) if count < 0]

@@ -206,6 +206,7 @@ class Batcher:
     def status(self) -> ServiceStatus:
         now = time.perf_counter()
         blocks, slots = self.space.blocks, self.space.slots
+        slots_idle = self.reuse.index.num_idle_snapshots if self.reuse else 0
         return ServiceStatus(
             requests=tuple(job.status(self._scheduler.view(job.id), now) for job in self._jobs.values()),
             steps=tuple(self._steps),
@@ -213,10 +214,10 @@ class Batcher:
                 blocks_used=blocks.num_blocks - blocks.num_available,
                 blocks_total=blocks.num_blocks,
                 block_tokens=BLOCK_TOKENS,
-                slots_used=slots.num_slots - slots.num_free if slots else 0,
+                slots_used=slots.num_slots - slots.num_free - slots_idle if slots else 0,
                 slots_total=slots.num_slots if slots else 0,
                 blocks_idle=blocks.num_idle,
-                slots_idle=self.reuse.index.num_snapshots if self.reuse else 0,
+                slots_idle=slots_idle,
             ),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
