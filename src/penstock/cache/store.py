@@ -117,13 +117,19 @@ class BlockStore:
         blocks = self._read_blocks(keys, start, end)
         return StoredPrefix(start, tuple(blocks)) if blocks else None
 
-    def put_blocks(self, start: int, keys: Sequence[BlockKey], kv: Tensor) -> None:
+    def num_stored(self, keys: Sequence[BlockKey]) -> int:
+        """How many of these blocks, from the first on, are on disk; whether they are whole is not looked at."""
+        is_there = (self._has(FileKind.BLOCK, index, key) for index, key in enumerate(keys))
+        return next((index for index, there in enumerate(is_there) if not there), len(keys))
+
+    def put_blocks(self, start: int, keys: Sequence[BlockKey], kv: Tensor) -> bool:
         """Keep blocks [start, start + len(keys)) of a sequence: kv is [num_blocks, 2, num_layers, 64, num_kv_heads,
-        head_dim] on the CPU, keys before values, and nobody else's from now on. Those on disk stay as they are."""
+        head_dim] on the CPU, keys before values, and nobody else's from now on. Those on disk stay as they are. False
+        where too much waits to be written: it may be tried again."""
         layout = self._layouts[FileKind.BLOCK]
         check_part(layout.parts[0], kv, (len(keys), 2))
         names = [FileName.of(FileKind.BLOCK, start + place, key) for place, key in enumerate(keys)]
-        self._put(names, keys, [[data] for data in bytes_of(kv)])
+        return self._put(names, keys, [[data] for data in bytes_of(kv)])
 
     def put_state(self, index: int, key: BlockKey, tails: Tensor, matrices: Tensor) -> None:
         """Keep the state after `index` blocks, the last of which has this key. The tensors are as in `StoredState`,
@@ -213,9 +219,9 @@ class BlockStore:
                 self._num_damaged += set_aside(path)
         return tensors
 
-    def _put(self, names: list[FileName], keys: Sequence[BlockKey], data: list[list[memoryview]]) -> None:
+    def _put(self, names: list[FileName], keys: Sequence[BlockKey], data: list[list[memoryview]]) -> bool:
         if not self.is_usable:
-            return
+            return True
         now_ns = time.time_ns()
         with self._lock:
             used_ns = [self._asked.get(key, now_ns) for key in keys]
@@ -230,6 +236,8 @@ class BlockStore:
             self._warnings.say(
                 "queue", "%s is written too slowly: some of what was read is not kept", self.folder
             )
+            return False
+        return True
 
     def _note_use(self, keys: Sequence[BlockKey], end: int) -> None:
         """All blocks of a prefix are used when it is asked for: those on disk now, and those that come to be written.

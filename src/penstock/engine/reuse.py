@@ -116,8 +116,9 @@ class Reuse:
         cache.adopt(hit.blocks[num_held:], hit.slot)
         if hit.num_clean < len(hit.blocks):
             prefix.taint(max(hit.num_clean, 0))
-        # What is in memory was given to the disk when it was read.
-        prefix.num_stored = max(prefix.num_stored, len(hit.blocks))
+        if self._store is not None:
+            num_stored = self._store.num_stored(prefix.chain.keys[: len(hit.blocks)])
+            prefix.num_stored = max(prefix.num_stored, num_stored)
         self._memory_tokens += cache.num_tokens - start
         return cache.num_tokens - start
 
@@ -178,7 +179,8 @@ class Reuse:
                 prefix.taint(start // BLOCK_TOKENS)
         else:
             prefix.taint(prefix.num_prompt // BLOCK_TOKENS)
-            prefix.chain.extend(tokens[: cache.num_tokens])
+            if cache.num_tokens // BLOCK_TOKENS > len(prefix.chain.keys):
+                prefix.chain.extend(tokens[: cache.num_tokens])
         self._note(prefix, cache)
 
     def leave(self, prefix: Prefix, cache: SequenceCache, num_kept: int = 0) -> None:
@@ -236,8 +238,8 @@ class Reuse:
         if self._store is not None and num_clean > prefix.num_stored:
             blocks = cache.blocks.block_ids[prefix.num_stored : num_clean]
             copied = copy_out(self._space.tensors, blocks)
-            self._store.put_blocks(prefix.num_stored, keys[prefix.num_stored : num_clean], copied)
-            prefix.num_stored = num_clean
+            if self._store.put_blocks(prefix.num_stored, keys[prefix.num_stored : num_clean], copied):
+                prefix.num_stored = num_clean
         if cache.state is not None:
             self._note_states(prefix, cache)
 
