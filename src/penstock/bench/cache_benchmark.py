@@ -9,10 +9,12 @@ from tempfile import TemporaryDirectory
 
 import torch
 
-from penstock.bench.cache_process import ProcessJob, ask_in_process, kill_in_process, open_llm
+from penstock.bench.cache_child import ProcessJob, open_llm
+from penstock.bench.cache_process import ask_in_process, kill_in_process
+from penstock.bench.cache_prompts import CachePrompts, make_prompts
 from penstock.bench.cache_results import CacheResults, CacheRun, CacheSettings
 from penstock.bench.cache_runs import ask, warm_service
-from penstock.bench.cache_workload import CachePrompts, Way, make_prompts
+from penstock.bench.cache_workload import Way
 from penstock.bench.machine import this_machine
 from penstock.bench.memory import MeasurementError
 from penstock.bench.timing import rounds

@@ -29,7 +29,7 @@ def _parser() -> argparse.ArgumentParser:
         "that is written to disk meanwhile, of one that is in memory, of one that a new process finds on disk, and "
         "of one that goes on after a kill. All take turns, on a new prompt every round, and all answers must be the "
         "same. A figure whose repeats lie too far apart is not given: its cell reads 'noisy', and the exit "
-        "status is 3. Takes about eight minutes on two cores, and a gigabyte of the system's temporary folder.",
+        "status is 3. Takes about six minutes on two cores, and a gigabyte of the system's temporary folder.",
     )
     add = parser.add_argument
     add(

@@ -6,7 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from penstock.bench.cache_bars import check_speed
-from penstock.bench.cache_results import COLD_OVER_DISK, COLD_OVER_MEMORY, CacheResults
+from penstock.bench.cache_results import (
+    COLD_OVER_DISK,
+    COLD_OVER_MEMORY,
+    COLD_OVER_RESUMED,
+    WRITING_OVER_COLD,
+    CacheResults,
+)
 from penstock.bench.cache_workload import Way
 from penstock.bench.spread import Spread
 
@@ -18,11 +24,17 @@ _COLOURS = {
     Way.MEMORY: "#0b5394",
 }
 _BAR_COLOUR = "#c0392b"
-_BARRED: Mapping[str, Way] = {COLD_OVER_DISK: Way.DISK, COLD_OVER_MEMORY: Way.MEMORY}
+_COMPARED: Mapping[Way, str] = {
+    Way.WRITING: WRITING_OVER_COLD,
+    Way.RESUMED: COLD_OVER_RESUMED,
+    Way.DISK: COLD_OVER_DISK,
+    Way.MEMORY: COLD_OVER_MEMORY,
+}
+_BARRED = (Way.DISK, Way.MEMORY)  # each has a promised time, by the cold one's
 
 
 def draw(results: CacheResults, path: Path) -> None:
-    """A row for each way, from the slowest to the soonest: a dot for every round, the median beside it."""
+    """A row for each way, from the slowest to the soonest: a dot for every round, and the median of them."""
     ways = results.ways
     # By name, so that the package needs matplotlib only here.
     figure = import_module("matplotlib.figure").Figure(
@@ -31,7 +43,7 @@ def draw(results: CacheResults, path: Path) -> None:
     axis = figure.subplots()
     cold = results.first_token(Way.COLD)
     for row, way in enumerate(ways):
-        _draw_way(axis, row, way, results.first_token(way), cold)
+        _draw_way(axis, row, way, results)
     _draw_bars(axis, results, cold)
     axis.set_xscale("log")
     smallest = min(results.first_token(way).smallest for way in ways)
@@ -50,7 +62,7 @@ def draw(results: CacheResults, path: Path) -> None:
     machine, settings = results.machine, results.settings
     figure.suptitle(
         f"A prompt of {settings.workload.prompt_tokens:,} tokens, the first time and again\n"
-        f"{settings.model}, {settings.dtype}: {machine.cpu}, threads: {machine.num_threads}, "
+        f"{settings.model}, {settings.dtype}\n{machine.cpu}, threads: {machine.num_threads}, "
         f"penstock {machine.penstock}, torch {machine.torch}, {machine.date[:10]}",
         fontsize=10,
     )
@@ -58,21 +70,14 @@ def draw(results: CacheResults, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _draw_way(axis: Any, row: int, way: Way, seconds: Spread, cold: Spread) -> None:
-    colour = _COLOURS[way]
-    axis.plot(
-        seconds.values, [row] * len(seconds.values), "o", color=colour, alpha=0.35, markersize=6, zorder=3
-    )
-    axis.plot([seconds.median], [row], "|", color=colour, markersize=22, markeredgewidth=3, zorder=4)
-    text = f"{seconds.median:.2f} s" if seconds.median >= 1 else f"{1000 * seconds.median:.0f} ms"
-    ratio = cold.median / seconds.median
-    if way is Way.WRITING:
-        text += f", {1 / ratio - 1:+.1%}"
-    elif way is not Way.COLD:
-        text += f", {ratio:.0f}x sooner" if ratio >= 10 else f", {ratio:.1f}x sooner"
-    # Above the dots, towards the middle of the picture, so that nothing is cut off.
+def _draw_way(axis: Any, row: int, way: Way, results: CacheResults) -> None:
+    colour, seconds, figure = _COLOURS[way], results.first_token(way), results.figure(way)
+    dots = {"color": colour, "alpha": 0.35, "markersize": 6, "zorder": 3}
+    axis.plot(seconds.values, [row] * len(seconds.values), "o", **dots)
+    if figure is not None:
+        axis.plot([figure.median], [row], "|", color=colour, markersize=22, markeredgewidth=3, zorder=4)
     axis.annotate(
-        text,
+        "noisy" if figure is None else _figure(way, figure, results),
         (seconds.median, row),
         (0, 13),
         textcoords="offset points",
@@ -84,15 +89,24 @@ def _draw_way(axis: Any, row: int, way: Way, seconds: Spread, cold: Spread) -> N
     )
 
 
+def _figure(way: Way, figure: Spread, results: CacheResults) -> str:
+    """The median, and what it is to the cold one, round by round."""
+    text = f"{figure.median:.2f} s" if figure.median >= 1 else f"{1000 * figure.median:.0f} ms"
+    name = _COMPARED.get(way)
+    ratio = results.ratios.get(name) if name else None
+    if ratio is None:
+        return text
+    if way is Way.WRITING:
+        return f"{text}, {ratio.median - 1:+.1%}"
+    return f"{text}, {ratio.median:.{0 if ratio.median >= 10 else 1}f}x sooner"
+
+
 def _draw_bars(axis: Any, results: CacheResults, cold: Spread) -> None:
     """Where the first token must have come by, with the median of the cold runs."""
-    ways = results.ways
-    for bar in check_speed(results):
-        if (way := _BARRED.get(bar.name)) in ways:
-            row = ways.index(way)
-            axis.plot(
-                [cold.median / bar.limit] * 2, [row - 0.3, row + 0.3], "--", color=_BAR_COLOUR, zorder=2
-            )
+    limits = {bar.name: bar.limit for bar in check_speed(results)}
+    for row, way in enumerate(results.ways):
+        if way in _BARRED and (limit := limits.get(_COMPARED[way])):
+            axis.plot([cold.median / limit] * 2, [row - 0.2, row + 0.3], "--", color=_BAR_COLOUR, zorder=2)
 
 
 def _legend(figure: Any, *, has_bars: bool) -> None:

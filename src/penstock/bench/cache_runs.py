@@ -1,17 +1,17 @@
 """One request to a service, from its submission to its first token, and how much of it was in the cache."""
 
 import gc
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from penstock.bench.cache_workload import CacheWorkload
-from penstock.bench.memory import MeasurementError
-from penstock.bench.serve_runs import Watch, cache_places, submit, wait
-from penstock.engine.events import Event, Finished
+from penstock.engine.events import Event, Failed, Finished, GenerationRequest, TokenGenerated
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
+from penstock.errors import RequestFailedError
 
 
 @dataclass(frozen=True)
@@ -23,20 +23,9 @@ class Answer:
     cached_tokens: int  # of the prompt, that were not read
 
 
-class _UsageWatch(Watch):
-    """A watch that is told how much was in the cache, too."""
-
-    cached_tokens = 0
-
-    def __call__(self, event: Event) -> None:
-        if isinstance(event, Finished):
-            self.cached_tokens = event.usage.cached_tokens
-        super().__call__(event)
-
-
 def open_service(llm: LLM, workload: CacheWorkload, *, keeps: bool) -> Service:
-    """With room for a prompt, and for what is kept of another. Without `keeps` it shares and stores nothing."""
-    places = cache_places([workload.total_tokens] * 2 + [workload.warm_up_tokens + workload.answer_tokens])
+    """With room for a prompt, and for what is kept of others. Without `keeps` it shares and stores nothing."""
+    places = 2 * (workload.total_tokens + workload.warm_up_tokens)
     return Service(llm, ServiceConfig(cache_tokens=places, reuse=keeps))
 
 
@@ -51,13 +40,25 @@ def warm_service(
 
 
 def ask(service: Service, prompt: Sequence[int], num_tokens: int) -> Answer:
-    """One request, alone."""
+    """One request, alone. What earlier ones left behind is collected first, outside the time."""
+    events: list[Event] = []
+    stamps: list[float] = []  # of the tokens
+    is_over = threading.Event()
+
+    def listen(event: Event) -> None:
+        if isinstance(event, TokenGenerated):
+            stamps.append(time.perf_counter())
+        events.append(event)
+        if isinstance(event, Finished | Failed):
+            is_over.set()
+
     gc.collect()
-    watch = _UsageWatch()
     started = time.perf_counter()
-    submit(service, prompt, num_tokens, watch)
-    wait(service, watch.ended)
-    if watch.error is not None or len(watch.token_ids) != num_tokens:
-        why = watch.error or f"it gave {len(watch.token_ids)} tokens where {num_tokens} were asked for"
-        raise MeasurementError(f"a request of the benchmark failed: {why}")
-    return Answer(watch.stamps[0] - started, tuple(watch.token_ids), watch.cached_tokens)
+    service.submit(GenerationRequest(prompt, num_tokens, ignore_eos=True), listen)
+    is_over.wait()
+    end = events[-1]
+    if not isinstance(end, Finished) or len(stamps) != num_tokens:
+        why = end.error if isinstance(end, Failed) else f"it gave {len(stamps)} of {num_tokens} tokens"
+        raise RequestFailedError(f"a request of the benchmark failed: {why}")
+    tokens = tuple(event.token for event in events if isinstance(event, TokenGenerated))
+    return Answer(stamps[0] - started, tokens, end.usage.cached_tokens)

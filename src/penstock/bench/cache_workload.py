@@ -1,13 +1,10 @@
 """What is asked of the prefix cache: one prompt, read in every way that there is to come to its first token."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
-from penstock.bench.workload import text_tokens
 from penstock.cache import BLOCK_TOKENS
 from penstock.errors import ContextLengthError, SettingError
-from penstock.models.tokenizer import Tokenizer
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
 
 # What the benchmark is called on the command line and in the results.
@@ -77,19 +74,3 @@ class CacheWorkload:
                 f"a prompt of {self.prompt_tokens} tokens and {self.answer_tokens} generated after it do not fit "
                 f"into the model's context of {context_length} tokens: give fewer --prompt-tokens"
             )
-
-
-@dataclass(frozen=True)
-class CachePrompts:
-    """Token ids: a new prompt for every round, and one to warm up with. No two begin alike."""
-
-    rounds: tuple[Sequence[int], ...] = field(repr=False)
-    warm_up: Sequence[int] = field(repr=False)
-
-
-def make_prompts(tokenizer: Tokenizer, workload: CacheWorkload, num_rounds: int) -> CachePrompts:
-    """Consecutive pieces of one text."""
-    each, after = workload.prompt_tokens, num_rounds * workload.prompt_tokens
-    text = text_tokens(tokenizer, after + workload.warm_up_tokens)
-    pieces = tuple(text[index * each :][:each] for index in range(num_rounds))
-    return CachePrompts(pieces, text[after:])
