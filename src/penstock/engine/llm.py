@@ -38,9 +38,12 @@ from penstock.plan import (
     SizeRules,
     SizeSettings,
     StepTimeModel,
+    WeightsName,
+    WeightsSetting,
     peak_memory_estimate,
     resolve_align,
     resolve_size,
+    resolve_weights,
 )
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
@@ -65,6 +68,10 @@ class LLM:
     it runs, and `target_ttft_ms`, the time to a prompt's first token. Without these `PENSTOCK_MAX_ACTIVATION`,
     `PENSTOCK_TARGET_ITL` and `PENSTOCK_TARGET_TTFT` apply.
 
+    `weights` says how matrices lie in memory: "auto" leaves them as quantised as the file has them where the kernels
+    can compute with that, "int8" and "int4" quantise them, "bf16" and "f32" do not; without it `PENSTOCK_WEIGHTS`
+    applies, else "auto".
+
     `chunk` says afterwards what was asked for, what applies and why; `skipped` names the weights in the model's files
     that it has no use for, None where there are none.
     """
@@ -74,6 +81,7 @@ class LLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         dtype: Dtype = "auto",
+        weights: WeightsName | None = None,
         chunk: int | str | None = None,
         max_activation: int | str | None = None,
         target_itl_ms: float | str | None = None,
@@ -93,7 +101,8 @@ class LLM:
             target_ttft_ms=target_ttft_ms,
         )
         ChunkedPrefillConfig(resolve().chunk.effective, overlap)
-        torch_dtype = resolve_dtype(dtype)
+        self.weights: WeightsSetting = resolve_weights(weights, dtype=dtype)
+        torch_dtype = resolve_dtype(self.weights.dtype if dtype == "auto" else dtype)
         if threads is not None:
             _set_threads(threads)
         device = torch.device("cpu")
@@ -105,7 +114,9 @@ class LLM:
             self.tokenizer = opened.tokenizer
             self.skipped = opened.skipped.describe()
             with _memory_for(opened.source.describe()):
-                self.model, self.probe = in_own_thread(lambda: _load(opened.source, torch_dtype, device))
+                self.model, self.probe = in_own_thread(
+                    lambda: _load(opened.source, torch_dtype, device, self.weights.name)
+                )
         finally:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
@@ -251,8 +262,10 @@ def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:
     return replace(chunk, reason=chunk.reason + why)
 
 
-def _load(source: WeightSource, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, ProbeResult]:
-    model = load_decoder(source, select_kernels(device), dtype, device)
+def _load(
+    source: WeightSource, dtype: torch.dtype, device: torch.device, weights: WeightsName
+) -> tuple[Decoder, ProbeResult]:
+    model = load_decoder(source, select_kernels(device), dtype, device, weights)
     return model, probe(model.kernels, model.probe_shapes, dtype, device)
 
 

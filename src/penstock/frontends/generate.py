@@ -87,6 +87,14 @@ def generate(
         Literal["auto", "bfloat16", "float32"],
         _model(help="What to compute in; auto is bfloat16 where the processor does it natively."),
     ] = "auto",
+    weights: Annotated[
+        str | None,
+        _model(
+            metavar="FORM",
+            help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
+            "Without it $PENSTOCK_WEIGHTS applies, else auto.",
+        ),
+    ] = None,
     threads: Annotated[int | None, _model(min=1, help="Processor threads to use.")] = None,
     max_tokens: Annotated[
         int | None,
@@ -127,7 +135,7 @@ def generate(
         # What can be refused is refused before anything slow: first without torch, then without the model.
         from penstock.errors import SettingError
         from penstock.frontends.prompt import check_text, read_prompt
-        from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_size
+        from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_size, resolve_weights
 
         sizing: dict[str, Any] = {
             "chunk": chunk,
@@ -137,6 +145,7 @@ def generate(
         }
         ChunkedPrefillConfig(resolve_size(**sizing).chunk.effective, overlap)
         resolve_align(align)
+        resolve_weights(weights, dtype=dtype)
         if explain and quiet:
             raise SettingError("--explain contradicts --quiet: leave one of them out")
         if raw and system is not None:
@@ -156,7 +165,16 @@ def generate(
 
             sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
             StopMatcher(stop or ())
-        llm = load(model, display, dtype=dtype, overlap=overlap, align=align, threads=threads, **sizing)
+        llm = load(
+            model,
+            display,
+            dtype=dtype,
+            weights=weights,
+            overlap=overlap,
+            align=align,
+            threads=threads,
+            **sizing,
+        )
         result = answer(
             llm,
             whole_prompt,

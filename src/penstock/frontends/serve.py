@@ -32,6 +32,14 @@ def serve(
         Literal["auto", "bfloat16", "float32"],
         _model(help="What to compute in; auto is bfloat16 where the processor does it natively."),
     ] = "auto",
+    weights: Annotated[
+        str | None,
+        _model(
+            metavar="FORM",
+            help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
+            "Without it $PENSTOCK_WEIGHTS applies, else auto.",
+        ),
+    ] = None,
     threads: Annotated[int | None, _model(min=1, help="Processor threads to use.")] = None,
     chunk: Annotated[
         str | None,
@@ -129,7 +137,7 @@ def serve(
 
         from penstock.errors import SettingError
         from penstock.frontends.server.settings import ServerSettings
-        from penstock.plan import resolve_align, resolve_size
+        from penstock.plan import resolve_align, resolve_size, resolve_weights
         from penstock.plan.checks import check_int
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
         from penstock.plan.size_settings import check_schedule
@@ -153,6 +161,7 @@ def serve(
         )
         check_schedule(size, schedule)
         resolve_align(align)
+        resolve_weights(weights, dtype=dtype)
         if cache_tokens is not None:
             check_int("cache_tokens", cache_tokens, 1)
         if not 0 <= grace < math.inf:
@@ -180,7 +189,7 @@ def serve(
             from penstock.frontends.server.telemetry import Telemetry
 
         with bind(host, port) as listener:
-            llm = load(model, display, dtype=dtype, align=align, threads=threads, **sizing)
+            llm = load(model, display, dtype=dtype, weights=weights, align=align, threads=threads, **sizing)
             schedule = replace(schedule, chunk_size=llm.most_chunk, grid=llm.chunk.grid)
             telemetry = Telemetry()
             config = ServiceConfig(schedule, cache_tokens, strict)

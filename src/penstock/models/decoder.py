@@ -1,7 +1,7 @@
 """The decoder that all families share. What differs between them is in `ModelConfig`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import astuple, dataclass, fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.kernels.protocol import HEAD_ROWS, Kernels
+from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.layers.attention import Attention
 from penstock.layers.batch import ForwardBatch
 from penstock.layers.delta_net import DeltaNet
@@ -39,25 +40,27 @@ class Decoder:
         self,
         config: ModelConfig,
         kernels: Kernels,
-        embedding: Tensor,
+        embedding: Weight,
         layers: list[DecoderLayer],
         final_norm: Tensor,
-        head: Tensor,
+        head: Weight,
     ) -> None:
         self.config = config
         self.kernels = kernels
         self.dtype = embedding.dtype
-        self.device = embedding.device
+        self.device = final_norm.device
         self._embedding = embedding  # [vocab, hidden]
         self._layers = layers
         self._final_norm = final_norm  # [hidden]
-        self._head = head  # [vocab, hidden], packed: where it is tied to the embedding, a copy of it
+        self._head = (
+            head  # [vocab, hidden], packed: where it is tied to the embedding, a copy of it if not quantised
+        )
         self._rotary = Rotary(
             config.rotary,
             config.rotary_dim or config.head_dim,
             config.max_position,
-            embedding.dtype,
-            embedding.device,
+            self.dtype,
+            self.device,
         )
 
     @property
@@ -86,7 +89,7 @@ class Decoder:
         config = self.config
         return ProbeShapes(
             products=_in_order(self._products()),
-            head=ProductShape(self._head.shape[0], self._head.shape[1]),
+            head=_product(self._head),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -101,7 +104,7 @@ class Decoder:
         )
 
     def _products(self) -> set[ProductShape]:
-        pairs: list[tuple[Tensor, Tensor | None]] = []
+        pairs: list[tuple[Weight, Tensor | None]] = []
         for layer in self._layers:
             mixer = layer.mixer
             if isinstance(mixer, Attention):
@@ -113,7 +116,7 @@ class Decoder:
             block = layer.mlp.shared if isinstance(layer.mlp, ExpertMLP) else layer.mlp
             if block is not None:
                 pairs += [(block.gate_up_weight, block.gate_up_bias), (block.down_weight, block.down_bias)]
-        return {ProductShape(weight.shape[0], weight.shape[1], bias is not None) for weight, bias in pairs}
+        return {_product(weight, bias) for weight, bias in pairs}
 
     def _blocks(self) -> Iterator[GatedMLP]:
         """The feed-forward blocks, one of each layer's experts for all of them."""
@@ -128,9 +131,8 @@ class Decoder:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        parts = {self._embedding, self._head, self._final_norm}
-        parts |= {tensor for layer in self._layers for tensor in _tensors(layer)}
-        return sum(tensor.nbytes for tensor in parts)
+        parts = (self._embedding, self._head, self._final_norm, *self._layers)
+        return sum(tensor.nbytes for tensor in {tensor for part in parts for tensor in _tensors(part)})
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> Tensor | None:
@@ -140,7 +142,7 @@ class Decoder:
         for work in (batch.all_layers, batch.last_layer):
             caches.kv.check_places(place for span in work.spans for place in span.places)
         caches.kv.check_places(batch.places.ranges)
-        x = self._embedding[batch.token_ids]
+        x = kernels.embed(batch.token_ids, self._embedding)
         normed = kernels.rms_norm(x, self._layers[0].mixer_norm, eps)
         cos, sin = self._rotary.tables(batch.positions, batch.end_position)
         work, num_rows = batch.all_layers, batch.num_tokens
@@ -154,7 +156,7 @@ class Decoder:
                 work, num_rows = batch.last_layer, batch.num_logits
                 x, rows = x[batch.logit_rows], tuple(part[batch.logit_rows] for part in rows)
             x, normed = kernels.add_norm(
-                x, layer.mixer.give_out(rows, work, caches, kernels), layer.mlp_norm, eps
+                x, layer.mixer.give_out(rows, work, batch, caches, kernels), layer.mlp_norm, eps
             )
             del rows
             x, normed = kernels.add_norm(x, layer.mlp(normed, num_rows, batch, kernels), next_norm, eps)
@@ -163,7 +165,7 @@ class Decoder:
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Of x [num_logits, hidden]. How many rows there are must not matter to any of them: they run in slabs."""
         if not batch.is_canonical:
-            return self.kernels.linear(x, self._head)
+            return self.kernels.linear(x, self._head, is_canonical=False)
         padded = pad(x, (0, 0, 0, -len(x) % HEAD_ROWS))
         slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, HEAD_ROWS)]
         return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
@@ -173,11 +175,16 @@ def _expert_products(mlp: GatedMLP | ExpertMLP) -> Iterator[ProductShape]:
     """Those of one expert, which are those of all."""
     if isinstance(mlp, ExpertMLP):
         for weight in (mlp.experts[0].gate_up_weight, mlp.experts[0].down_weight):
-            yield ProductShape(weight.shape[0], weight.shape[1])
+            yield _product(weight)
+
+
+def _product(weight: Weight, bias: Tensor | None = None) -> ProductShape:
+    form = weight.form.name if isinstance(weight, QuantisedWeight) else ""
+    return ProductShape(weight.shape[0], weight.shape[1], bias is not None, form)
 
 
 def _in_order(shapes: set[ProductShape]) -> tuple[ProductShape, ...]:
-    return tuple(sorted(shapes, key=lambda shape: (shape.num_out, shape.num_in, shape.bias)))
+    return tuple(sorted(shapes, key=astuple))
 
 
 def _tensors(part: object) -> Iterator[Tensor]:

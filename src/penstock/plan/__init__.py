@@ -45,6 +45,7 @@ from penstock.plan.step_shape import StepShape, Workspace
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
 from penstock.plan.tokens import TokenView
 from penstock.plan.units import format_bytes
+from penstock.plan.weight_settings import WEIGHTS_VARIABLE, WeightsName, WeightsSetting, resolve_weights
 
 __all__ = [
     "ALIGN_VARIABLE",
@@ -54,6 +55,7 @@ __all__ = [
     "STATE_GRID",
     "TARGET_ITL_VARIABLE",
     "TARGET_TTFT_VARIABLE",
+    "WEIGHTS_VARIABLE",
     "AlignSetting",
     "BatchScheduler",
     "CacheLimits",
@@ -93,6 +95,8 @@ __all__ = [
     "StepTimeCoefficients",
     "StepTimeModel",
     "TokenView",
+    "WeightsName",
+    "WeightsSetting",
     "Workspace",
     "YieldToDecode",
     "create_prefill_chunks",
@@ -104,4 +108,5 @@ __all__ = [
     "resolve_align",
     "resolve_chunk_size",
     "resolve_size",
+    "resolve_weights",
 ]
