@@ -20,17 +20,20 @@ class BlockForm:
     number: int
     block_size: int
     block_bytes: int
+    resident_bits: float  # of a value, as it lies in memory
 
     def row_bytes(self, num_in: int) -> int:
         return num_in // self.block_size * self.block_bytes
 
 
-Q4_1 = BlockForm("Q4_1", 0, 32, 20)  # scale, minimum, 16 bytes of two quants
-Q4_0 = BlockForm("Q4_0", 1, 32, 18)
-Q8_0 = BlockForm("Q8_0", 2, 32, 34)  # scale, 32 quants
-Q4_K = BlockForm("Q4_K", 3, 256, 144)
-Q5_K = BlockForm("Q5_K", 4, 256, 176)
-Q6_K = BlockForm("Q6_K", 5, 256, 210)
+Q4_1 = BlockForm("Q4_1", 0, 32, 20, 5.0)  # scale, minimum, 16 bytes of two quants
+Q4_0 = BlockForm("Q4_0", 1, 32, 18, 4.5)
+Q8_0 = BlockForm("Q8_0", 2, 32, 34, 8.5)  # scale, 32 quants
+Q4_K = BlockForm(
+    "Q4_K", 3, 256, 144, 6.0
+)  # scales and minimums become float32, products of what the file has
+Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0)  # 5 bits become 8
+Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0)
 BLOCK_FORMS = {form.name: form for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K)}
 
 
