@@ -5,12 +5,14 @@ Decodes of all sequences, and chunks beside them, are one call.
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.kernels.native_build import native_library
+from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.protocol import HeadLayout
 from penstock.kernels.quantised import QuantisedWeight, Weight
@@ -101,6 +103,11 @@ class NativeKernels(TorchKernels):
         if self.quantised is None or not isinstance(weight, QuantisedWeight):
             return super().linear(x, weight, bias, is_canonical=is_canonical)
         return self.quantised.linear(x, weight, bias, is_canonical)
+
+    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+        if self.quantised is None or not self.can_attend(torch.bfloat16, heads.head_dim):
+            return None
+        return DenseLayers(native_library(), layers, heads)
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         if self.quantised is None or not isinstance(embedding, QuantisedWeight):

@@ -1,6 +1,7 @@
 """The native library's products with quantised weights."""
 
 import ctypes
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from penstock.kernels.quantised import GROUP, BlockForm, QuantisedWeight
 _pointer, _int, _long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 
 
-class _Weight(ctypes.Structure):
+class WeightStruct(ctypes.Structure):
     _fields_ = (
         ("panels", _pointer),
         ("num_out", _long),
@@ -32,13 +33,13 @@ class QuantisedProducts:
         self._linear = library.penstock_quantised_linear
         self._linear.argtypes = [*[_pointer] * 4, _long, _long, _int, _int]
         # Without rows, it does nothing but tell.
-        self.is_available = bool(self._linear(ctypes.byref(_Weight()), None, None, None, 0, 0, 0, 1))
+        self.is_available = bool(self._linear(ctypes.byref(WeightStruct()), None, None, None, 0, 0, 0, 1))
 
     def zeros(self, form: BlockForm, num_out: int, num_in: int) -> QuantisedWeight:
         """A weight [out, in] of zeros, to be filled by `place`; inputs in whole groups."""
         if num_in % GROUP:
             raise ValueError(f"{num_in} inputs are not a multiple of {GROUP}")
-        num_bytes = self._bytes(ctypes.byref(_Weight(None, num_out, num_in, form.number)))
+        num_bytes = self._bytes(ctypes.byref(WeightStruct(None, num_out, num_in, form.number)))
         return QuantisedWeight(form, (num_out, num_in), torch.zeros(num_bytes, dtype=torch.uint8))
 
     def place(self, weight: QuantisedWeight, outputs: Tensor, blocks: Tensor) -> None:
@@ -53,7 +54,7 @@ class QuantisedProducts:
             raise ValueError(f"outputs up to {int(outputs.max())} are not among {weight.shape[0]}")
         blocks, outputs = blocks.contiguous(), outputs.contiguous()
         self._pack(
-            _reference(weight),
+            _address(weight),
             blocks.data_ptr(),
             num_rows,
             row_bytes,
@@ -66,7 +67,7 @@ class QuantisedProducts:
         """Rows [n, in] of the weight, those of the outputs [n]."""
         out = torch.empty((outputs.shape[0], weight.shape[1]), dtype=dtype)
         if not self._rows(
-            _reference(weight),
+            _address(weight),
             outputs.contiguous().data_ptr(),
             outputs.shape[0],
             dtype == torch.bfloat16,
@@ -83,7 +84,7 @@ class QuantisedProducts:
         num_rows = x.shape[0]
         out = torch.empty((num_rows, weight.shape[0]), dtype=torch.bfloat16)
         self._linear(
-            _reference(weight),
+            _address(weight),
             x.data_ptr(),
             out.data_ptr(),
             None if bias is None else bias.data_ptr(),
@@ -95,5 +96,16 @@ class QuantisedProducts:
         return out
 
 
-def _reference(weight: QuantisedWeight) -> ctypes._Pointer:  # type: ignore[type-arg]
-    return ctypes.byref(_Weight(weight.panels.data_ptr(), *weight.shape, weight.form.number))  # type: ignore[return-value]
+def struct_of(weight: QuantisedWeight) -> WeightStruct:
+    """What the library is told of a weight; it does not keep the weight's memory."""
+    return WeightStruct(weight.panels.data_ptr(), *weight.shape, weight.form.number)
+
+
+def _address(weight: QuantisedWeight) -> int:
+    if weight not in _STRUCTS:
+        _STRUCTS[weight] = struct_of(weight)
+    return ctypes.addressof(_STRUCTS[weight])
+
+
+# Made once for a weight, and kept as long.
+_STRUCTS: WeakKeyDictionary[QuantisedWeight, WeightStruct] = WeakKeyDictionary()

@@ -1,6 +1,7 @@
 """What a device must be able to compute. Plain tensors in, plain tensors out; no kernel knows a plan or a cache."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.errors import SettingError
+from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
@@ -54,6 +56,10 @@ class Kernels(Protocol):
     ) -> Tensor:
         """x [rows, in] times a packed weight [out, in], plus bias [out]. What is not canonical may be computed in the
         way that is fastest for a few rows, whose bits may differ."""
+
+    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+        """Such layers as one call, which gives the bits of products that are not canonical; None where there is none
+        for them."""
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         """Rows [n, hidden] of an embedding [vocab, hidden], which is not packed unless it is quantised."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.kernels import torch_delta
+from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.protocol import HeadLayout
 from penstock.kernels.quantised import QuantisedWeight, Weight
@@ -73,6 +74,9 @@ class TorchKernels:
             return torch.nn.functional.linear(x, weight, bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
+
+    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+        return None
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         if isinstance(embedding, QuantisedWeight):

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
+from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.kernels.protocol import HEAD_ROWS, Kernels
 from penstock.kernels.quantised import QuantisedWeight, Weight
@@ -62,6 +63,30 @@ class Decoder:
             self.dtype,
             self.device,
         )
+        self._dense_layers = self._as_one_call()
+
+    def _as_one_call(self) -> DenseLayers | None:
+        """The layers for decodes, where all are dense and quantised."""
+        dense = [
+            _dense_layer(layer, norm) for layer, norm in zip(self._layers, self._next_norms, strict=True)
+        ]
+        layers = [layer for layer in dense if layer is not None]
+        if len(layers) < len(dense):
+            return None
+        config = self.config
+        heads = DenseHeads(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.norm_eps,
+            self._final_norm.dtype == torch.float32,
+        )
+        return self.kernels.dense_layers(layers, heads)
+
+    @property
+    def _next_norms(self) -> list[Tensor]:
+        """The norm that follows each layer."""
+        return [*(layer.mixer_norm for layer in self._layers[1:]), self._final_norm]
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -145,9 +170,12 @@ class Decoder:
         x = kernels.embed(batch.token_ids, self._embedding)
         normed = kernels.rms_norm(x, self._layers[0].mixer_norm, eps)
         cos, sin = self._rotary.tables(batch.positions, batch.end_position)
+        if self._dense_layers and not batch.is_canonical and batch.num_logits == len(x):
+            kvs = [caches.kv.layer(index) for index in range(len(self._layers))]
+            normed = self._dense_layers.run(x, normed, cos, sin, kvs, batch.places, batch.all_layers)
+            return self._logits(normed, batch).float()
         work, num_rows = batch.all_layers, batch.num_tokens
-        next_norms = [*(layer.mixer_norm for layer in self._layers[1:]), self._final_norm]
-        for layer, next_norm in zip(self._layers, next_norms, strict=True):
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
             rows = layer.mixer.take_in(normed, cos, sin, batch, caches, kernels)
             del normed  # what is not needed any more is not held at the next high-water mark
             if layer is self._layers[-1]:
@@ -169,6 +197,40 @@ class Decoder:
         padded = pad(x, (0, 0, 0, -len(x) % HEAD_ROWS))
         slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, HEAD_ROWS)]
         return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
+
+
+def _dense_layer(layer: DecoderLayer, next_norm: Tensor) -> DenseLayer | None:
+    """None where it is a layer of another kind, or has matrices that are not quantised."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if not isinstance(mixer, Attention) or mixer.is_gated or not isinstance(mlp, GatedMLP):
+        return None
+    qkv, out, gate_up, down = (
+        mixer.qkv_weight,
+        mixer.out_weight,
+        mlp.gate_up_weight,
+        mlp.down_weight,
+    )
+    if not (
+        isinstance(qkv, QuantisedWeight)
+        and isinstance(out, QuantisedWeight)
+        and isinstance(gate_up, QuantisedWeight)
+        and isinstance(down, QuantisedWeight)
+    ):
+        return None
+    return DenseLayer(
+        qkv_weight=qkv,
+        out_weight=out,
+        gate_up_weight=gate_up,
+        down_weight=down,
+        qkv_bias=mixer.qkv_bias,
+        out_bias=mixer.out_bias,
+        gate_up_bias=mlp.gate_up_bias,
+        down_bias=mlp.down_bias,
+        query_norm=mixer.query_norm,
+        key_norm=mixer.key_norm,
+        mlp_norm=layer.mlp_norm,
+        next_norm=next_norm,
+    )
 
 
 def _expert_products(mlp: GatedMLP | ExpertMLP) -> Iterator[ProductShape]:

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "calls.h"
 
 namespace penstock {
 namespace {
@@ -17,26 +17,6 @@ constexpr int SEGMENT = 256;
 constexpr int WIDE = 2;       // vectors of queries that are taken together, where there are enough
 constexpr int MOST_TILES = 2; // such pairs of vectors that share the reading of a block
 constexpr float MINUS_INFINITY = -__builtin_inff();
-
-struct Span {
-    int64_t row;       // of its first query
-    int64_t num_rows;
-    int64_t position;  // of its first query in the sequence: query i sees position + i + 1 tokens
-    int64_t first_place;
-};
-
-struct Heads {
-    const void* queries;
-    void* out;
-    const void* keys;
-    const void* values;
-    int64_t query_stride;  // values from row to row
-    int64_t out_stride;
-    int64_t kv_stride;     // from token to token
-    int64_t num_kv_heads;
-    int64_t group;         // query heads to a KV head
-    float scale;
-};
 
 // STEP values lie in a word of 32 bits, and are multiplied by one instruction.
 struct DotFloat32 : Float32 {

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "calls.h"
 
 namespace penstock {
 namespace {
@@ -18,15 +18,8 @@ constexpr int PANEL = 32;  // outputs
 constexpr int BLOCK = 32;  // inputs
 constexpr int VECTORS = PANEL / LANES;
 
-struct Weight {
-    uint8_t* panels;
-    int64_t num_out;
-    int64_t num_in;  // a multiple of BLOCK
-    int32_t form;
-
-    int64_t num_panels() const { return (num_out + PANEL - 1) / PANEL; }
-    int64_t num_blocks() const { return num_in / BLOCK; }
-};
+inline int64_t panels_of(const Weight& weight) { return (weight.num_out + PANEL - 1) / PANEL; }
+inline int64_t blocks_of(const Weight& weight) { return weight.num_in / BLOCK; }
 
 // value = scale * (quant - zero) + minimum. Quants of 4 bits are 0 to 15, of 8 bits -128 to 127.
 template <int Bits, int GroupSize, bool HasMinimum, bool IsWide, int Zero>
@@ -182,7 +175,7 @@ void pack_row(const Weight& weight, const uint8_t* row, int64_t num_in, int64_t 
     Unpacked unpacked;
     for (int64_t b = 0; b < num_in / BLOCK; ++b) {
         unpack(F{}, row, b, &unpacked);
-        uint8_t* block = weight.panels + (out / PANEL * weight.num_blocks() + b) * F::BLOCK_BYTES;
+        uint8_t* block = weight.panels + (out / PANEL * blocks_of(weight) + b) * F::BLOCK_BYTES;
         constexpr int LOAD_INPUTS = 2 * F::LOAD_PAIRS;
         for (int load = 0; load < F::LOADS; ++load) {
             uint32_t word = 0;
@@ -208,8 +201,8 @@ void unpack_row(const Weight& weight, int64_t out, float* to) {
         std::memcpy(&value, from, sizeof value);
         return value;
     };
-    for (int64_t b = 0; b < weight.num_blocks(); ++b, to += BLOCK) {
-        const uint8_t* block = weight.panels + (out / PANEL * weight.num_blocks() + b) * F::BLOCK_BYTES;
+    for (int64_t b = 0; b < blocks_of(weight); ++b, to += BLOCK) {
+        const uint8_t* block = weight.panels + (out / PANEL * blocks_of(weight) + b) * F::BLOCK_BYTES;
         constexpr int LOAD_INPUTS = 2 * F::LOAD_PAIRS;
         for (int k = 0; k < BLOCK; ++k) {
             uint32_t word;
@@ -334,7 +327,7 @@ void sum_groups(const uint16_t* x, int64_t num_in, float* sums) {
 
 template <class F>
 void few_rows(const Weight& weight, const Rows& rows, int num_threads) {
-    const int64_t num_blocks = weight.num_blocks(), num_panels = weight.num_panels();
+    const int64_t num_blocks = blocks_of(weight), num_panels = panels_of(weight);
     const int64_t row_sums = F::HAS_MINIMUM ? num_blocks * F::GROUPS : 0;
     std::vector<float> sums(rows.num_rows * row_sums);
     if (F::HAS_MINIMUM)
@@ -452,7 +445,7 @@ constexpr MultiplyMany MULTIPLY_MANY[MOST_MANY + 1] = {
 
 template <class F>
 void many_rows(const Weight& weight, const Rows& rows, int num_threads) {
-    const int64_t num_blocks = weight.num_blocks(), num_panels = weight.num_panels();
+    const int64_t num_blocks = blocks_of(weight), num_panels = panels_of(weight);
     const int64_t num_pairs = weight.num_in / 2, panel_bytes = num_pairs * sizeof(uint32_t[PANEL]);
     const int64_t at_once = std::max<int64_t>(2, MADE_BYTES / panel_bytes);
     const int64_t rounds = (num_panels + at_once * num_threads - 1) / (at_once * num_threads);
@@ -490,7 +483,7 @@ using namespace penstock;
 extern "C" int64_t penstock_quantised_bytes(const Weight* weight) {
     int64_t bytes = 0;
     with_form(weight->form, [&](auto form) {
-        bytes = weight->num_panels() * weight->num_blocks() * decltype(form)::BLOCK_BYTES;
+        bytes = panels_of(*weight) * blocks_of(*weight) * decltype(form)::BLOCK_BYTES;
     });
     return bytes;
 }
