@@ -24,6 +24,7 @@ class GatedMLP:
 
     def feed(self, x: Tensor, batch: ForwardBatch, kernels: Kernels) -> Tensor:
         is_canonical = batch.is_canonical
-        gate_up = kernels.linear(x, self.gate_up_weight, self.gate_up_bias, is_canonical=is_canonical)
-        activated = kernels.silu_and_mul(gate_up)
+        activated = kernels.silu_and_mul(
+            kernels.linear(x, self.gate_up_weight, self.gate_up_bias, is_canonical=is_canonical)
+        )
         return kernels.linear(activated, self.down_weight, self.down_bias, is_canonical=is_canonical)
