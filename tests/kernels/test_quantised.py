@@ -135,10 +135,10 @@ def test_any_number_of_threads(products: QuantisedProducts, num_threads: int, is
         torch.set_num_threads(before)
 
 
-def test_rows_of_a_larger_tensor(products: QuantisedProducts) -> None:
+@pytest.mark.parametrize("width", [3 * NUM_IN, 3 * NUM_IN + 1])
+def test_rows_of_a_larger_tensor(products: QuantisedProducts, width: int) -> None:
     weight, _ = weight_of(products, Q8_0)
-    wide = random_rows(7, 3 * NUM_IN)
-    part = wide[:, NUM_IN : 2 * NUM_IN]
+    part = random_rows(7, width)[:, NUM_IN : 2 * NUM_IN]
     for is_canonical in (False, True):
         apart = products.linear(part.contiguous(), weight, None, is_canonical)
         assert torch.equal(products.linear(part, weight, None, is_canonical), apart)
@@ -165,6 +165,9 @@ def test_what_does_not_fit_is_refused(products: QuantisedProducts) -> None:
         products.place(weight, torch.arange(4), random_blocks(Q8_0, 4, 96))
     with pytest.raises(ValueError, match="multiple of 32"):
         products.zeros(Q8_0, 10, 40)
+    for rows in (torch.ones(2, 32).bfloat16(), torch.ones(2, 64)):
+        with pytest.raises(ValueError, match="64 inputs"):
+            products.linear(rows, weight, None, is_canonical=True)
     for token in (-1, 10):
         with pytest.raises(IndexError):
             products.rows(weight, torch.tensor([0, token]), torch.bfloat16)

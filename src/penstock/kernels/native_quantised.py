@@ -79,7 +79,9 @@ class QuantisedProducts:
 
     def linear(self, x: Tensor, weight: QuantisedWeight, bias: Tensor | None, is_canonical: bool) -> Tensor:
         """x [rows, in] of bfloat16 times a weight, plus bias [out]."""
-        if x.stride(1) != 1:
+        if x.dtype != torch.bfloat16 or x.shape[1] != weight.shape[1]:
+            raise ValueError(f"rows are {x.dtype} {list(x.shape)}, not bfloat16 of {weight.shape[1]} inputs")
+        if x.stride(1) != 1 or x.stride(0) % 2:  # inputs are read in pairs
             x = x.contiguous()
         num_rows = x.shape[0]
         out = torch.empty((num_rows, weight.shape[0]), dtype=torch.bfloat16)
