@@ -19,6 +19,7 @@ from penstock.layers.attention import Attention
 from penstock.layers.mlp import GatedMLP
 from penstock.models.decoder import Decoder
 from penstock.models.folder import HfFolder
+from penstock.models.gguf_file import GgufFile
 from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model
 from penstock.models.shape import model_shape, stored_bits
@@ -27,6 +28,8 @@ from penstock.plan.policy import ScheduleConfig
 from penstock.plan.weight_settings import WeightsName
 from tests.engine.batching import Wish, serve
 from tests.engine.test_same_bits import assert_same_bits
+from tests.models.gguf_builders import write_hybrid_gguf
+from tests.models.test_gguf_hybrid import QUANTISED, small
 from tests.oracle import Oracle, make_oracle, random_prompt, run_prompt
 
 CPU = torch.device("cpu")
@@ -198,3 +201,22 @@ def test_resident_memory_is_about_the_file(smollm2_path: Path) -> None:
     """Beyond an interpreter with torch imported, tokenizer and all."""
     done = subprocess.run([sys.executable, "-c", RESIDENT], check=True, capture_output=True, text=True)
     assert int(done.stdout) <= 1.5 * smollm2_path.stat().st_size
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_a_file_that_is_quantised_in_parts(tmp_path: Path, family: str) -> None:
+    """Matrices whose parts are stored in different ways are of bfloat16, beside those that are kept."""
+    path = write_hybrid_gguf(small(family), tmp_path / "model.gguf", quantised=QUANTISED)
+    source = GgufFile(path)
+    kept, plain = load(source, "auto"), load(source, "bf16")
+    source.close()
+    assert kept.num_weight_bytes < plain.num_weight_bytes
+    weights = [layer.mixer.qkv_weight for layer in kept._layers if isinstance(layer.mixer, Attention)]
+    assert weights
+    assert not any(isinstance(weight, QuantisedWeight) for weight in weights)  # keys and values are F32
+    prompt = random_prompt(130, vocab_size=kept.config.vocab_size)
+    ours, theirs = run_prompt(kept, prompt), run_prompt(plain, prompt)
+    assert ours.logits is not None
+    assert theirs.logits is not None
+    assert float((ours.logits - theirs.logits).norm()) < 0.05 * float(theirs.logits.norm())
+    assert_same_bits(run_prompt(kept, prompt, chunk_size=64), ours)
