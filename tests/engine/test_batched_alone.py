@@ -6,6 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.protocol import HEAD_ROWS
+from penstock.kernels.quantised import Weight
 from penstock.kernels.torch_kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from penstock.models.folder import HfFolder
@@ -127,7 +128,9 @@ class RowSensitive(TorchKernels):
 
     name = "row-sensitive"
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def linear(
+        self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, is_canonical: bool = True
+    ) -> torch.Tensor:
         if x.shape[0] < 16 and x.shape[0] != HEAD_ROWS and weight.shape[0] != VOCAB:
             padded = torch.zeros(16, x.shape[1], dtype=x.dtype)
             padded[: x.shape[0]] = x

@@ -17,6 +17,7 @@ import penstock.engine.fingerprint as fingerprints
 from penstock.engine.batch import Canon
 from penstock.engine.fingerprint import cache_fingerprint, weights_digest
 from penstock.models.decoder import Decoder
+from penstock.plan.weight_settings import WeightsSetting
 from tests.oracle import load_model, make_oracle
 
 CANON = Canon(512, 8, 0)
@@ -27,6 +28,7 @@ class Loaded:
     path: Path
     model: Decoder
     canon: Canon = CANON
+    weights: WeightsSetting = WeightsSetting("auto", "default")  # noqa: RUF009
 
 
 @pytest.fixture(autouse=True)
@@ -96,6 +98,7 @@ def test_it_changes_with_each_thing_that_bits_depend_on(
         for canon in (Canon(256, 8), Canon(512, 4), Canon(512, 8, 64))
     ]
     seen.append(cache_fingerprint(replace(llm, model=load_model(llm.path, torch.bfloat16))))
+    seen.append(cache_fingerprint(replace(llm, weights=WeightsSetting("int8", "argument"))))
     seen.append(cache_fingerprint(replace(llm, model=load_model(make_oracle("qwen3").folder))))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "__version__", "99")

@@ -14,7 +14,7 @@ from penstock.errors import SettingError
 from penstock.frontends import plan_plot
 from penstock.frontends.plan import plan
 from penstock.frontends.plan_rows import Plan, make_plan
-from penstock.frontends.plan_source import read_config
+from penstock.frontends.plan_source import read_model
 from penstock.frontends.plan_table import table
 from penstock.models.shape import model_shape, workspace_for
 from penstock.plan.fitting import largest_chunk
@@ -63,7 +63,7 @@ def run(*arguments: object) -> tuple[int, str, str]:
 
 def plan_of(tmp_path: Path, config: dict[str, Any], prompt_tokens: int, **settings: Any) -> Plan:
     return make_plan(
-        read_config(str(folder_of(tmp_path, config))),
+        read_model(str(folder_of(tmp_path, config))).config,
         prompt_tokens,
         workspace=Workspace(settings.pop("kernels", "native")),
         model="m",
@@ -96,7 +96,7 @@ def test_the_largest_chunk_that_fits_is_chosen(tmp_path: Path, config: dict[str,
     rows = {row.chunk: row for row in made.rows}
     assert rows[made.chosen].fits
     assert rows[made.chosen].total_bytes <= 24_000 * MIB
-    shape = model_shape(read_config(str(tmp_path)))
+    shape = model_shape(read_model(str(tmp_path)).config)
     assert made.weights_bytes == weight_bytes(shape, 2)
     assert made.kv_cache_bytes == 50_000 * kv_token_bytes(shape, 2)
     grid = 64 if config is HYBRID else 1
@@ -105,7 +105,7 @@ def test_the_largest_chunk_that_fits_is_chosen(tmp_path: Path, config: dict[str,
         50_000,
         24_000 * MIB - made.fixed_bytes,
         dtype_bytes=2,
-        workspace=workspace_for(read_config(str(tmp_path)), Workspace("native")),
+        workspace=workspace_for(read_model(str(tmp_path)).config, Workspace("native")),
         grid=grid,
     )
     assert found is not None
@@ -176,10 +176,10 @@ def test_parts_that_nothing_has_are_no_columns(tmp_path: Path) -> None:
 
 def test_a_configuration_comes_as_folder_file_or_gguf(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, QWEN3_8B)
-    assert read_config(str(folder)) == read_config(str(folder / "config.json"))
+    assert read_model(str(folder)).config == read_model(str(folder / "config.json")).config
     renamed = tmp_path / "qwen.json"
     renamed.write_text(json.dumps(QWEN3_8B))
-    assert read_config(str(renamed)) == read_config(str(folder))
+    assert read_model(str(renamed)).config == read_model(str(folder)).config
 
 
 def test_a_gguf_file_tells_by_its_header(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_gguf_file_tells_by_its_header(tmp_path: Path) -> None:
     assert status == 0
     written = json.loads(out)
     assert written["rows"][-1]["chunk"] == 20
-    assert read_config(str(path)).hidden_size == SHAPE["hidden_size"]
+    assert read_model(str(path)).config.hidden_size == SHAPE["hidden_size"]
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,25 @@ def test_bits_do_not_depend_on_chunks_places_neighbours_or_threads(
     assert torch.equal(decode[0], whole[-1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 32, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 4, 7, 8, 9])
+def test_a_decode_has_the_bits_of_a_chunk_at_any_head_size(
+    native: NativeKernels, dtype: torch.dtype, head_dim: int, group: int
+) -> None:
+    """Up to 8 queries of a KV head are computed by other code than more."""
+    for num_tokens in (1, 2, 17, 63, 64, 65, 256, 257, 330):
+        torch.manual_seed(num_tokens)
+        keys, values = torch.randn(2, num_tokens, 2, head_dim).mul(2).to(dtype)
+        queries = torch.randn(num_tokens, 2 * group, head_dim).to(dtype)
+        places = [TokenRange(0, num_tokens)]
+        whole = AttentionWork((AttendedSpan(0, num_tokens, 0, places, is_prompt=True),))
+        last = AttentionWork((AttendedSpan(0, 1, num_tokens - 1, places, is_prompt=False),))
+        kv, scale = KV(keys, values), head_dim**-0.5
+        decode = native.attend(queries[-1:].clone(), last, kv, scale)
+        assert torch.equal(decode[0], native.attend(queries, whole, kv, scale)[-1])
+
+
 def reached(places: Sequence[TokenRange], end: int) -> list[TokenRange]:
     found: list[TokenRange] = []
     for place in places:

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.cache.kv import KV
 from penstock.kernels import probe as probing
 from penstock.kernels.probe import ProbeResult, ProbeShapes, ProductShape, measure, probe
+from penstock.kernels.quantised import Weight
 from penstock.kernels.torch_kernels import TorchKernels
 
 CPU = torch.device("cpu")
@@ -29,7 +30,9 @@ class RowDependent(TorchKernels):
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
         rows = torch.cat((x, x.new_zeros(64, x.shape[1])))  # enough rows for the real kernel's own floor
         out = super().linear(rows, weight, bias)[: x.shape[0]]
         return out if x.shape[0] >= self.below else out * (1 + 2 * torch.finfo(x.dtype).eps)
@@ -75,7 +78,9 @@ def test_experts_have_a_slab_of_their_own() -> None:
 class PlaceDependent(TorchKernels):
     """Products whose first row is rounded differently."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
         out = super().linear(x, weight, bias)
         out[0] *= 1.01
         return out

@@ -1,6 +1,5 @@
 """How much a prefill makes a process grow, measured in a process of its own."""
 
-import ctypes
 import gc
 import json
 import subprocess
@@ -19,6 +18,7 @@ from penstock.engine.memory import (
     peak_resident_bytes,
     reset_peak,
     resident_bytes,
+    trim_heap,
 )
 from penstock.engine.run import Run
 from penstock.errors import PenstockError
@@ -98,7 +98,7 @@ def measure_growth(system: System, prompt: Sequence[int]) -> Growth:
     """Growth of this process. It should be a fresh one: heap that earlier work left behind hides growth."""
     system.generate(prompt[:WARM_UP_TOKENS], 2, lambda token: None)
     gc.collect()
-    _trim_heap()
+    trim_heap()
     if not reset_peak() or (before := resident_bytes()) is None:
         raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
     cache_bytes = system.generate(prompt, 1, lambda token: None)
@@ -136,7 +136,7 @@ def measure_steady_growth(model: Decoder, canon: Canon, chunk: int, prompt: Sequ
 
     read(prompt[: warm_up_tokens(model.config, chunk, len(prompt))])
     gc.collect()
-    _trim_heap()
+    trim_heap()
     if not reset_peak() or (before := anonymous_bytes()) is None:
         raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
     spans = read(prompt)
@@ -156,12 +156,6 @@ def growth_in_fresh_process(job: Job) -> Growth:
         )
     reply = json.loads(done.stdout.splitlines()[-1])
     return Growth(**{**reply, "system": SystemName(reply["system"])})
-
-
-def _trim_heap() -> None:
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has it
-    if trim is not None:
-        trim(0)
 
 
 def _main() -> None:

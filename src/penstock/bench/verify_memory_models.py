@@ -1,7 +1,7 @@
 """Random models with the layers of published ones, a few of each: activations are a layer's, and each next layer uses
 the memory of the one before again. Their weights are made in place and lie in no file."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -129,6 +129,12 @@ class RandomWeights:
         for start in range(0, len(rows), at_once):
             part = rows[start : start + at_once]
             part.copy_(self._numbers[: part.numel()].view(part.shape))
+
+    def block_form(self, name: str) -> None:
+        return None
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        raise NotImplementedError(f"{name} is not quantised")
 
     def describe(self) -> str:
         return f"{self._name} (random, {self._config.num_layers} layers)"

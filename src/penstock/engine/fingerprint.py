@@ -20,6 +20,7 @@ from penstock.engine.profile import profile_key
 from penstock.home import cache_home
 from penstock.kernels.native_build import native_library
 from penstock.models.decoder import Decoder
+from penstock.plan.weight_settings import WeightsSetting
 
 _VERSION = 1  # of what is hashed below
 # The code that a block's bits come from, beside libraries and the processor.
@@ -43,6 +44,9 @@ class HasWeights(Protocol):
     @property
     def canon(self) -> Canon: ...
 
+    @property
+    def weights(self) -> WeightsSetting: ...
+
 
 def cache_fingerprint(llm: HasWeights) -> bytes:
     """A hash of all that a block's bits depend on, but for its tokens: weights, configuration, dtype, kernels, code,
@@ -53,6 +57,7 @@ def cache_fingerprint(llm: HasWeights) -> bytes:
     parts = {
         "version": _VERSION,
         "weights": weights_digest(llm.path).hex(),
+        "form": llm.weights.name,
         "config": asdict(model.config),
         "machine": machine,
         "capability": torch.backends.cpu.get_cpu_capability(),

@@ -18,6 +18,7 @@ from penstock.engine.batch import settle
 from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
 from penstock.engine.fingerprint import cache_fingerprint
+from penstock.engine.memory import trim_heap
 from penstock.engine.profile import load_profile
 from penstock.engine.results import Generation
 from penstock.engine.reuse import MAX_SNAPSHOTS, Reuse
@@ -45,9 +46,12 @@ from penstock.plan import (
     SizeRules,
     SizeSettings,
     StepTimeModel,
+    WeightsName,
+    WeightsSetting,
     peak_memory_estimate,
     resolve_align,
     resolve_size,
+    resolve_weights,
 )
 from penstock.plan.checks import check_int
 from penstock.plan.store_settings import resolve_store
@@ -74,6 +78,10 @@ class LLM:
     it runs, and `target_ttft_ms`, the time to a prompt's first token. Without these `PENSTOCK_MAX_ACTIVATION`,
     `PENSTOCK_TARGET_ITL` and `PENSTOCK_TARGET_TTFT` apply.
 
+    `weights` says how matrices lie in memory: "auto" leaves them as quantised as the file has them where the kernels
+    can compute with that, "int8" and "int4" quantise them, "bf16" and "f32" do not; without it `PENSTOCK_WEIGHTS`
+    applies, else "auto".
+
     `cache_dir` is a folder in which what was read of prompts is kept, up to `cache_size` (bytes, or text such as
     "10GiB"), so that no prompt is read twice, even by another process; without them `PENSTOCK_CACHE_DIR` and
     `PENSTOCK_CACHE_SIZE` apply. `reuse_tokens` is how many tokens are kept in memory from one request to the next.
@@ -88,6 +96,7 @@ class LLM:
         model: str | Path = DEFAULT_MODEL,
         *,
         dtype: Dtype = "auto",
+        weights: WeightsName | None = None,
         chunk: int | str | None = None,
         max_activation: int | str | None = None,
         target_itl_ms: float | str | None = None,
@@ -116,7 +125,8 @@ class LLM:
             raise SettingError(
                 f"overlap={overlap} contradicts {'cache_dir' if stored else 'reuse_tokens'}: leave one of them out"
             )
-        torch_dtype = resolve_dtype(dtype)
+        self.weights: WeightsSetting = resolve_weights(weights, dtype=dtype)
+        torch_dtype = resolve_dtype(self.weights.dtype if dtype == "auto" else dtype)
         if threads is not None:
             _set_threads(threads)
         device = torch.device("cpu")
@@ -129,7 +139,10 @@ class LLM:
             self.tokenizer = opened.tokenizer
             self.skipped = opened.skipped.describe()
             with _memory_for(opened.source.describe()):
-                self.model, self.probe = in_own_thread(lambda: _load(opened.source, torch_dtype, device))
+                self.model, self.probe = in_own_thread(
+                    lambda: _load(opened.source, torch_dtype, device, self.weights.name)
+                )
+            trim_heap()  # what loading and probing had for a while
         finally:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
@@ -323,8 +336,10 @@ def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:
     return replace(chunk, reason=chunk.reason + why)
 
 
-def _load(source: WeightSource, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, ProbeResult]:
-    model = load_decoder(source, select_kernels(device), dtype, device)
+def _load(
+    source: WeightSource, dtype: torch.dtype, device: torch.device, weights: WeightsName
+) -> tuple[Decoder, ProbeResult]:
+    model = load_decoder(source, select_kernels(device), dtype, device, weights)
     return model, probe(model.kernels, model.probe_shapes, dtype, device)
 
 

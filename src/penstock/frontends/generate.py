@@ -103,6 +103,14 @@ def generate(
         Literal["auto", "bfloat16", "float32"],
         _model(help="What to compute in; auto is bfloat16 where the processor does it natively."),
     ] = "auto",
+    weights: Annotated[
+        str | None,
+        _model(
+            metavar="FORM",
+            help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
+            "Without it $PENSTOCK_WEIGHTS applies, else auto.",
+        ),
+    ] = None,
     threads: Annotated[int | None, _model(min=1, help="Processor threads to use.")] = None,
     max_tokens: Annotated[
         int | None,
@@ -143,7 +151,7 @@ def generate(
         # What can be refused is refused before anything slow: first without torch, then without the model.
         from penstock.errors import SettingError
         from penstock.frontends.prompt import check_text, read_prompt
-        from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_size
+        from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_size, resolve_weights
         from penstock.plan.store_settings import resolve_store
 
         sizing: dict[str, Any] = {
@@ -154,6 +162,7 @@ def generate(
         }
         ChunkedPrefillConfig(resolve_size(**sizing).chunk.effective, overlap)
         resolve_align(align)
+        resolve_weights(weights, dtype=dtype)
         if resolve_store(cache_dir, cache_size) is not None and overlap:
             raise SettingError(
                 f"overlap={overlap} is not accepted with a cache folder: leave one of them out"
@@ -177,7 +186,14 @@ def generate(
 
             sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
             StopMatcher(stop or ())
-        settings = {"dtype": dtype, "overlap": overlap, "align": align, "threads": threads, **sizing}
+        settings = {
+            "dtype": dtype,
+            "weights": weights,
+            "overlap": overlap,
+            "align": align,
+            "threads": threads,
+            **sizing,
+        }
         with loaded(model, display, cache_dir=cache_dir, cache_size=cache_size, **settings) as llm:
             result = answer(
                 llm,

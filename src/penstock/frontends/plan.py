@@ -10,10 +10,11 @@ import typer
 from penstock.errors import MemoryExhaustedError, SettingError
 from penstock.frontends.exits import reported
 from penstock.frontends.plan_rows import make_plan
-from penstock.frontends.plan_source import expected_kernels, num_threads, read_config, resolved_dtype
+from penstock.frontends.plan_source import expected_kernels, num_threads, read_model, resolved_dtype
 from penstock.frontends.plan_table import show, to_json
 from penstock.plan.step_shape import Workspace
 from penstock.plan.units import parse_bytes
+from penstock.plan.weight_settings import resolve_weights
 
 _MOST_TOKENS = 1 << 30
 _MOST_DECODES = 1 << 16
@@ -50,6 +51,14 @@ def plan(
         Literal["auto", "bfloat16", "float32"],
         _what(help="auto is bfloat16 where this machine computes it natively."),
     ] = "auto",
+    weights: Annotated[
+        str | None,
+        _what(
+            metavar="FORM",
+            help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
+            "Without it $PENSTOCK_WEIGHTS applies, else auto.",
+        ),
+    ] = None,
     plot: Annotated[
         Path | None, _output(metavar="PATH", help="Draw a picture: png, svg or pdf by its name.")
     ] = None,
@@ -63,13 +72,17 @@ def plan(
             from penstock.frontends.plan_plot import require_plotting
 
             require_plotting(plot)
+        kept = resolve_weights(weights, dtype=dtype)
+        computed = resolved_dtype(kept.dtype if dtype == "auto" else dtype)
+        known = read_model(model)
         made = make_plan(
-            read_config(model),
+            known.config,
             prompt_tokens,
             chunk=chunk,
             budget_bytes=budget,
             num_decodes=decodes,
-            dtype=resolved_dtype(dtype),
+            dtype=computed,
+            bits=known.bits(kept.name, computed),
             model=model,
             workspace=Workspace(expected_kernels(), num_threads=num_threads()),
         )

@@ -14,7 +14,7 @@ from penstock.plan import (
 )
 from penstock.plan.activation_parts import StepMemory
 from penstock.plan.fitting import largest_chunk, largest_step, smallest_budget
-from penstock.plan.memory import kv_token_bytes, state_slot_bytes, weight_bytes
+from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
 from penstock.plan.step_shape import Workspace
 
 if TYPE_CHECKING:  # torch comes with it
@@ -68,6 +68,7 @@ def make_plan(
     chunk: int | None = None,
     budget_bytes: int | None = None,
     num_decodes: int = 0,
+    bits: WeightBits | None = None,
 ) -> Plan:
     """Rows for powers of two, the whole prompt, and the chosen size. Chunks of a model with recurrent state are
     multiples of 64."""
@@ -86,6 +87,7 @@ def make_plan(
         workspace=workspace_for(config, workspace),
         grid=STATE_GRID if config.has_state else 1,
         budget_bytes=budget_bytes,
+        bits=bits,
     )
     chosen, reason = planner.choose(chunk)
     sizes = {prompt_tokens} if chosen is None else {prompt_tokens, chosen}
@@ -118,10 +120,11 @@ class _Planner:
     workspace: Workspace
     grid: int
     budget_bytes: int | None
+    bits: WeightBits | None = None  # of weights that are quantised
 
     @property
     def weights_bytes(self) -> int:
-        return weight_bytes(self.shape, self.dtype_bytes)
+        return weight_bytes(self.shape, self.dtype_bytes, self.bits)
 
     @property
     def kv_cache_bytes(self) -> int:

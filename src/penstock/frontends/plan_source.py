@@ -5,33 +5,55 @@ torch is imported only when it is asked.
 
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import ModelError
+from penstock.plan.memory import WeightBits
 from penstock.plan.step_shape import KernelKind
 
 if TYPE_CHECKING:  # torch comes with it
     from penstock.models.config import ModelConfig
 
 
-def read_config(model: str) -> "ModelConfig":
-    """The configuration of a folder, a config.json, a GGUF file or a Hugging Face name; weights are not needed."""
+@dataclass(frozen=True)
+class PlannedModel:
+    """A configuration, and what the weights take where its file has them quantised."""
+
+    config: "ModelConfig"
+    stored: WeightBits | None = None
+
+    def bits(self, weights: str, dtype: str) -> WeightBits | None:
+        """What weights take that are kept in this way; None where they are of the dtype."""
+        if weights == "auto":
+            return self.stored if dtype == "bfloat16" and expected_kernels() == "native" else None
+        from penstock.kernels.quantised import Q4_1, Q8_0
+
+        form = {"int8": Q8_0, "int4": Q4_1}.get(weights)
+        if form is None:
+            return None
+        return WeightBits(form.resident_bits, Q8_0.resident_bits, self.config.tied_head)
+
+
+def read_model(model: str) -> PlannedModel:
+    """What is known of a folder, a config.json, a GGUF file or a Hugging Face name; weights are not needed."""
     from penstock.models.folder import read_folder_config
 
     path = Path(model).expanduser()
     if path.is_dir():
-        return read_folder_config(path)
+        return PlannedModel(read_folder_config(path))
     if path.is_file() and path.suffix == ".json":
-        return _read_config_file(path)
+        return PlannedModel(_read_config_file(path))
     if not path.exists() and (config := _from_hugging_face(model)):
-        return _read_config_file(config)
+        return PlannedModel(_read_config_file(config))
     from penstock.models.hub import resolve_model
     from penstock.models.opened import open_weights
+    from penstock.models.shape import stored_bits
 
     source = open_weights(resolve_model(model))
     source.close()
-    return source.config
+    return PlannedModel(source.config, stored_bits(source, plain_bits=16))
 
 
 def _read_config_file(path: Path) -> "ModelConfig":

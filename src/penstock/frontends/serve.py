@@ -32,6 +32,14 @@ def serve(
         Literal["auto", "bfloat16", "float32"],
         _model(help="What to compute in; auto is bfloat16 where the processor does it natively."),
     ] = "auto",
+    weights: Annotated[
+        str | None,
+        _model(
+            metavar="FORM",
+            help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
+            "Without it $PENSTOCK_WEIGHTS applies, else auto.",
+        ),
+    ] = None,
     threads: Annotated[int | None, _model(min=1, help="Processor threads to use.")] = None,
     chunk: Annotated[
         str | None,
@@ -160,7 +168,7 @@ def serve(
 
         from penstock.errors import SettingError
         from penstock.frontends.server.settings import ServerSettings, resolve_keys
-        from penstock.plan import resolve_align, resolve_size
+        from penstock.plan import resolve_align, resolve_size, resolve_weights
         from penstock.plan.checks import check_int
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
         from penstock.plan.size_settings import check_schedule
@@ -185,6 +193,7 @@ def serve(
         )
         check_schedule(size, schedule)
         resolve_align(align)
+        resolve_weights(weights, dtype=dtype)
         resolve_store(cache_dir, cache_size)
         if not reuse and (cache_dir is not None or cache_size is not None or isolate):
             option = "--isolate" if isolate else "--cache-size" if cache_dir is None else "--cache-dir"
@@ -216,7 +225,13 @@ def serve(
             from penstock.frontends.server.started import open_warning, started_lines
             from penstock.frontends.server.telemetry import Telemetry
 
-        loading: dict[str, Any] = {"dtype": dtype, "align": align, "threads": threads, **sizing}
+        loading: dict[str, Any] = {
+            "dtype": dtype,
+            "weights": weights,
+            "align": align,
+            "threads": threads,
+            **sizing,
+        }
         with (
             bind(host, port) as listener,
             loaded(model, display, cache_dir=cache_dir, cache_size=cache_size, **loading) as llm,

@@ -5,13 +5,17 @@ Decodes of all sequences, and chunks beside them, are one call.
 """
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.kernels.native_build import native_library
+from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
+from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.protocol import HeadLayout
+from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
 from penstock.kernels.torch_kernels import TorchKernels
 
@@ -60,13 +64,15 @@ class _HeadRows(ctypes.Structure):
 
 
 class NativeKernels(TorchKernels):
-    """What the library has no code for (other dtypes and head sizes), and products, are torch's."""
+    """What the library has no code for (other dtypes and head sizes) and products with plain weights are torch's."""
 
     name = "native"
 
     def __init__(self, tile_size: int = 512, row_slab: int = 0) -> None:
         super().__init__(tile_size, row_slab)
         library = native_library()
+        products = QuantisedProducts(library)
+        self.quantised = products if products.is_available else None
         self._can_attend: dict[tuple[torch.dtype, int], bool] = {}
         self._attend = library.penstock_attend
         self._attend.argtypes = [_int, _long, _pointer, _pointer, _long, _pointer, _int]
@@ -90,6 +96,23 @@ class NativeKernels(TorchKernels):
                 self._attend(dtype == torch.bfloat16, head_dim, ctypes.byref(_Heads()), None, 0, None, 1)
             )
         return self._can_attend[key]
+
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
+        if self.quantised is None or not isinstance(weight, QuantisedWeight):
+            return super().linear(x, weight, bias, is_canonical=is_canonical)
+        return self.quantised.linear(x, weight, bias, is_canonical)
+
+    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+        if self.quantised is None or not self.can_attend(torch.bfloat16, heads.head_dim):
+            return None
+        return DenseLayers(native_library(), layers, heads)
+
+    def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
+        if self.quantised is None or not isinstance(embedding, QuantisedWeight):
+            return super().embed(token_ids, embedding)
+        return self.quantised.rows(embedding, token_ids, torch.bfloat16)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype not in _DTYPES or x.stride(-1) != 1 or x.dim() not in (2, 3):

@@ -27,10 +27,11 @@ from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.probe_delta import recurrence_holds
 from penstock.kernels.protocol import HEAD_ROWS, HeadLayout, Kernels
+from penstock.kernels.quantised import BLOCK_FORMS, Weight
 from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
 from penstock.plan.shape import DeltaNetShape
 
-_VERSION = 14
+_VERSION = 15
 _REFERENCE_ROWS = 512
 _MOST_ROWS = 2048
 # A floor above this is not believed: a library that changes its ways at such sizes may do so again beyond.
@@ -45,11 +46,12 @@ _EDGES = (1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300)
 
 @dataclass(frozen=True)
 class ProductShape:
-    """A weight [num_out, num_in], with a bias or without."""
+    """A weight [num_out, num_in], with a bias or without; of blocks, where there is a form."""
 
     num_out: int
     num_in: int
     bias: bool = False
+    form: str = ""
 
 
 @dataclass(frozen=True)
@@ -139,17 +141,31 @@ class _Random:
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, dtype=self._dtype, generator=self._generator).to(self._device)
 
-    def cancelling(self, num_rows: int, width: int, sign: int) -> Tensor:
-        """Rows whose second half repeats the first in another order, with a sign.
+    def cancelling(self, num_rows: int, width: int, sign: int, block: int = 1) -> Tensor:
+        """Rows whose second half repeats the first in another order of blocks, with a sign.
 
         The product of two such matrices of opposite sign is zero but for rounding, so that every difference in
         the order of summing shows. In bfloat16 the rounding of the result would hide most of them."""
-        half = width // 2
-        order = torch.randperm(half, generator=torch.Generator().manual_seed(width)).to(self._device)
-        rows = self.normal(num_rows, width)
+        half, order = self._order_of_half(width // block)
+        rows = self.normal(num_rows, width // block, block)
         rows[:, half : 2 * half] = sign * rows[:, order]
         rows[:, 2 * half :] = 0
-        return rows
+        return torch.nn.functional.pad(rows.flatten(1), (0, width % block))
+
+    def cancelling_blocks(self, num_rows: int, num_blocks: int, block_bytes: int) -> Tensor:
+        """The same for rows of quantised blocks of any form: no byte of theirs makes a scale below 0 or above 2."""
+        half, order = self._order_of_half(num_blocks)
+        rows = torch.randint(
+            64, (num_rows, num_blocks, block_bytes), dtype=torch.uint8, generator=self._generator
+        )
+        rows[:, half : 2 * half] = rows[:, order]
+        rows[:, 2 * half :] = 0
+        return rows.flatten(1)
+
+    def _order_of_half(self, size: int) -> tuple[int, Tensor]:
+        half = size // 2
+        order = torch.randperm(half, generator=torch.Generator().manual_seed(size))
+        return half, order.to(self._device)
 
     def cancelling_kv(self, num_tokens: int, num_heads: int, head_dim: int) -> KV:
         """Pairs of tokens, 32 apart, with equal keys and opposite values, for the same reason."""
@@ -160,9 +176,21 @@ class _Random:
         return KV(keys.flatten(0, 2), values.flatten(0, 2))
 
 
+def _factors(kernels: Kernels, shape: ProductShape, num_rows: int, random: _Random) -> tuple[Weight, Tensor]:
+    """A weight of that shape and rows to multiply with it, whose product is zero but for rounding."""
+    if not shape.form:
+        weight = kernels.pack(random.cancelling(shape.num_out, shape.num_in, 1))
+        return weight, random.cancelling(num_rows, shape.num_in, -1)
+    assert kernels.quantised is not None
+    form = BLOCK_FORMS[shape.form]
+    blocks = random.cancelling_blocks(shape.num_out, shape.num_in // form.block_size, form.block_bytes)
+    quantised = kernels.quantised.zeros(form, shape.num_out, shape.num_in)
+    kernels.quantised.place(quantised, torch.arange(shape.num_out), blocks)
+    return quantised, random.cancelling(num_rows, shape.num_in, -1, form.block_size)
+
+
 def _row_floor(kernels: Kernels, shape: ProductShape, random: _Random) -> int | None:
-    weight = kernels.pack(random.cancelling(shape.num_out, shape.num_in, 1))
-    x = random.cancelling(_MOST_ROWS, shape.num_in, -1)
+    weight, x = _factors(kernels, shape, _MOST_ROWS, random)
     bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
     reference = kernels.linear(x[:_REFERENCE_ROWS], weight, bias)
     floor = 1
@@ -178,8 +206,7 @@ def _row_floor(kernels: Kernels, shape: ProductShape, random: _Random) -> int | 
 def _slab_holds(kernels: Kernels, products: tuple[ProductShape, ...], slab: int, random: _Random) -> bool:
     """Whether products of exactly `slab` rows give a row the same bits wherever it stands among them."""
     for shape in products:
-        weight = kernels.pack(random.cancelling(shape.num_out, shape.num_in, 1))
-        x = random.cancelling(2 * slab, shape.num_in, -1)
+        weight, x = _factors(kernels, shape, 2 * slab, random)
         bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
         reference = kernels.linear(x[:slab], weight, bias)
         for start in {start for start in (1, 2, 7, 16, 31, slab // 2, slab - 1) if start < slab}:

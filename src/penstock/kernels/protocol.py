@@ -1,6 +1,7 @@
 """What a device must be able to compute. Plain tensors in, plain tensors out; no kernel knows a plan or a cache."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +10,9 @@ from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.errors import SettingError
+from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
+from penstock.kernels.native_quantised import QuantisedProducts
+from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
 
 # The output head runs on so many rows at a time, where a row's bits must not depend on how many there are.
@@ -42,12 +46,23 @@ class Kernels(Protocol):
     row_floor: int  # products of fewer rows than this do not give a row the same bits as those of more
     row_slab: int  # products of more rows than this run as several, of this many rows each; 0: as one
     expert_slab: int  # the same for experts, which have few rows each; 0: as for all others
+    quantised: QuantisedProducts | None  # what makes weights of blocks, where `linear` takes them
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the form that `linear` takes it in, of the same size."""
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x [rows, in] times a packed weight [out, in], plus bias [out]."""
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
+        """x [rows, in] times a packed weight [out, in], plus bias [out]. What is not canonical may be computed in the
+        way that is fastest for a few rows, whose bits may differ."""
+
+    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+        """Such layers as one call, which gives the bits of products that are not canonical; None where there is none
+        for them."""
+
+    def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
+        """Rows [n, hidden] of an embedding [vocab, hidden], which is not packed unless it is quantised."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Root-mean-square norm over the last dimension, computed in float32. A float32 weight is applied before

@@ -9,7 +9,10 @@ from torch import Tensor
 from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.kernels import torch_delta
+from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
+from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.protocol import HeadLayout
+from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.kernels.shares import in_shares
 from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces
 from penstock.plan.request import Span
@@ -38,6 +41,7 @@ class TorchKernels:
     """Kernels for the CPU."""
 
     name = "torch"
+    quantised: QuantisedProducts | None = None
     causal_conv = staticmethod(torch_delta.causal_conv)
     gated_delta_rule = staticmethod(torch_delta.gated_delta_rule)
     gated_delta_steps = staticmethod(torch_delta.gated_delta_steps)
@@ -56,7 +60,11 @@ class TorchKernels:
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         return packed
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
+        if isinstance(weight, QuantisedWeight):
+            raise TypeError("these kernels have no products with quantised weights")
         if 0 < self.row_slab < x.shape[0]:
             return torch.cat([self._product(slab, weight, bias) for slab in torch.split(x, self.row_slab)])
         return self._product(x, weight, bias)
@@ -66,6 +74,14 @@ class TorchKernels:
             return torch.nn.functional.linear(x, weight, bias)
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
+
+    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+        return None
+
+    def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
+        if isinstance(embedding, QuantisedWeight):
+            raise TypeError("these kernels cannot read quantised weights")
+        return embedding[token_ids]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:

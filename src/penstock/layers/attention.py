@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
 from penstock.kernels.protocol import HeadLayout, Kernels
+from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork
 from penstock.layers.batch import ForwardBatch
 
@@ -23,10 +24,10 @@ class Attention:
     head_dim: int
     norm_eps: float
     qkv_weight: (
-        Tensor  # [(heads + 2 * kv_heads) * head_dim, hidden], with gates [(2 * heads + 2 * kv_heads) * ...]
+        Weight  # [(heads + 2 * kv_heads) * head_dim, hidden], with gates [(2 * heads + 2 * kv_heads) * ...]
     )
     qkv_bias: Tensor | None
-    out_weight: Tensor  # [hidden, heads * head_dim]
+    out_weight: Weight  # [hidden, heads * head_dim]
     out_bias: Tensor | None
     query_norm: Tensor | None  # [head_dim]
     key_norm: Tensor | None
@@ -49,7 +50,7 @@ class Attention:
     ) -> tuple[Tensor, ...]:
         """Write the keys and values of x [rows, hidden] into the cache. Returns queries [rows, heads, head_dim], and
         gates [rows, heads * head_dim] where there are any."""
-        projected = kernels.linear(x, self.qkv_weight, self.qkv_bias)
+        projected = kernels.linear(x, self.qkv_weight, self.qkv_bias, is_canonical=batch.is_canonical)
         kv = caches.kv.layer(self.index)
         queries = kernels.place_heads(projected, self.layout, cos, sin, kv, batch.places)
         if not self.is_gated:
@@ -57,11 +58,16 @@ class Attention:
         return (queries, projected[:, -self.num_heads * self.head_dim :])
 
     def give_out(
-        self, rows: tuple[Tensor, ...], work: AttentionWork, caches: CacheTensors, kernels: Kernels
+        self,
+        rows: tuple[Tensor, ...],
+        work: AttentionWork,
+        batch: ForwardBatch,
+        caches: CacheTensors,
+        kernels: Kernels,
     ) -> Tensor:
         """What `take_in` gave, or some rows of it, to the block's output [rows, hidden]; padding rows attend to
         nothing."""
         attended = kernels.attend(rows[0], work, caches.kv.layer(self.index), 1.0 / math.sqrt(self.head_dim))
         if self.is_gated:
             attended.mul_(kernels.sigmoid(rows[1].contiguous()))
-        return kernels.linear(attended, self.out_weight, self.out_bias)
+        return kernels.linear(attended, self.out_weight, self.out_bias, is_canonical=batch.is_canonical)

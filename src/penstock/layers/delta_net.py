@@ -7,6 +7,7 @@ from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
 from penstock.kernels.protocol import Kernels
+from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork
 from penstock.layers.batch import ForwardBatch, StateRows
 
@@ -24,12 +25,12 @@ class DeltaNet:
     key_head_dim: int
     value_head_dim: int
     norm_eps: float
-    in_weight: Tensor  # [2 * key_size + 2 * value_size + 2 * lanes, hidden]
+    in_weight: Weight  # [2 * key_size + 2 * value_size + 2 * lanes, hidden]
     conv_weight: Tensor  # [taps, 2 * key_size + value_size], float32
     decay_rate: Tensor  # [lanes], float32, negative
     decay_bias: Tensor  # [lanes], float32
     norm: Tensor  # [value_head_dim], float32
-    out_weight: Tensor  # [hidden, value_size]
+    out_weight: Weight  # [hidden, value_size]
 
     def take_in(
         self,
@@ -41,7 +42,7 @@ class DeltaNet:
         kernels: Kernels,
     ) -> tuple[Tensor, ...]:
         """Carry the states over x [rows, hidden]. Returns the gated, normed outputs [rows, value_size]."""
-        projected = kernels.linear(x, self.in_weight)
+        projected = kernels.linear(x, self.in_weight, is_canonical=batch.is_canonical)
         conv_size = self.conv_weight.shape[1]
         value_size = self.num_value_heads * self.value_head_dim
         lanes = self.decay_rate.shape[0]
@@ -58,10 +59,15 @@ class DeltaNet:
         return (out,)
 
     def give_out(
-        self, rows: tuple[Tensor, ...], work: AttentionWork, caches: CacheTensors, kernels: Kernels
+        self,
+        rows: tuple[Tensor, ...],
+        work: AttentionWork,
+        batch: ForwardBatch,
+        caches: CacheTensors,
+        kernels: Kernels,
     ) -> Tensor:
         """What `take_in` gave, or some rows of it, to the block's output [rows, hidden]."""
-        return kernels.linear(rows[0], self.out_weight)
+        return kernels.linear(rows[0], self.out_weight, is_canonical=batch.is_canonical)
 
     def _carry(
         self,

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.kernels.protocol import Kernels, padded_rows
+from penstock.kernels.quantised import Weight
 from penstock.layers.batch import ForwardBatch
 from penstock.layers.mlp import GatedMLP
 
@@ -16,7 +17,7 @@ class ExpertMLP:
     """Tokens are grouped by expert; a group is one product, padded like the batch."""
 
     router_weight: (
-        Tensor  # [experts, or experts + lanes with the shared expert's gate first among them, hidden]
+        Weight  # [experts, or experts + lanes with the shared expert's gate first among them, hidden]
     )
     experts: tuple[GatedMLP, ...]
     shared: GatedMLP | None
@@ -27,7 +28,7 @@ class ExpertMLP:
         """x [rows, hidden], of which the first `num_rows` are tokens and the others padding, whose output is zero but
         for the shared expert's."""
         num_experts = len(self.experts)
-        scores = kernels.linear(x, self.router_weight).float()
+        scores = kernels.linear(x, self.router_weight, is_canonical=batch.is_canonical).float()
         chances = torch.softmax(scores[:num_rows, :num_experts].contiguous(), dim=-1)
         weights, chosen = torch.topk(chances, self.num_active, dim=-1)  # [n, active]
         if self.is_normalised:
@@ -48,16 +49,16 @@ class ExpertMLP:
             start += count
         if self.shared is not None:
             gate = kernels.sigmoid(scores[:, num_experts:])[:, :1]
-            total.addcmul_(self.shared.feed(x, kernels), gate)
+            total.addcmul_(self.shared.feed(x, batch, kernels), gate)
         return total.to(x.dtype)
 
 
 def _feed(expert: GatedMLP, x: Tensor, batch: ForwardBatch, kernels: Kernels) -> Tensor:
     """One expert's tokens. How many they are depends on the chunk, and must not matter to any of them."""
     if not batch.is_canonical:
-        return expert.feed(x, kernels)
+        return expert.feed(x, batch, kernels)
     slab = kernels.expert_slab or kernels.row_slab
     num_rows = padded_rows(x.shape[0], slab or kernels.row_floor, slab)
     padded = pad(x, (0, 0, 0, num_rows - x.shape[0]))
-    fed = [expert.feed(part, kernels) for part in torch.split(padded, slab or num_rows)]
+    fed = [expert.feed(part, batch, kernels) for part in torch.split(padded, slab or num_rows)]
     return (torch.cat(fed) if len(fed) > 1 else fed[0])[: x.shape[0]]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.kernels.protocol import Kernels
+from penstock.kernels.quantised import Weight
 from penstock.layers.batch import ForwardBatch
 
 
@@ -12,15 +13,18 @@ from penstock.layers.batch import ForwardBatch
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), with gate and up as one product."""
 
-    gate_up_weight: Tensor  # [2 * width, hidden]
+    gate_up_weight: Weight  # [2 * width, hidden]
     gate_up_bias: Tensor | None
-    down_weight: Tensor  # [hidden, width]
+    down_weight: Weight  # [hidden, width]
     down_bias: Tensor | None
 
     def __call__(self, x: Tensor, num_rows: int, batch: ForwardBatch, kernels: Kernels) -> Tensor:
         """x [rows, hidden] to the block's output; padding after `num_rows` rows is run like any other row."""
-        return self.feed(x, kernels)
+        return self.feed(x, batch, kernels)
 
-    def feed(self, x: Tensor, kernels: Kernels) -> Tensor:
-        activated = kernels.silu_and_mul(kernels.linear(x, self.gate_up_weight, self.gate_up_bias))
-        return kernels.linear(activated, self.down_weight, self.down_bias)
+    def feed(self, x: Tensor, batch: ForwardBatch, kernels: Kernels) -> Tensor:
+        is_canonical = batch.is_canonical
+        activated = kernels.silu_and_mul(
+            kernels.linear(x, self.gate_up_weight, self.gate_up_bias, is_canonical=is_canonical)
+        )
+        return kernels.linear(activated, self.down_weight, self.down_bias, is_canonical=is_canonical)

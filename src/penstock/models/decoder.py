@@ -1,7 +1,7 @@
 """The decoder that all families share. What differs between them is in `ModelConfig`."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import astuple, dataclass, fields, is_dataclass
 
 import torch
 from torch import Tensor
@@ -10,8 +10,10 @@ from torch.nn.functional import pad
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
+from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.kernels.protocol import HEAD_ROWS, Kernels
+from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.layers.attention import Attention
 from penstock.layers.batch import ForwardBatch
 from penstock.layers.delta_net import DeltaNet
@@ -39,26 +41,52 @@ class Decoder:
         self,
         config: ModelConfig,
         kernels: Kernels,
-        embedding: Tensor,
+        embedding: Weight,
         layers: list[DecoderLayer],
         final_norm: Tensor,
-        head: Tensor,
+        head: Weight,
     ) -> None:
         self.config = config
         self.kernels = kernels
         self.dtype = embedding.dtype
-        self.device = embedding.device
+        self.device = final_norm.device
         self._embedding = embedding  # [vocab, hidden]
         self._layers = layers
         self._final_norm = final_norm  # [hidden]
-        self._head = head  # [vocab, hidden], packed: where it is tied to the embedding, a copy of it
+        self._head = (
+            head  # [vocab, hidden], packed: where it is tied to the embedding, a copy of it if not quantised
+        )
         self._rotary = Rotary(
             config.rotary,
             config.rotary_dim or config.head_dim,
             config.max_position,
-            embedding.dtype,
-            embedding.device,
+            self.dtype,
+            self.device,
         )
+        self._dense_layers = self._as_one_call()
+
+    def _as_one_call(self) -> DenseLayers | None:
+        """The layers for decodes, where all are dense and quantised."""
+        dense = [
+            _dense_layer(layer, norm) for layer, norm in zip(self._layers, self._next_norms, strict=True)
+        ]
+        layers = [layer for layer in dense if layer is not None]
+        if len(layers) < len(dense):
+            return None
+        config = self.config
+        heads = DenseHeads(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.norm_eps,
+            self._final_norm.dtype == torch.float32,
+        )
+        return self.kernels.dense_layers(layers, heads)
+
+    @property
+    def _next_norms(self) -> list[Tensor]:
+        """The norm that follows each layer."""
+        return [*(layer.mixer_norm for layer in self._layers[1:]), self._final_norm]
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -86,7 +114,7 @@ class Decoder:
         config = self.config
         return ProbeShapes(
             products=_in_order(self._products()),
-            head=ProductShape(self._head.shape[0], self._head.shape[1]),
+            head=_product(self._head),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -101,7 +129,7 @@ class Decoder:
         )
 
     def _products(self) -> set[ProductShape]:
-        pairs: list[tuple[Tensor, Tensor | None]] = []
+        pairs: list[tuple[Weight, Tensor | None]] = []
         for layer in self._layers:
             mixer = layer.mixer
             if isinstance(mixer, Attention):
@@ -113,7 +141,7 @@ class Decoder:
             block = layer.mlp.shared if isinstance(layer.mlp, ExpertMLP) else layer.mlp
             if block is not None:
                 pairs += [(block.gate_up_weight, block.gate_up_bias), (block.down_weight, block.down_bias)]
-        return {ProductShape(weight.shape[0], weight.shape[1], bias is not None) for weight, bias in pairs}
+        return {_product(weight, bias) for weight, bias in pairs}
 
     def _blocks(self) -> Iterator[GatedMLP]:
         """The feed-forward blocks, one of each layer's experts for all of them."""
@@ -128,9 +156,8 @@ class Decoder:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        parts = {self._embedding, self._head, self._final_norm}
-        parts |= {tensor for layer in self._layers for tensor in _tensors(layer)}
-        return sum(tensor.nbytes for tensor in parts)
+        parts = (self._embedding, self._head, self._final_norm, *self._layers)
+        return sum(tensor.nbytes for tensor in {tensor for part in parts for tensor in _tensors(part)})
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> Tensor | None:
@@ -140,12 +167,15 @@ class Decoder:
         for work in (batch.all_layers, batch.last_layer):
             caches.kv.check_places(place for span in work.spans for place in span.places)
         caches.kv.check_places(batch.places.ranges)
-        x = self._embedding[batch.token_ids]
+        x = kernels.embed(batch.token_ids, self._embedding)
         normed = kernels.rms_norm(x, self._layers[0].mixer_norm, eps)
         cos, sin = self._rotary.tables(batch.positions, batch.end_position)
+        if self._dense_layers and not batch.is_canonical and batch.num_logits == len(x):
+            kvs = [caches.kv.layer(index) for index in range(len(self._layers))]
+            normed = self._dense_layers.run(x, normed, cos, sin, kvs, batch.places, batch.all_layers)
+            return self._logits(normed, batch).float()
         work, num_rows = batch.all_layers, batch.num_tokens
-        next_norms = [*(layer.mixer_norm for layer in self._layers[1:]), self._final_norm]
-        for layer, next_norm in zip(self._layers, next_norms, strict=True):
+        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
             rows = layer.mixer.take_in(normed, cos, sin, batch, caches, kernels)
             del normed  # what is not needed any more is not held at the next high-water mark
             if layer is self._layers[-1]:
@@ -154,7 +184,7 @@ class Decoder:
                 work, num_rows = batch.last_layer, batch.num_logits
                 x, rows = x[batch.logit_rows], tuple(part[batch.logit_rows] for part in rows)
             x, normed = kernels.add_norm(
-                x, layer.mixer.give_out(rows, work, caches, kernels), layer.mlp_norm, eps
+                x, layer.mixer.give_out(rows, work, batch, caches, kernels), layer.mlp_norm, eps
             )
             del rows
             x, normed = kernels.add_norm(x, layer.mlp(normed, num_rows, batch, kernels), next_norm, eps)
@@ -163,21 +193,60 @@ class Decoder:
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """Of x [num_logits, hidden]. How many rows there are must not matter to any of them: they run in slabs."""
         if not batch.is_canonical:
-            return self.kernels.linear(x, self._head)
+            return self.kernels.linear(x, self._head, is_canonical=False)
         padded = pad(x, (0, 0, 0, -len(x) % HEAD_ROWS))
         slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, HEAD_ROWS)]
         return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
+
+
+def _dense_layer(layer: DecoderLayer, next_norm: Tensor) -> DenseLayer | None:
+    """None where it is a layer of another kind, or has matrices that are not quantised."""
+    mixer, mlp = layer.mixer, layer.mlp
+    if not isinstance(mixer, Attention) or mixer.is_gated or not isinstance(mlp, GatedMLP):
+        return None
+    qkv, out, gate_up, down = (
+        mixer.qkv_weight,
+        mixer.out_weight,
+        mlp.gate_up_weight,
+        mlp.down_weight,
+    )
+    if not (
+        isinstance(qkv, QuantisedWeight)
+        and isinstance(out, QuantisedWeight)
+        and isinstance(gate_up, QuantisedWeight)
+        and isinstance(down, QuantisedWeight)
+    ):
+        return None
+    return DenseLayer(
+        qkv_weight=qkv,
+        out_weight=out,
+        gate_up_weight=gate_up,
+        down_weight=down,
+        qkv_bias=mixer.qkv_bias,
+        out_bias=mixer.out_bias,
+        gate_up_bias=mlp.gate_up_bias,
+        down_bias=mlp.down_bias,
+        query_norm=mixer.query_norm,
+        key_norm=mixer.key_norm,
+        mlp_norm=layer.mlp_norm,
+        next_norm=next_norm,
+    )
 
 
 def _expert_products(mlp: GatedMLP | ExpertMLP) -> Iterator[ProductShape]:
     """Those of one expert, which are those of all."""
     if isinstance(mlp, ExpertMLP):
         for weight in (mlp.experts[0].gate_up_weight, mlp.experts[0].down_weight):
-            yield ProductShape(weight.shape[0], weight.shape[1])
+            yield _product(weight)
+
+
+def _product(weight: Weight, bias: Tensor | None = None) -> ProductShape:
+    form = weight.form.name if isinstance(weight, QuantisedWeight) else ""
+    return ProductShape(weight.shape[0], weight.shape[1], bias is not None, form)
 
 
 def _in_order(shapes: set[ProductShape]) -> tuple[ProductShape, ...]:
-    return tuple(sorted(shapes, key=lambda shape: (shape.num_out, shape.num_in, shape.bias)))
+    return tuple(sorted(shapes, key=astuple))
 
 
 def _tensors(part: object) -> Iterator[Tensor]:

@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,6 +76,12 @@ class HfFolder:
                 f"{stored.file.path}: tensor {name} is {stored.dtype}; accepted are {', '.join(_DTYPES)}"
             )
         copy_plain(stored.file, stored.start, dtype, out)
+
+    def block_form(self, name: str) -> None:
+        return None
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        raise NotImplementedError(f"{name} is not quantised")
 
     def describe(self) -> str:
         kinds = [stored.dtype for stored in self._tensors.values()]

@@ -8,7 +8,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.bytefile import ByteFile, copy_plain
+from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
+from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
 from penstock.models.config import ModelConfig
 from penstock.models.fields import Fields
 from penstock.models.gguf_config import gguf_model_config
@@ -85,6 +86,30 @@ class GgufFile:
             values = torch.empty(out.shape, dtype=torch.float32)
             self._fill(values, place)
             out.copy_(place.restore(values))
+
+    def block_form(self, name: str) -> BlockForm | None:
+        place = self._places[name]
+        is_by_rows = len(place.shape) == 2 and place.restore is None and not place.moves_columns
+        return BLOCK_FORMS.get(place.tensor.kind.name) if is_by_rows else None
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        place, form = self._places[name], self.block_form(name)
+        assert form is not None
+        num_rows, row_bytes = place.shape[0], form.row_bytes(place.shape[1])
+        start = place.tensor.start + form.row_bytes(place.first)
+        if place.order is not None:
+            rows = torch.empty(num_rows, row_bytes, dtype=torch.uint8)
+            for part in place.order(rows):
+                copy_plain(self._file, start, torch.uint8, part)
+                start += part.numel()
+            yield rows
+            return
+        at_once = max(1, SLICE_BYTES // row_bytes)
+        buffer = torch.empty(min(at_once, num_rows), row_bytes, dtype=torch.uint8)
+        for first in range(0, num_rows, at_once):
+            part = buffer[: num_rows - first]
+            self._file.read_into(start + first * row_bytes, part.view(-1))
+            yield part
 
     def describe(self) -> str:
         common = max(set(self._kinds), key=self._kinds.count).name if self._kinds else "empty"

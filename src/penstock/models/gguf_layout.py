@@ -25,6 +25,7 @@ class Place:
     shape: tuple[int, ...]  # in transformers
     first: int = 0  # the element of the stored tensor that it begins with
     order: Order | None = None  # where the file's differs
+    moves_columns: bool = False  # whether that is another order within rows
     restore: Callable[[Tensor], Tensor] | None = (
         None  # values as stored, in float32 -> as transformers has them
     )
@@ -47,7 +48,9 @@ def _places_in(tensor: GgufTensor, config: ModelConfig, origin: str) -> Iterator
         yield from _experts(tensor, *stack, config, origin)
     elif name := hugging_face_name(tensor.name, config):
         shape = _shape(name, tensor.shape)
-        yield name, Place(tensor, shape, 0, _order(name, config), _restore(name, config, tensor))
+        order = _order(name, config)
+        moves_columns = order is not None and name.endswith(".out_proj.weight")
+        yield name, Place(tensor, shape, 0, order, moves_columns, _restore(name, config, tensor))
     else:
         yield tensor.name, Place(tensor, tensor.shape)
 

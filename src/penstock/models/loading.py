@@ -1,10 +1,14 @@
 """A decoder from a file: one tensor at a time, each straight into its place, in the layout that the layers want."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from penstock.errors import SettingError
 from penstock.kernels.protocol import Kernels
+from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
 from penstock.kernels.shares import whole_lanes
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
@@ -14,17 +18,47 @@ from penstock.models.config import DeltaNetConfig, ExpertsConfig
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.expected import check_source
 from penstock.models.source import WeightSource
+from penstock.plan.weight_settings import QUANTISED_WEIGHTS, WeightsName
+
+# Values that are quantised at a time.
+_QUANTISED_AT_ONCE = 1 << 20
 
 
-def load_decoder(source: WeightSource, kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Build a model from a file."""
+def load_decoder(
+    source: WeightSource,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: WeightsName = "auto",
+) -> Decoder:
+    """Build a model from a file. Matrices stay in the blocks that the file has them in where the kernels can compute
+    with those (`auto`), become blocks (`int8`, `int4`), or are of `dtype`."""
     check_source(source)
-    return _Loader(source, kernels, dtype, device).decoder()
+    if weights in QUANTISED_WEIGHTS and (kernels.quantised is None or dtype != torch.bfloat16):
+        raise SettingError(
+            f"weights={weights!r} is not accepted here: quantised weights need the native kernels, a processor with "
+            "AVX-512 and bfloat16, and dtype bfloat16; give bf16 or f32"
+        )
+    return _Loader(source, kernels, dtype, device, weights).decoder()
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the file as rows of a larger one: from `start` on, or its row i as row `places[i]`."""
+
+    name: str
+    start: int = 0
+    places: Tensor | None = None
 
 
 class _Loader:
     def __init__(
-        self, source: WeightSource, kernels: Kernels, dtype: torch.dtype, device: torch.device
+        self,
+        source: WeightSource,
+        kernels: Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: WeightsName,
     ) -> None:
         self._source = source
         self._names = source.names()
@@ -33,22 +67,33 @@ class _Loader:
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
+        self._products = kernels.quantised if dtype == torch.bfloat16 else None
+        self._keeps_blocks = weights == "auto"
+        self._form = {"int8": Q8_0, "int4": Q4_1}.get(weights)
 
     def decoder(self) -> Decoder:
         config = self._config
-        embedding = self._tensor("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        embedding = self._vocabulary("model.embed_tokens.weight")
         layers = [self._layer(index) for index in range(config.num_layers)]
-        head = embedding
-        if not config.tied_head:
-            head = self._tensor("lm_head.weight", config.vocab_size, config.hidden_size)
+        head = embedding if config.tied_head else self._vocabulary("lm_head.weight")
         return Decoder(
             config,
             self._kernels,
             embedding,
             layers,
             self._norm("model.norm.weight"),
-            self._kernels.pack(head),
+            self._kernels.pack(head) if isinstance(head, Tensor) else head,
         )
+
+    def _vocabulary(self, name: str) -> Weight:
+        """The embedding or the head, not packed. Where other matrices become blocks of 4 bits, these have 8: there is
+        a row for each token, and no other makes up for its errors."""
+        shape = (self._config.vocab_size, self._config.hidden_size)
+        if (kept := self._kept([_Part(name)], *shape)) is not None:
+            return kept
+        if self._form is None or shape[1] % GROUP:
+            return self._tensor(name, *shape)
+        return self._quantised(self._assembled([_Part(name)], torch.float32, *shape), Q8_0)
 
     def _layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}"
@@ -75,8 +120,10 @@ class _Loader:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             norm_eps=config.norm_eps,
-            qkv_weight=self._kernels.pack(self._qkv(prefix, "weight", config.hidden_size)),
-            qkv_bias=self._qkv(prefix, "bias") if config.qkv_bias else None,
+            qkv_weight=self._matrix(self._qkv(prefix, "weight"), self._qkv_size, config.hidden_size),
+            qkv_bias=self._assembled(self._qkv(prefix, "bias"), self._dtype, self._qkv_size)
+            if config.qkv_bias
+            else None,
             out_weight=self._packed(f"{prefix}.o_proj.weight", config.hidden_size, query),
             out_bias=self._tensor(f"{prefix}.o_proj.bias", config.hidden_size) if config.out_bias else None,
             query_norm=self._norm(f"{prefix}.q_norm.weight", config.head_dim) if config.head_norm else None,
@@ -84,18 +131,22 @@ class _Loader:
             is_gated=config.gated_attention,
         )
 
-    def _qkv(self, prefix: str, kind: str, *rest: int) -> Tensor:
+    @property
+    def _qkv_size(self) -> int:
+        config = self._config
+        num_heads = config.num_heads * (2 if config.gated_attention else 1) + 2 * config.num_kv_heads
+        return num_heads * config.head_dim
+
+    def _qkv(self, prefix: str, kind: str) -> list[_Part]:
         config = self._config
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = [f"{prefix}.{part}_proj.{kind}" for part in "qkv"]
-        if not config.gated_attention:
-            return self._stacked(names, [query, key, key], [0, query, query + key], query + 2 * key, *rest)
-        # Files have each head's gate after its query; here all gates come last.
-        joined = self._tensor(names[0], 2 * query, *rest).view(config.num_heads, 2, config.head_dim, *rest)
-        out = self._stacked(names[1:], [key, key], [query, query + key], 2 * query + 2 * key, *rest)
-        out[:query] = joined[:, 0].flatten(0, 1)
-        out[query + 2 * key :] = joined[:, 1].flatten(0, 1)
-        return out
+        queries = _Part(names[0])
+        if config.gated_attention:
+            # Files have each head's gate after its query; here all gates come last.
+            places = _interleaved(config.num_heads, [config.head_dim] * 2, [0, query + 2 * key])
+            queries = _Part(names[0], places=places)
+        return [queries, _Part(names[1], query), _Part(names[2], query + key)]
 
     # Delta net
 
@@ -113,7 +164,11 @@ class _Loader:
             key_head_dim=net.key_head_dim,
             value_head_dim=net.value_head_dim,
             norm_eps=self._config.norm_eps,
-            in_weight=self._kernels.pack(self._delta_inputs(prefix, net, lanes)),
+            in_weight=self._matrix(
+                self._delta_inputs(prefix, net, lanes),
+                net.conv_size + net.value_size + 2 * lanes,
+                self._config.hidden_size,
+            ),
             conv_weight=conv[:, 0].t().contiguous(),
             decay_rate=rate,
             decay_bias=bias,
@@ -121,37 +176,27 @@ class _Loader:
             out_weight=self._packed(f"{prefix}.out_proj.weight", self._config.hidden_size, net.value_size),
         )
 
-    def _delta_inputs(self, prefix: str, net: DeltaNetConfig, lanes: int) -> Tensor:
+    def _delta_inputs(self, prefix: str, net: DeltaNetConfig, lanes: int) -> list[_Part]:
         """All input projections as one. Some files have them in two, key head by key head."""
-        hidden, heads = self._config.hidden_size, net.num_value_heads
-        gates_end = net.conv_size + net.value_size
-        out = torch.zeros(gates_end + 2 * lanes, hidden, dtype=self._dtype, device=self._device)
-        beta, decay = out[gates_end : gates_end + heads], out[gates_end + lanes : gates_end + lanes + heads]
+        heads, gates = net.num_value_heads, net.conv_size + net.value_size
         if (joined := f"{prefix}.in_proj_qkvz.weight") in self._names:
             value = net.value_size // net.num_key_heads
             sizes = [net.key_head_dim, net.key_head_dim, value, value]
-            parts = self._by_key_head(joined, net, sizes)
-            torch.cat(parts, out=out[:gates_end])
+            starts = [0, net.key_size, 2 * net.key_size, net.conv_size]
+            parts = [_Part(joined, places=_interleaved(net.num_key_heads, sizes, starts))]
         else:
-            self._source.load_into(f"{prefix}.in_proj_qkv.weight", out[: net.conv_size])
-            self._source.load_into(f"{prefix}.in_proj_z.weight", out[net.conv_size : gates_end])
+            parts = [
+                _Part(f"{prefix}.in_proj_qkv.weight"),
+                _Part(f"{prefix}.in_proj_z.weight", net.conv_size),
+            ]
         if (joined := f"{prefix}.in_proj_ba.weight") in self._names:
-            group = heads // net.num_key_heads
-            for part, place in zip(
-                self._by_key_head(joined, net, [group, group]), (beta, decay), strict=True
-            ):
-                place.copy_(part)
-        else:
-            self._source.load_into(f"{prefix}.in_proj_b.weight", beta)
-            self._source.load_into(f"{prefix}.in_proj_a.weight", decay)
-        return out
-
-    def _by_key_head(self, name: str, net: DeltaNetConfig, sizes: list[int]) -> list[Tensor]:
-        """The parts of a tensor whose rows are, for each key head, `sizes` rows of one part after the other."""
-        hidden, num_key_heads = self._config.hidden_size, net.num_key_heads
-        joined = self._tensor(name, num_key_heads * sum(sizes), hidden)
+            sizes = [heads // net.num_key_heads] * 2
+            places = _interleaved(net.num_key_heads, sizes, [gates, gates + lanes])
+            return [*parts, _Part(joined, places=places)]
         return [
-            part.flatten(0, 1) for part in torch.split(joined.view(num_key_heads, -1, hidden), sizes, dim=1)
+            *parts,
+            _Part(f"{prefix}.in_proj_b.weight", gates),
+            _Part(f"{prefix}.in_proj_a.weight", gates + lanes),
         ]
 
     # Feed-forward blocks
@@ -159,16 +204,13 @@ class _Loader:
     def _mlp(self, prefix: str, inner: int, has_bias: bool) -> GatedMLP:
         hidden, width = self._config.hidden_size, whole_lanes(inner)
 
-        def gate_up(kind: str, *rest: int) -> Tensor:
-            names = [f"{prefix}.gate_proj.{kind}", f"{prefix}.up_proj.{kind}"]
-            return self._stacked(names, [inner, inner], [0, width], 2 * width, *rest)
+        def gate_up(kind: str) -> list[_Part]:
+            return [_Part(f"{prefix}.gate_proj.{kind}"), _Part(f"{prefix}.up_proj.{kind}", width)]
 
-        down = torch.zeros(hidden, width, dtype=self._dtype, device=self._device)
-        self._source.load_into(f"{prefix}.down_proj.weight", down[:, :inner])
         return GatedMLP(
-            gate_up_weight=self._kernels.pack(gate_up("weight", hidden)),
-            gate_up_bias=gate_up("bias") if has_bias else None,
-            down_weight=self._kernels.pack(down),
+            gate_up_weight=self._matrix(gate_up("weight"), 2 * width, hidden),
+            gate_up_bias=self._assembled(gate_up("bias"), self._dtype, 2 * width) if has_bias else None,
+            down_weight=self._matrix([_Part(f"{prefix}.down_proj.weight")], hidden, width),
             down_bias=self._tensor(f"{prefix}.down_proj.bias", hidden) if has_bias else None,
         )
 
@@ -205,14 +247,11 @@ class _Loader:
         gate_up = self._tensor(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
         if width > inner:
             gate_up = pad(gate_up.view(count, 2, inner, hidden), (0, 0, 0, width - inner)).flatten(1, 2)
-        gate_ups = [self._kernels.pack(gate_up[expert]) for expert in range(count)]
+        gate_ups = [self._pack(gate_up[expert]) for expert in range(count)]
         del gate_up
         down = torch.zeros(count, hidden, width, dtype=self._dtype, device=self._device)
         self._source.load_into(f"{prefix}.down_proj", down[:, :, :inner])
-        return [
-            GatedMLP(gate_ups[expert], None, self._kernels.pack(down[expert]), None)
-            for expert in range(count)
-        ]
+        return [GatedMLP(gate_ups[expert], None, self._pack(down[expert]), None) for expert in range(count)]
 
     # Tensors
 
@@ -221,8 +260,61 @@ class _Loader:
         self._source.load_into(name, out)
         return out
 
-    def _packed(self, name: str, *shape: int) -> Tensor:
-        return self._kernels.pack(self._tensor(name, *shape))
+    def _packed(self, name: str, *shape: int) -> Weight:
+        return self._matrix([_Part(name)], *shape)
+
+    def _matrix(self, parts: list[_Part], height: int, width: int) -> Weight:
+        """Tensors as one weight [height, width] for products."""
+        kept = self._kept(parts, height, width)
+        if kept is not None:
+            return kept
+        dtype = self._dtype if self._form is None else torch.float32
+        return self._pack(self._assembled(parts, dtype, height, width))
+
+    def _kept(self, parts: list[_Part], height: int, width: int) -> QuantisedWeight | None:
+        """The same in the blocks that the file has them in, where those are of one form and to be kept."""
+        if self._products is None or not self._keeps_blocks or width % GROUP:
+            return None
+        forms = {self._source.block_form(part.name) for part in parts}
+        form = forms.pop()
+        if forms or form is None:
+            return None
+        weight = self._products.zeros(form, height, width)
+        for part in parts:
+            places = part.places
+            if places is None:
+                places = torch.arange(part.start, part.start + self._source.shape(part.name)[0])
+            for blocks in self._source.blocks(part.name):
+                self._products.place(weight, places[: len(blocks)], blocks)
+                places = places[len(blocks) :]
+        return weight
+
+    def _pack(self, values: Tensor) -> Weight:
+        if self._form is None or values.shape[1] % GROUP:
+            return self._kernels.pack(values.to(self._dtype))
+        return self._quantised(values, self._form)
+
+    def _quantised(self, values: Tensor, form: BlockForm) -> QuantisedWeight:
+        assert self._products is not None
+        height, width = values.shape
+        weight = self._products.zeros(form, height, width)
+        for rows in torch.split(torch.arange(height), max(1, _QUANTISED_AT_ONCE // width)):
+            self._products.place(weight, rows, quantise(values[rows], form))
+        return weight
+
+    def _assembled(self, parts: list[_Part], dtype: torch.dtype, *shape: int) -> Tensor:
+        """Tensors as one, each at its place; zeros around them."""
+        out = torch.zeros(shape, dtype=dtype, device=self._device)
+        for part in parts:
+            stored = self._source.shape(part.name)
+            if part.places is None:
+                rows = out[part.start : part.start + stored[0]]
+                self._source.load_into(part.name, rows[:, : stored[1]] if len(stored) > 1 else rows)
+            else:
+                values = torch.empty(stored, dtype=dtype, device=self._device)
+                self._source.load_into(part.name, values)
+                out[part.places] = values
+        return out
 
     def _float32(self, name: str, *shape: int) -> Tensor:
         out = torch.empty(shape, dtype=torch.float32, device=self._device)
@@ -237,11 +329,12 @@ class _Loader:
             return self._float32(name, size).add_(1)
         return self._tensor(name, size)
 
-    def _stacked(
-        self, names: list[str], heights: list[int], places: list[int], height: int, *rest: int
-    ) -> Tensor:
-        """Several tensors as one [height, *rest], each at its place; zeros between."""
-        out = torch.zeros(height, *rest, dtype=self._dtype, device=self._device)
-        for name, rows, place in zip(names, heights, places, strict=True):
-            self._source.load_into(name, out[place : place + rows])
-        return out
+
+def _interleaved(num_heads: int, sizes: list[int], starts: list[int]) -> Tensor:
+    """Where rows go that a file has head by head, for each head `sizes` rows of several parts: the parts begin at
+    `starts`."""
+    parts = [
+        start + torch.arange(num_heads * size).view(num_heads, size)
+        for size, start in zip(sizes, starts, strict=True)
+    ]
+    return torch.cat(parts, dim=1).flatten()

@@ -1,10 +1,13 @@
 """A model's configuration as what its memory follows from: its sizes, and how its steps are computed."""
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.models.config import ModelConfig
+from penstock.models.source import WeightSource
 from penstock.plan import DeltaNetShape, ExpertsShape, ModelShape
+from penstock.plan.memory import WeightBits
 from penstock.plan.step_shape import KernelKind, Workspace
 
 if TYPE_CHECKING:  # a decoder imports this file
@@ -41,6 +44,26 @@ def model_shape(config: ModelConfig) -> ModelShape:
         )
         if experts and experts.layers
         else None,
+    )
+
+
+def stored_bits(source: WeightSource, plain_bits: int) -> WeightBits:
+    """What a file's weights take where they are kept as it has them, the others having `plain_bits`."""
+    embedding = "model.embed_tokens.weight"
+    sizes: dict[str, float] = {}
+    bits: dict[str, float] = {}
+    for name in source.names():
+        shape = source.shape(name)
+        if len(shape) == 2:
+            form = source.block_form(name)
+            sizes[name] = math.prod(shape)
+            bits[name] = plain_bits if form is None else form.resident_bits
+    matrices = [name for name in sizes if name not in (embedding, "lm_head.weight")]
+    total = sum(sizes[name] for name in matrices)
+    return WeightBits(
+        matrices=sum(sizes[name] * bits[name] for name in matrices) / total,
+        vocabulary=bits[embedding],
+        is_tied=source.config.tied_head and source.block_form(embedding) is not None,
     )
 
 

@@ -51,6 +51,7 @@ from penstock.plan.store_settings import (
 )
 from penstock.plan.tokens import TokenView
 from penstock.plan.units import format_bytes
+from penstock.plan.weight_settings import WEIGHTS_VARIABLE, WeightsName, WeightsSetting, resolve_weights
 
 __all__ = [
     "ALIGN_VARIABLE",
@@ -62,6 +63,7 @@ __all__ = [
     "STATE_GRID",
     "TARGET_ITL_VARIABLE",
     "TARGET_TTFT_VARIABLE",
+    "WEIGHTS_VARIABLE",
     "AlignSetting",
     "BatchScheduler",
     "CacheLimits",
@@ -102,6 +104,8 @@ __all__ = [
     "StepTimeModel",
     "StoreSettings",
     "TokenView",
+    "WeightsName",
+    "WeightsSetting",
     "Workspace",
     "YieldToDecode",
     "create_prefill_chunks",
@@ -114,4 +118,5 @@ __all__ = [
     "resolve_chunk_size",
     "resolve_size",
     "resolve_store",
+    "resolve_weights",
 ]

@@ -1,5 +1,6 @@
 """How much memory a model and a prefill need at their peak, whole and in chunks, from the model's shape alone."""
 
+import math
 from dataclasses import dataclass
 
 from penstock.plan.activation import step_phases
@@ -14,6 +15,16 @@ from penstock.plan.units import format_bytes
 
 # The delta rule keeps its state in float32, and its layers the small weights.
 _FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class WeightBits:
+    """How many bits a value of quantised weights takes, with its part of scales: in matrices, and in the embedding
+    and the head, which are one where they are tied."""
+
+    matrices: float
+    vocabulary: float
+    is_tied: bool
 
 
 @dataclass(frozen=True)
@@ -161,16 +172,18 @@ def state_slot_bytes(shape: ModelShape, dtype_bytes: int) -> int:
     return net.num_layers * (tail + matrix)
 
 
-def weight_bytes(shape: ModelShape, dtype_bytes: int) -> int:
+def weight_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = None) -> int:
     """The weights as they lie in memory: matrices in whole vectors, and the output head beside the embedding, also
-    where a file has them as one. Biases and the norms of single heads, which no size tells of, are left out."""
+    where a file has them as one, unless they are quantised. Biases and the norms of single heads, which no size tells
+    of, are left out."""
     check_int("dtype_bytes", dtype_bytes, 1)
+    bits = bits or WeightBits(8 * dtype_bytes, 8 * dtype_bytes, is_tied=False)
     hidden = shape.hidden_size
     query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
     projected = (2 if shape.gated_attention else 1) * query + 2 * kv
-    elements = 2 * shape.vocab_size * hidden + hidden  # embedding, head, the last norm
-    elements += shape.num_layers * 2 * hidden  # norms
-    elements += shape.num_attention_layers * (projected + query) * hidden
+    norms = (2 * shape.num_layers + 1) * hidden
+    vocabulary = (1 if bits.is_tied else 2) * shape.vocab_size * hidden  # embedding, head
+    elements = shape.num_attention_layers * (projected + query) * hidden
     elements += shape.num_dense_layers * 3 * _whole_lanes(shape.intermediate_size) * hidden
     float32_elements = 0
     if net := shape.delta_net:
@@ -183,7 +196,8 @@ def weight_bytes(shape: ModelShape, dtype_bytes: int) -> int:
         widths += _whole_lanes(experts.shared_intermediate_size)
         routed = experts.num_experts + (LANES if experts.shared_intermediate_size else 0)
         elements += experts.num_layers * (3 * widths + routed) * hidden
-    return dtype_bytes * elements + _FLOAT32_BYTES * float32_elements
+    quantised = math.ceil((bits.matrices * elements + bits.vocabulary * vocabulary) / 8)
+    return quantised + dtype_bytes * norms + _FLOAT32_BYTES * float32_elements
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@
 // queries stand beside it, whatever chunk it came in, and however the work is shared among threads: its bits depend
 // on its own sequence alone. Keys that a lane does not see weigh nothing, to the bit.
 #include <algorithm>
+#include <type_traits>
 #include <vector>
 
-#include "vectors.h"
+#include "calls.h"
 
 namespace penstock {
 namespace {
@@ -16,27 +17,8 @@ constexpr int BLOCK = 64;
 constexpr int SEGMENT = 256;
 constexpr int WIDE = 2;       // vectors of queries that are taken together, where there are enough
 constexpr int MOST_TILES = 2; // such pairs of vectors that share the reading of a block
+constexpr int MOST_SLIM = 8;  // queries that are too few to be the lanes
 constexpr float MINUS_INFINITY = -__builtin_inff();
-
-struct Span {
-    int64_t row;       // of its first query
-    int64_t num_rows;
-    int64_t position;  // of its first query in the sequence: query i sees position + i + 1 tokens
-    int64_t first_place;
-};
-
-struct Heads {
-    const void* queries;
-    void* out;
-    const void* keys;
-    const void* values;
-    int64_t query_stride;  // values from row to row
-    int64_t out_stride;
-    int64_t kv_stride;     // from token to token
-    int64_t num_kv_heads;
-    int64_t group;         // query heads to a KV head
-    float scale;
-};
 
 // STEP values lie in a word of 32 bits, and are multiplied by one instruction.
 struct DotFloat32 : Float32 {
@@ -228,6 +210,11 @@ void read_block(const Heads& heads, const Place* place, int64_t kv_head, int fir
         const int64_t offset = (place->start + skip) * heads.kv_stride;
         std::memcpy(block.keys[k], keys + offset, D * sizeof(value));
         value_of[k] = values + offset;
+        // The next block most often lies behind this one.
+        for (int d = 0; d < D; d += 64 / sizeof(value)) {
+            _mm_prefetch(reinterpret_cast<const char*>(keys + offset + BLOCK * heads.kv_stride + d), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<const char*>(values + offset + BLOCK * heads.kv_stride + d), _MM_HINT_T0);
+        }
     }
     // Keys are scored several at a time.
     for (int k = count; k % LANES; ++k) std::memset(block.keys[k], 0, D * sizeof(value));
@@ -245,6 +232,158 @@ void read_block(const Heads& heads, const Place* place, int64_t kv_head, int fir
             }
     }
 }
+
+// Few queries, as those of a decode, would leave most lanes empty: there the lanes are keys and then columns of the
+// values. Each query's sums are formed in the same order, to the same bits.
+template <class T, int D>
+struct alignas(64) Slim {
+    static constexpr int WORDS = D / T::STEP;
+    uint32_t keys[WORDS][BLOCK];
+    float scores[MOST_SLIM][BLOCK];
+    uint32_t weights[MOST_SLIM][BLOCK / T::STEP];
+    float values[MOST_SLIM][D];
+
+    void turn_keys(const uint32_t (*from)[WORDS], int count) {
+        for (int k = 0; k < count; k += LANES)
+            for (int w = 0; w < WORDS; w += LANES) {
+                const __mmask16 lanes = first_lanes(WORDS - w);
+                __m512i rows[LANES], turned[LANES];
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; ++i) rows[i] = _mm512_maskz_loadu_epi32(lanes, &from[k + i][w]);
+                transpose(rows, turned);
+                for (int i = 0; i < LANES && w + i < WORDS; ++i) _mm512_store_si512(&keys[w + i][k], turned[i]);
+            }
+    }
+
+    static void transpose(const __m512i* rows, __m512i* out) {
+        __m512i pairs[LANES], fours[LANES];
+#pragma GCC unroll 8
+        for (int i = 0; i < LANES; i += 2) {
+            pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+            pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < LANES; i += 4)
+#pragma GCC unroll 2
+            for (int j = 0; j < 2; ++j) {
+                fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+                fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+            }
+        // fours[4 * i + j] has column j of every quarter, of rows 4 * i to 4 * i + 3.
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) {
+            const __m512i even_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
+            const __m512i odd_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
+            const __m512i even_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
+            const __m512i odd_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+            out[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+            out[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+            out[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+            out[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+        }
+    }
+
+    // Of queries [row, row + R).
+    template <int R>
+    void score(const Tile<T, D, 1>& tile, int row) {
+        constexpr int PARTS = BLOCK / LANES;
+        __m512 sums[R][PARTS];
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < PARTS; ++p) sums[r][p] = _mm512_setzero_ps();
+        for (int w = 0; w < WORDS; ++w) {
+            __m512i key[PARTS];
+            for (int p = 0; p < PARTS; ++p) key[p] = _mm512_load_si512(&keys[w][p * LANES]);
+#pragma GCC unroll 4
+            for (int r = 0; r < R; ++r) {
+                const __m512i query = _mm512_set1_epi32(tile.query[w][row + r]);
+#pragma GCC unroll 4
+                for (int p = 0; p < PARTS; ++p) sums[r][p] = T::dot(sums[r][p], query, key[p]);
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < PARTS; ++p) _mm512_store_ps(&scores[row + r][p * LANES], sums[r][p]);
+    }
+
+    template <int R>
+    void add_values_of(const Block<T, D>& block, int num_words, int row) {
+        constexpr int PARTS = D % 64 == 0 ? 4 : 1;
+        for (int d = 0; d < D; d += PARTS * LANES) {
+            __m512 sums[R][PARTS];
+            for (int r = 0; r < R; ++r)
+                for (int p = 0; p < PARTS; ++p) sums[r][p] = _mm512_load_ps(&values[row + r][d + p * LANES]);
+            for (int word = 0; word < num_words; ++word) {
+                __m512i value[PARTS];
+                for (int p = 0; p < PARTS; ++p)
+                    value[p] = _mm512_loadu_si512(&block.values[word][d + p * LANES]);
+#pragma GCC unroll 4
+                for (int r = 0; r < R; ++r) {
+                    const __m512i weight = _mm512_set1_epi32(weights[row + r][word]);
+#pragma GCC unroll 4
+                    for (int p = 0; p < PARTS; ++p) sums[r][p] = T::dot(sums[r][p], weight, value[p]);
+                }
+            }
+            for (int r = 0; r < R; ++r)
+                for (int p = 0; p < PARTS; ++p) _mm512_store_ps(&values[row + r][d + p * LANES], sums[r][p]);
+        }
+    }
+
+    // Calls `body` with numbers of rows that sum up to `num_rows`.
+    template <class Body>
+    static void by_rows(int num_rows, const Body& body) {
+        int row = 0;
+        for (; row + 4 <= num_rows; row += 4) body(std::integral_constant<int, 4>{}, row);
+        if (num_rows - row == 3) body(std::integral_constant<int, 3>{}, row);
+        if (num_rows - row == 2) body(std::integral_constant<int, 2>{}, row);
+        if (num_rows - row == 1) body(std::integral_constant<int, 1>{}, row);
+    }
+
+    void see_block(const Block<T, D>& block, int first, int count, int num_rows, float scale, Tile<T, D, 1>& tile) {
+        turn_keys(block.keys, count);
+        by_rows(num_rows, [&](auto r, int row) { score<r>(tile, row); });
+        auto& seen = tile.seen;
+        const __m512 scales = _mm512_set1_ps(scale);
+        alignas(64) float most[LANES], largest[LANES], shrink[LANES], weight[LANES] = {};
+        for (int row = 0; row < LANES; ++row) most[row] = MINUS_INFINITY;
+        for (int row = 0; row < num_rows; ++row) {
+            const int num_seen = std::min(count, tile.num_seen[row] - first);
+            __m512 highest = _mm512_set1_ps(MINUS_INFINITY);
+            for (int k = 0; k < BLOCK; k += LANES) {
+                const __mmask16 visible = num_seen <= k ? __mmask16(0) : first_lanes(num_seen - k);
+                const __m512 score =
+                    _mm512_mask_blend_ps(visible, _mm512_set1_ps(MINUS_INFINITY), _mm512_load_ps(&scores[row][k]));
+                _mm512_store_ps(&scores[row][k], score);
+                highest = _mm512_max_ps(highest, score);
+            }
+            most[row] = _mm512_reduce_max_ps(highest);
+        }
+        const __m512 before = _mm512_load_ps(seen.largest);
+        const __m512 now = _mm512_max_ps(before, _mm512_mul_ps(_mm512_load_ps(most), scales));
+        const __m512 shrinks = exp2_of(_mm512_sub_ps(before, now));
+        _mm512_store_ps(largest, now);
+        _mm512_store_ps(shrink, shrinks);
+        _mm512_store_ps(seen.largest, now);
+        for (int row = 0; row < num_rows; ++row) {
+            for (int k = 0; k < BLOCK; k += LANES) {
+                const __m512 score = _mm512_mul_ps(_mm512_load_ps(&scores[row][k]), scales);
+                const __m512 own = exp2_of(_mm512_sub_ps(score, _mm512_set1_ps(largest[row])));
+                _mm512_store_ps(&scores[row][k], own);
+                T::store(reinterpret_cast<typename T::value*>(weights[row]) + k, 0xffff, own);
+            }
+        }
+        for (int k = 0; k < count; ++k)
+            for (int row = 0; row < num_rows; ++row) weight[row] += scores[row][k];
+        _mm512_store_ps(seen.weight,
+                        _mm512_fmadd_ps(_mm512_load_ps(seen.weight), shrinks, _mm512_load_ps(weight)));
+        if (_mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ)) {
+            for (int row = 0; row < num_rows; ++row)
+                for (int d = 0; d < D; d += LANES)
+                    _mm512_store_ps(&values[row][d],
+                                    _mm512_mul_ps(_mm512_load_ps(&values[row][d]), _mm512_set1_ps(shrink[row])));
+        }
+        const int num_words = (count + T::STEP - 1) / T::STEP;
+        by_rows(num_rows, [&](auto r, int row) { add_values_of<r>(block, num_words, row); });
+    }
+};
 
 // Some of a span's queries for one KV head: rows of its group's heads, token by token.
 struct Item {
@@ -289,11 +428,25 @@ struct Work {
         static thread_local Block<T, D> block;
         const int end = std::min((segment + 1) * SEGMENT, num_tokens());
         for (int t = 0; t < num_tiles(); ++t) tiles[t].seen.clear();
+        if constexpr (V == 1)
+            if (item.num_rows <= MOST_SLIM) return see_slim(segment, end, block, *tiles);
         for (int first = segment * SEGMENT; first < end; first += BLOCK) {
             const int count = std::min(BLOCK, end - first);
             read_block<T, D>(heads, item.places, item.kv_head, first, count, block);
             for (int t = 0; t < num_tiles(); ++t) see_block(block, first, count, heads.scale * LOG2_E, tiles[t]);
         }
+    }
+
+    void see_slim(int segment, int end, Block<T, D>& block, Tile<T, D, V>& tile) const {
+        static thread_local Slim<T, D> slim;
+        std::memset(slim.values, 0, sizeof slim.values);
+        for (int first = segment * SEGMENT; first < end; first += BLOCK) {
+            const int count = std::min(BLOCK, end - first);
+            read_block<T, D>(heads, item.places, item.kv_head, first, count, block);
+            slim.see_block(block, first, count, item.num_rows, heads.scale * LOG2_E, tile);
+        }
+        for (int row = 0; row < item.num_rows; ++row)
+            for (int d = 0; d < D; ++d) tile.seen.values[d][row] = slim.values[row][d];
     }
 
     void store(int first_row, const Seen<D, V * LANES>& total) const {

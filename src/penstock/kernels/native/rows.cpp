@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "vectors.h"
+#include "calls.h"
 
 namespace penstock {
 namespace {
@@ -97,27 +97,6 @@ void silu_and_mul_rows(const typename T::value* gate_up, typename T::value* out,
         }
     });
 }
-
-struct HeadRows {
-    const void* projected;  // rows of queries, keys, values, and whatever follows
-    void* queries;          // [rows, heads, head_dim]
-    void* keys;             // the cache: [places, kv_heads, head_dim]
-    void* values;
-    const void* cos;        // [rows, rotary_dim]
-    const void* sin;        // with its sign
-    const void* query_norm; // [head_dim], or none
-    const void* key_norm;
-    const Place* places;    // where the first `num_tokens` rows go
-    int64_t num_rows;
-    int64_t num_tokens;
-    int64_t row_stride;
-    int64_t num_heads;
-    int64_t num_kv_heads;
-    int64_t head_dim;
-    int64_t rotary_dim;
-    int32_t norm_is_float32;
-    float eps;
-};
 
 // The two halves of what is rotated are the first and the second parts of pairs. Each product is rounded, and then
 // their sum, so that a row's bits are those of three passes.

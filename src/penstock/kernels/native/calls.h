@@ -1,0 +1,69 @@
+// What Python hands to the native kernels, and the calls it makes.
+#pragma once
+
+#include "vectors.h"
+
+namespace penstock {
+
+// Queries of one sequence.
+struct Span {
+    int64_t row;       // of its first query
+    int64_t num_rows;
+    int64_t position;  // of its first query in the sequence: query i sees position + i + 1 tokens
+    int64_t first_place;
+};
+
+struct Heads {
+    const void* queries;
+    void* out;
+    const void* keys;
+    const void* values;
+    int64_t query_stride;  // values from row to row
+    int64_t out_stride;
+    int64_t kv_stride;     // from token to token
+    int64_t num_kv_heads;
+    int64_t group;         // query heads to a KV head
+    float scale;
+};
+
+struct HeadRows {
+    const void* projected;  // rows of queries, keys, values, and whatever follows
+    void* queries;          // [rows, heads, head_dim]
+    void* keys;             // the cache: [places, kv_heads, head_dim]
+    void* values;
+    const void* cos;        // [rows, rotary_dim]
+    const void* sin;        // with its sign
+    const void* query_norm; // [head_dim], or none
+    const void* key_norm;
+    const Place* places;    // where the first `num_tokens` rows go
+    int64_t num_rows;
+    int64_t num_tokens;
+    int64_t row_stride;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t rotary_dim;
+    int32_t norm_is_float32;
+    float eps;
+};
+
+// A quantised weight [num_out, num_in], see quantised.cpp.
+struct Weight {
+    uint8_t* panels;
+    int64_t num_out;
+    int64_t num_in;  // a multiple of 32
+    int32_t form;
+};
+
+}  // namespace penstock
+
+extern "C" {
+int penstock_attend(int is_bfloat16, int64_t head_dim, const penstock::Heads* heads, const penstock::Span* spans,
+                    int64_t num_spans, const penstock::Place* places, int num_threads);
+void penstock_add_norm(int is_bfloat16, const void* x, const void* delta, void* sum, void* out, int64_t num_rows,
+                       int64_t size, const void* weight, int weight_is_float32, float eps);
+void penstock_silu_and_mul(int is_bfloat16, const void* gate_up, void* out, int64_t num_rows, int64_t width);
+void penstock_place_heads(int is_bfloat16, const penstock::HeadRows* heads);
+int penstock_quantised_linear(const penstock::Weight* weight, const uint16_t* x, uint16_t* out, const uint16_t* bias,
+                              int64_t num_rows, int64_t x_stride, int is_canonical, int num_threads);
+}

@@ -1,0 +1,110 @@
+// All layers of a decoder over a few rows, one after the other, without a return to Python in between: what the calls
+// of the other files do, in the same order and to the same bits.
+#include <vector>
+
+#include "calls.h"
+
+namespace penstock {
+
+struct Layer {
+    Weight qkv;
+    Weight out;
+    Weight gate_up;
+    Weight down;
+    const uint16_t* qkv_bias;  // biases are there or not
+    const uint16_t* out_bias;
+    const uint16_t* gate_up_bias;
+    const uint16_t* down_bias;
+    const void* query_norm;    // of heads, or none
+    const void* key_norm;
+    const void* mlp_norm;
+    const void* next_norm;     // of the next layer, or after the last
+};
+
+struct Pass {
+    uint16_t* x;       // [rows, hidden], the residual stream: that after the last layer takes its place
+    uint16_t* normed;  // [rows, hidden], the same for its norm
+    const void* cos;   // [rows, rotary_dim]
+    const void* sin;
+    void* const* keys;  // the cache, layer by layer
+    void* const* values;
+    const Place* written;  // where the rows' keys and values go
+    const Span* spans;
+    const Place* places;
+    int64_t num_spans;
+    int64_t num_rows;
+    int64_t num_heads;
+    int64_t num_kv_heads;
+    int64_t head_dim;
+    int64_t rotary_dim;
+    int32_t norm_is_float32;
+    int32_t num_threads;
+    float eps;
+    float scale;
+};
+
+}  // namespace penstock
+
+extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_layers, const penstock::Pass* pass) {
+    using namespace penstock;
+    const int64_t num_rows = pass->num_rows, query_size = pass->num_heads * pass->head_dim;
+    const int num_threads = pass->num_threads;
+    static thread_local std::vector<uint16_t> room;
+    for (int64_t index = 0; index < num_layers; ++index) {
+        const Layer& layer = layers[index];
+        const int64_t hidden = layer.qkv.num_in, width = layer.down.num_in;
+        const int64_t sizes[] = {layer.qkv.num_out, query_size, query_size, hidden, layer.gate_up.num_out, width};
+        int64_t total = 0;
+        for (int64_t size : sizes) total += size * num_rows;
+        room.resize(total);
+        uint16_t* parts[6];
+        uint16_t* next = room.data();
+        for (int i = 0; i < 6; ++i, next += sizes[i - 1] * num_rows) parts[i] = next;
+        auto [projected, queries, attended, delta, gate_up, activated] = parts;
+
+        auto multiply = [&](const Weight& weight, const uint16_t* x, uint16_t* out, const uint16_t* bias) {
+            penstock_quantised_linear(&weight, x, out, bias, num_rows, weight.num_in, 0, num_threads);
+        };
+        auto add = [&](const void* norm) {
+            penstock_add_norm(1, pass->x, delta, pass->x, pass->normed, num_rows, hidden, norm, pass->norm_is_float32,
+                              pass->eps);
+        };
+        multiply(layer.qkv, pass->normed, projected, layer.qkv_bias);
+        const HeadRows rows{projected,
+                            queries,
+                            pass->keys[index],
+                            pass->values[index],
+                            pass->cos,
+                            pass->sin,
+                            layer.query_norm,
+                            layer.key_norm,
+                            pass->written,
+                            num_rows,
+                            num_rows,
+                            layer.qkv.num_out,
+                            pass->num_heads,
+                            pass->num_kv_heads,
+                            pass->head_dim,
+                            pass->rotary_dim,
+                            pass->norm_is_float32,
+                            pass->eps};
+        penstock_place_heads(1, &rows);
+        const Heads heads{queries,
+                          attended,
+                          pass->keys[index],
+                          pass->values[index],
+                          query_size,
+                          query_size,
+                          pass->num_kv_heads * pass->head_dim,
+                          pass->num_kv_heads,
+                          pass->num_heads / pass->num_kv_heads,
+                          pass->scale};
+        penstock_attend(1, pass->head_dim, &heads, pass->spans, pass->num_spans, pass->places, num_threads);
+        multiply(layer.out, attended, delta, layer.out_bias);
+        add(layer.mlp_norm);
+        multiply(layer.gate_up, pass->normed, gate_up, layer.gate_up_bias);
+        penstock_silu_and_mul(1, gate_up, activated, num_rows, width);
+        multiply(layer.down, activated, delta, layer.down_bias);
+        add(layer.next_norm);
+    }
+}

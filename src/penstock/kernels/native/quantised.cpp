@@ -1,0 +1,537 @@
+// Products with weights that stay in memory as a file has them: a few bits a value, in groups with a scale each.
+//
+// A weight [num_out, num_in] lies in panels of 32 outputs. A panel is a row of blocks of 32 inputs, and a block holds
+// its quants, then the scales of its groups, then their minimums where it has any. Lanes are outputs throughout: each
+// lane's sum runs over the inputs in their order, whatever the number of rows and whichever thread does it.
+//
+// Few rows are multiplied with the quants themselves, and a group's sum is scaled once: what counts there is how fast
+// weights come from memory. For many, a panel is made bfloat16 first, and then is a weight like any other.
+#include <algorithm>
+#include <vector>
+
+#include "calls.h"
+
+namespace penstock {
+namespace {
+
+constexpr int PANEL = 32;  // outputs
+constexpr int BLOCK = 32;  // inputs
+constexpr int VECTORS = PANEL / LANES;
+
+inline int64_t panels_of(const Weight& weight) { return (weight.num_out + PANEL - 1) / PANEL; }
+inline int64_t blocks_of(const Weight& weight) { return weight.num_in / BLOCK; }
+
+// value = scale * (quant - zero) + minimum. Quants of 4 bits are 0 to 15, of 8 bits -128 to 127.
+template <int Bits, int GroupSize, bool HasMinimum, bool IsWide, int Zero>
+struct Form {
+    static constexpr int BITS = Bits;
+    static constexpr int GROUPS = BLOCK / GroupSize;
+    static constexpr bool HAS_MINIMUM = HasMinimum;
+    static constexpr bool IS_WIDE = IsWide;  // scales of float32, else of float16
+    static constexpr int ZERO = Zero;
+    static constexpr int VECTOR_BYTES = LANES * BLOCK * Bits / 8;  // the quants of 16 outputs
+    static constexpr int LOADS = VECTOR_BYTES / 64;
+    static constexpr int LOAD_PAIRS = 16 / Bits;  // pairs of inputs to a load
+    static constexpr int SCALE_BYTES = PANEL * (IsWide ? 4 : 2);
+    static constexpr int SCALES_AT = VECTORS * VECTOR_BYTES;
+    static constexpr int MINIMUMS_AT = SCALES_AT + GROUPS * SCALE_BYTES;
+    static constexpr int BLOCK_BYTES = MINIMUMS_AT + (HasMinimum ? GROUPS * SCALE_BYTES : 0);
+};
+
+using Q4_1 = Form<4, 32, true, false, 0>;
+using Q4_0 = Form<4, 32, false, false, 8>;
+using Q8_0 = Form<8, 32, false, false, 0>;
+using Q4_K = Form<4, 32, true, true, 0>;
+using Q5_K = Form<8, 32, true, true, 0>;
+using Q6_K = Form<8, 16, false, true, 0>;
+
+// Calls `body` with the form of that number; false where there is none.
+template <class Body>
+bool with_form(int form, const Body& body) {
+    switch (form) {
+        case 0: body(Q4_1{}); return true;
+        case 1: body(Q4_0{}); return true;
+        case 2: body(Q8_0{}); return true;
+        case 3: body(Q4_K{}); return true;
+        case 4: body(Q5_K{}); return true;
+        case 5: body(Q6_K{}); return true;
+    }
+    return false;
+}
+
+template <class F>
+inline __m512 load_scales(const uint8_t* block, int at, int group, int vector) {
+    const uint8_t* from = block + at + group * F::SCALE_BYTES + vector * (F::SCALE_BYTES / VECTORS);
+    if constexpr (F::IS_WIDE)
+        return _mm512_loadu_ps(reinterpret_cast<const float*>(from));
+    else
+        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+}
+
+template <class F>
+inline __m512i load_quants(const uint8_t* block, int vector, int load) {
+    return _mm512_loadu_si512(block + vector * F::VECTOR_BYTES + load * 64);
+}
+
+// Where input k of a block lies in the word that a load has for an output: the bit it begins at.
+template <class F>
+inline int bit_of(int k) {
+    if (F::BITS == 4) return (k % 2) * 16 + (k % 8) / 2 * 4;  // pairs of nibbles, the second 16 bits from the first
+    return (k % 2) * 16 + (k % 4) / 2 * 8;
+}
+
+// From a file's blocks to panels.
+
+struct Unpacked {
+    int quants[BLOCK];
+    float scales[2];
+    float minimums[2];
+};
+
+inline float half_at(const uint8_t* from) {
+    uint16_t bits;
+    std::memcpy(&bits, from, sizeof bits);
+    return _cvtsh_ss(bits);
+}
+
+// The 6-bit scale and minimum of group `g` of 8, out of the 12 bytes that hold them.
+inline void k_scale(const uint8_t* packed, int g, int* scale, int* minimum) {
+    if (g < 4) {
+        *scale = packed[g] & 63;
+        *minimum = packed[g + 4] & 63;
+    } else {
+        *scale = (packed[g + 4] & 15) | (packed[g - 4] >> 6) << 4;
+        *minimum = (packed[g + 4] >> 4) | (packed[g] >> 6) << 4;
+    }
+}
+
+// Block `b` of 32 inputs of a row as the file has it.
+inline void unpack(Q4_1, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b * 20;
+    out->scales[0] = half_at(from);
+    out->minimums[0] = half_at(from + 2);
+    for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[4 + k % 16] >> (k / 16 * 4) & 15;
+}
+
+inline void unpack(Q4_0, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b * 18;
+    out->scales[0] = half_at(from);
+    for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[2 + k % 16] >> (k / 16 * 4) & 15;
+}
+
+inline void unpack(Q8_0, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b * 34;
+    out->scales[0] = half_at(from);
+    for (int k = 0; k < BLOCK; ++k) out->quants[k] = static_cast<int8_t>(from[2 + k]);
+}
+
+inline void unpack(Q4_K, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b / 8 * 144;
+    const int g = b % 8;
+    int scale, minimum;
+    k_scale(from + 4, g, &scale, &minimum);
+    out->scales[0] = half_at(from) * scale;
+    out->minimums[0] = -half_at(from + 2) * minimum;
+    for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[16 + g / 2 * 32 + k] >> (g % 2 * 4) & 15;
+}
+
+inline void unpack(Q5_K, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b / 8 * 176;
+    const int g = b % 8;
+    int scale, minimum;
+    k_scale(from + 4, g, &scale, &minimum);
+    out->scales[0] = half_at(from) * scale;
+    out->minimums[0] = -half_at(from + 2) * minimum;
+    for (int k = 0; k < BLOCK; ++k)
+        out->quants[k] = (from[48 + g / 2 * 32 + k] >> (g % 2 * 4) & 15) | (from[16 + k] >> g & 1) << 4;
+}
+
+inline void unpack(Q6_K, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b / 8 * 210;
+    const int half = b % 8 / 4, quarter = b % 4;  // 128 inputs, and 32 of those
+    for (int g = 0; g < 2; ++g)
+        out->scales[g] = half_at(from + 208) * static_cast<int8_t>(from[192 + half * 8 + quarter * 2 + g]);
+    for (int k = 0; k < BLOCK; ++k) {
+        const int low = from[half * 64 + quarter % 2 * 32 + k] >> (quarter / 2 * 4) & 15;
+        const int high = from[128 + half * 32 + k] >> (quarter * 2) & 3;
+        out->quants[k] = (low | high << 4) - 32;
+    }
+}
+
+template <class F>
+void store_scale(uint8_t* block, int at, int group, int column, float value) {
+    uint8_t* to = block + at + group * F::SCALE_BYTES + column * (F::SCALE_BYTES / PANEL);
+    if (F::IS_WIDE) {
+        std::memcpy(to, &value, sizeof value);
+    } else {
+        const uint16_t bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+        std::memcpy(to, &bits, sizeof bits);
+    }
+}
+
+template <class F>
+void pack_row(const Weight& weight, const uint8_t* row, int64_t num_in, int64_t out) {
+    const int column = out % PANEL;
+    Unpacked unpacked;
+    for (int64_t b = 0; b < num_in / BLOCK; ++b) {
+        unpack(F{}, row, b, &unpacked);
+        uint8_t* block = weight.panels + (out / PANEL * blocks_of(weight) + b) * F::BLOCK_BYTES;
+        constexpr int LOAD_INPUTS = 2 * F::LOAD_PAIRS;
+        for (int load = 0; load < F::LOADS; ++load) {
+            uint32_t word = 0;
+            for (int k = load * LOAD_INPUTS; k < (load + 1) * LOAD_INPUTS; ++k)
+                word |= (uint32_t(unpacked.quants[k]) & ((1u << F::BITS) - 1)) << bit_of<F>(k);
+            std::memcpy(block + column / LANES * F::VECTOR_BYTES + load * 64 + column % LANES * 4, &word, 4);
+        }
+        for (int g = 0; g < F::GROUPS; ++g) {
+            store_scale<F>(block, F::SCALES_AT, g, column, unpacked.scales[g]);
+            if (F::HAS_MINIMUM) store_scale<F>(block, F::MINIMUMS_AT, g, column, unpacked.minimums[g]);
+        }
+    }
+}
+
+// Output `out` of the weight as floats.
+template <class F>
+void unpack_row(const Weight& weight, int64_t out, float* to) {
+    const int column = out % PANEL;
+    auto scale = [&](const uint8_t* block, int at, int group) {
+        const uint8_t* from = block + at + group * F::SCALE_BYTES + column * (F::SCALE_BYTES / PANEL);
+        float value;
+        if (!F::IS_WIDE) return half_at(from);
+        std::memcpy(&value, from, sizeof value);
+        return value;
+    };
+    for (int64_t b = 0; b < blocks_of(weight); ++b, to += BLOCK) {
+        const uint8_t* block = weight.panels + (out / PANEL * blocks_of(weight) + b) * F::BLOCK_BYTES;
+        constexpr int LOAD_INPUTS = 2 * F::LOAD_PAIRS;
+        for (int k = 0; k < BLOCK; ++k) {
+            uint32_t word;
+            std::memcpy(&word,
+                        block + column / LANES * F::VECTOR_BYTES + k / LOAD_INPUTS * 64 + column % LANES * 4, 4);
+            const int bits = word >> bit_of<F>(k) & ((1u << F::BITS) - 1);
+            const int quant = F::BITS == 8 ? static_cast<int8_t>(bits) : bits - F::ZERO;
+            const int group = k * F::GROUPS / BLOCK;
+            const float scaled = scale(block, F::SCALES_AT, group) * quant;
+            to[k] = F::HAS_MINIMUM ? scaled + scale(block, F::MINIMUMS_AT, group) : scaled;
+        }
+    }
+}
+
+#ifdef __AVX512BF16__
+
+// A pass's rows of bfloat16, and where its products go.
+struct Rows {
+    const uint16_t* x;
+    uint16_t* out;
+    const uint16_t* bias;  // or none
+    int64_t num_rows;
+    int64_t x_stride;
+    int64_t out_stride;
+
+    const uint32_t* pairs(int64_t row) const { return reinterpret_cast<const uint32_t*>(x + row * x_stride); }
+
+    void store(int64_t row, int64_t first_out, int64_t num_out, __m512 sum) const {
+        if (first_out >= num_out) return;
+        const __mmask16 lanes = first_lanes(num_out - first_out);
+        if (bias) sum = _mm512_add_ps(sum, Bfloat16::load(bias + first_out, lanes));
+        Bfloat16::store(out + row * out_stride + first_out, lanes, sum);
+    }
+};
+
+inline __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+
+inline uint16_t bfloat16_of(int value) {
+    const float x = value;  // exact in 8 bits
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return bits >> 16;
+}
+
+// Quants as bfloat16, by their lower 4 bits; a lookup sees 5, and the fifth is no matter.
+struct Tables {
+    __m512i low, high;
+
+    template <class F>
+    static Tables of() {
+        alignas(64) uint16_t low[32], high[32];
+        for (int i = 0; i < 32; ++i) {
+            low[i] = bfloat16_of(i % 16 - (F::BITS == 4 ? F::ZERO : 0));
+            high[i] = bfloat16_of(i % 16 < 8 ? i % 16 * 16 : i % 16 * 16 - 256);
+        }
+        return {_mm512_load_si512(low), _mm512_load_si512(high)};
+    }
+};
+
+// Few rows
+
+constexpr int MOST_FEW = 4;
+
+template <class F, int R>
+inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_t* const* x,
+                         const float* const* group_sums, const Tables& tables, __m512 (*out)[VECTORS]) {
+    __m512 totals[R][VECTORS];
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < VECTORS; ++v) totals[r][v] = _mm512_setzero_ps();
+    constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
+    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES) {
+#pragma GCC unroll 2
+        for (int g = 0; g < F::GROUPS; ++g) {
+            __m512 sums[R][VECTORS];
+            for (int r = 0; r < R; ++r)
+                for (int v = 0; v < VECTORS; ++v) sums[r][v] = _mm512_setzero_ps();
+#pragma GCC unroll 8
+            for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
+                __m512i quants[VECTORS];
+                for (int v = 0; v < VECTORS; ++v) quants[v] = load_quants<F>(block, v, load);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j) {
+                    __m512i values[VECTORS];
+                    for (int v = 0; v < VECTORS; ++v)
+                        values[v] = _mm512_permutexvar_epi16(j ? _mm512_srli_epi16(quants[v], 4 * j) : quants[v],
+                                                             F::BITS == 8 && j % 2 ? tables.high : tables.low);
+                    const int64_t pair = b * (BLOCK / 2) + load * F::LOAD_PAIRS + (F::BITS == 8 ? j / 2 : j);
+#pragma GCC unroll 4
+                    for (int r = 0; r < R; ++r) {
+                        const __m512i own = _mm512_set1_epi32(x[r][pair]);
+                        for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], values[v], own);
+                    }
+                }
+            }
+#pragma GCC unroll 2
+            for (int v = 0; v < VECTORS; ++v) {
+                const __m512 scale = load_scales<F>(block, F::SCALES_AT, g, v);
+                for (int r = 0; r < R; ++r) totals[r][v] = _mm512_fmadd_ps(scale, sums[r][v], totals[r][v]);
+                if constexpr (F::HAS_MINIMUM) {
+                    const __m512 minimum = load_scales<F>(block, F::MINIMUMS_AT, g, v);
+                    for (int r = 0; r < R; ++r)
+                        totals[r][v] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(group_sums[r][b * F::GROUPS + g]),
+                                                       totals[r][v]);
+                }
+            }
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < VECTORS; ++v) out[r][v] = totals[r][v];
+}
+
+// The sums of a row's groups, which the groups' minimums are multiplied with.
+template <class F>
+void sum_groups(const uint16_t* x, int64_t num_in, float* sums) {
+    constexpr int SIZE = BLOCK / F::GROUPS;
+    for (int64_t at = 0; at < num_in; at += SIZE) {
+        __m512 sum = _mm512_setzero_ps();
+        for (int k = 0; k < SIZE; k += LANES) sum = _mm512_add_ps(sum, Bfloat16::load(x + at + k, 0xffff));
+        *sums++ = _mm512_reduce_add_ps(sum);
+    }
+}
+
+template <class F>
+void few_rows(const Weight& weight, const Rows& rows, int num_threads) {
+    const int64_t num_blocks = blocks_of(weight), num_panels = panels_of(weight);
+    const int64_t row_sums = F::HAS_MINIMUM ? num_blocks * F::GROUPS : 0;
+    std::vector<float> sums(rows.num_rows * row_sums);
+    if (F::HAS_MINIMUM)
+        for (int64_t row = 0; row < rows.num_rows; ++row)
+            sum_groups<F>(rows.x + row * rows.x_stride, weight.num_in, sums.data() + row * row_sums);
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t panel = 0; panel < num_panels; ++panel) {
+        const Tables tables = Tables::of<F>();
+        const uint8_t* blocks = weight.panels + panel * num_blocks * F::BLOCK_BYTES;
+        for (int64_t first = 0; first < rows.num_rows; first += MOST_FEW) {
+            const int count = std::min<int64_t>(MOST_FEW, rows.num_rows - first);
+            const uint32_t* x[MOST_FEW];
+            const float* own_sums[MOST_FEW];
+            for (int r = 0; r < count; ++r) {
+                x[r] = rows.pairs(first + r);
+                own_sums[r] = sums.data() + (first + r) * row_sums;
+            }
+            __m512 out[MOST_FEW][VECTORS];
+            switch (count) {
+                case 1: multiply_few<F, 1>(blocks, num_blocks, x, own_sums, tables, out); break;
+                case 2: multiply_few<F, 2>(blocks, num_blocks, x, own_sums, tables, out); break;
+                case 3: multiply_few<F, 3>(blocks, num_blocks, x, own_sums, tables, out); break;
+                case 4: multiply_few<F, 4>(blocks, num_blocks, x, own_sums, tables, out); break;
+            }
+            for (int r = 0; r < count; ++r)
+                for (int v = 0; v < VECTORS; ++v)
+                    rows.store(first + r, panel * PANEL + v * LANES, weight.num_out, out[r][v]);
+        }
+    }
+}
+
+// Many rows
+
+constexpr int MOST_MANY = 6;  // rows, by two panels: 24 sums in registers
+// What a thread makes bfloat16 at a time, where two panels are not larger: it stays in the processor's second cache.
+constexpr int64_t MADE_BYTES = 256 << 10;
+
+// A panel in bfloat16: for each pair of inputs, the pairs of all outputs.
+template <class F>
+void to_bfloat16(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) {
+    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512 nibbles = _mm512_sub_ps(_mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
+                                         _mm512_set1_ps(F::ZERO));
+    constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
+    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, out += BLOCK / 2) {
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+            for (int g = 0; g < F::GROUPS; ++g) {
+                const __m512 scale = load_scales<F>(block, F::SCALES_AT, g, v);
+                __m512 minimum;
+                if constexpr (F::HAS_MINIMUM) minimum = load_scales<F>(block, F::MINIMUMS_AT, g, v);
+                auto value = [&](__m512i word, int bit) {
+                    __m512 quant;
+                    if constexpr (F::BITS == 4)
+                        quant = _mm512_permutexvar_ps(bit ? _mm512_srli_epi32(word, bit) : word, nibbles);
+                    else
+                        quant = _mm512_cvtepi32_ps(
+                            _mm512_srai_epi32(bit < 24 ? _mm512_slli_epi32(word, 24 - bit) : word, 24));
+                    return F::HAS_MINIMUM ? _mm512_fmadd_ps(scale, quant, minimum) : _mm512_mul_ps(scale, quant);
+                };
+#pragma GCC unroll 8
+                for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
+                    const __m512i quants = load_quants<F>(block, v, load);
+#pragma GCC unroll 4
+                    for (int j = 0; j < F::LOAD_PAIRS; ++j) {
+                        const int bit = j * F::BITS;
+                        const __m512i both =
+                            (__m512i)_mm512_cvtne2ps_pbh(value(quants, bit + 16), value(quants, bit));
+                        _mm512_storeu_si512(&out[load * F::LOAD_PAIRS + j][v * LANES],
+                                            _mm512_permutexvar_epi16(order, both));
+                    }
+                }
+            }
+        }
+    }
+}
+
+// R rows by P panels.
+template <int R, int P>
+void multiply_many(const uint32_t (*panels)[PANEL], int64_t num_pairs, const Rows& rows, int64_t first,
+                   int64_t first_out, int64_t num_out) {
+    __m512 sums[R][P * VECTORS];
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < P * VECTORS; ++v) sums[r][v] = _mm512_setzero_ps();
+    const uint32_t* x = rows.pairs(first);
+    const int64_t stride = rows.x_stride / 2;
+    for (int64_t k = 0; k < num_pairs; ++k) {
+        __m512i values[P * VECTORS];
+        for (int v = 0; v < P * VECTORS; ++v)
+            values[v] = _mm512_loadu_si512(&panels[v / VECTORS * num_pairs + k][v % VECTORS * LANES]);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) {
+            const __m512i pair = _mm512_set1_epi32(x[r * stride + k]);
+#pragma GCC unroll 4
+            for (int v = 0; v < P * VECTORS; ++v) sums[r][v] = dot(sums[r][v], values[v], pair);
+        }
+    }
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < P * VECTORS; ++v) rows.store(first + r, first_out + v * LANES, num_out, sums[r][v]);
+}
+
+using MultiplyMany = void (*)(const uint32_t (*)[PANEL], int64_t, const Rows&, int64_t, int64_t, int64_t);
+template <int P>
+constexpr MultiplyMany MULTIPLY_MANY[MOST_MANY + 1] = {
+    nullptr,
+    multiply_many<1, P>,
+    multiply_many<2, P>,
+    multiply_many<3, P>,
+    multiply_many<4, P>,
+    multiply_many<5, P>,
+    multiply_many<6, P>,
+};
+
+template <class F>
+void many_rows(const Weight& weight, const Rows& rows, int num_threads) {
+    const int64_t num_blocks = blocks_of(weight), num_panels = panels_of(weight);
+    const int64_t num_pairs = weight.num_in / 2, panel_bytes = num_pairs * sizeof(uint32_t[PANEL]);
+    const int64_t at_once = std::max<int64_t>(2, MADE_BYTES / panel_bytes);
+    const int64_t rounds = (num_panels + at_once * num_threads - 1) / (at_once * num_threads);
+    const int64_t num_parts = std::min(rounds * num_threads, num_panels);  // as many for each thread
+#pragma omp parallel num_threads(num_threads)
+    {
+        static thread_local std::vector<uint32_t> made;
+        made.resize((num_panels + num_parts - 1) / num_parts * num_pairs * PANEL + LANES);
+        const uintptr_t aligned = (reinterpret_cast<uintptr_t>(made.data()) + 63) / 64 * 64;
+        auto* panels = reinterpret_cast<uint32_t (*)[PANEL]>(aligned);
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t part = 0; part < num_parts; ++part) {
+            const int64_t start = part * num_panels / num_parts, end = (part + 1) * num_panels / num_parts;
+            to_bfloat16<F>(weight.panels + start * num_blocks * F::BLOCK_BYTES, (end - start) * num_blocks, panels);
+            for (int64_t row = 0; row < rows.num_rows; row += MOST_MANY) {
+                const int64_t count = std::min<int64_t>(MOST_MANY, rows.num_rows - row);
+                for (int64_t panel = start; panel < end; panel += 2) {
+                    const auto multiply = panel + 1 < end ? MULTIPLY_MANY<2>[count] : MULTIPLY_MANY<1>[count];
+                    multiply(panels + (panel - start) * num_pairs, num_pairs, rows, row, panel * PANEL,
+                             weight.num_out);
+                }
+            }
+        }
+    }
+}
+
+#endif
+
+}  // namespace
+}  // namespace penstock
+
+using namespace penstock;
+
+// Bytes of a weight's panels; 0 where there is no such form.
+extern "C" int64_t penstock_quantised_bytes(const Weight* weight) {
+    int64_t bytes = 0;
+    with_form(weight->form, [&](auto form) {
+        bytes = panels_of(*weight) * blocks_of(*weight) * decltype(form)::BLOCK_BYTES;
+    });
+    return bytes;
+}
+
+// Rows of blocks, as a file has them, become the first `num_in` inputs of `outputs`.
+extern "C" void penstock_quantised_pack(const Weight* weight, const uint8_t* rows, int64_t num_rows,
+                                        int64_t row_bytes, int64_t num_in, const int64_t* outputs, int num_threads) {
+    with_form(weight->form, [&](auto form) {
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+        for (int64_t row = 0; row < num_rows; ++row)
+            pack_row<decltype(form)>(*weight, rows + row * row_bytes, num_in, outputs[row]);
+    });
+}
+
+// Outputs as rows [num_rows, num_in] of bfloat16 or float32; false where the weight has not all of them.
+extern "C" int penstock_quantised_rows(const Weight* weight, const int64_t* outputs, int64_t num_rows,
+                                       int is_bfloat16, void* to, int num_threads) {
+    for (int64_t row = 0; row < num_rows; ++row)
+        if (outputs[row] < 0 || outputs[row] >= weight->num_out) return 0;
+    return with_form(weight->form, [&](auto form) {
+        const int64_t size = weight->num_in;
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 16)
+        for (int64_t row = 0; row < num_rows; ++row) {
+            if (!is_bfloat16) {
+                unpack_row<decltype(form)>(*weight, outputs[row], static_cast<float*>(to) + row * size);
+                continue;
+            }
+            std::vector<float> values(size);
+            unpack_row<decltype(form)>(*weight, outputs[row], values.data());
+            for (int64_t at = 0; at < size; at += LANES)
+                Bfloat16::store(static_cast<uint16_t*>(to) + row * size + at, 0xffff,
+                                _mm512_loadu_ps(values.data() + at));
+        }
+    });
+}
+
+// Whether there is code for products.
+extern "C" int penstock_quantised_linear(const Weight* weight, const uint16_t* x, uint16_t* out, const uint16_t* bias,
+                                         int64_t num_rows, int64_t x_stride, int is_canonical, int num_threads) {
+#ifdef __AVX512BF16__
+    const Rows rows{x, out, bias, num_rows, x_stride, weight->num_out};
+    return num_rows == 0 || with_form(weight->form, [&](auto form) {
+        if (is_canonical)
+            many_rows<decltype(form)>(*weight, rows, num_threads);
+        else
+            few_rows<decltype(form)>(*weight, rows, num_threads);
+    });
+#else
+    return 0;
+#endif
+}

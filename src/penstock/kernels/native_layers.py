@@ -1,0 +1,156 @@
+"""The layers of a decoder as one native call, for steps of a few rows."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.cache.kv import KV
+from penstock.kernels.native_quantised import WeightStruct, struct_of
+from penstock.kernels.quantised import QuantisedWeight
+from penstock.kernels.spans import AttentionWork, WrittenPlaces
+
+_pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """A layer of attention and one feed-forward block, all of whose matrices are quantised."""
+
+    qkv_weight: QuantisedWeight
+    out_weight: QuantisedWeight
+    gate_up_weight: QuantisedWeight
+    down_weight: QuantisedWeight
+    qkv_bias: Tensor | None
+    out_bias: Tensor | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    mlp_norm: Tensor
+    next_norm: Tensor
+
+
+@dataclass(frozen=True)
+class DenseHeads:
+    """What the layers have in common. Every norm is of one dtype."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    norm_is_float32: bool
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv_weight", WeightStruct),
+        ("out_weight", WeightStruct),
+        ("gate_up_weight", WeightStruct),
+        ("down_weight", WeightStruct),
+        ("qkv_bias", _pointer),
+        ("out_bias", _pointer),
+        ("gate_up_bias", _pointer),
+        ("down_bias", _pointer),
+        ("query_norm", _pointer),
+        ("key_norm", _pointer),
+        ("mlp_norm", _pointer),
+        ("next_norm", _pointer),
+    )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        ("x", _pointer),
+        ("normed", _pointer),
+        ("cos", _pointer),
+        ("sin", _pointer),
+        ("keys", _pointer),
+        ("values", _pointer),
+        ("written", _pointer),
+        ("spans", _pointer),
+        ("places", _pointer),
+        ("num_spans", _long),
+        ("num_rows", _long),
+        ("num_heads", _long),
+        ("num_kv_heads", _long),
+        ("head_dim", _long),
+        ("rotary_dim", _long),
+        ("norm_is_float32", _int),
+        ("num_threads", _int),
+        ("eps", _float),
+        ("scale", _float),
+    )
+
+
+class DenseLayers:
+    """All layers of a model."""
+
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[DenseLayer], heads: DenseHeads) -> None:
+        self._run = library.penstock_run_layers
+        self._run.argtypes, self._run.restype = [_pointer, _long, _pointer], None
+        self._layers = tuple(layers)  # keeps what the table points to
+        self._heads = heads
+        self._table = (_Layer * len(layers))(*map(_layer_struct, layers))
+
+    def run(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        caches: Sequence[KV],
+        places: WrittenPlaces,
+        work: AttentionWork,
+    ) -> Tensor:
+        """x [rows, hidden] and the first layer's norm of it to the last norm; both are overwritten. Every row is a
+        token's."""
+        heads = self._heads
+        pointers = _pointer * len(caches)
+        spans, span_places = work.arrays
+        step = _Pass(
+            x.data_ptr(),
+            normed.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            ctypes.addressof(keys := pointers(*[kv.keys.data_ptr() for kv in caches])),
+            ctypes.addressof(values := pointers(*[kv.values.data_ptr() for kv in caches])),
+            places.array.ctypes.data,
+            spans.ctypes.data,
+            span_places.ctypes.data,
+            len(spans),
+            x.shape[0],
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            cos.shape[1],
+            heads.norm_is_float32,
+            torch.get_num_threads(),
+            heads.norm_eps,
+            heads.head_dim**-0.5,
+        )
+        self._run(self._table, len(self._layers), ctypes.byref(step))
+        del keys, values  # until now, the call has read them
+        return normed
+
+
+def _layer_struct(layer: DenseLayer) -> _Layer:
+    def pointer(tensor: Tensor | None) -> int | None:
+        return None if tensor is None else tensor.data_ptr()
+
+    return _Layer(
+        struct_of(layer.qkv_weight),
+        struct_of(layer.out_weight),
+        struct_of(layer.gate_up_weight),
+        struct_of(layer.down_weight),
+        pointer(layer.qkv_bias),
+        pointer(layer.out_bias),
+        pointer(layer.gate_up_bias),
+        pointer(layer.down_bias),
+        pointer(layer.query_norm),
+        pointer(layer.key_norm),
+        pointer(layer.mlp_norm),
+        pointer(layer.next_norm),
+    )

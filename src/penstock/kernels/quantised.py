@@ -1,0 +1,89 @@
+"""Weights that stay quantised in memory: the blocks that files have, and a weight of them as kernels take it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Inputs to a group of values with one scale, as far as products are concerned.
+GROUP = 32
+_INT8_MOST = 127
+_INT4_MOST = 15
+
+
+@dataclass(frozen=True)
+class BlockForm:
+    """A way to store values, `block_size` successive inputs of an output in `block_bytes` bytes. `number` is its own
+    in `native/quantised.cpp`."""
+
+    name: str
+    number: int
+    block_size: int
+    block_bytes: int
+    resident_bits: float  # of a value, as it lies in memory
+
+    def row_bytes(self, num_in: int) -> int:
+        return num_in // self.block_size * self.block_bytes
+
+
+Q4_1 = BlockForm("Q4_1", 0, 32, 20, 5.0)  # scale, minimum, 16 bytes of two quants
+Q4_0 = BlockForm("Q4_0", 1, 32, 18, 4.5)
+Q8_0 = BlockForm("Q8_0", 2, 32, 34, 8.5)  # scale, 32 quants
+Q4_K = BlockForm(
+    "Q4_K", 3, 256, 144, 6.0
+)  # scales and minimums become float32, products of what the file has
+Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0)  # 5 bits become 8
+Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0)
+BLOCK_FORMS = {form.name: form for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K)}
+
+
+@dataclass(frozen=True, eq=False)
+class QuantisedWeight:
+    """A weight [out, in] in panels of 32 outputs, which the native kernels made and which they alone can read."""
+
+    form: BlockForm
+    shape: tuple[int, int]
+    panels: Tensor  # uint8
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What goes into products with it, and comes out of them."""
+        return torch.bfloat16
+
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes
+
+
+# A weight as `Kernels.linear` takes it.
+Weight = Tensor | QuantisedWeight
+
+
+def quantise(values: Tensor, form: BlockForm) -> Tensor:
+    """Rows of values [rows, in] as rows of blocks [rows, bytes], each value rounded to the nearest of its block."""
+    groups = values.float().view(len(values), -1, GROUP)  # [rows, blocks, 32]
+    if form is Q8_0:
+        scale = _half(groups.abs().amax(dim=-1, keepdim=True) / _INT8_MOST)
+        quants = _quants(groups, scale, -_INT8_MOST, _INT8_MOST).to(torch.int8).view(torch.uint8)
+        return torch.cat((_bytes(scale), quants), dim=-1).flatten(1)
+    if form is Q4_1:
+        least, most = groups.aminmax(dim=-1, keepdim=True)
+        minimum = _half(least)
+        scale = _half((most - minimum) / _INT4_MOST)
+        quants = _quants(groups - minimum, scale, 0, _INT4_MOST).to(torch.uint8)
+        both = quants[..., : GROUP // 2] | quants[..., GROUP // 2 :] << 4
+        return torch.cat((_bytes(scale), _bytes(minimum), both), dim=-1).flatten(1)
+    raise ValueError(f"there is no quantisation to {form.name}, only to {Q8_0.name} and {Q4_1.name}")
+
+
+def _half(values: Tensor) -> Tensor:
+    """Rounded to what a block can store of them."""
+    return values.half().float()
+
+
+def _quants(values: Tensor, scale: Tensor, low: int, high: int) -> Tensor:
+    return torch.where(scale == 0, 0.0, values / scale).round_().clamp_(low, high)
+
+
+def _bytes(values: Tensor) -> Tensor:
+    return values.half().view(torch.uint8)

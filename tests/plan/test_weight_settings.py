@@ -1,0 +1,52 @@
+import pytest
+
+from penstock.errors import SettingError
+from penstock.plan import WEIGHTS_VARIABLE, SettingSource, WeightsName, WeightsSetting, resolve_weights
+
+
+def env(value: str) -> dict[str, str]:
+    return {WEIGHTS_VARIABLE: value, "HOME": "/"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "environ", "name", "source", "dtype"),
+    [
+        (None, {}, "auto", "default", "auto"),
+        ("auto", env("int8"), "auto", "argument", "auto"),
+        ("int4", {}, "int4", "argument", "bfloat16"),
+        (None, env("int8"), "int8", "environment", "bfloat16"),
+        ("bf16", env("nonsense"), "bf16", "argument", "bfloat16"),
+        ("f32", {}, "f32", "argument", "float32"),
+    ],
+)
+def test_resolved(
+    argument: str | None, environ: dict[str, str], name: WeightsName, source: SettingSource, dtype: str
+) -> None:
+    setting = resolve_weights(argument, environ=environ)
+    assert setting == WeightsSetting(name, source)
+    assert setting.dtype == dtype
+
+
+@pytest.mark.parametrize("value", ["", "INT8", "q4", "int8 ", "bfloat16"])
+def test_refused(value: str) -> None:
+    accepted = "give one of auto, bf16, int8, int4, f32"
+    with pytest.raises(SettingError, match=f"weights={value!r} is not accepted: {accepted}"):
+        resolve_weights(value, environ={})
+    with pytest.raises(SettingError, match=f"PENSTOCK_WEIGHTS={value!r} is not accepted: {accepted}"):
+        resolve_weights(environ=env(value))
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"),
+    [("f32", "bfloat16"), ("bf16", "float32"), ("int8", "float32"), ("int4", "float32")],
+)
+def test_contradiction(value: str, dtype: str) -> None:
+    with pytest.raises(SettingError, match=f"weights='{value}' contradicts dtype='{dtype}'"):
+        resolve_weights(value, dtype=dtype, environ={})
+    with pytest.raises(SettingError, match=f"{WEIGHTS_VARIABLE}='{value}' contradicts dtype='{dtype}'"):
+        resolve_weights(dtype=dtype, environ=env(value))
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
+def test_auto_goes_with_any_dtype(dtype: str) -> None:
+    assert resolve_weights("auto", dtype=dtype, environ={}).name == "auto"
