@@ -9,7 +9,7 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.engine.events import Finished, GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
-from penstock.errors import SettingError
+from penstock.errors import PenstockError, SettingError
 from penstock.plan.progress import Progress
 from tests.byte_models import model_of_bytes
 from tests.oracle import random_prompt
@@ -117,3 +117,19 @@ def test_a_folder_that_cannot_be_used_costs_nothing_but_a_warning(
     with load(folder, cache_dir=tmp_path / "file") as llm:
         assert llm.generate(PROMPT, max_tokens=5).token_ids == cold.token_ids
     assert "file" in caplog.text
+
+
+@pytest.mark.parametrize("max_tokens", [10**8, -5, 0])
+def test_what_cannot_run_is_refused_before_a_cache_is_made(
+    folder: Path, tmp_path: Path, max_tokens: int
+) -> None:
+    with load(folder, cache_dir=tmp_path) as llm, pytest.raises(PenstockError, match="max_tokens"):
+        llm.stream(PROMPT, max_tokens=max_tokens)
+
+
+def test_an_answer_that_becomes_a_prompt_is_read_so_that_bits_stay(folder: Path) -> None:
+    llm = load(folder, reuse_tokens=1000)
+    answer = llm.generate(PROMPT[:128], max_tokens=80)
+    turn = [*PROMPT[:128], *answer.token_ids, 7]
+    warm, cold = llm.generate(turn, max_tokens=8), load(folder).generate(turn, max_tokens=8)
+    assert (warm.usage.cached_tokens, warm.token_ids) == (128, cold.token_ids)

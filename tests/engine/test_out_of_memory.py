@@ -88,8 +88,15 @@ def test_at_every_step_of_a_service_every_answer_is_the_same(llm: LLM, service: 
             failing = Failing(llm, patch, fails_at)
             listeners = [Listening(), Listening()]
             ids = [
-                service.submit(GenerationRequest(short, 12, ignore_eos=True), listeners[1]),
-                service.submit(GenerationRequest(long, 4, ignore_eos=True), listeners[0]),
+                service.submit(request, listener)
+                for request, listener in zip(
+                    (
+                        GenerationRequest(short, 12, ignore_eos=True, cache_salt=str(fails_at)),
+                        GenerationRequest(long, 4, ignore_eos=True, cache_salt=str(fails_at)),
+                    ),
+                    reversed(listeners),
+                    strict=True,
+                )
             ]
             for listener, tokens in zip(listeners, expected, strict=True):
                 assert isinstance(listener.end, Finished), fails_at

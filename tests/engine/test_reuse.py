@@ -170,11 +170,64 @@ def test_what_is_on_disk_is_copied_in_parts_while_others_wait(
     serve_with(new_batcher(model, SCHEDULE, 64 * 64, strict=False, sharing=Sharing(store)), [Wish(FIRST, 2)])
     store.flush()
     monkeypatch.setattr(
-        "penstock.engine.batcher.LOAD_BYTES", 2 * BLOCK_TOKENS * model.cache_spec.kv.bytes_per_token
+        "penstock.engine.reuse.PIECE_BYTES", 2 * BLOCK_TOKENS * model.cache_spec.kv.bytes_per_token
     )
     batcher = new_batcher(model, SCHEDULE, 64 * 64, strict=False, sharing=Sharing(store))
     together = [Wish((7,) * 30, 20), Wish(FIRST, 2, arrives=1)]
     other, warm = serve_with(batcher, together)
     assert warm.num_cached == 384
     check_all(model, together, [other, warm], strict=False)
+    store.close()
+
+
+def test_without_memory_for_a_copy_nothing_but_the_copy_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> torch.Tensor:
+        raise MemoryError("as the test wants it")
+
+    monkeypatch.setattr("penstock.engine.reuse.copy_out", fail)
+    model = model_of("llama", torch.float32)
+    store = open_store(model, tmp_path)
+    batcher = new_batcher(model, SCHEDULE, 64 * 64, strict=False, sharing=Sharing(store))
+    jobs = serve_with(batcher, [Wish(FIRST, 2)])
+    check_all(model, [Wish(FIRST, 2)], jobs, strict=False)
+    store.close()
+    assert store.stats().num_written == 0
+
+
+def test_what_others_hold_needs_no_room_to_be_admitted() -> None:
+    model = model_of("llama", torch.float32)
+    batcher = new_batcher(model, SCHEDULE, 64 * 12, strict=False, sharing=Sharing())
+    # The first answers for a while; the others come in the middle of its steps, and all fit beside it.
+    wishes = [
+        Wish((*FIRST[:384], 1), 40),
+        *(Wish((*FIRST[:384], index), 3, arrives=8) for index in (2, 3, 4)),
+    ]
+    jobs = serve_with(batcher, wishes)
+    assert [job.num_cached for job in jobs] == [0, 384, 384, 384]
+    assert not any(job.num_preemptions for job in jobs)
+    check_all(model, wishes, jobs, strict=False)
+
+
+def test_a_block_that_is_half_read_is_taken_whole() -> None:
+    model = model_of("llama", torch.float32)
+    batcher = new_batcher(model, ScheduleConfig(chunk_size=100), 64 * 64, strict=False, sharing=Sharing())
+    serve_with(batcher, [Wish(FIRST, 1, cancelled=2)])  # it stands at 200, in a block's middle
+    (job,) = serve_with(batcher, [Wish(FIRST, 1)])
+    assert job.num_cached == 192
+    check_all(model, [Wish(FIRST, 1)], [job], strict=False)
+
+
+def test_what_memory_gave_up_is_looked_for_on_disk_again(tmp_path: Path) -> None:
+    model = model_of("llama", torch.float32)
+    store = open_store(model, tmp_path)
+    batcher = new_batcher(model, SCHEDULE, 64 * 8, strict=False, sharing=Sharing(store))
+    serve_with(batcher, [Wish(FIRST, 1)])
+    store.flush()
+    # It is in memory when it comes, and gone when it begins: the one before it needs all of the cache.
+    other = tuple(random_prompt(450, seed=9))
+    _, late = serve_with(batcher, [Wish(other, 20), Wish(FIRST, 1)])
+    assert late.num_cached == 384
+    check_all(model, [Wish(FIRST, 1)], [late], strict=False)
     store.close()

@@ -117,10 +117,15 @@ class BlockStore:
         blocks = self._read_blocks(keys, start, end)
         return StoredPrefix(start, tuple(blocks)) if blocks else None
 
-    def num_stored(self, keys: Sequence[BlockKey]) -> int:
-        """How many of these blocks, from the first on, are on disk; whether they are whole is not looked at."""
-        is_there = (self._has(FileKind.BLOCK, index, key) for index, key in enumerate(keys))
-        return next((index for index, there in enumerate(is_there) if not there), len(keys))
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether so much more may wait to be written now."""
+        return self.is_usable and self._writer.has_room(num_bytes)
+
+    def give_up(self, num_blocks: int) -> None:
+        """So many blocks found no room while there was time for them."""
+        with self._lock:
+            self._num_refused += num_blocks
+        self._warn_slow()
 
     def put_blocks(self, start: int, keys: Sequence[BlockKey], kv: Tensor) -> bool:
         """Keep blocks [start, start + len(keys)) of a sequence: kv is [num_blocks, 2, num_layers, 64, num_kv_heads,
@@ -233,11 +238,14 @@ class BlockStore:
         if not self._writer.put(num_bytes, partial(self._output.write, files)):
             with self._lock:
                 self._num_refused += len(files)
-            self._warnings.say(
-                "queue", "%s is written too slowly: some of what was read is not kept", self.folder
-            )
+            self._warn_slow()
             return False
         return True
+
+    def _warn_slow(self) -> None:
+        self._warnings.say(
+            "queue", "%s is written too slowly: some of what was read is not kept", self.folder
+        )
 
     def _note_use(self, keys: Sequence[BlockKey], end: int) -> None:
         """All blocks of a prefix are used when it is asked for: those on disk now, and those that come to be written.

@@ -30,8 +30,9 @@ class SizeLimit:
         self.num_bytes += num_bytes
         self._since_scan += num_bytes
 
-    def make_room(self, num_bytes: int, keep: Set[Path]) -> bool:
-        """Whether a file of this size may be written now, after evicting others but those in `keep`."""
+    def make_room(self, num_bytes: int, keep: Set[Path], used_ns: int, num_blocks: int) -> bool:
+        """Whether a file of this size may be written now, after evicting others but those in `keep`, and those that
+        would go after it: a prompt that is too long for the limit keeps its head."""
         if num_bytes > self.max_bytes:
             return False
         is_due = time.monotonic() - self._scanned_s > _SCAN_S
@@ -39,7 +40,8 @@ class SizeLimit:
             self._scan()
         if self.num_bytes + num_bytes <= self.max_bytes:
             return True
-        self._evict(self._scan(), int(_ROOM_TO_LEAVE * self.max_bytes) - num_bytes, keep)
+        goal_bytes = int(_ROOM_TO_LEAVE * self.max_bytes) - num_bytes
+        self._evict(self._scan(), goal_bytes, keep, (True, used_ns, -num_blocks))
         return self.num_bytes + num_bytes <= self.max_bytes
 
     def _scan(self) -> list[ModelFiles]:
@@ -54,12 +56,17 @@ class SizeLimit:
                     self.num_bytes -= file.num_bytes
         return models
 
-    def _evict(self, models: list[ModelFiles], goal_bytes: int, keep: Set[Path]) -> None:
+    def _evict(
+        self, models: list[ModelFiles], goal_bytes: int, keep: Set[Path], before: tuple[bool, int, int]
+    ) -> None:
         if self.num_bytes <= goal_bytes:
             return
-        for file in eviction_order(models, time.time_ns()):
+        now_ns = time.time_ns()
+        for file in eviction_order(models, now_ns):
             if file.path in keep:
                 continue
+            if file.name is not None and _rank(file, now_ns) >= before:
+                return
             # One that has gone already was another process's to evict.
             self.num_evicted += remove(file.path)
             self.num_bytes -= file.num_bytes
@@ -70,11 +77,12 @@ class SizeLimit:
 def eviction_order(models: list[ModelFiles], now_ns: int) -> list[StoredFile]:
     """Damaged files; then those whose time is of a clock that was wrong; then by time of last use. Of files that were
     used together the end of a prefix goes first: without its head, the rest of it is of no use."""
-
-    def rank(file: StoredFile) -> tuple[bool, int, int]:
-        assert file.name is not None
-        is_from_future = file.used_ns > now_ns and file.is_stale(now_ns)
-        return not is_from_future, file.used_ns, -file.name.num_blocks
-
     damaged = [file for model in models for file in model.damaged]
-    return damaged + sorted((file for model in models for file in model.files), key=rank)
+    files = [file for model in models for file in model.files]
+    return damaged + sorted(files, key=lambda file: _rank(file, now_ns))
+
+
+def _rank(file: StoredFile, now_ns: int) -> tuple[bool, int, int]:
+    assert file.name is not None
+    is_from_future = file.used_ns > now_ns and file.is_stale(now_ns)
+    return not is_from_future, file.used_ns, -file.name.num_blocks

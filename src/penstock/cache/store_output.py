@@ -111,7 +111,7 @@ class StoreOutput:
         if before == num_bytes:
             touch(path, file.used_ns)
             return True
-        if not self._limit.make_room(num_bytes, keep):
+        if not self._limit.make_room(num_bytes, keep, file.used_ns, file.name.num_blocks):
             self._warnings.say(
                 "limit",
                 "not all that was read can be kept: files of %d bytes in the %d that %s may have; "

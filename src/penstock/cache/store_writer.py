@@ -35,8 +35,7 @@ class StoreWriter:
     def put(self, num_bytes: int, run: Callable[[], None]) -> bool:
         """Have a job run, which holds so many bytes until then. False where it was refused."""
         with self._changed:
-            has_room = not self._held_bytes or self._held_bytes + num_bytes <= self._max_bytes
-            if self._is_closed or (num_bytes and not has_room):
+            if self._is_closed or (num_bytes and not self.has_room(num_bytes)):
                 return False
             self._jobs.append(_Job(num_bytes, run))
             self._held_bytes += num_bytes
@@ -46,6 +45,10 @@ class StoreWriter:
                 self._thread.start()
             self._changed.notify_all()
             return True
+
+    def has_room(self, num_bytes: int) -> bool:
+        with self._changed:
+            return not self._held_bytes or self._held_bytes + num_bytes <= self._max_bytes
 
     def flush(self, timeout_s: float | None = None) -> bool:
         """Wait until all jobs that were put by now have run; whether they have."""

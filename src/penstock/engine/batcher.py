@@ -41,8 +41,6 @@ _log = logging.getLogger("penstock.engine")
 STEPS_SHOWN = 240
 # The last requests that ended whose chunks can still be explained.
 ENDED_EXPLAINED = 64
-# What is copied from disk between two steps while others wait: some 20 ms.
-LOAD_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,7 @@ class Batcher:
         self.notices: deque[Notice] = deque()
         limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.slots is None)
         self._jobs: dict[RequestId, Job] = {}  # in order of arrival
-        ledger = PoolLedger(space.blocks, self._jobs, self._leave)
+        ledger = PoolLedger(space.blocks, self._jobs, self._leave, self._num_shared)
         self._scheduler = BatchScheduler(schedule, limits, sizer, ledger)
         self._sizer = sizer
         self._canon = canon
@@ -114,8 +112,6 @@ class Batcher:
         # Requests of a step that failed: each runs alone, so that only the one at fault ends.
         self._suspects: deque[RequestId] = deque()
         self._began_s = time.perf_counter()
-        block_bytes = BLOCK_TOKENS * space.tensors.kv.spec.bytes_per_token
-        self._load_blocks = max(LOAD_BYTES // block_bytes, 1)
 
     @property
     def has_work(self) -> bool:
@@ -125,9 +121,6 @@ class Batcher:
         """Put a request into the queue, or raise QueueFullError or CacheFullError."""
         self._scheduler.add(job.id, job.num_prompt, job.request.max_tokens)
         self._jobs[job.id] = job
-        # There are states for those that run, not for all that wait; and what a step does is settled.
-        if self.space.slots is None and not self._in_flight:
-            self._adopt(job)
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request: now, or with the step that it is in. Nothing happens if it has ended."""
@@ -278,9 +271,12 @@ class Batcher:
             if job.prefix is None or self._scheduler.view(job.id).phase != "prompt":
                 continue
             self._adopt(job)
+            num_blocks = job.cache.num_tokens // BLOCK_TOKENS
+            if job.prefix.needs_search or num_blocks < job.prefix.num_searched_from:
+                self.reuse.search(job.prefix, num_blocks)
             if job.prefix.stored is not None:
                 others = len(self._jobs) > 1
-                self._gain(job, self.reuse.load(job.prefix, job.cache, self._load_blocks if others else None))
+                self._gain(job, self.reuse.load(job.prefix, job.cache, in_pieces=others))
             is_loading = job.prefix.stored is not None
             if is_loading or any(self._follows(job, job.prefix, leader) for leader in reading):
                 held.add(job.id)
@@ -291,8 +287,10 @@ class Batcher:
         """Whether a request that is read before this one has yet to read some of what they have in common."""
         assert leader.prefix is not None
         common = prefix.num_common(leader.prefix) * BLOCK_TOKENS
-        if not leader.cache.num_tokens < common or job.cache.num_tokens >= common:
+        if not job.cache.num_tokens <= leader.cache.num_tokens < common:
             return False
+        if self.space.slots is not None and job.cache.num_tokens % BLOCK_TOKENS:
+            return False  # it could not go on from there
         leader.prefix.keep_states.add(common)
         return True
 
@@ -313,6 +311,10 @@ class Batcher:
             return []
         num_free = self.space.slots.num_free - num_spans
         return self.reuse.states_to_keep(job.prefix, span.start, span.end, num_free)
+
+    def _num_shared(self, job: Job) -> int:
+        """Blocks that a request which waits would share with others that hold them."""
+        return 0 if self.reuse is None or job.prefix is None else self.reuse.num_in_use(job.prefix)
 
     def _leave(self, job: Job, num_kept: int) -> None:
         """A request is about to give up all blocks but the first `num_kept`."""
@@ -418,9 +420,8 @@ class Batcher:
         summary = job.summary("error" if isinstance(how, Exception) else how, now)
         for observer in self._observers:
             self._observe(partial(observer.on_end, summary))
-        self._leave(job, 0)
-        if job.prefix is not None:
-            job.prefix.close()
+        if self.reuse is not None and job.prefix is not None:
+            self.reuse.end(job.prefix, job.cache)
         job.cache.free()
 
     def _tell(self, job: Job, event: Event) -> None:

@@ -61,6 +61,7 @@ def cache_fingerprint(llm: HasWeights) -> bytes:
         "config": asdict(model.config),
         "machine": machine,
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "features": _processor_features(),
         "native": _native_name() if kernels.name == "native" else "",
         "code": _code_digest(),
         "canon": asdict(llm.canon),
@@ -68,6 +69,17 @@ def cache_fingerprint(llm: HasWeights) -> bytes:
         "block_tokens": BLOCK_TOKENS,
     }
     return sha256(json.dumps(parts, sort_keys=True).encode()).digest()
+
+
+def _processor_features() -> dict[str, str]:
+    """What libraries choose their code by, as far as it can be seen: instructions, and variables that limit them."""
+    limits = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(("ONEDNN_", "DNNL_", "MKL_", "ATEN_CPU_"))
+    }
+    told: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return limits | {name: str(value) for name, value in told.items()}
 
 
 def weights_digest(path: Path) -> bytes:

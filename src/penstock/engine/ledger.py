@@ -19,6 +19,7 @@ class PoolLedger:
     pool: BlockPool
     jobs: Mapping[RequestId, Job]
     on_cut: Callable[[Job, int], None]
+    count_shared: Callable[[Job], int]
     _wanted: dict[RequestId, int] = field(default_factory=dict)
 
     @property
@@ -38,6 +39,9 @@ class PoolLedger:
             self._wanted[request_id] = num_blocks
         else:
             self._wanted.pop(request_id, None)
+
+    def num_shared(self, request_id: RequestId) -> int:
+        return self.count_shared(self.jobs[request_id]) if not self._has(request_id) else 0
 
     def forget(self, request_id: RequestId) -> None:
         self._wanted.pop(request_id, None)

@@ -22,7 +22,7 @@ from penstock.engine.memory import trim_heap
 from penstock.engine.profile import load_profile
 from penstock.engine.results import Generation
 from penstock.engine.reuse import MAX_SNAPSHOTS, Reuse
-from penstock.engine.run import Run, is_out_of_memory
+from penstock.engine.run import Run, check_request, is_out_of_memory
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.space import CacheSpace
 from penstock.engine.stop import StopMatcher
@@ -250,6 +250,8 @@ class LLM:
                     f"model's context of {self.context_length} tokens: shorten the prompt"
                 )
             max_tokens = min(DEFAULT_MAX_TOKENS, room)
+        config = self.model.config
+        check_request(token_ids, max_tokens, config.max_position, config.vocab_size)
         kept = self._space_for(len(token_ids) + max_tokens)
         rules = self.size_rules(free_memory_bytes())
         self.activations.check(rules, max(len(token_ids), 1))
@@ -316,7 +318,11 @@ class LLM:
         num_slots = self._config.num_state_slots + 2 * MAX_SNAPSHOTS
         space = CacheSpace.for_tokens(self.model, num_tokens, num_slots=num_slots)
         return space, Reuse(
-            space, fingerprint=self.fingerprint, store=self.store, max_snapshots=MAX_SNAPSHOTS
+            space,
+            fingerprint=self.fingerprint,
+            store=self.store,
+            clean_only=True,
+            max_snapshots=MAX_SNAPSHOTS,
         )
 
     def _tuned(self, chunk: ChunkSetting) -> ChunkSetting:

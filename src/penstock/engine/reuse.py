@@ -3,7 +3,8 @@
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from penstock.cache import BLOCK_TOKENS, SequenceCache
@@ -20,6 +21,10 @@ _log = logging.getLogger("penstock.engine")
 # where it parts from another that waits for it.
 SNAPSHOT_TOKENS = 1024
 MAX_SNAPSHOTS = 16
+# What is copied to or from the disk's files at once, between two steps: some 20 ms.
+PIECE_BYTES = 64 << 20
+# Blocks that one request has mapped from files: the rest is looked for when these are copied.
+MOST_FOUND = 512
 
 
 @dataclass
@@ -32,12 +37,20 @@ class Prefix:
     num_clean: int | None = None  # of its blocks, from the first on; None: all
     num_noted: int = 0  # blocks that the index was told of
     num_stored: int = 0  # blocks that the disk has, or was given
+    num_searched_from: int = 0  # blocks that memory had when the disk was looked at
+    needs_search: bool = False  # there may be more on disk than is known
+    has_more: bool = False  # the last search did not go to the end
     keep_states: set[int] = field(default_factory=set)  # positions that others will go on from
 
     @property
     def num_shareable(self) -> int:
         """Blocks that may come from the cache: the last token is always read, since its logits are wanted."""
         return (self.num_prompt - 1) // BLOCK_TOKENS
+
+    @property
+    def last_blocks(self) -> tuple[int, int]:
+        """Where the same prompt would go on, and where one would that begins with all of it."""
+        return self.num_shareable * BLOCK_TOKENS, self.num_prompt // BLOCK_TOKENS * BLOCK_TOKENS
 
     def num_common(self, other: "Prefix") -> int:
         """Blocks, of those that may come from the cache, that this prompt has in common with another."""
@@ -76,6 +89,9 @@ class Reuse:
         self._clean_only = clean_only
         self.index = PrefixIndex(space.blocks, space.slots, max_snapshots=max_snapshots)
         self._stored_every = _stored_every(space) if store is not None else SNAPSHOT_TOKENS
+        self._block_bytes = BLOCK_TOKENS * space.tensors.kv.spec.bytes_per_token
+        self._piece_blocks = max(PIECE_BYTES // self._block_bytes, 1)
+        self._has_failed = False
         self._memory_tokens = self._disk_tokens = self._missed_tokens = 0
         self._num_hits = self._num_misses = 0
 
@@ -88,8 +104,10 @@ class Reuse:
         """Put all that is there of a prompt, in memory and on disk, into an empty sequence of this cache."""
         prefix = self.open(prompt)
         self.adopt(prefix, cache)
-        self.search(prefix, cache.num_tokens // BLOCK_TOKENS)
-        self.load(prefix, cache)
+        prefix.needs_search = True
+        while prefix.needs_search:
+            self.search(prefix, cache.num_tokens // BLOCK_TOKENS)
+            self.load(prefix, cache)
         self.count(cache.num_tokens)
         return prefix
 
@@ -99,31 +117,38 @@ class Reuse:
 
     def search(self, prefix: Prefix, num_known: int) -> None:
         """Look on disk for what comes after the first `num_known` blocks. Takes a while; on any thread."""
+        prefix.needs_search = False
+        prefix.num_searched_from = num_known
         if self._store is None:
             return
-        keys = prefix.chain.keys[: prefix.num_shareable]
+        # Every block that was found is a mapping, of which a process may have only so many.
+        end = min(prefix.num_shareable, num_known + MOST_FOUND)
+        prefix.has_more = end < prefix.num_shareable
+        keys = prefix.chain.keys[:end]
         prefix.stored = self._store.find(keys, num_known, needs_state=self._has_state)
 
     def adopt(self, prefix: Prefix, cache: SequenceCache) -> int:
         """Go on with what is in memory, where that is more than the sequence has: the tokens that it gained."""
         start = cache.num_tokens
-        if start % BLOCK_TOKENS or start // BLOCK_TOKENS >= prefix.num_shareable:
+        num_held, rest = divmod(start, BLOCK_TOKENS)
+        if num_held >= prefix.num_shareable or (rest and self._has_state):
             return 0
-        num_held = start // BLOCK_TOKENS
         hit = self._find(prefix)
-        if len(hit.blocks) <= num_held:
+        if hit.num_tokens <= start:
             return 0
+        if rest:  # the block that it was about to fill is there whole
+            prefix.num_noted = min(prefix.num_noted, num_held)
+            cache.cut(num_held * BLOCK_TOKENS)
         cache.adopt(hit.blocks[num_held:], hit.slot)
         if hit.num_clean < len(hit.blocks):
-            prefix.taint(max(hit.num_clean, 0))
-        if self._store is not None:
-            num_stored = self._store.num_stored(prefix.chain.keys[: len(hit.blocks)])
-            prefix.num_stored = max(prefix.num_stored, num_stored)
+            prefix.taint(hit.num_clean)
+        # What is in memory was given to the disk when it was read.
+        prefix.num_stored = max(prefix.num_stored, len(hit.blocks))
         self._memory_tokens += cache.num_tokens - start
         return cache.num_tokens - start
 
-    def load(self, prefix: Prefix, cache: SequenceCache, most_blocks: int | None = None) -> int:
-        """Copy what was found on disk into the cache, at most so many blocks of it: the tokens that the sequence
+    def load(self, prefix: Prefix, cache: SequenceCache, *, in_pieces: bool = False) -> int:
+        """Copy what was found on disk into the cache, all or the next piece of it: the tokens that the sequence
         gained. Where it has no place, or does not follow on what the sequence has, it is given up."""
         stored = prefix.stored
         if stored is None:
@@ -133,11 +158,12 @@ class Reuse:
         num_blocks = stored.start + stored.num_blocks - first
         follows = start % BLOCK_TOKENS == 0 and stored.start <= first and num_blocks > 0
         if not follows or not self._space.blocks.can_allocate(num_blocks):
+            prefix.needs_search = stored.start > first  # memory has given up what was before it
             prefix.close()
             return 0
-        if self._has_state or most_blocks is None or most_blocks >= num_blocks:
-            most_blocks = num_blocks  # a state belongs to the end only
-        else:
+        most_blocks = num_blocks
+        if in_pieces and not self._has_state:  # a state belongs to the end only
+            most_blocks = min(num_blocks, self._piece_blocks)
             end = (first + most_blocks) * BLOCK_TOKENS
         step = cache.reserve(start, [end])
         try:
@@ -153,6 +179,7 @@ class Reuse:
             return 0
         cache.commit(end)
         if most_blocks == num_blocks:
+            prefix.needs_search = prefix.has_more
             prefix.close()
         prefix.num_stored = max(prefix.num_stored, first + most_blocks)
         self._disk_tokens += end - start
@@ -164,7 +191,7 @@ class Reuse:
         if not self._has_state or start % BLOCK_TOKENS:
             return []
         grid = range(start - start % self._stored_every, end, self._stored_every)
-        wanted = {*grid, prefix.num_shareable * BLOCK_TOKENS, *prefix.keep_states}
+        wanted = {*grid, *prefix.last_blocks, *prefix.keep_states}
         inside = sorted(position for position in wanted if start < position < end)
         # Those that are furthest on save the most.
         return inside[max(len(inside) - num_free, 0) :]
@@ -186,11 +213,28 @@ class Reuse:
     def leave(self, prefix: Prefix, cache: SequenceCache, num_kept: int = 0) -> None:
         """The sequence is about to give up all blocks but the first `num_kept`: where it stands stays known."""
         prefix.num_noted = min(prefix.num_noted, num_kept)
+        prefix.needs_search = self._store is not None
         if cache.state is None or not self._is_clean_at(prefix, cache.num_tokens):
             return
         keys = prefix.chain.keys[: cache.num_tokens // BLOCK_TOKENS]
         if keys:
             self.index.snapshot(keys, cache.state.slot)
+
+    def end(self, prefix: Prefix, cache: SequenceCache) -> None:
+        """The request is over, and gives up all that it holds."""
+        self.leave(prefix, cache)
+        prefix.close()
+        num_full = min(prefix.num_prompt, cache.num_tokens) // BLOCK_TOKENS
+        num_lost = (
+            num_full if prefix.num_clean is None else min(prefix.num_clean, num_full)
+        ) - prefix.num_stored
+        if self._store is not None and self._store.is_usable and num_lost > 0:
+            self._store.give_up(num_lost)
+
+    def num_in_use(self, prefix: Prefix) -> int:
+        """Blocks of a prompt that are in memory and held by others: to have them takes no space."""
+        blocks = self._space.blocks
+        return sum(not blocks.is_idle(block) for block in self._find(prefix).blocks)
 
     def count(self, num_cached: int) -> None:
         """A request begins to read its prompt, of which so much was there."""
@@ -236,24 +280,43 @@ class Reuse:
             self.index.insert(keys[:num_told], cache.blocks.block_ids[:num_told], num_clean)
             prefix.num_noted = num_told
         if self._store is not None and num_clean > prefix.num_stored:
-            blocks = cache.blocks.block_ids[prefix.num_stored : num_clean]
-            copied = copy_out(self._space.tensors, blocks)
-            if self._store.put_blocks(prefix.num_stored, keys[prefix.num_stored : num_clean], copied):
-                prefix.num_stored = num_clean
+            self._put(self._store, prefix, cache, num_clean)
         if cache.state is not None:
             self._note_states(prefix, cache)
+
+    def _put(self, store: BlockStore, prefix: Prefix, cache: SequenceCache, end: int) -> None:
+        """Give blocks up to `end` to the disk, as far as it has room for them by now; the rest is offered again."""
+        while (start := prefix.num_stored) < end:
+            stop = min(start + self._piece_blocks, end)
+            if not store.has_room((stop - start) * self._block_bytes):
+                return
+            with self._unharmed():
+                copied = copy_out(self._space.tensors, cache.blocks.block_ids[start:stop])
+                store.put_blocks(start, prefix.chain.keys[start:stop], copied)
+            prefix.num_stored = stop
+
+    @contextmanager
+    def _unharmed(self) -> Iterator[None]:
+        """The disk is a help: where there is no memory for a copy, or anything else fails, the request goes on."""
+        try:
+            yield
+        except Exception as error:
+            if not self._has_failed:
+                _log.warning("some of what was read could not be kept on disk", exc_info=error)
+            self._has_failed = True
 
     def _note_states(self, prefix: Prefix, cache: SequenceCache) -> None:
         assert cache.state is not None
         for position, slot in cache.state.slots.items():
             if not self._is_clean_at(prefix, position):
                 continue
-            is_wanted = position in prefix.keep_states or position == prefix.num_shareable * BLOCK_TOKENS
+            is_wanted = position in prefix.keep_states or position in prefix.last_blocks
             keys = prefix.chain.keys[: position // BLOCK_TOKENS]
             if is_wanted or position % SNAPSHOT_TOKENS == 0:
                 self.index.snapshot(keys, slot)
             if self._store is not None and (is_wanted or position % self._stored_every == 0):
-                self._store.put_state(len(keys), keys[-1], *copy_state_out(self._space.tensors, slot))
+                with self._unharmed():
+                    self._store.put_state(len(keys), keys[-1], *copy_state_out(self._space.tensors, slot))
         cache.state.keep_last()
 
     def _is_clean_at(self, prefix: Prefix, position: int) -> bool:

@@ -112,7 +112,7 @@ class Run:
         if self.finish_reason is None or (self.finish_reason, reason) == ("length", "stop"):
             self.finish_reason = reason
             if self._reuse is not None and self._prefix is not None:
-                self._reuse.leave(self._prefix, self.cache)
+                self._reuse.end(self._prefix, self.cache)
             self.cache.free()
 
     def _schedule(self) -> tuple[SpanInput, Prefill | None]:

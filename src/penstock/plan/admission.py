@@ -1,6 +1,6 @@
 """Who may run: what a request needs of the cache, and the line of those that wait."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.plan.checks import check_bool, check_int
@@ -75,23 +75,31 @@ class TrackedRequest:
 
 
 def choose_admissions(
-    waiting: Sequence[TrackedRequest], num_places: int, num_room: int, max_overtakes: int
+    waiting: Sequence[TrackedRequest],
+    num_places: int,
+    num_room: int,
+    max_overtakes: int,
+    num_shared: Callable[[RequestId], int] = lambda request_id: 0,
 ) -> list[TrackedRequest]:
     """Those that may run from now on, of `waiting` in order of arrival, where there are `num_places` and `num_room`
-    blocks that nobody else wants. Counts the overtakes that it grants: one that has no room lets later ones pass that
-    have, `max_overtakes` of them in its life, so that it cannot wait forever."""
+    blocks that nobody else wants; what a request shares with those that run takes no room. Counts the overtakes that
+    it grants: one that has no room lets later ones pass that have, `max_overtakes` of them in its life, so that it
+    cannot wait forever."""
     admitted: list[TrackedRequest] = []
     passed: list[TrackedRequest] = []
     for request in waiting:
         if len(admitted) == num_places:
             break
-        if request.num_wanted > num_room:
+        num_wanted = request.num_wanted
+        if num_wanted > num_room:
+            num_wanted -= num_shared(request.id)
+        if num_wanted > num_room:
             passed.append(request)
             if request.num_overtakes >= max_overtakes:
                 break
             continue
         admitted.append(request)
-        num_room -= request.num_wanted
+        num_room -= num_wanted
         for earlier in passed:
             earlier.num_overtakes += 1
         if any(earlier.num_overtakes >= max_overtakes for earlier in passed):

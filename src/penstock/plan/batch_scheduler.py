@@ -167,11 +167,14 @@ class BatchScheduler:
         request.stand_at(num_run, request.num_tokens)
 
     def admit(self) -> None:
-        """Let requests run that wait and have room, before the step is planned: `schedule` does that too."""
+        """Let requests run that wait and have room; `schedule` does that too, unless it is told who is held."""
         self._admit(self.config.max_running)
 
-    def schedule(self, only: RequestId | None = None, held: Collection[RequestId] = ()) -> StepPlan | None:
-        """The next step, or None where there is nothing to run. Prompts of `held` requests wait for the step after.
+    def schedule(
+        self, only: RequestId | None = None, held: Collection[RequestId] | None = None
+    ) -> StepPlan | None:
+        """The next step, or None where there is nothing to run. Prompts of `held` requests wait for the step after;
+        where it is given, requests were admitted before.
 
         With `only`, it has a span of that one request, as far as free blocks reach: nothing is admitted or preempted,
         and None says that the request waits, or has no block to go on. Such a step counts as nobody's turn.
@@ -182,9 +185,10 @@ class BatchScheduler:
             choices = self._place_alone(self._requests[only])
             return self._issue(choices, {}, is_out_of_turn=True) if choices else None
         given: dict[RequestId, Preemption] = {}
-        self._admit(self.config.max_running)
+        if held is None:
+            self._admit(self.config.max_running)
         while self._running:
-            if not (chosen := self._choose(held)):
+            if not (chosen := self._choose(held or ())):
                 return None  # all that could run are held
             if choices := self._place(chosen, given):
                 return self._issue(choices, given)
@@ -275,7 +279,9 @@ class BatchScheduler:
             self._start(first)
         num_places = max_running - len(self._running)
         if self._waiting and num_places > 0:
-            for request in choose_admissions(self._waiting, num_places, num_room, self.config.max_overtakes):
+            for request in choose_admissions(
+                self._waiting, num_places, num_room, self.config.max_overtakes, self._ledger.num_shared
+            ):
                 self._start(request)
 
     def _start(self, request: TrackedRequest) -> None:

@@ -14,6 +14,9 @@ class BlockLedger(Protocol):
 
     def num_held(self, request_id: RequestId) -> int: ...
 
+    def num_shared(self, request_id: RequestId) -> int:
+        """Blocks that a request which holds none would share with others that hold them."""
+
     def hold(self, request_id: RequestId, num_blocks: int) -> None:
         """The request is to hold so many blocks, its first ones: more than it did, or fewer."""
 
@@ -34,6 +37,9 @@ class PlainLedger:
 
     def num_held(self, request_id: RequestId) -> int:
         return self._held.get(request_id, 0)
+
+    def num_shared(self, request_id: RequestId) -> int:
+        return 0
 
     def hold(self, request_id: RequestId, num_blocks: int) -> None:
         self._num_free -= num_blocks - self.num_held(request_id)
