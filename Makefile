@@ -4,10 +4,11 @@ BIN := .venv/bin
 # What must hold with the reference kernels, too.
 LAWS := tests/engine/test_parity.py tests/engine/test_same_bits.py
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench soak clean
+.PHONY: help setup demo test lint format bench bench-peers soak clean
 
 help:
 	@echo "make demo | test | lint | bench | setup | format | clean"
+	@echo "make bench-peers: environments for llama.cpp and vLLM, which make bench then compares with"
 	@echo "make soak: minutes of many clients at once, well-behaved and not, against a server of each kind of model"
 
 # torch first and alone: the packages after it accept the build that is there.
@@ -40,8 +41,26 @@ test: lint
 
 # Every suite runs, whatever became of those before it.
 bench: setup
-	status=0; for suite in prefill hybrid serve targets cache; do \
+	status=0; for suite in prefill hybrid serve targets cache $(if $(wildcard .peers),peers); do \
 	$(BIN)/python -m penstock.bench $$suite --check || status=1; done; exit $$status
+
+# The engines to compare with, each in an environment of its own. llama.cpp is built for this processor: that needs a C++
+# compiler and some minutes. vLLM needs torch's build for CPUs: where pip would find another, name its index to pip.
+WORKERS := src/penstock/bench/peer_workers
+bench-peers: .peers/llama.cpp/.ready .peers/vllm/.ready
+
+.peers/llama.cpp/.ready: $(WORKERS)/llama_cpp.txt
+	$(PYTHON) -m venv .peers/llama.cpp
+	CMAKE_ARGS=-DGGML_NATIVE=ON .peers/llama.cpp/bin/pip install --quiet --disable-pip-version-check --no-deps \
+	--no-binary llama-cpp-python --no-cache-dir -r $<
+	.peers/llama.cpp/bin/python -c 'import llama_cpp'
+	touch $@
+
+.peers/vllm/.ready: $(WORKERS)/vllm.txt
+	$(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/pip install --quiet --disable-pip-version-check --no-deps -r $<
+	.peers/vllm/bin/python -c 'import vllm'
+	touch $@
 
 # Of one thread each: the models are small, and the clients need the rest of the machine.
 soak: setup

@@ -16,6 +16,9 @@ from penstock.bench import (
     cache_bars,
     cache_plot,
     cache_report,
+    peers_bars,
+    peers_plot,
+    peers_report,
     serve_bars,
     serve_plot,
     serve_report,
@@ -33,6 +36,11 @@ from penstock.bench.cache_results import CacheSettings
 from penstock.bench.cache_workload import CACHE
 from penstock.bench.memory import can_measure_growth
 from penstock.bench.options import parse_options
+from penstock.bench.peers_benchmark import run_peers_benchmark
+from penstock.bench.peers_options import left_out, parse_peers_options
+from penstock.bench.peers_results import PeerSettings
+from penstock.bench.peers_workers import find_pythons
+from penstock.bench.peers_workload import PEERS
 from penstock.bench.plot import can_plot, draw
 from penstock.bench.random_model import random_hybrid
 from penstock.bench.report import render
@@ -73,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_targets(parse_target_options(arguments[1:]))
         if arguments[:1] == [CACHE]:
             return _run_cache(parse_cache_options(arguments[1:]))
+        if arguments[:1] == [PEERS]:
+            return _run_peers(parse_peers_options(arguments[1:]))
         return _run(parse_options(arguments))
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -200,6 +210,28 @@ def _run_cache(options: argparse.Namespace) -> int:
     if wrong or (options.check and missed):
         return 1
     return NOISY_STATUS if cache_bars.noisy(results) else 0
+
+
+def _run_peers(options: argparse.Namespace) -> int:
+    """A bar that could not be measured is not met."""
+    _prepare(options)
+    subject, workload = _text_subject(options.model), options.workload
+    longest = max(workload.lengths)
+    _require_room(subject, longest, workload.decode_tokens + 1)
+    pythons = find_pythons(options.peers_folder)
+    absent = left_out(options.peers, list(pythons), subject.path)
+    for system, why in absent.items():
+        _say(f"{system.label} is left out: {why}")
+    settings = PeerSettings(
+        subject.description, options.dtype, torch.get_num_threads(), workload, options.weights
+    )
+    results = run_peers_benchmark(subject.path, subject.prompt(longest), settings, pythons, absent, _say)
+    print(f"\n{peers_report.render(results)}\n")
+    bars = peers_bars.check_bars(results)
+    options.output.write_text(to_json({**results.to_dict(), "bars": [bar.to_dict() for bar in bars]}))
+    print(f"results: {options.output}")
+    _plot(lambda path: peers_plot.draw(results, path), options)
+    return 1 if options.check and not all(bar.is_met for bar in bars) else 0
 
 
 def _prepare(options: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.bench.cache_workload import CACHE
+from penstock.bench.peers_workload import PEERS
 from penstock.bench.suites import SERVE, SUITES, SWEEP, SuiteName
 from penstock.bench.target_workload import TARGETS
 from penstock.bench.workload import DEFAULT_DECODE_TOKENS, DEFAULT_MEMORY_REPEATS
@@ -16,7 +17,7 @@ from penstock.plan.config import DEFAULT_CHUNK_SIZE
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of which none is left open. Lengths that are given are those whose memory is measured too."""
     options = _parser().parse_args(arguments)
-    if options.suite in (SERVE, SWEEP, TARGETS, CACHE):
+    if options.suite in (SERVE, SWEEP, TARGETS, CACHE, PEERS):
         raise SettingError(f"{options.suite} has options of its own: give it as the first argument")
     options.suite = SuiteName(options.suite)
     if options.suite is SuiteName.HYBRID and options.model is not None:
@@ -42,12 +43,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "suite",
         nargs="?",
-        choices=[*(name.value for name in SuiteName), SERVE, SWEEP, TARGETS, CACHE],
+        choices=[*(name.value for name in SuiteName), SERVE, SWEEP, TARGETS, CACHE, PEERS],
         default=SuiteName.PREFILL.value,
         help="prefill: a model of your choice reads a text; hybrid: a random Qwen3.5, three delta nets to one "
         "attention, reads random tokens; serve: many users at once; sweep: chunk sizes against prompt lengths; "
-        "targets: automatic chunks and latency targets against fixed chunks; cache: prompts that were read before "
-        "(%(default)s; the last four have options of their own: see serve --help and so on)",
+        "targets: automatic chunks and latency targets against fixed chunks; cache: prompts that were read before; "
+        "peers: llama.cpp, vLLM and transformers beside Penstock (%(default)s; the last five have options of their own: see serve --help and so on)",
     )
     add(
         "--model",
