@@ -48,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
         help="prefill: a model of your choice reads a text; hybrid: a random Qwen3.5, three delta nets to one "
         "attention, reads random tokens; serve: many users at once; sweep: chunk sizes against prompt lengths; "
         "targets: automatic chunks and latency targets against fixed chunks; cache: prompts that were read before; "
-        "peers: llama.cpp, vLLM and transformers beside Penstock (%(default)s; the last five have options of their own: see serve --help and so on)",
+        "peers: llama.cpp, vLLM and transformers beside Penstock "
+        "(%(default)s; the last five have options of their own: see serve --help and so on)",
     )
     add(
         "--model",
