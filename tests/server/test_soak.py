@@ -1,6 +1,7 @@
 """A short soak of a model with attention and of a hybrid; and that a soak finds what is broken."""
 
 import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -70,7 +71,7 @@ def test_a_lost_block_is_found(llm: LLM, cases: list[Case], monkeypatch: pytest.
             free(self)
 
     monkeypatch.setattr(SequenceCache, "free", leak)
-    assert "blocks are held, but" in failures_of(llm, cases)
+    assert re.search(r"blocks are (still used|held, but)", failures_of(llm, cases))
 
 
 def test_a_wrong_answer_is_found(llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
