@@ -231,3 +231,16 @@ def test_what_memory_gave_up_is_looked_for_on_disk_again(tmp_path: Path) -> None
     assert late.num_cached == 384
     check_all(model, [Wish(FIRST, 1)], [late], strict=False)
     store.close()
+
+
+@pytest.mark.parametrize("num_blocks", [1, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_of_a_prompt_that_ends_with_a_block_only_the_last_token_is_read(name: str, num_blocks: int) -> None:
+    model = model_of(name, torch.float32)
+    batcher = new_batcher(model, SCHEDULE, 64 * 16, strict=False, sharing=Sharing())
+    wish = Wish(FIRST[: 64 * num_blocks], 3)
+    serve_with(batcher, [wish])
+    jobs = serve_with(batcher, [wish, wish])
+    known = 64 * (num_blocks - 1) if model.config.has_state else 64 * num_blocks - 1
+    assert [job.num_cached for job in jobs] == [known, known]
+    check_all(model, [wish, wish], jobs, strict=False)

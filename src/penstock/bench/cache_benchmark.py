@@ -77,9 +77,10 @@ class _Subject:
             again = ask(service, prompt, workload.answer_tokens)
             store.flush()
         found = ask_in_process(self._job(prompt, store.folder))
+        has_state = self.llm.model.config.has_state
         return [
             CacheRun(Way.WRITING, index, written, 0, flushed_s=flushed_s, disk_bytes=num_bytes),
-            CacheRun(Way.MEMORY, index, again, workload.shareable_tokens),
+            CacheRun(Way.MEMORY, index, again, workload.remembered_tokens(has_state=has_state)),
             CacheRun(Way.DISK, index, found.answer, workload.shareable_tokens, load_s=found.load_s),
         ]
 

@@ -59,6 +59,12 @@ class CacheWorkload:
         """Those that can come from the cache: whole blocks, and never the last token, whose logits are wanted."""
         return (self.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
+    def remembered_tokens(self, *, has_state: bool) -> int:
+        """Those that memory gives: where the prompt ends with a block, all but the last token, unless there is a
+        state, which cannot go back by one."""
+        ends_with_block = self.prompt_tokens % BLOCK_TOKENS == 0 and not has_state
+        return self.prompt_tokens - 1 if ends_with_block else self.shareable_tokens
+
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.answer_tokens

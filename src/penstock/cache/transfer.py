@@ -85,3 +85,12 @@ def _fill(places: Tensor, parts: list[Tensor]) -> None:
         torch.cat(parts, out=places)
     else:
         places.copy_(torch.cat(parts))
+
+
+def copy_tokens(tensors: CacheTensors, source: int, target: int, num_tokens: int) -> None:
+    """Copy the first tokens of one block to another."""
+    read, write = source * BLOCK_TOKENS, target * BLOCK_TOKENS
+    for layer in range(tensors.kv.spec.num_layers):
+        cached = tensors.kv.layer(layer)
+        for tensor in (cached.keys, cached.values):
+            tensor[write : write + num_tokens].copy_(tensor[read : read + num_tokens])

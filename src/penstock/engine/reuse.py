@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from penstock.cache import BLOCK_TOKENS, SequenceCache
+from penstock.cache import BLOCK_TOKENS, Extent, SequenceCache
 from penstock.cache.keys import KeyChain, root_key
 from penstock.cache.prefix import PrefixHit, PrefixIndex
 from penstock.cache.store import BlockStore, StoredPrefix
-from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out
+from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out, copy_tokens
 from penstock.engine.space import CacheSpace
 from penstock.engine.status import ReuseStatus
 
@@ -131,7 +131,9 @@ class Reuse:
         """Go on with what is in memory, where that is more than the sequence has: the tokens that it gained."""
         start = cache.num_tokens
         num_held, rest = divmod(start, BLOCK_TOKENS)
-        if num_held >= prefix.num_shareable or (rest and self._has_state):
+        if num_held >= prefix.num_shareable:
+            return self._copy_last(prefix, cache) if not rest else 0
+        if rest and self._has_state:
             return 0
         hit = self._find(prefix)
         if hit.num_tokens <= start:
@@ -145,7 +147,35 @@ class Reuse:
         # What is in memory was given to the disk when it was read.
         prefix.num_stored = max(prefix.num_stored, len(hit.blocks))
         self._memory_tokens += cache.num_tokens - start
+        self._copy_last(prefix, cache)
         return cache.num_tokens - start
+
+    def _copy_last(self, prefix: Prefix, cache: SequenceCache) -> int:
+        """Of a prompt that ends with a block, and is there to its end, only the last token is to be read: the tokens
+        before it are copied, since a block that is known is not written."""
+        start, end = cache.num_tokens, prefix.num_prompt - 1
+        keys = prefix.chain.keys[: prefix.num_prompt // BLOCK_TOKENS]
+        is_next = prefix.num_prompt % BLOCK_TOKENS == 0 and start == end - (BLOCK_TOKENS - 1)
+        if self._has_state or not is_next:
+            return 0
+        hit = self.index.find(keys, clean_only=self._clean_only)
+        if len(hit.blocks) < len(keys) or not self._space.blocks.can_allocate(1):
+            return 0
+        source = hit.blocks[-1]
+        held = [Extent(source, source + 1)]
+        self._space.blocks.retain(held)  # or the new block might be this one
+        try:
+            if not self._space.blocks.can_allocate(1):
+                return 0
+            cache.reserve(start, [end])
+            copy_tokens(self._space.tensors, source, cache.blocks.block_ids[-1], end - start)
+            cache.commit(end)
+        finally:
+            self._space.blocks.release(held)
+        if hit.num_clean < len(hit.blocks):
+            prefix.taint(hit.num_clean)
+        self._memory_tokens += end - start
+        return end - start
 
     def load(self, prefix: Prefix, cache: SequenceCache, *, in_pieces: bool = False) -> int:
         """Copy what was found on disk into the cache, all or the next piece of it: the tokens that the sequence
