@@ -61,7 +61,11 @@ class Prefix:
 
     def taint(self, num_blocks: int) -> None:
         """Blocks after the first `num_blocks` do not hold the bits that a cold engine's would."""
-        self.num_clean = num_blocks if self.num_clean is None else min(self.num_clean, num_blocks)
+        self.num_clean = self.num_clean_of(num_blocks)
+
+    def num_clean_of(self, num_blocks: int) -> int:
+        """How many of its first `num_blocks` blocks hold just those bits."""
+        return num_blocks if self.num_clean is None else min(self.num_clean, num_blocks)
 
     def close(self) -> None:
         if self.stored is not None:
@@ -159,7 +163,7 @@ class Reuse:
         if self._has_state or not is_next:
             return 0
         hit = self.index.find(keys, clean_only=self._clean_only)
-        if len(hit.blocks) < len(keys) or not self._space.blocks.can_allocate(1):
+        if len(hit.blocks) < len(keys):
             return 0
         source = hit.blocks[-1]
         held = [Extent(source, source + 1)]
@@ -255,9 +259,7 @@ class Reuse:
         self.leave(prefix, cache)
         prefix.close()
         num_full = min(prefix.num_prompt, cache.num_tokens) // BLOCK_TOKENS
-        num_lost = (
-            num_full if prefix.num_clean is None else min(prefix.num_clean, num_full)
-        ) - prefix.num_stored
+        num_lost = prefix.num_clean_of(num_full) - prefix.num_stored
         if self._store is not None and self._store.is_usable and num_lost > 0:
             self._store.give_up(num_lost)
 
@@ -302,7 +304,7 @@ class Reuse:
     def _note(self, prefix: Prefix, cache: SequenceCache) -> None:
         """Tell the index and the disk of blocks that are full, and of states that were kept."""
         num_full = cache.num_tokens // BLOCK_TOKENS
-        num_clean = num_full if prefix.num_clean is None else min(prefix.num_clean, num_full)
+        num_clean = prefix.num_clean_of(num_full)
         # A state is kept of clean tokens only, and without one blocks are of no use.
         num_told = num_clean if self._clean_only or self._has_state else num_full
         keys = prefix.chain.keys
