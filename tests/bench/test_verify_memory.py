@@ -64,18 +64,22 @@ class LiveTensors(TorchDispatchMode):
         self._foreign: set[int] = set()  # weights and caches, which were there before and stay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for tensor in tree_leaves((args, kwargs)):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_mkldnn:
-                self._foreign |= {tensor.untyped_storage()._cdata} - self._live.keys()
+        for storage in self._storages((args, kwargs)):
+            if storage._cdata not in self._live and storage._cdata not in self._foreign:
+                self._foreign.add(storage._cdata)
+                # Its address may be a new storage's once it is gone.
+                weakref.finalize(storage, self._foreign.discard, storage._cdata)
         out = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and not tensor.is_mkldnn:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._live and storage._cdata not in self._foreign:
-                    self._live[storage._cdata] = storage.nbytes()
-                    weakref.finalize(storage, self._live.pop, storage._cdata, None)
-                    self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
+        for storage in self._storages(out):
+            if storage._cdata not in self._live and storage._cdata not in self._foreign:
+                self._live[storage._cdata] = storage.nbytes()
+                weakref.finalize(storage, self._live.pop, storage._cdata, None)
+                self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
         return out
+
+    def _storages(self, held: object) -> list[torch.UntypedStorage]:
+        tensors = (leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor))
+        return [tensor.untyped_storage() for tensor in tensors if not tensor.is_mkldnn]
 
 
 def small_model(family: str, dtype: torch.dtype, kernels: Kernels) -> tuple[Decoder, Canon]:
