@@ -1,8 +1,10 @@
 """Comparing with other engines: what is chosen, what is counted, what is promised, and the command, end to end."""
 
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ import penstock.bench.__main__ as command
 from penstock.bench import peers_bars, peers_plot, peers_report, peers_workers
 from penstock.bench.peers_benchmark import fixed, plan_turns
 from penstock.bench.peers_options import left_out, parse_peers_options
-from penstock.bench.peers_pick import choose
-from penstock.bench.peers_process import Answered
+from penstock.bench.peers_pick import Picker, choose
+from penstock.bench.peers_process import Answered, PeerError
 from penstock.bench.peers_results import PeerResults, PeerSettings, Sample, Trial
 from penstock.bench.peers_workers import Workers, find_pythons
 from penstock.bench.peers_workload import (
@@ -135,6 +137,58 @@ def test_the_best_settings_are_chosen_for_each_length_and_for_decoding() -> None
     assert choose(PeerSystem.VLLM, better, PeerWorkload())[0].prefill == small
 
 
+class SlowAtFirst(Workers):
+    """Formats of known speeds on a machine that something else slows down for the first passes."""
+
+    SECONDS: ClassVar = {"Q4_0": 2.0, "Q8_0": 3.0, "BF16": 3.5, "F16": 2.5}
+
+    def __init__(self, num_slow: int, broken: Collection[str] = ()) -> None:
+        self.num_slow, self.broken = num_slow, broken
+        self.asked: list[str] = []
+
+    def generate(self, candidate: Candidate, prompt: Sequence[int], num_tokens: int) -> Answered:
+        name = candidate.settings["format"]
+        self.asked.append(name)
+        if name in self.broken:
+            raise PeerError(f"{name} failed")
+        slowness = 3.0 if len(self.asked) <= self.num_slow else 1.0
+        # Q8_0 decodes fastest.
+        token_s = slowness * (0.01 if name == "Q8_0" else 0.02)
+        first_s = slowness * self.SECONDS[name] * len(prompt) / 1000
+        return Answered((1,) * num_tokens, tuple(first_s + token_s * index for index in range(num_tokens)))
+
+    def close(self, but: Collection[Candidate] = ()) -> None:
+        pass
+
+
+@pytest.mark.parametrize("num_slow", [0, 1, 3, 6, 8])
+def test_a_format_is_not_chosen_for_the_machine_s_mood(num_slow: int) -> None:
+    workload = PeerWorkload(trial_passes=1)
+    workers = SlowAtFirst(num_slow)
+    picker = Picker(workers, [1] * 8000, workload, lambda _: None)
+    choices = picker.pick_format(fixed(PeerSystem.LLAMA_FILE, llama_candidates(None)[0], workload))
+    formats = ("Q4_0", "Q8_0", "BF16", "F16")
+    passes = workers.asked[:12]
+    for start in (0, 4, 8):  # taking turns
+        assert sorted(passes[start : start + 4]) == sorted(formats)
+    assert {choice.prefill.settings["format"] for choice in choices} == {"Q4_0"}
+    assert {choice.decode.settings["format"] for choice in choices if choice.decode} == {"Q8_0"}
+    assert {trial.candidate.settings["format"] for trial in picker.trials} == set(formats)
+
+
+def test_formats_that_fail_are_left_out() -> None:
+    workload = PeerWorkload(trial_passes=1)
+    like = fixed(PeerSystem.LLAMA_FILE, llama_candidates(None)[0], workload)
+    workers = SlowAtFirst(0, broken=("Q4_0",))
+    choices = Picker(workers, [1] * 8000, workload, lambda _: None).pick_format(like)
+    assert {choice.prefill.settings["format"] for choice in choices} == {"F16"}
+    assert workers.asked.count("Q4_0") == 1
+    with pytest.raises(PeerError, match="failed"):
+        Picker(
+            SlowAtFirst(0, ("Q4_0", "Q8_0", "BF16", "F16")), [1] * 8000, workload, lambda _: None
+        ).pick_format(like)
+
+
 def test_one_turn_measures_both_where_the_settings_are_the_same() -> None:
     small, large = vllm_candidates()[:2]
     workload = PeerWorkload(lengths=(512, 2048, 8000), decode_tokens=64)
@@ -217,6 +271,8 @@ def test_small_models_end_to_end(
     assert set(written["left_out"]) == {"llama.cpp", "llama.cpp-best-format", "vllm"}
     assert "broken" in written["left_out"]["vllm"]
     assert set(written["engines"]) == {"penstock", "transformers"}
+    assert set(written["weights"]) == {"penstock"}
+    assert written["weights"]["penstock"].startswith("float32, ")
     turns = written["turns"]
     assert [turn["index"] for turn in turns] == list(range(12))
     assert {(turn["system"], turn["prompt_tokens"]) for turn in turns} == {
@@ -227,6 +283,7 @@ def test_small_models_end_to_end(
     assert all(len(turn["stamps_s"]) == (1 if turn["system"] == "penstock-auto" else 3) for turn in turns)
     printed = capsys.readouterr().out
     assert "Penstock, auto" in printed
+    assert f"weights in memory: {written['weights']['penstock']}" in printed
     assert output.with_suffix(".png").exists() == can_plot()
 
 

@@ -16,6 +16,7 @@ from penstock.kernels.protocol import select_kernels
 from penstock.kernels.quantised import QuantisedWeight
 from penstock.kernels.torch_kernels import TorchKernels
 from penstock.layers.attention import Attention
+from penstock.layers.joined import JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.models.decoder import Decoder
 from penstock.models.folder import HfFolder
@@ -205,7 +206,7 @@ def test_resident_memory_is_about_the_file(smollm2_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"])
 def test_a_file_that_is_quantised_in_parts(tmp_path: Path, family: str) -> None:
-    """Matrices whose parts are stored in different ways are of bfloat16, beside those that are kept."""
+    """Parts of a matrix that are not quantised are of bfloat16, beside those that are kept."""
     path = write_hybrid_gguf(small(family), tmp_path / "model.gguf", quantised=QUANTISED)
     source = GgufFile(path)
     kept, plain = load(source, "auto"), load(source, "bf16")
@@ -213,7 +214,9 @@ def test_a_file_that_is_quantised_in_parts(tmp_path: Path, family: str) -> None:
     assert kept.num_weight_bytes < plain.num_weight_bytes
     weights = [layer.mixer.qkv_weight for layer in kept._layers if isinstance(layer.mixer, Attention)]
     assert weights
-    assert not any(isinstance(weight, QuantisedWeight) for weight in weights)  # keys and values are F32
+    for weight in weights:  # keys and values are F32
+        assert isinstance(weight, JoinedWeight)
+        assert {type(part) for part in weight.parts} == {QuantisedWeight, torch.Tensor}
     prompt = random_prompt(130, vocab_size=kept.config.vocab_size)
     ours, theirs = run_prompt(kept, prompt), run_prompt(plain, prompt)
     assert ours.logits is not None

@@ -58,7 +58,7 @@ def write_hybrid_gguf(
     model: Any,
     path: Path,
     *,
-    quantised: Collection[str] = (),
+    quantised: Collection[str] | Mapping[str, Kind] = (),
     fused_experts: bool = False,
     legacy: bool = False,
     metadata: Mapping[str, Any] | None = None,
@@ -66,19 +66,20 @@ def write_hybrid_gguf(
 ) -> Path:
     """Write a model of transformers as llama.cpp's converter would, in F32.
 
-    `quantised` names tensors, without block and ending, that are Q8_0 instead. `legacy` keeps Qwen3-Next's
-    projections in one tensor, as the first files of it have them. `metadata` is added (without the architecture's
-    prefix; None removes a key), as are `tensors`."""
+    `quantised` names tensors, without block and ending, that are Q8_0 instead, or says of which kind they are.
+    `legacy` keeps Qwen3-Next's projections in one tensor, as the first files of it have them. `metadata` is added
+    (without the architecture's prefix; None removes a key), as are `tensors`."""
     architecture = ARCHITECTURES[model.config.model_type]
     values: dict[str, Any] = hybrid_metadata(model.config)
     values |= {f"{architecture}.{key}": value for key, value in (metadata or {}).items()}
     data = hybrid_tensors(model, fused_experts=fused_experts, legacy=legacy) | dict(tensors or {})
+    kinds = quantised if isinstance(quantised, Mapping) else dict.fromkeys(quantised, Kind.Q8_0)
     stored = {}
     for name, array in data.items():
         stem = name.removesuffix(".weight").rpartition(".")[2]
-        kind = Kind.Q8_0 if stem in quantised else Kind.F32
+        kind = kinds.get(stem, Kind.F32)
         array = np.ascontiguousarray(array, dtype=np.float32)
-        stored[name] = (gguf.quants.quantize(array, kind) if kind is Kind.Q8_0 else array, kind)
+        stored[name] = (array if kind is Kind.F32 else gguf.quants.quantize(array, kind), kind)
     kept = {key: value for key, value in values.items() if value is not None}
     return write_gguf(path, kept, stored, architecture)
 

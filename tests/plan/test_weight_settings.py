@@ -2,6 +2,7 @@ import pytest
 
 from penstock.errors import SettingError
 from penstock.plan import WEIGHTS_VARIABLE, SettingSource, WeightsName, WeightsSetting, resolve_weights
+from penstock.plan.weight_settings import settle_weights
 
 
 def env(value: str) -> dict[str, str]:
@@ -50,3 +51,28 @@ def test_contradiction(value: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float32"])
 def test_auto_goes_with_any_dtype(dtype: str) -> None:
     assert resolve_weights("auto", dtype=dtype, environ={}).name == "auto"
+
+
+def settled(name: WeightsName, fast_bfloat16: bool, memory_bytes: int | None) -> WeightsSetting:
+    """Of a model whose weights take 7 GiB in bfloat16."""
+    setting = WeightsSetting(name, "default")
+    return settle_weights(
+        setting, fast_bfloat16=fast_bfloat16, bfloat16_bytes=7 << 30, memory_bytes=memory_bytes
+    )
+
+
+def test_what_auto_comes_to() -> None:
+    """bfloat16 where that is faster and there is room for it, else what the file has."""
+    assert settled("auto", False, 64 << 30).name == "auto"
+    fast = settled("auto", True, 10 << 30)
+    assert (fast.name, fast.dtype, fast.source) == ("bf16", "bfloat16", "default")
+    assert fast.reason == "auto: bfloat16, which this processor multiplies fastest (AMX)"
+    assert settled("auto", True, None).name == "bf16"
+    large = settled("auto", True, (10 << 30) - 1)
+    assert large.name == "auto"
+    assert "7.0 GiB of bfloat16 are too much for 10.0 GiB" in large.reason
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int4", "f32"])
+def test_what_was_asked_for_stays(name: WeightsName) -> None:
+    assert settled(name, True, 64 << 30) == WeightsSetting(name, "default")

@@ -59,7 +59,9 @@ def run_peers_benchmark(
         picker = Picker(workers, prompt, settings.workload, say)
         choices = _choose_all(picker, settings, absent, say)
         samples = take_turns(workers, prompt, plan_turns(choices, settings.workload), settings.workload, say)
-        about = {engine.value: text for engine, text in workers.about.items()}
+        about, weights = (
+            {engine.value: text for engine, text in told.items()} for told in (workers.about, workers.weights)
+        )
     return PeerResults(
         machine=machine,
         settings=settings,
@@ -69,6 +71,7 @@ def run_peers_benchmark(
         choices=tuple(choices),
         samples=tuple(samples),
         duration_s=time.perf_counter() - started,
+        weights=weights,
     )
 
 

@@ -1,6 +1,6 @@
 """Penstock, as an engine that `peer_workers/serve.py` runs."""
 
-import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,27 +10,44 @@ from penstock.bench.sweep_systems import AutoSystem
 from penstock.bench.sweep_workload import AUTO
 from penstock.bench.systems import OnToken, PenstockSystem, SystemName
 from penstock.engine.llm import LLM
-from penstock.errors import SettingError
+from penstock.plan import format_bytes
 
 
 def describe() -> str:
     return f"penstock {penstock.__version__}, torch {torch.__version__}"
 
 
-def load(settings: dict[str, Any]) -> Any:
+@dataclass(frozen=True)
+class Loaded:
+    """A model that generates, and how its weights lie in memory."""
+
+    system: AutoSystem | PenstockSystem
+    weights: str
+
+    def __call__(self, prompt: list[int], num_tokens: int, on_token: OnToken) -> None:
+        self.system.generate(prompt, num_tokens, on_token)
+
+
+def load(settings: dict[str, Any]) -> Loaded:
     """`weights`, where it is given, is the form that weights are kept in."""
-    more: dict[str, Any] = {}
-    if settings.get("weights") is not None:
-        if "weights" not in inspect.signature(LLM).parameters:
-            raise SettingError("weights is no setting of this version: leave it out")
-        more["weights"] = settings["weights"]
     chunk = settings["chunk"]
-    llm = LLM(settings["model"], dtype=settings["dtype"], chunk=chunk, threads=settings["threads"], **more)
-    system = (
-        AutoSystem(llm) if chunk == AUTO else PenstockSystem(SystemName.PENSTOCK, llm.model, llm.canon, chunk)
+    llm = LLM(
+        settings["model"],
+        dtype=settings["dtype"],
+        chunk=chunk,
+        threads=settings["threads"],
+        weights=settings.get("weights"),
     )
+    if chunk == AUTO:
+        return Loaded(AutoSystem(llm), kept_weights(llm))
+    return Loaded(PenstockSystem(SystemName.PENSTOCK, llm.model, llm.canon, chunk), kept_weights(llm))
 
-    def generate(prompt: list[int], num_tokens: int, on_token: OnToken) -> None:
-        system.generate(prompt, num_tokens, on_token)
 
-    return generate
+def kept_weights(llm: LLM) -> str:
+    """The forms that a model's matrices came to have, what they take, and why, where that was chosen."""
+    shapes = llm.model.probe_shapes
+    plain = str(llm.model.dtype).removeprefix("torch.")
+    products = (*shapes.products, *shapes.expert_products, shapes.head)
+    forms = sorted({product.form or plain for product in products})
+    why = f" ({llm.weights.reason})" if llm.weights.reason else ""
+    return f"{', '.join(forms)}, {format_bytes(llm.model.num_weight_bytes)}{why}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from penstock.bench.peers_process import PeerError
+from penstock.bench.peers_process import Answered, PeerError
 from penstock.bench.peers_results import Choice, Trial
 from penstock.bench.peers_workers import Workers
 from penstock.bench.peers_workload import (
@@ -13,6 +13,7 @@ from penstock.bench.peers_workload import (
     llama_candidate,
     llama_candidates,
 )
+from penstock.bench.sweep_workload import shuffled_rounds
 
 Say = Callable[[str], None]
 
@@ -21,10 +22,12 @@ _MIN_GAIN = 1.03
 _DECODE_TOKENS = 16
 # Longer prompts are read once.
 _LONG_TOKENS = 4000
+# Of each format, all taking turns: everything that follows rests on this choice.
+_FORMAT_PASSES = 3
 
 
 class Picker:
-    """Tries candidates, one process at a time, and remembers all trials."""
+    """Tries candidates and remembers all trials."""
 
     def __init__(self, workers: Workers, prompt: Sequence[int], workload: PeerWorkload, say: Say) -> None:
         self._workers = workers
@@ -44,7 +47,7 @@ class Picker:
         settings = probe.prefill.settings
         batch, flash = settings["batch"], settings["flash"]
         formats = {llama_candidate(name, batch, flash): name for name in LLAMA_FORMATS}
-        tried = self._try_all(list(formats), [probe.prompt_tokens])
+        tried = self._try_in_turns(list(formats), probe.prompt_tokens)
         reading = formats[min(tried, key=lambda trial: trial.first_token_s).candidate]
         decoding = formats[max(tried, key=lambda trial: trial.decode_tokens_per_s).candidate]
         self._say(f"llama.cpp's best format: {reading} for prompts, {decoding} for decoding")
@@ -54,10 +57,35 @@ class Picker:
             trials += self._try_all(more, self._workload.decode_lengths)
         return choose(PeerSystem.LLAMA_BEST, trials, self._workload)
 
+    def _try_in_turns(self, candidates: Sequence[Candidate], length: int) -> list[Trial]:
+        """All of them side by side, pass by pass, so that what slows the machine for a while slows no single one.
+        Those that fail are left out; where all do, so does this."""
+        passes: dict[Candidate, list[Answered]] = {candidate: [] for candidate in candidates}
+        failures: dict[Candidate, PeerError] = {}
+        try:
+            for order in shuffled_rounds(candidates, _FORMAT_PASSES, self._workload.seed):
+                for candidate in [each for each in order if each not in failures]:
+                    try:
+                        passes[candidate].append(self._pass(candidate, length))
+                    except PeerError as error:
+                        self._say(f"left out: {error}")
+                        failures[candidate] = error
+        finally:
+            self._workers.close()
+        found = [
+            self._trial(candidate, length, passes[candidate])
+            for candidate in candidates
+            if candidate not in failures
+        ]
+        if not found:
+            raise next(iter(failures.values()))
+        self.trials += found
+        return found
+
     def _try_all(self, candidates: Sequence[Candidate], lengths: Sequence[int]) -> list[Trial]:
         found: list[Trial] = []
         failure: PeerError | None = None
-        for candidate in candidates:
+        for candidate in candidates:  # one process at a time
             try:
                 found += [self._try(candidate, length) for length in lengths]
             except PeerError as error:
@@ -72,10 +100,14 @@ class Picker:
         return found
 
     def _try(self, candidate: Candidate, length: int) -> Trial:
-        passes = [
-            self._workers.generate(candidate, self._prompt[:length], _DECODE_TOKENS + 1)
-            for _ in range(1 if length >= _LONG_TOKENS else self._workload.trial_passes)
-        ]
+        num_passes = 1 if length >= _LONG_TOKENS else self._workload.trial_passes
+        return self._trial(candidate, length, [self._pass(candidate, length) for _ in range(num_passes)])
+
+    def _pass(self, candidate: Candidate, length: int) -> Answered:
+        return self._workers.generate(candidate, self._prompt[:length], _DECODE_TOKENS + 1)
+
+    def _trial(self, candidate: Candidate, length: int, passes: Sequence[Answered]) -> Trial:
+        """What disturbs a pass makes it slower, never faster: the best counts."""
         first_token_s = min(each.first_token_s for each in passes)
         decode = max(each.decode_tokens_per_s or 0.0 for each in passes)
         self._say(

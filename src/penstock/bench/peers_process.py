@@ -29,6 +29,7 @@ class PeerError(PenstockError):
 class Loaded:
     about: str  # which engine, of which version
     load_s: float
+    weights: str | None = None  # how they lie in memory, where it tells
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class PeerProcess:
     def load(self, settings: Mapping[str, Any]) -> Loaded:
         reply = self._ask({"do": "load", "settings": dict(settings)}, LOAD_TIMEOUT_S)
         try:
-            return Loaded(str(reply["about"]), float(reply["load_s"]))
+            weights = reply.get("weights")
+            return Loaded(
+                str(reply["about"]), float(reply["load_s"]), None if weights is None else str(weights)
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise self._nonsense(reply) from error
 

@@ -38,9 +38,13 @@ def _facts(results: PeerResults) -> str:
         facts,
         f"{'rounds':<10}{settings.workload.repeats}, {settings.num_threads} threads for each engine",
     ]
-    lines += [f"{name:<12} {about}" for name, about in results.about.items()]
+    lines += [f"{name:<12} {about}{_weights(results, name)}" for name, about in results.about.items()]
     lines += wrap(f"Measured: {METHOD}.", _WIDTH)
     return "\n".join(lines)
+
+
+def _weights(results: PeerResults, engine: str) -> str:
+    return f", weights in memory: {results.weights[engine]}" if engine in results.weights else ""
 
 
 def _left_out(results: PeerResults) -> str:

@@ -1,7 +1,7 @@
 """Everything that a comparison measured, and what follows from it."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -81,6 +81,7 @@ class PeerResults:
     choices: tuple[Choice, ...]
     samples: tuple[Sample, ...]
     duration_s: float
+    weights: Mapping[str, str] = field(default_factory=dict)  # by engine that tells: how they lay in memory
 
     @cached_property
     def systems(self) -> list[PeerSystem]:
@@ -136,6 +137,7 @@ class PeerResults:
             "machine": asdict(self.machine),
             "settings": asdict(self.settings),
             "engines": dict(self.about),
+            "weights": dict(self.weights),
             "left_out": dict(self.left_out),
             "duration_s": self.duration_s,
             "choices": [_choice_dict(choice) for choice in self.choices],

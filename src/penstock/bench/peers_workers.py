@@ -44,6 +44,7 @@ class Workers:
         self._running: dict[Candidate, PeerProcess] = {}
         self._files: dict[tuple[EngineName, str | None], Path] = {}
         self.about: dict[EngineName, str] = {}
+        self.weights: dict[EngineName, str] = {}  # how they lie in memory, of engines that tell
 
     def generate(self, candidate: Candidate, prompt: Sequence[int], num_tokens: int) -> Answered:
         process = self._running.get(candidate) or self._start(candidate)
@@ -69,6 +70,8 @@ class Workers:
         self._running[candidate] = process
         loaded = process.load({**self._common(), **candidate.settings, "model": str(model)})
         self.about[candidate.engine] = loaded.about
+        if loaded.weights is not None:
+            self.weights[candidate.engine] = loaded.weights
         return process
 
     def _open(self, engine: EngineName, label: str) -> PeerProcess:

@@ -33,7 +33,7 @@ from penstock.kernels.probe import ProbeResult, probe
 from penstock.kernels.protocol import select_kernels
 from penstock.models.decoder import Decoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
-from penstock.models.loading import load_decoder
+from penstock.models.loading import load_decoder, settled_weights
 from penstock.models.opened import open_model
 from penstock.models.shape import model_shape, workspace_of
 from penstock.models.source import WeightSource
@@ -55,10 +55,12 @@ from penstock.plan import (
 )
 from penstock.plan.checks import check_int
 from penstock.plan.store_settings import resolve_store
+from penstock.plan.thread_settings import ThreadsSetting, resolve_threads
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
-MAX_THREADS = 1024
+# What torch computes with as long as nobody tells it otherwise.
+_OWN_THREADS = torch.get_num_threads()
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Dtype = Literal["auto", "bfloat16", "float32"]
@@ -79,8 +81,12 @@ class LLM:
     `PENSTOCK_TARGET_ITL` and `PENSTOCK_TARGET_TTFT` apply.
 
     `weights` says how matrices lie in memory: "auto" leaves them as quantised as the file has them where the kernels
-    can compute with that, "int8" and "int4" quantise them, "bf16" and "f32" do not; without it `PENSTOCK_WEIGHTS`
-    applies, else "auto".
+    can compute with that, or takes bfloat16 where the processor has AMX and the machine the memory; "int8" and "int4"
+    quantise them, "bf16" and "f32" do not; without it `PENSTOCK_WEIGHTS` applies, else "auto". `weights` says
+    afterwards what was taken, and why.
+
+    `threads` is how many threads compute; without it `PENSTOCK_THREADS` applies, else what `OMP_NUM_THREADS` or torch
+    was told, else the number of physical cores that the process may use.
 
     `cache_dir` is a folder in which what was read of prompts is kept, up to `cache_size` (bytes, or text such as
     "10GiB"), so that no prompt is read twice, even by another process; without them `PENSTOCK_CACHE_DIR` and
@@ -125,10 +131,10 @@ class LLM:
             raise SettingError(
                 f"overlap={overlap} contradicts {'cache_dir' if stored else 'reuse_tokens'}: leave one of them out"
             )
-        self.weights: WeightsSetting = resolve_weights(weights, dtype=dtype)
-        torch_dtype = resolve_dtype(self.weights.dtype if dtype == "auto" else dtype)
-        if threads is not None:
-            _set_threads(threads)
+        asked = resolve_weights(weights, dtype=dtype)
+        torch_dtype = resolve_dtype(asked.dtype if dtype == "auto" else dtype)
+        self.threads: ThreadsSetting = resolve_threads(threads)
+        _set_threads(self.threads)
         device = torch.device("cpu")
         self.path = resolve_model(str(model))
         opened = open_model(self.path)
@@ -139,8 +145,8 @@ class LLM:
             self.tokenizer = opened.tokenizer
             self.skipped = opened.skipped.describe()
             with _memory_for(opened.source.describe()):
-                self.model, self.probe = in_own_thread(
-                    lambda: _load(opened.source, torch_dtype, device, self.weights.name)
+                self.model, self.probe, self.weights = in_own_thread(
+                    lambda: _load(opened.source, torch_dtype, device, asked)
                 )
             trim_heap()  # what loading and probing had for a while
         finally:
@@ -343,10 +349,12 @@ def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:
 
 
 def _load(
-    source: WeightSource, dtype: torch.dtype, device: torch.device, weights: WeightsName
-) -> tuple[Decoder, ProbeResult]:
-    model = load_decoder(source, select_kernels(device), dtype, device, weights)
-    return model, probe(model.kernels, model.probe_shapes, dtype, device)
+    source: WeightSource, dtype: torch.dtype, device: torch.device, weights: WeightsSetting
+) -> tuple[Decoder, ProbeResult, WeightsSetting]:
+    kernels = select_kernels(device)
+    weights = settled_weights(source, kernels, dtype, weights)
+    model = load_decoder(source, kernels, dtype, device, weights.name)
+    return model, probe(kernels, model.probe_shapes, dtype, device), weights
 
 
 @contextmanager
@@ -377,9 +385,9 @@ def _has_native_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _set_threads(threads: object) -> None:
-    if not isinstance(threads, int) or isinstance(threads, bool) or not 1 <= threads <= MAX_THREADS:
-        raise SettingError(
-            f"threads={threads!r} is not accepted: give a whole number from 1 to {MAX_THREADS}"
-        )
-    torch.set_num_threads(threads)
+def _set_threads(setting: ThreadsSetting) -> None:
+    """A default is no reason to change what a caller has told torch."""
+    own = torch.get_num_threads()
+    if setting.count is None or (setting.source == "default" and own != _OWN_THREADS):
+        return
+    torch.set_num_threads(setting.within(own))

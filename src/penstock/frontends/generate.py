@@ -111,7 +111,15 @@ def generate(
             "Without it $PENSTOCK_WEIGHTS applies, else auto.",
         ),
     ] = None,
-    threads: Annotated[int | None, _model(min=1, help="Processor threads to use.")] = None,
+    threads: Annotated[
+        int | None,
+        _model(
+            min=1,
+            metavar="NUMBER",
+            help="Threads that compute. Without it $PENSTOCK_THREADS applies, else $OMP_NUM_THREADS, else as many as "
+            "there are physical cores that the process may use.",
+        ),
+    ] = None,
     max_tokens: Annotated[
         int | None,
         _answer(min=1, help="Tokens to generate at most: 512, or what the context has left, by default."),
@@ -153,6 +161,7 @@ def generate(
         from penstock.frontends.prompt import check_text, read_prompt
         from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_size, resolve_weights
         from penstock.plan.store_settings import resolve_store
+        from penstock.plan.thread_settings import resolve_threads
 
         sizing: dict[str, Any] = {
             "chunk": chunk,
@@ -163,6 +172,7 @@ def generate(
         ChunkedPrefillConfig(resolve_size(**sizing).chunk.effective, overlap)
         resolve_align(align)
         resolve_weights(weights, dtype=dtype)
+        resolve_threads(threads)
         if resolve_store(cache_dir, cache_size) is not None and overlap:
             raise SettingError(
                 f"overlap={overlap} is not accepted with a cache folder: leave one of them out"

@@ -72,9 +72,10 @@ def plan(
             from penstock.frontends.plan_plot import require_plotting
 
             require_plotting(plot)
-        kept = resolve_weights(weights, dtype=dtype)
-        computed = resolved_dtype(kept.dtype if dtype == "auto" else dtype)
+        asked = resolve_weights(weights, dtype=dtype)
+        computed = resolved_dtype(asked.dtype if dtype == "auto" else dtype)
         known = read_model(model)
+        kept = known.settled(asked, computed)
         made = make_plan(
             known.config,
             prompt_tokens,
@@ -84,6 +85,7 @@ def plan(
             dtype=computed,
             bits=known.bits(kept.name, computed),
             model=model,
+            weights_reason=kept.reason,
             workspace=Workspace(expected_kernels(), num_threads=num_threads()),
         )
         if plot is not None:

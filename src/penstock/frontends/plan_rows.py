@@ -52,6 +52,7 @@ class Plan:
     rows: tuple[PlanRow, ...]
     chosen: int | None  # None: no chunk fits the budget
     reason: str
+    weights_reason: str = ""  # why they lie in memory as they do, where that was chosen
 
     @property
     def fixed_bytes(self) -> int:
@@ -69,6 +70,7 @@ def make_plan(
     budget_bytes: int | None = None,
     num_decodes: int = 0,
     bits: WeightBits | None = None,
+    weights_reason: str = "",
 ) -> Plan:
     """Rows for powers of two, the whole prompt, and the chosen size. Chunks of a model with recurrent state are
     multiples of 64."""
@@ -108,6 +110,7 @@ def make_plan(
         rows=tuple(planner.row(size) for size in sorted(sizes)),
         chosen=chosen,
         reason=reason,
+        weights_reason=weights_reason,
     )
 
 

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import ModelError
-from penstock.plan.memory import WeightBits
+from penstock.plan.machine import has_fast_bfloat16, memory_bytes, processor_flags
+from penstock.plan.memory import WeightBits, weight_bytes
 from penstock.plan.step_shape import KernelKind
+from penstock.plan.thread_settings import resolve_threads
+from penstock.plan.weight_settings import WeightsSetting, settle_weights
 
 if TYPE_CHECKING:  # torch comes with it
     from penstock.models.config import ModelConfig
+
+
+_PLAIN_BITS = 16  # of a value of bfloat16
 
 
 @dataclass(frozen=True)
@@ -23,6 +29,19 @@ class PlannedModel:
 
     config: "ModelConfig"
     stored: WeightBits | None = None
+
+    def settled(self, setting: WeightsSetting, dtype: str) -> WeightsSetting:
+        """What `auto` would come to on this machine, and why."""
+        from penstock.models.shape import model_shape
+
+        if self.stored is None or self.stored.matrices >= _PLAIN_BITS or self.bits("auto", dtype) is None:
+            return setting
+        return settle_weights(
+            setting,
+            fast_bfloat16=has_fast_bfloat16(processor_flags()),
+            bfloat16_bytes=weight_bytes(model_shape(self.config), 2),
+            memory_bytes=memory_bytes(),
+        )
 
     def bits(self, weights: str, dtype: str) -> WeightBits | None:
         """What weights take that are kept in this way; None where they are of the dtype."""
@@ -53,7 +72,7 @@ def read_model(model: str) -> PlannedModel:
 
     source = open_weights(resolve_model(model))
     source.close()
-    return PlannedModel(source.config, stored_bits(source, plain_bits=16))
+    return PlannedModel(source.config, stored_bits(source, _PLAIN_BITS))
 
 
 def _read_config_file(path: Path) -> "ModelConfig":
@@ -102,6 +121,7 @@ def expected_kernels() -> KernelKind:
 
 
 def num_threads() -> int:
+    """Those that would compute."""
     import torch
 
-    return torch.get_num_threads()
+    return resolve_threads().within(torch.get_num_threads())

@@ -41,7 +41,11 @@ def to_json(made: Plan) -> dict[str, object]:
 def summary_lines(made: Plan) -> list[str]:
     """What does not depend on the chunk."""
     beside = f", {made.num_decodes} answers of as many tokens beside it" if made.num_decodes else ""
-    fixed = [f"weights {format_bytes(made.weights_bytes)}", f"K/V cache {format_bytes(made.kv_cache_bytes)}"]
+    why = f" ({made.weights_reason})" if made.weights_reason else ""
+    fixed = [
+        f"weights {format_bytes(made.weights_bytes)}{why}",
+        f"K/V cache {format_bytes(made.kv_cache_bytes)}",
+    ]
     if made.recurrent_bytes:
         fixed.append(f"recurrent states {format_bytes(made.recurrent_bytes)}")
     return [

@@ -40,7 +40,15 @@ def serve(
             "Without it $PENSTOCK_WEIGHTS applies, else auto.",
         ),
     ] = None,
-    threads: Annotated[int | None, _model(min=1, help="Processor threads to use.")] = None,
+    threads: Annotated[
+        int | None,
+        _model(
+            min=1,
+            metavar="NUMBER",
+            help="Threads that compute. Without it $PENSTOCK_THREADS applies, else $OMP_NUM_THREADS, else as many as "
+            "there are physical cores that the process may use.",
+        ),
+    ] = None,
     chunk: Annotated[
         str | None,
         _steps(
@@ -173,6 +181,7 @@ def serve(
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
         from penstock.plan.size_settings import check_schedule
         from penstock.plan.store_settings import resolve_store
+        from penstock.plan.thread_settings import resolve_threads
 
         sizing: dict[str, Any] = {
             "chunk": chunk,
@@ -194,6 +203,7 @@ def serve(
         check_schedule(size, schedule)
         resolve_align(align)
         resolve_weights(weights, dtype=dtype)
+        resolve_threads(threads)
         resolve_store(cache_dir, cache_size)
         if not reuse and (cache_dir is not None or cache_size is not None or isolate):
             option = "--isolate" if isolate else "--cache-size" if cache_dir is None else "--cache-dir"

@@ -11,6 +11,7 @@ from penstock.kernels.protocol import HeadLayout, Kernels
 from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork
 from penstock.layers.batch import ForwardBatch
+from penstock.layers.joined import FusedWeight, project
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Attention:
     head_dim: int
     norm_eps: float
     qkv_weight: (
-        Weight  # [(heads + 2 * kv_heads) * head_dim, hidden], with gates [(2 * heads + 2 * kv_heads) * ...]
+        FusedWeight  # [(heads + 2 * kv_heads) * head_dim, hidden], with gates [2 * (heads + kv_heads) * ...]
     )
     qkv_bias: Tensor | None
     out_weight: Weight  # [hidden, heads * head_dim]
@@ -50,7 +51,7 @@ class Attention:
     ) -> tuple[Tensor, ...]:
         """Write the keys and values of x [rows, hidden] into the cache. Returns queries [rows, heads, head_dim], and
         gates [rows, heads * head_dim] where there are any."""
-        projected = kernels.linear(x, self.qkv_weight, self.qkv_bias, is_canonical=batch.is_canonical)
+        projected = project(x, self.qkv_weight, self.qkv_bias, batch, kernels)
         kv = caches.kv.layer(self.index)
         queries = kernels.place_heads(projected, self.layout, cos, sin, kv, batch.places)
         if not self.is_gated:

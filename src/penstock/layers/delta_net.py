@@ -10,6 +10,7 @@ from penstock.kernels.protocol import Kernels
 from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork
 from penstock.layers.batch import ForwardBatch, StateRows
+from penstock.layers.joined import FusedWeight, project
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class DeltaNet:
     key_head_dim: int
     value_head_dim: int
     norm_eps: float
-    in_weight: Weight  # [2 * key_size + 2 * value_size + 2 * lanes, hidden]
+    in_weight: FusedWeight  # [2 * key_size + 2 * value_size + 2 * lanes, hidden]
     conv_weight: Tensor  # [taps, 2 * key_size + value_size], float32
     decay_rate: Tensor  # [lanes], float32, negative
     decay_bias: Tensor  # [lanes], float32
@@ -42,7 +43,7 @@ class DeltaNet:
         kernels: Kernels,
     ) -> tuple[Tensor, ...]:
         """Carry the states over x [rows, hidden]. Returns the gated, normed outputs [rows, value_size]."""
-        projected = kernels.linear(x, self.in_weight, is_canonical=batch.is_canonical)
+        projected = project(x, self.in_weight, None, batch, kernels)
         conv_size = self.conv_weight.shape[1]
         value_size = self.num_value_heads * self.value_head_dim
         lanes = self.decay_rate.shape[0]

@@ -7,13 +7,14 @@ from torch import Tensor
 from penstock.kernels.protocol import Kernels
 from penstock.kernels.quantised import Weight
 from penstock.layers.batch import ForwardBatch
+from penstock.layers.joined import FusedWeight, project
 
 
 @dataclass(frozen=True)
 class GatedMLP:
     """down(silu(gate(x)) * up(x)), with gate and up as one product."""
 
-    gate_up_weight: Weight  # [2 * width, hidden]
+    gate_up_weight: FusedWeight  # [2 * width, hidden]
     gate_up_bias: Tensor | None
     down_weight: Weight  # [hidden, width]
     down_bias: Tensor | None
@@ -23,8 +24,5 @@ class GatedMLP:
         return self.feed(x, batch, kernels)
 
     def feed(self, x: Tensor, batch: ForwardBatch, kernels: Kernels) -> Tensor:
-        is_canonical = batch.is_canonical
-        activated = kernels.silu_and_mul(
-            kernels.linear(x, self.gate_up_weight, self.gate_up_bias, is_canonical=is_canonical)
-        )
-        return kernels.linear(activated, self.down_weight, self.down_bias, is_canonical=is_canonical)
+        activated = kernels.silu_and_mul(project(x, self.gate_up_weight, self.gate_up_bias, batch, kernels))
+        return kernels.linear(activated, self.down_weight, self.down_bias, is_canonical=batch.is_canonical)

@@ -18,6 +18,7 @@ from penstock.layers.attention import Attention
 from penstock.layers.batch import ForwardBatch
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.experts import ExpertMLP
+from penstock.layers.joined import FusedWeight, JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.rotary import Rotary
 from penstock.models.config import ModelConfig
@@ -129,7 +130,7 @@ class Decoder:
         )
 
     def _products(self) -> set[ProductShape]:
-        pairs: list[tuple[Weight, Tensor | None]] = []
+        pairs: list[tuple[FusedWeight, Tensor | None]] = []
         for layer in self._layers:
             mixer = layer.mixer
             if isinstance(mixer, Attention):
@@ -141,7 +142,7 @@ class Decoder:
             block = layer.mlp.shared if isinstance(layer.mlp, ExpertMLP) else layer.mlp
             if block is not None:
                 pairs += [(block.gate_up_weight, block.gate_up_bias), (block.down_weight, block.down_bias)]
-        return {_product(weight, bias) for weight, bias in pairs}
+        return {product for weight, bias in pairs for product in _products_of(weight, bias)}
 
     def _blocks(self) -> Iterator[GatedMLP]:
         """The feed-forward blocks, one of each layer's experts for all of them."""
@@ -237,7 +238,13 @@ def _expert_products(mlp: GatedMLP | ExpertMLP) -> Iterator[ProductShape]:
     """Those of one expert, which are those of all."""
     if isinstance(mlp, ExpertMLP):
         for weight in (mlp.experts[0].gate_up_weight, mlp.experts[0].down_weight):
-            yield _product(weight)
+            yield from _products_of(weight)
+
+
+def _products_of(weight: FusedWeight, bias: Tensor | None = None) -> Iterator[ProductShape]:
+    parts = weight.with_biases(bias) if isinstance(weight, JoinedWeight) else [(weight, bias)]
+    for part, own_bias in parts:
+        yield _product(part, own_bias)
 
 
 def _product(weight: Weight, bias: Tensor | None = None) -> ProductShape:

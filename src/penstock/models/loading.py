@@ -1,7 +1,5 @@
 """A decoder from a file: one tensor at a time, each straight into its place, in the layout that the layers want."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -13,12 +11,17 @@ from penstock.kernels.shares import whole_lanes
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.experts import ExpertMLP
+from penstock.layers.joined import FusedWeight, JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.models.config import DeltaNetConfig, ExpertsConfig
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.expected import check_source
+from penstock.models.fused import Part, Run, interleaved, runs_of
+from penstock.models.shape import model_shape
 from penstock.models.source import WeightSource
-from penstock.plan.weight_settings import QUANTISED_WEIGHTS, WeightsName
+from penstock.plan.machine import has_fast_bfloat16, memory_bytes, processor_flags
+from penstock.plan.memory import weight_bytes
+from penstock.plan.weight_settings import QUANTISED_WEIGHTS, WeightsName, WeightsSetting, settle_weights
 
 # Values that are quantised at a time.
 _QUANTISED_AT_ONCE = 1 << 20
@@ -42,13 +45,19 @@ def load_decoder(
     return _Loader(source, kernels, dtype, device, weights).decoder()
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A tensor of the file as rows of a larger one: from `start` on, or its row i as row `places[i]`."""
-
-    name: str
-    start: int = 0
-    places: Tensor | None = None
+def settled_weights(
+    source: WeightSource, kernels: Kernels, dtype: torch.dtype, setting: WeightsSetting
+) -> WeightsSetting:
+    """What `auto` comes to for these weights on this machine, and why."""
+    is_quantised = any(source.block_form(name) is not None for name in source.names())
+    if kernels.quantised is None or dtype != torch.bfloat16 or not is_quantised:
+        return setting
+    return settle_weights(
+        setting,
+        fast_bfloat16=has_fast_bfloat16(processor_flags()),
+        bfloat16_bytes=weight_bytes(model_shape(source.config), dtype.itemsize),
+        memory_bytes=memory_bytes(),
+    )
 
 
 class _Loader:
@@ -89,11 +98,11 @@ class _Loader:
         """The embedding or the head, not packed. Where other matrices become blocks of 4 bits, these have 8: there is
         a row for each token, and no other makes up for its errors."""
         shape = (self._config.vocab_size, self._config.hidden_size)
-        if (kept := self._kept([_Part(name)], *shape)) is not None:
-            return kept
+        if kept := self._kept([Part(name)], *shape):
+            return kept[0]
         if self._form is None or shape[1] % GROUP:
             return self._tensor(name, *shape)
-        return self._quantised(self._assembled([_Part(name)], torch.float32, *shape), Q8_0)
+        return self._quantised(self._assembled([Part(name)], torch.float32, *shape), Q8_0)
 
     def _layer(self, index: int) -> DecoderLayer:
         config, prefix = self._config, f"model.layers.{index}"
@@ -137,16 +146,16 @@ class _Loader:
         num_heads = config.num_heads * (2 if config.gated_attention else 1) + 2 * config.num_kv_heads
         return num_heads * config.head_dim
 
-    def _qkv(self, prefix: str, kind: str) -> list[_Part]:
+    def _qkv(self, prefix: str, kind: str) -> list[Part]:
         config = self._config
         query, key = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         names = [f"{prefix}.{part}_proj.{kind}" for part in "qkv"]
-        queries = _Part(names[0])
+        queries = Part(names[0])
         if config.gated_attention:
             # Files have each head's gate after its query; here all gates come last.
-            places = _interleaved(config.num_heads, [config.head_dim] * 2, [0, query + 2 * key])
-            queries = _Part(names[0], places=places)
-        return [queries, _Part(names[1], query), _Part(names[2], query + key)]
+            places = interleaved(config.num_heads, [config.head_dim] * 2, [0, query + 2 * key])
+            queries = Part(names[0], places=places)
+        return [queries, Part(names[1], query), Part(names[2], query + key)]
 
     # Delta net
 
@@ -176,27 +185,27 @@ class _Loader:
             out_weight=self._packed(f"{prefix}.out_proj.weight", self._config.hidden_size, net.value_size),
         )
 
-    def _delta_inputs(self, prefix: str, net: DeltaNetConfig, lanes: int) -> list[_Part]:
+    def _delta_inputs(self, prefix: str, net: DeltaNetConfig, lanes: int) -> list[Part]:
         """All input projections as one. Some files have them in two, key head by key head."""
         heads, gates = net.num_value_heads, net.conv_size + net.value_size
         if (joined := f"{prefix}.in_proj_qkvz.weight") in self._names:
             value = net.value_size // net.num_key_heads
             sizes = [net.key_head_dim, net.key_head_dim, value, value]
             starts = [0, net.key_size, 2 * net.key_size, net.conv_size]
-            parts = [_Part(joined, places=_interleaved(net.num_key_heads, sizes, starts))]
+            parts = [Part(joined, places=interleaved(net.num_key_heads, sizes, starts))]
         else:
             parts = [
-                _Part(f"{prefix}.in_proj_qkv.weight"),
-                _Part(f"{prefix}.in_proj_z.weight", net.conv_size),
+                Part(f"{prefix}.in_proj_qkv.weight"),
+                Part(f"{prefix}.in_proj_z.weight", net.conv_size),
             ]
         if (joined := f"{prefix}.in_proj_ba.weight") in self._names:
             sizes = [heads // net.num_key_heads] * 2
-            places = _interleaved(net.num_key_heads, sizes, [gates, gates + lanes])
-            return [*parts, _Part(joined, places=places)]
+            places = interleaved(net.num_key_heads, sizes, [gates, gates + lanes])
+            return [*parts, Part(joined, places=places)]
         return [
             *parts,
-            _Part(f"{prefix}.in_proj_b.weight", gates),
-            _Part(f"{prefix}.in_proj_a.weight", gates + lanes),
+            Part(f"{prefix}.in_proj_b.weight", gates),
+            Part(f"{prefix}.in_proj_a.weight", gates + lanes),
         ]
 
     # Feed-forward blocks
@@ -204,13 +213,13 @@ class _Loader:
     def _mlp(self, prefix: str, inner: int, has_bias: bool) -> GatedMLP:
         hidden, width = self._config.hidden_size, whole_lanes(inner)
 
-        def gate_up(kind: str) -> list[_Part]:
-            return [_Part(f"{prefix}.gate_proj.{kind}"), _Part(f"{prefix}.up_proj.{kind}", width)]
+        def gate_up(kind: str) -> list[Part]:
+            return [Part(f"{prefix}.gate_proj.{kind}"), Part(f"{prefix}.up_proj.{kind}", width)]
 
         return GatedMLP(
             gate_up_weight=self._matrix(gate_up("weight"), 2 * width, hidden),
             gate_up_bias=self._assembled(gate_up("bias"), self._dtype, 2 * width) if has_bias else None,
-            down_weight=self._matrix([_Part(f"{prefix}.down_proj.weight")], hidden, width),
+            down_weight=self._packed(f"{prefix}.down_proj.weight", hidden, width),
             down_bias=self._tensor(f"{prefix}.down_proj.bias", hidden) if has_bias else None,
         )
 
@@ -261,32 +270,43 @@ class _Loader:
         return out
 
     def _packed(self, name: str, *shape: int) -> Weight:
-        return self._matrix([_Part(name)], *shape)
+        return self._weights([Part(name)], *shape)[0]
 
-    def _matrix(self, parts: list[_Part], height: int, width: int) -> Weight:
+    def _matrix(self, parts: list[Part], height: int, width: int) -> FusedWeight:
         """Tensors as one weight [height, width] for products."""
-        kept = self._kept(parts, height, width)
-        if kept is not None:
+        weights = self._weights(parts, height, width)
+        return weights[0] if len(weights) == 1 else JoinedWeight(weights)
+
+    def _weights(self, parts: list[Part], height: int, width: int) -> tuple[Weight, ...]:
+        """The same, as several of successive outputs where the file's forms differ and are kept."""
+        if kept := self._kept(parts, height, width):
             return kept
         dtype = self._dtype if self._form is None else torch.float32
-        return self._pack(self._assembled(parts, dtype, height, width))
+        return (self._pack(self._assembled(parts, dtype, height, width)),)
 
-    def _kept(self, parts: list[_Part], height: int, width: int) -> QuantisedWeight | None:
-        """The same in the blocks that the file has them in, where those are of one form and to be kept."""
+    def _kept(self, parts: list[Part], height: int, width: int) -> tuple[Weight, ...]:
+        """The same in the blocks that the file has them in, where those are to be kept; none without blocks."""
         if self._products is None or not self._keeps_blocks or width % GROUP:
-            return None
-        forms = {self._source.block_form(part.name) for part in parts}
-        form = forms.pop()
-        if forms or form is None:
-            return None
-        weight = self._products.zeros(form, height, width)
-        for part in parts:
-            places = part.places
-            if places is None:
-                places = torch.arange(part.start, part.start + self._source.shape(part.name)[0])
+            return ()
+        runs = runs_of(self._source, parts, height)
+        if all(run.form is None for run in runs):
+            return ()
+        return tuple(self._run(run, height, width) for run in runs)
+
+    def _run(self, run: Run, height: int, width: int) -> Weight:
+        if run.form is None:
+            whole = self._assembled(list(run.parts), self._dtype, height, width)
+            return self._kernels.pack(whole[run.start : run.end].clone())
+        assert self._products is not None
+        weight = self._products.zeros(run.form, run.end - run.start, width)
+        for part in run.parts:
+            outputs = part.outputs(self._source) - run.start
+            if not bool(_is_within(outputs, weight).any()):
+                continue
             for blocks in self._source.blocks(part.name):
-                self._products.place(weight, places[: len(blocks)], blocks)
-                places = places[len(blocks) :]
+                here, outputs = outputs[: len(blocks)], outputs[len(blocks) :]
+                own = _is_within(here, weight)
+                self._products.place(weight, *((here, blocks) if own.all() else (here[own], blocks[own])))
         return weight
 
     def _pack(self, values: Tensor) -> Weight:
@@ -302,7 +322,7 @@ class _Loader:
             self._products.place(weight, rows, quantise(values[rows], form))
         return weight
 
-    def _assembled(self, parts: list[_Part], dtype: torch.dtype, *shape: int) -> Tensor:
+    def _assembled(self, parts: list[Part], dtype: torch.dtype, *shape: int) -> Tensor:
         """Tensors as one, each at its place; zeros around them."""
         out = torch.zeros(shape, dtype=dtype, device=self._device)
         for part in parts:
@@ -330,11 +350,5 @@ class _Loader:
         return self._tensor(name, size)
 
 
-def _interleaved(num_heads: int, sizes: list[int], starts: list[int]) -> Tensor:
-    """Where rows go that a file has head by head, for each head `sizes` rows of several parts: the parts begin at
-    `starts`."""
-    parts = [
-        start + torch.arange(num_heads * size).view(num_heads, size)
-        for size, start in zip(sizes, starts, strict=True)
-    ]
-    return torch.cat(parts, dim=1).flatten()
+def _is_within(outputs: Tensor, weight: QuantisedWeight) -> Tensor:
+    return (outputs >= 0) & (outputs < weight.shape[0])

@@ -2,24 +2,29 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from penstock.errors import SettingError
 from penstock.plan.settings import SettingSource
+from penstock.plan.units import format_bytes
 
 WEIGHTS_VARIABLE = "PENSTOCK_WEIGHTS"
 WeightsName = Literal["auto", "bf16", "int8", "int4", "f32"]
 WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
 QUANTISED_WEIGHTS: tuple[WeightsName, ...] = ("int8", "int4")
+# Of the machine's memory: the rest is for the cache, for activations, and for others.
+_SHARE = 0.7
 
 
 @dataclass(frozen=True)
 class WeightsSetting:
-    """How matrices lie in memory: `auto` is as quantised as the file has them where that can be computed with."""
+    """How matrices lie in memory: `auto` is as quantised as the file has them where that can be computed with.
+    `reason` says why, once that is settled."""
 
     name: WeightsName
     source: SettingSource
+    reason: str = ""
 
     @property
     def dtype(self) -> str:
@@ -47,6 +52,26 @@ def resolve_weights(
             "them out"
         )
     return setting
+
+
+def settle_weights(
+    setting: WeightsSetting, *, fast_bfloat16: bool, bfloat16_bytes: int, memory_bytes: int | None
+) -> WeightsSetting:
+    """What `auto` is for a model whose file is quantised and whose weights take so much in bfloat16: that, where the
+    processor multiplies it much faster than it unpacks blocks (`fast_bfloat16`) and the machine has the memory."""
+    if setting.name != "auto":
+        return setting
+    if not fast_bfloat16:
+        return replace(setting, reason="auto: as the file has them")
+    if memory_bytes is not None and bfloat16_bytes > _SHARE * memory_bytes:
+        return replace(
+            setting,
+            reason=f"auto: as the file has them, since {format_bytes(bfloat16_bytes)} of bfloat16 are too much for "
+            f"{format_bytes(memory_bytes)} of memory",
+        )
+    return replace(
+        setting, name="bf16", reason="auto: bfloat16, which this processor multiplies fastest (AMX)"
+    )
 
 
 def _setting(name: str, value: str, source: SettingSource) -> WeightsSetting:

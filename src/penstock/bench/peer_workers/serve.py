@@ -1,10 +1,11 @@
 """Runs one engine for a benchmark: `python serve.py MODULE`. A request a line comes in, an answer a line goes out.
 
 The module has `describe()`, a line about the engine; `load(settings)`, which returns a function of a prompt, a number
-of tokens and what to call with each token; and, if there is something to make beforehand, `prepare(settings)`.
+of tokens and what to call with each token, and which may have `weights`, a line about how those lie in memory; and,
+if there is something to make beforehand, `prepare(settings)`.
 
     {"do": "prepare", "settings": {...}}             {"ok": {}}
-    {"do": "load", "settings": {...}}                {"ok": {"about": "...", "load_s": 1.2}}
+    {"do": "load", "settings": {...}}                {"ok": {"about": "...", "weights": null, "load_s": 1.2}}
     {"do": "generate", "prompt": [...], "num_tokens": 2}   {"ok": {"token_ids": [...], "stamps_s": [...]}}
     {"do": "close"}                                  (it ends, as it does where no more requests can come)
 
@@ -40,7 +41,9 @@ class Server:
         if what == "load":
             started = time.perf_counter()
             self._generate = engine.load(request["settings"])
-            return {"about": engine.describe(), "load_s": time.perf_counter() - started}
+            load_s = time.perf_counter() - started
+            weights = getattr(self._generate, "weights", None)
+            return {"about": engine.describe(), "weights": weights, "load_s": load_s}
         if what == "generate":
             return self._time(request["prompt"], request["num_tokens"])
         raise ValueError(f"{what!r} is no request")

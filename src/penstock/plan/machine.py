@@ -1,0 +1,89 @@
+"""What the system tells of this machine: cores, memory, the processor's features. `root` is where it tells."""
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+_ROOT = Path("/")
+# Either names the processors of a core; the second is what older systems call it.
+_SIBLINGS = ("core_cpus_list", "thread_siblings_list")
+_AMX_FLAGS = frozenset(("amx_tile", "amx_bf16"))
+_ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
+_ONEDNN_NO_LIMIT = ("", "ALL", "DEFAULT")
+
+
+def usable_cores(allowed: Collection[int] | None = None, *, root: Path = _ROOT) -> int:
+    """Physical cores that this process may run on, or that have some of the `allowed` processors; no more than a
+    container's share of time is worth, and at least 1."""
+    allowed = _allowed_processors() if allowed is None else allowed
+    cores = {_core_of(processor, root) for processor in allowed}
+    shares = [share for folder in _group_folders(root) if (share := _time_share(folder)) is not None]
+    return max(1, min([len(cores), *map(int, shares)]))
+
+
+def memory_bytes(*, root: Path = _ROOT) -> int | None:
+    """The machine's memory, or as much of it as a container may have; None where nobody tells."""
+    sizes = [size for folder in _group_folders(root) if (size := _group_memory(folder)) is not None]
+    for line in _text(root / "proc/meminfo").splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == "MemTotal:" and words[1].isdigit():
+            sizes.append(1024 * int(words[1]))
+    return min(sizes, default=None)
+
+
+def processor_flags(*, root: Path = _ROOT) -> frozenset[str]:
+    """The features of the first processor; none where the system does not list them."""
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "flags":
+            return frozenset(value.split())
+    return frozenset()
+
+
+def has_fast_bfloat16(flags: Collection[str], environ: Mapping[str, str] | None = None) -> bool:
+    """Whether oneDNN multiplies bfloat16 by AMX: the processor has it, and no variable forbids it."""
+    environ = os.environ if environ is None else environ
+    limit = next((environ[name].upper() for name in _ONEDNN_LIMITS if name in environ), "")
+    return set(flags) >= _AMX_FLAGS and (limit in _ONEDNN_NO_LIMIT or "AMX" in limit)
+
+
+def _allowed_processors() -> Collection[int]:
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return range(os.cpu_count() or 1)
+
+
+def _core_of(processor: int, root: Path) -> str:
+    """A name that processors of one core share."""
+    folder = root / f"sys/devices/system/cpu/cpu{processor}/topology"
+    return next((text for name in _SIBLINGS if (text := _text(folder / name).strip())), str(processor))
+
+
+def _group_folders(root: Path) -> Iterator[Path]:
+    """The control groups that this process is in, the innermost first: each limits those within it."""
+    groups = root / "sys/fs/cgroup"
+    lines = _text(root / "proc/self/cgroup").splitlines()
+    own = next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    parts = [part for part in own.split("/") if part not in ("", "..")]
+    for length in range(len(parts), -1, -1):
+        yield groups.joinpath(*parts[:length])
+
+
+def _time_share(folder: Path) -> float | None:
+    """How many processors' time the group may take; None: no limit."""
+    match _text(folder / "cpu.max").split():
+        case [quota, period] if quota.isdigit() and period.isdigit() and int(period) > 0:
+            return int(quota) / int(period)
+    return None
+
+
+def _group_memory(folder: Path) -> int | None:
+    limit = _text(folder / "memory.max").strip()
+    return int(limit) if limit.isdigit() else None
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
