@@ -166,6 +166,23 @@ def test_a_decode_has_the_bits_of_a_chunk_at_any_head_size(
         assert torch.equal(decode[0], native.attend(queries, whole, kv, scale)[-1])
 
 
+def test_many_decodes_with_a_long_past(native: NativeKernels) -> None:
+    """So many that what their segments gave is added up in several turns."""
+    num_tokens, num_spans = 1100, 70
+    torch.manual_seed(0)
+    keys, values = torch.randn(2, num_tokens, 8, 256).bfloat16()
+    queries = torch.randn(num_spans, 8, 256).bfloat16()
+    ends = [num_tokens - 5 * i for i in range(num_spans)]
+    spans = [
+        AttendedSpan(i, i + 1, end - 1, [TokenRange(0, end)], is_prompt=False) for i, end in enumerate(ends)
+    ]
+    together = native.attend(queries, AttentionWork(tuple(spans)), KV(keys, values), 0.0625)
+    for i in (0, 1, num_spans - 1):
+        alone = AttendedSpan(0, 1, ends[i] - 1, [TokenRange(0, ends[i])], is_prompt=False)
+        own = native.attend(queries[i : i + 1].clone(), AttentionWork((alone,)), KV(keys, values), 0.0625)
+        assert torch.equal(own[0], together[i])
+
+
 def reached(places: Sequence[TokenRange], end: int) -> list[TokenRange]:
     found: list[TokenRange] = []
     for place in places:
@@ -178,6 +195,7 @@ def reached(places: Sequence[TokenRange], end: int) -> list[TokenRange]:
 
 def test_scores_of_any_size(native: NativeKernels) -> None:
     """Weights are relative to the largest score: neither huge scores nor tiny ones give anything but numbers."""
+    torch.manual_seed(0)
     for factor in (1e-20, 1.0, 1e3, 1e15):
         keys, values = torch.randn(2, 300, 1, 64)
         queries = torch.randn(5, 2, 64) * factor

@@ -13,11 +13,12 @@ from penstock.kernels.native_build import NativeUnavailableError
 from penstock.kernels.native_kernels import NativeKernels
 from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.probe import ProbeShapes, ProductShape, measure
-from penstock.kernels.quantised import BLOCK_FORMS, Q4_1, Q8_0, BlockForm, QuantisedWeight, quantise
+from penstock.kernels.quantised import BLOCK_FORMS, Q4_0, Q4_1, Q4_K, Q8_0, BlockForm, QuantisedWeight, quantise
 
 NUM_OUT, NUM_IN = 200, 512
 MOST_ROWS = 700
 FORMS = list(BLOCK_FORMS.values())
+FOUR_BITS = (Q4_0, Q4_1, Q4_K)
 # The spacing of bfloat16, which a product is rounded to, and what float32 loses in the sum.
 HALF_STEP = 2**-8
 
@@ -61,6 +62,11 @@ def weight_of(products: QuantisedProducts, form: BlockForm) -> tuple[QuantisedWe
     return weight, torch.from_numpy(values).view(NUM_OUT, NUM_IN)
 
 
+def most_few_rows(form: BlockForm) -> int:
+    """Up to how many rows quants are multiplied as they are."""
+    return 32 if form in FOUR_BITS else 8
+
+
 def random_rows(num_rows: int, width: int = NUM_IN) -> Tensor:
     return torch.randn(num_rows, width, generator=torch.Generator().manual_seed(width)).bfloat16()
 
@@ -83,7 +89,7 @@ def test_rows_are_the_values_of_the_file(products: QuantisedProducts, form: Bloc
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_of_few_rows_are_exact(products: QuantisedProducts, form: BlockForm, has_bias: bool) -> None:
     weight, values = weight_of(products, form)
-    x = random_rows(9)
+    x = random_rows(7)
     bias = torch.linspace(-3, 3, NUM_OUT).bfloat16() if has_bias else None
     exact = x.double() @ values.double().T + (0 if bias is None else bias.double())
     ours = products.linear(x, weight, bias, is_canonical=False)
@@ -111,7 +117,8 @@ def test_products_of_many_rows_are_those_of_bfloat16(
 def test_a_row_is_the_same_in_any_number_of_rows_and_place(is_canonical: bool, data: st.DataObject) -> None:
     products = _products()
     form = data.draw(st.sampled_from(FORMS))
-    num_rows = data.draw(st.integers(1, MOST_ROWS if is_canonical else 20))
+    most_rows = MOST_ROWS if is_canonical else most_few_rows(form)
+    num_rows = data.draw(st.integers(1, most_rows))
     start = data.draw(st.integers(0, MOST_ROWS - num_rows))
     weight, _ = weight_of(products, form)
     x = random_rows(MOST_ROWS)
@@ -119,6 +126,14 @@ def test_a_row_is_the_same_in_any_number_of_rows_and_place(is_canonical: bool, d
     alone = products.linear(x[row : row + 1].clone(), weight, None, is_canonical)
     among = products.linear(x[start : start + num_rows], weight, None, is_canonical)
     assert torch.equal(alone[0], among[row - start])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_where_any_way_will_do_many_rows_go_the_canonical_one(products: QuantisedProducts, form: BlockForm) -> None:
+    weight, _ = weight_of(products, form)
+    x = random_rows(most_few_rows(form) + 1)
+    canonical = products.linear(x, weight, None, is_canonical=True)
+    assert torch.equal(products.linear(x, weight, None, is_canonical=False), canonical)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])

@@ -8,40 +8,13 @@
 #include <type_traits>
 #include <vector>
 
-#include "calls.h"
+#include "attention.h"
 
 namespace penstock {
 namespace {
 
-constexpr int BLOCK = 64;
-constexpr int SEGMENT = 256;
 constexpr int WIDE = 2;       // vectors of queries that are taken together, where there are enough
 constexpr int MOST_TILES = 2; // such pairs of vectors that share the reading of a block
-constexpr int MOST_SLIM = 8;  // queries that are too few to be the lanes
-constexpr float MINUS_INFINITY = -__builtin_inff();
-
-// STEP values lie in a word of 32 bits, and are multiplied by one instruction.
-struct DotFloat32 : Float32 {
-    static constexpr int STEP = 1;
-    static __m512 dot(__m512 sum, __m512i a, __m512i b) {
-        return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-    }
-};
-
-#ifdef __AVX512BF16__
-struct DotBfloat16 : Bfloat16 {
-    static constexpr int STEP = 2;
-    static __m512 dot(__m512 sum, __m512i a, __m512i b) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-    }
-    // Lane by lane, a pair of both: 0, 16, 1, 17, ...
-    static __m512i paired(__m512 first, __m512 second) {
-        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                               22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-        return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-    }
-};
-#endif
 
 // 64 tokens of one KV head: keys as they are, values in words of STEP tokens.
 template <class T, int D>
@@ -233,158 +206,6 @@ void read_block(const Heads& heads, const Place* place, int64_t kv_head, int fir
     }
 }
 
-// Few queries, as those of a decode, would leave most lanes empty: there the lanes are keys and then columns of the
-// values. Each query's sums are formed in the same order, to the same bits.
-template <class T, int D>
-struct alignas(64) Slim {
-    static constexpr int WORDS = D / T::STEP;
-    uint32_t keys[WORDS][BLOCK];
-    float scores[MOST_SLIM][BLOCK];
-    uint32_t weights[MOST_SLIM][BLOCK / T::STEP];
-    float values[MOST_SLIM][D];
-
-    void turn_keys(const uint32_t (*from)[WORDS], int count) {
-        for (int k = 0; k < count; k += LANES)
-            for (int w = 0; w < WORDS; w += LANES) {
-                const __mmask16 lanes = first_lanes(WORDS - w);
-                __m512i rows[LANES], turned[LANES];
-#pragma GCC unroll 16
-                for (int i = 0; i < LANES; ++i) rows[i] = _mm512_maskz_loadu_epi32(lanes, &from[k + i][w]);
-                transpose(rows, turned);
-                for (int i = 0; i < LANES && w + i < WORDS; ++i) _mm512_store_si512(&keys[w + i][k], turned[i]);
-            }
-    }
-
-    static void transpose(const __m512i* rows, __m512i* out) {
-        __m512i pairs[LANES], fours[LANES];
-#pragma GCC unroll 8
-        for (int i = 0; i < LANES; i += 2) {
-            pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-            pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < LANES; i += 4)
-#pragma GCC unroll 2
-            for (int j = 0; j < 2; ++j) {
-                fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
-                fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
-            }
-        // fours[4 * i + j] has column j of every quarter, of rows 4 * i to 4 * i + 3.
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; ++j) {
-            const __m512i even_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
-            const __m512i odd_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
-            const __m512i even_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
-            const __m512i odd_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
-            out[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-            out[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
-            out[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-            out[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
-        }
-    }
-
-    // Of queries [row, row + R).
-    template <int R>
-    void score(const Tile<T, D, 1>& tile, int row) {
-        constexpr int PARTS = BLOCK / LANES;
-        __m512 sums[R][PARTS];
-        for (int r = 0; r < R; ++r)
-            for (int p = 0; p < PARTS; ++p) sums[r][p] = _mm512_setzero_ps();
-        for (int w = 0; w < WORDS; ++w) {
-            __m512i key[PARTS];
-            for (int p = 0; p < PARTS; ++p) key[p] = _mm512_load_si512(&keys[w][p * LANES]);
-#pragma GCC unroll 4
-            for (int r = 0; r < R; ++r) {
-                const __m512i query = _mm512_set1_epi32(tile.query[w][row + r]);
-#pragma GCC unroll 4
-                for (int p = 0; p < PARTS; ++p) sums[r][p] = T::dot(sums[r][p], query, key[p]);
-            }
-        }
-        for (int r = 0; r < R; ++r)
-            for (int p = 0; p < PARTS; ++p) _mm512_store_ps(&scores[row + r][p * LANES], sums[r][p]);
-    }
-
-    template <int R>
-    void add_values_of(const Block<T, D>& block, int num_words, int row) {
-        constexpr int PARTS = D % 64 == 0 ? 4 : 1;
-        for (int d = 0; d < D; d += PARTS * LANES) {
-            __m512 sums[R][PARTS];
-            for (int r = 0; r < R; ++r)
-                for (int p = 0; p < PARTS; ++p) sums[r][p] = _mm512_load_ps(&values[row + r][d + p * LANES]);
-            for (int word = 0; word < num_words; ++word) {
-                __m512i value[PARTS];
-                for (int p = 0; p < PARTS; ++p)
-                    value[p] = _mm512_loadu_si512(&block.values[word][d + p * LANES]);
-#pragma GCC unroll 4
-                for (int r = 0; r < R; ++r) {
-                    const __m512i weight = _mm512_set1_epi32(weights[row + r][word]);
-#pragma GCC unroll 4
-                    for (int p = 0; p < PARTS; ++p) sums[r][p] = T::dot(sums[r][p], weight, value[p]);
-                }
-            }
-            for (int r = 0; r < R; ++r)
-                for (int p = 0; p < PARTS; ++p) _mm512_store_ps(&values[row + r][d + p * LANES], sums[r][p]);
-        }
-    }
-
-    // Calls `body` with numbers of rows that sum up to `num_rows`.
-    template <class Body>
-    static void by_rows(int num_rows, const Body& body) {
-        int row = 0;
-        for (; row + 4 <= num_rows; row += 4) body(std::integral_constant<int, 4>{}, row);
-        if (num_rows - row == 3) body(std::integral_constant<int, 3>{}, row);
-        if (num_rows - row == 2) body(std::integral_constant<int, 2>{}, row);
-        if (num_rows - row == 1) body(std::integral_constant<int, 1>{}, row);
-    }
-
-    void see_block(const Block<T, D>& block, int first, int count, int num_rows, float scale, Tile<T, D, 1>& tile) {
-        turn_keys(block.keys, count);
-        by_rows(num_rows, [&](auto r, int row) { score<r>(tile, row); });
-        auto& seen = tile.seen;
-        const __m512 scales = _mm512_set1_ps(scale);
-        alignas(64) float most[LANES], largest[LANES], shrink[LANES], weight[LANES] = {};
-        for (int row = 0; row < LANES; ++row) most[row] = MINUS_INFINITY;
-        for (int row = 0; row < num_rows; ++row) {
-            const int num_seen = std::min(count, tile.num_seen[row] - first);
-            __m512 highest = _mm512_set1_ps(MINUS_INFINITY);
-            for (int k = 0; k < BLOCK; k += LANES) {
-                const __mmask16 visible = num_seen <= k ? __mmask16(0) : first_lanes(num_seen - k);
-                const __m512 score =
-                    _mm512_mask_blend_ps(visible, _mm512_set1_ps(MINUS_INFINITY), _mm512_load_ps(&scores[row][k]));
-                _mm512_store_ps(&scores[row][k], score);
-                highest = _mm512_max_ps(highest, score);
-            }
-            most[row] = _mm512_reduce_max_ps(highest);
-        }
-        const __m512 before = _mm512_load_ps(seen.largest);
-        const __m512 now = _mm512_max_ps(before, _mm512_mul_ps(_mm512_load_ps(most), scales));
-        const __m512 shrinks = exp2_of(_mm512_sub_ps(before, now));
-        _mm512_store_ps(largest, now);
-        _mm512_store_ps(shrink, shrinks);
-        _mm512_store_ps(seen.largest, now);
-        for (int row = 0; row < num_rows; ++row) {
-            for (int k = 0; k < BLOCK; k += LANES) {
-                const __m512 score = _mm512_mul_ps(_mm512_load_ps(&scores[row][k]), scales);
-                const __m512 own = exp2_of(_mm512_sub_ps(score, _mm512_set1_ps(largest[row])));
-                _mm512_store_ps(&scores[row][k], own);
-                T::store(reinterpret_cast<typename T::value*>(weights[row]) + k, 0xffff, own);
-            }
-        }
-        for (int k = 0; k < count; ++k)
-            for (int row = 0; row < num_rows; ++row) weight[row] += scores[row][k];
-        _mm512_store_ps(seen.weight,
-                        _mm512_fmadd_ps(_mm512_load_ps(seen.weight), shrinks, _mm512_load_ps(weight)));
-        if (_mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ)) {
-            for (int row = 0; row < num_rows; ++row)
-                for (int d = 0; d < D; d += LANES)
-                    _mm512_store_ps(&values[row][d],
-                                    _mm512_mul_ps(_mm512_load_ps(&values[row][d]), _mm512_set1_ps(shrink[row])));
-        }
-        const int num_words = (count + T::STEP - 1) / T::STEP;
-        by_rows(num_rows, [&](auto r, int row) { add_values_of<r>(block, num_words, row); });
-    }
-};
-
 // Some of a span's queries for one KV head: rows of its group's heads, token by token.
 struct Item {
     const Span* span;
@@ -428,25 +249,11 @@ struct Work {
         static thread_local Block<T, D> block;
         const int end = std::min((segment + 1) * SEGMENT, num_tokens());
         for (int t = 0; t < num_tiles(); ++t) tiles[t].seen.clear();
-        if constexpr (V == 1)
-            if (item.num_rows <= MOST_SLIM) return see_slim(segment, end, block, *tiles);
         for (int first = segment * SEGMENT; first < end; first += BLOCK) {
             const int count = std::min(BLOCK, end - first);
             read_block<T, D>(heads, item.places, item.kv_head, first, count, block);
             for (int t = 0; t < num_tiles(); ++t) see_block(block, first, count, heads.scale * LOG2_E, tiles[t]);
         }
-    }
-
-    void see_slim(int segment, int end, Block<T, D>& block, Tile<T, D, V>& tile) const {
-        static thread_local Slim<T, D> slim;
-        std::memset(slim.values, 0, sizeof slim.values);
-        for (int first = segment * SEGMENT; first < end; first += BLOCK) {
-            const int count = std::min(BLOCK, end - first);
-            read_block<T, D>(heads, item.places, item.kv_head, first, count, block);
-            slim.see_block(block, first, count, item.num_rows, heads.scale * LOG2_E, tile);
-        }
-        for (int row = 0; row < item.num_rows; ++row)
-            for (int d = 0; d < D; ++d) tile.seen.values[d][row] = slim.values[row][d];
     }
 
     void store(int first_row, const Seen<D, V * LANES>& total) const {
@@ -543,9 +350,9 @@ void attend_by_segment(const Heads& heads, const std::vector<Item>& items) {
 }
 
 // A span's rows for each KV head, up to `most_rows` in an item.
-std::vector<Item> cut(const Heads& heads, const Span* spans, int64_t num_spans, const Place* places, int most_rows) {
+std::vector<Item> cut(const Heads& heads, const std::vector<const Span*>& spans, const Place* places, int most_rows) {
     std::vector<Item> items;
-    for (const Span* span = spans; span < spans + num_spans; ++span) {
+    for (const Span* span : spans) {
         const int64_t num_rows = span->num_rows * heads.group;
         for (int64_t kv_head = 0; kv_head < heads.num_kv_heads; ++kv_head)
             for (int64_t row = 0; row < num_rows; row += most_rows)
@@ -556,8 +363,8 @@ std::vector<Item> cut(const Heads& heads, const Span* spans, int64_t num_spans, 
 }
 
 template <class T, int D>
-void attend(const Heads& heads, const Span* spans, int64_t num_spans, const Place* places, int num_threads) {
-    const std::vector<Item> items = cut(heads, spans, num_spans, places, MOST_TILES * WIDE * LANES);
+void attend(const Heads& heads, const std::vector<const Span*>& spans, const Place* places, int num_threads) {
+    const std::vector<Item> items = cut(heads, spans, places, MOST_TILES * WIDE * LANES);
     // How much there is to do, by tokens and vectors of queries.
     int64_t total = 0, largest = 0;
     for (const Item& item : items) {
@@ -567,7 +374,7 @@ void attend(const Heads& heads, const Span* spans, int64_t num_spans, const Plac
         largest = std::max(largest, size);
     }
     if (largest * 4 * num_threads > total && num_threads > 1)
-        return attend_by_segment<T, D>(heads, cut(heads, spans, num_spans, places, WIDE * LANES));
+        return attend_by_segment<T, D>(heads, cut(heads, spans, places, WIDE * LANES));
     // The last of a span see the most: they go first, so that threads end together.
 #pragma omp parallel for schedule(dynamic, 1)
     for (int i = static_cast<int>(items.size()) - 1; i >= 0; --i) {
@@ -578,24 +385,6 @@ void attend(const Heads& heads, const Span* spans, int64_t num_spans, const Plac
     }
 }
 
-template <class T>
-bool attend_heads_of(int64_t head_dim, const Heads& heads, const Span* spans, int64_t num_spans, const Place* places,
-                     int num_threads) {
-    switch (head_dim) {
-#define PENSTOCK_HEAD_DIM(D) \
-    case D: attend<T, D>(heads, spans, num_spans, places, num_threads); return true;
-        PENSTOCK_HEAD_DIM(16)
-        PENSTOCK_HEAD_DIM(32)
-        PENSTOCK_HEAD_DIM(64)
-        PENSTOCK_HEAD_DIM(80)
-        PENSTOCK_HEAD_DIM(96)
-        PENSTOCK_HEAD_DIM(128)
-        PENSTOCK_HEAD_DIM(256)
-#undef PENSTOCK_HEAD_DIM
-    }
-    return false;
-}
-
 }  // namespace
 }  // namespace penstock
 
@@ -604,10 +393,18 @@ extern "C" int penstock_attend(int is_bfloat16, int64_t head_dim, const penstock
                                const penstock::Span* spans, int64_t num_spans, const penstock::Place* places,
                                int num_threads) {
     using namespace penstock;
-    if (!is_bfloat16) return attend_heads_of<DotFloat32>(head_dim, *heads, spans, num_spans, places, num_threads);
-#ifdef __AVX512BF16__
-    return attend_heads_of<DotBfloat16>(head_dim, *heads, spans, num_spans, places, num_threads);
-#else
-    return false;
+#ifndef __AVX512BF16__
+    if (is_bfloat16) return false;
 #endif
+    std::vector<const Span*> few, many;
+    for (const Span* span = spans; span < spans + num_spans; ++span)
+        (span->num_rows * heads->group <= MOST_FEW ? few : many).push_back(span);
+    return with_head_dim(head_dim, [&](auto size) {
+        if (!few.empty()) attend_few(is_bfloat16, head_dim, *heads, few, places, num_threads);
+        if (many.empty()) return;
+        if (!is_bfloat16) attend<DotFloat32, size>(*heads, many, places, num_threads);
+#ifdef __AVX512BF16__
+        if (is_bfloat16) attend<DotBfloat16, size>(*heads, many, places, num_threads);
+#endif
+    });
 }

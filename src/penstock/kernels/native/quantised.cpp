@@ -29,6 +29,8 @@ struct Form {
     static constexpr bool HAS_MINIMUM = HasMinimum;
     static constexpr bool IS_WIDE = IsWide;  // scales of float32, else of float16
     static constexpr int ZERO = Zero;
+    // Up to so many rows, where any way will do, quants are multiplied as they are. For 8 bits that takes two products.
+    static constexpr int MOST_ROWS = Bits == 4 ? 32 : 8;
     static constexpr int VECTOR_BYTES = LANES * BLOCK * Bits / 8;  // the quants of 16 outputs
     static constexpr int LOADS = VECTOR_BYTES / 64;
     static constexpr int LOAD_PAIRS = 16 / Bits;  // pairs of inputs to a load
@@ -365,11 +367,11 @@ constexpr int MOST_MANY = 6;  // rows, by two panels: 24 sums in registers
 // What a thread makes bfloat16 at a time, where two panels are not larger: it stays in the processor's second cache.
 constexpr int64_t MADE_BYTES = 256 << 10;
 
-// A panel in bfloat16: for each pair of inputs, the pairs of all outputs.
+// A panel in bfloat16: for each pair of inputs, the pairs of all outputs. Here the lanes are both inputs of 8 outputs.
 template <class F>
 void to_bfloat16(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) {
-    const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
-                                           21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    const __m512i lower = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
     const __m512 nibbles = _mm512_sub_ps(_mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
                                          _mm512_set1_ps(F::ZERO));
     constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
@@ -378,29 +380,34 @@ void to_bfloat16(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL
         for (int v = 0; v < VECTORS; ++v) {
 #pragma GCC unroll 2
             for (int g = 0; g < F::GROUPS; ++g) {
-                const __m512 scale = load_scales<F>(block, F::SCALES_AT, g, v);
-                __m512 minimum;
-                if constexpr (F::HAS_MINIMUM) minimum = load_scales<F>(block, F::MINIMUMS_AT, g, v);
-                auto value = [&](__m512i word, int bit) {
+                const __m512 all = load_scales<F>(block, F::SCALES_AT, g, v);
+                const __m512 scales[2] = {_mm512_permutexvar_ps(lower, all), _mm512_permutexvar_ps(upper, all)};
+                __m512 minimums[2];
+                if constexpr (F::HAS_MINIMUM) {
+                    const __m512 all = load_scales<F>(block, F::MINIMUMS_AT, g, v);
+                    minimums[0] = _mm512_permutexvar_ps(lower, all);
+                    minimums[1] = _mm512_permutexvar_ps(upper, all);
+                }
+                auto value = [&](__m512i quants, int j, int half) {
                     __m512 quant;
                     if constexpr (F::BITS == 4)
-                        quant = _mm512_permutexvar_ps(bit ? _mm512_srli_epi32(word, bit) : word, nibbles);
+                        quant = _mm512_permutexvar_ps(j ? _mm512_srli_epi32(quants, 4 * j) : quants, nibbles);
                     else
                         quant = _mm512_cvtepi32_ps(
-                            _mm512_srai_epi32(bit < 24 ? _mm512_slli_epi32(word, 24 - bit) : word, 24));
-                    return F::HAS_MINIMUM ? _mm512_fmadd_ps(scale, quant, minimum) : _mm512_mul_ps(scale, quant);
+                            j ? _mm512_srai_epi32(quants, 8) : _mm512_srai_epi32(_mm512_slli_epi32(quants, 24), 24));
+                    return F::HAS_MINIMUM ? _mm512_fmadd_ps(scales[half], quant, minimums[half])
+                                          : _mm512_mul_ps(scales[half], quant);
                 };
 #pragma GCC unroll 8
                 for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
-                    const __m512i quants = load_quants<F>(block, v, load);
+                    const auto* from =
+                        reinterpret_cast<const __m256i*>(block + v * F::VECTOR_BYTES + load * 64);
+                    const __m512i first = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from));
+                    const __m512i second = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from + 1));
 #pragma GCC unroll 4
-                    for (int j = 0; j < F::LOAD_PAIRS; ++j) {
-                        const int bit = j * F::BITS;
-                        const __m512i both =
-                            (__m512i)_mm512_cvtne2ps_pbh(value(quants, bit + 16), value(quants, bit));
-                        _mm512_storeu_si512(&out[load * F::LOAD_PAIRS + j][v * LANES],
-                                            _mm512_permutexvar_epi16(order, both));
-                    }
+                    for (int j = 0; j < F::LOAD_PAIRS; ++j)
+                        _mm512_store_si512(&out[load * F::LOAD_PAIRS + j][v * LANES],
+                                           (__m512i)_mm512_cvtne2ps_pbh(value(second, j, 1), value(first, j, 0)));
                 }
             }
         }
@@ -526,7 +533,7 @@ extern "C" int penstock_quantised_linear(const Weight* weight, const uint16_t* x
 #ifdef __AVX512BF16__
     const Rows rows{x, out, bias, num_rows, x_stride, weight->num_out};
     return num_rows == 0 || with_form(weight->form, [&](auto form) {
-        if (is_canonical)
+        if (is_canonical || num_rows > decltype(form)::MOST_ROWS)
             many_rows<decltype(form)>(*weight, rows, num_threads);
         else
             few_rows<decltype(form)>(*weight, rows, num_threads);

@@ -1,0 +1,415 @@
+// Attention of few queries, as those of a decode: they would leave most lanes empty, so the lanes are keys, and then
+// columns of the values. Each query's sums are formed in the order that attention.cpp forms them in, to the same bits.
+//
+// What counts is how fast keys and values come from memory. So they are read where they lie, once for all queries of
+// their head, and all heads of a block one after the other, since those lie side by side.
+#include <algorithm>
+#include <type_traits>
+
+#include "attention.h"
+
+namespace penstock {
+namespace {
+
+// What the queries of a head have seen, as in attention.cpp. Columns are in the order that `column_of` tells.
+template <int D>
+struct alignas(64) Seen {
+    float values[MOST_FEW][D];
+    float largest[LANES];  // by query, in powers of two
+    float weight[LANES];
+
+    void clear(int num_rows) {
+        std::memset(values, 0, num_rows * sizeof values[0]);
+        std::memset(weight, 0, sizeof weight);
+        for (float& score : largest) score = MINUS_INFINITY;
+    }
+
+    void add(const Seen& other, int num_rows) {
+        alignas(64) float shrink[2][LANES];
+        const __m512 ours = _mm512_load_ps(largest), theirs = _mm512_load_ps(other.largest);
+        const __m512 both = _mm512_max_ps(ours, theirs);
+        const __m512 a = exp2_of(_mm512_sub_ps(ours, both)), b = exp2_of(_mm512_sub_ps(theirs, both));
+        _mm512_store_ps(largest, both);
+        _mm512_store_ps(shrink[0], a);
+        _mm512_store_ps(shrink[1], b);
+        auto join = [](float* x, const float* y, __m512 a, __m512 b) {
+            _mm512_store_ps(x, _mm512_fmadd_ps(_mm512_load_ps(x), a, _mm512_mul_ps(_mm512_load_ps(y), b)));
+        };
+        join(weight, other.weight, a, b);
+        for (int row = 0; row < num_rows; ++row) {
+            const __m512 a = _mm512_set1_ps(shrink[0][row]), b = _mm512_set1_ps(shrink[1][row]);
+            for (int d = 0; d < D; d += LANES) join(&values[row][d], &other.values[row][d], a, b);
+        }
+    }
+};
+
+// Pairs of values come out of a load of 32 by halves of its quarters.
+template <class T, int D>
+constexpr int column_of(int at) {
+    if (T::STEP == 1 || at >= D / 32 * 32) return at;
+    const int lane = at % 16;
+    return at / 32 * 32 + lane / 4 * 8 + at % 32 / 16 * 4 + lane % 4;
+}
+
+inline void transpose(const __m512i* rows, __m512i* out) {
+    __m512i pairs[LANES], fours[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < LANES; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+            fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+            fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+        }
+    // fours[4 * i + j] has column j of every quarter, of rows 4 * i to 4 * i + 3.
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        const __m512i even_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
+        const __m512i odd_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
+        const __m512i even_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
+        const __m512i odd_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+        out[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+        out[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+        out[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+        out[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+    }
+}
+
+// The queries of one head, and where its keys and values begin.
+template <class T, int D>
+struct alignas(64) Queries {
+    uint32_t words[MOST_FEW][D / T::STEP];
+    int32_t num_seen[MOST_FEW];  // how many tokens a query sees
+    const typename T::value* keys;
+    const typename T::value* values;
+    int64_t ahead;  // where its share of the next block begins, from that block's first value on
+    int64_t ahead_stride;
+};
+
+// Up to 64 tokens: where each lies, in values from the first of the cache.
+struct Tokens {
+    int first;
+    int count;
+    int64_t next;  // where the next block most often begins
+    int64_t offsets[BLOCK];
+};
+
+// Of R queries.
+template <class T, int D, int R>
+struct Few {
+    using value = typename T::value;
+    static constexpr int WORDS = D / T::STEP;
+    alignas(64) float scores[R][BLOCK];
+    alignas(64) uint32_t weights[R][BLOCK / T::STEP];
+
+    static void prefetch(const value* row) {
+        for (int d = 0; d < D; d += 64 / sizeof(value))
+            _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T1);
+    }
+
+    void score(const Queries<T, D>& queries, const Tokens& tokens) {
+        for (int k = 0; k < tokens.count; k += LANES) {
+            __m512 sums[R];
+            for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
+#pragma GCC unroll 1
+            for (int w = 0; w < WORDS; w += LANES) {
+                __m512i rows[LANES], turned[LANES];
+                if (k + LANES <= tokens.count) {
+#pragma GCC unroll 16
+                    for (int i = 0; i < LANES; ++i) rows[i] = load(queries.keys + tokens.offsets[k + i], w);
+                } else {
+                    for (int i = 0; i < LANES; ++i)
+                        rows[i] = k + i < tokens.count ? load(queries.keys + tokens.offsets[k + i], w)
+                                                       : _mm512_setzero_si512();
+                }
+                transpose(rows, turned);
+                constexpr int LAST = WORDS % LANES ? WORDS % LANES : LANES;
+                const int num_words = w + LANES <= WORDS ? LANES : LAST;
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; ++i) {
+                    if (WORDS % LANES && i >= num_words) break;
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r)
+                        sums[r] = T::dot(sums[r], _mm512_set1_epi32(queries.words[r][w + i]), turned[i]);
+                }
+            }
+            const value* next = queries.keys + tokens.next + queries.ahead + k * queries.ahead_stride;
+            for (int i = 0; i < LANES; ++i) prefetch(next + i * queries.ahead_stride);
+            for (int r = 0; r < R; ++r) _mm512_store_ps(&scores[r][k], sums[r]);
+        }
+    }
+
+    static __m512i load(const value* row, int w) {
+        return _mm512_maskz_loadu_epi32(first_lanes(WORDS - w), reinterpret_cast<const uint32_t*>(row) + w);
+    }
+
+    // Scores become weights; what was seen before shrinks where there is a larger score now.
+    void weigh(const Queries<T, D>& queries, const Tokens& tokens, float scale, Seen<D>& seen) {
+        const __m512 scales = _mm512_set1_ps(scale);
+        alignas(64) float most[LANES], largest[LANES], shrink[LANES];
+        for (int r = 0; r < LANES; ++r) most[r] = MINUS_INFINITY;
+        for (int r = 0; r < R; ++r) {
+            const int num_seen = std::min(tokens.count, queries.num_seen[r] - tokens.first);
+            __m512 highest = _mm512_set1_ps(MINUS_INFINITY);
+            for (int k = 0; k < BLOCK; k += LANES) {
+                const __mmask16 visible = num_seen <= k ? __mmask16(0) : first_lanes(num_seen - k);
+                const __m512 score =
+                    _mm512_mask_blend_ps(visible, _mm512_set1_ps(MINUS_INFINITY), _mm512_load_ps(&scores[r][k]));
+                _mm512_store_ps(&scores[r][k], score);
+                highest = _mm512_max_ps(highest, score);
+            }
+            most[r] = _mm512_reduce_max_ps(highest);
+        }
+        const __m512 before = _mm512_load_ps(seen.largest);
+        const __m512 now = _mm512_max_ps(before, _mm512_mul_ps(_mm512_load_ps(most), scales));
+        const __m512 shrinks = exp2_of(_mm512_sub_ps(before, now));
+        _mm512_store_ps(largest, now);
+        _mm512_store_ps(shrink, shrinks);
+        _mm512_store_ps(seen.largest, now);
+        for (int r = 0; r < R; ++r)
+            for (int k = 0; k < BLOCK; k += LANES) {
+                const __m512 score = _mm512_mul_ps(_mm512_load_ps(&scores[r][k]), scales);
+                const __m512 own = exp2_of(_mm512_sub_ps(score, _mm512_set1_ps(largest[r])));
+                _mm512_store_ps(&scores[r][k], own);
+                T::store(reinterpret_cast<value*>(weights[r]) + k, 0xffff, own);
+            }
+        alignas(64) float sums[LANES] = {};
+        for (int k = 0; k < tokens.count; ++k)
+            for (int r = 0; r < R; ++r) sums[r] += scores[r][k];
+        _mm512_store_ps(seen.weight, _mm512_fmadd_ps(_mm512_load_ps(seen.weight), shrinks, _mm512_load_ps(sums)));
+        if (_mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ)) {
+            for (int r = 0; r < R; ++r)
+                for (int d = 0; d < D; d += LANES)
+                    _mm512_store_ps(&seen.values[r][d], _mm512_mul_ps(_mm512_load_ps(&seen.values[r][d]),
+                                                                      _mm512_set1_ps(shrink[r])));
+        }
+    }
+
+    // V vectors of columns from `d` on. A word's second token may be missing.
+    template <int V>
+    static void load_values(const value* first, const value* second, int d, __m512i* out) {
+        if constexpr (T::STEP == 1) {
+            for (int v = 0; v < V; ++v) out[v] = _mm512_loadu_si512(first + d + v * LANES);
+        } else if constexpr (V == 1) {
+            const auto wide = [d](const value* row) {
+                return row ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + d)))
+                           : _mm512_setzero_si512();
+            };
+            out[0] = _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16));
+        } else {
+            for (int v = 0; v < V; v += 2) {
+                const __m512i a = _mm512_loadu_si512(first + d + v * LANES);
+                const __m512i b = second ? _mm512_loadu_si512(second + d + v * LANES) : _mm512_setzero_si512();
+                out[v] = _mm512_unpacklo_epi16(a, b);
+                out[v + 1] = _mm512_unpackhi_epi16(a, b);
+            }
+        }
+    }
+
+    template <int V>
+    void add_columns(const Queries<T, D>& queries, const Tokens& tokens, int d, Seen<D>& seen) {
+        __m512 sums[R][V];
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) sums[r][v] = _mm512_load_ps(&seen.values[r][d + v * LANES]);
+        auto add = [&](int word, const value* first, const value* second) __attribute__((always_inline)) {
+            __m512i values[V];
+            load_values<V>(first, second, d, values);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r) {
+                const __m512i weight = _mm512_set1_epi32(weights[r][word]);
+#pragma GCC unroll 4
+                for (int v = 0; v < V; ++v) sums[r][v] = T::dot(sums[r][v], weight, values[v]);
+            }
+        };
+        const int num_whole = tokens.count / T::STEP;
+        const value* next = queries.values + tokens.next + queries.ahead;
+        for (int word = 0; word < num_whole; ++word) {
+            const value* first = queries.values + tokens.offsets[word * T::STEP];
+            const value* second = queries.values + tokens.offsets[word * T::STEP + T::STEP - 1];
+            add(word, first, second);
+            if (d == 0) {
+                for (int i = 0; i < T::STEP; ++i, next += queries.ahead_stride) prefetch(next);
+            }
+        }
+        if (tokens.count % T::STEP) add(num_whole, queries.values + tokens.offsets[tokens.count - 1], nullptr);
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) _mm512_store_ps(&seen.values[r][d + v * LANES], sums[r][v]);
+    }
+
+    void add_values(const Queries<T, D>& queries, const Tokens& tokens, Seen<D>& seen) {
+        constexpr int MOST = R <= 4 && D % 64 == 0 ? 4 : 2;
+        int d = 0;
+        for (; d + MOST * LANES <= D; d += MOST * LANES) add_columns<MOST>(queries, tokens, d, seen);
+        if constexpr (D % (MOST * LANES) != 0) add_columns<1>(queries, tokens, d, seen);
+    }
+
+    static void see(const Queries<T, D>& queries, const Tokens& tokens, float scale, Seen<D>& seen) {
+        Few few;
+        few.score(queries, tokens);
+        few.weigh(queries, tokens, scale, seen);
+        few.add_values(queries, tokens, seen);
+    }
+};
+
+template <class T, int D>
+struct Sequence {
+    using value = typename T::value;
+    const Heads& heads;
+    const Span& span;
+    const Place* places;
+
+    int num_rows() const { return span.num_rows * heads.group; }
+    int num_tokens() const { return span.position + span.num_rows; }
+    int num_segments() const { return (num_tokens() + SEGMENT - 1) / SEGMENT; }
+    int64_t offset(int64_t kv_head, int row, int64_t stride) const {
+        return (span.row + row / heads.group) * stride + (kv_head * heads.group + row % heads.group) * D;
+    }
+
+    // What queries of KV heads [first_head, end_head) see of a segment.
+    void see(int segment, int64_t first_head, int64_t end_head, Seen<D>* seen) const {
+        static thread_local std::vector<Queries<T, D>> queries;
+        queries.resize(end_head - first_head);
+        for (int64_t head = first_head; head < end_head; ++head) {
+            auto& own = queries[head - first_head];
+            load(head, own);
+            // All heads together read a whole block, and then best in the order in which it lies.
+            const bool is_whole = end_head - first_head == heads.num_kv_heads;
+            own.ahead = is_whole ? head * (BLOCK - 1) * D : 0;
+            own.ahead_stride = is_whole ? D : heads.kv_stride;
+            seen[head - first_head].clear(MOST_FEW);
+        }
+        Tokens tokens;
+        const Place* place = places + span.first_place;
+        int64_t skip = segment * SEGMENT;
+        while (skip >= place->num_tokens) skip -= place++->num_tokens;
+        const int end = std::min((segment + 1) * SEGMENT, num_tokens());
+        for (tokens.first = segment * SEGMENT; tokens.first < end; tokens.first += BLOCK) {
+            tokens.count = std::min(BLOCK, end - tokens.first);
+            for (int k = 0; k < tokens.count; ++k, ++skip) {
+                if (skip == place->num_tokens) {
+                    ++place;
+                    skip = 0;
+                }
+                tokens.offsets[k] = (place->start + skip) * heads.kv_stride;
+            }
+            tokens.next = tokens.offsets[tokens.count - 1] + heads.kv_stride;
+            for (int64_t head = 0; head < end_head - first_head; ++head)
+                see_block(queries[head], tokens, seen[head]);
+        }
+    }
+
+    void load(int64_t kv_head, Queries<T, D>& queries) const {
+        std::memset(queries.words, 0, sizeof queries.words);
+        for (int row = 0; row < MOST_FEW; ++row) {
+            const int own = std::min(row, num_rows() - 1);
+            queries.num_seen[row] = span.position + own / heads.group + 1;
+            std::memcpy(queries.words[row],
+                        static_cast<const value*>(heads.queries) + offset(kv_head, own, heads.query_stride),
+                        sizeof queries.words[row]);
+        }
+        queries.keys = static_cast<const value*>(heads.keys) + kv_head * D;
+        queries.values = static_cast<const value*>(heads.values) + kv_head * D;
+    }
+
+    void see_block(const Queries<T, D>& queries, const Tokens& tokens, Seen<D>& seen) const {
+        const float scale = heads.scale * LOG2_E;
+        switch (num_rows()) {
+            case 1: return Few<T, D, 1>::see(queries, tokens, scale, seen);
+            case 2: return Few<T, D, 2>::see(queries, tokens, scale, seen);
+            case 3: return Few<T, D, 3>::see(queries, tokens, scale, seen);
+            case 4: return Few<T, D, 4>::see(queries, tokens, scale, seen);
+            case 5:
+            case 6: return Few<T, D, 6>::see(queries, tokens, scale, seen);
+            default: return Few<T, D, MOST_FEW>::see(queries, tokens, scale, seen);
+        }
+    }
+
+    void store(int64_t kv_head, const Seen<D>& total) const {
+        for (int row = 0; row < num_rows(); ++row) {
+            alignas(64) value turned[D];
+            const __m512 weight = _mm512_set1_ps(total.weight[row]);
+            for (int d = 0; d < D; d += LANES)
+                T::store(&turned[d], 0xffff, _mm512_div_ps(_mm512_load_ps(&total.values[row][d]), weight));
+            value* out = static_cast<value*>(heads.out) + offset(kv_head, row, heads.out_stride);
+            for (int d = 0; d < D; ++d) out[column_of<T, D>(d)] = turned[d];
+        }
+    }
+};
+
+// Every segment of a sequence is work of its own, for all heads or, where that is too little work for the threads, for
+// some. Segments are added up in their order all the same; they are taken in waves, so that what they gave needs
+// little room.
+template <class T, int D>
+void attend_few_of(const Heads& heads, const std::vector<const Span*>& spans, const Place* places, int num_threads) {
+    struct Part {
+        int span, segment;
+        int64_t first_head, end_head;
+        int64_t at;  // of its first head in `seen`
+    };
+    constexpr int64_t ROOM = int64_t(16) << 20;
+    const int num_spans = spans.size();
+    const int64_t num_heads = heads.num_kv_heads;
+    auto sequence = [&](int i) { return Sequence<T, D>{heads, *spans[i], places}; };
+    int num_segments = 0;
+    int64_t total_segments = 0;
+    for (int i = 0; i < num_spans; ++i) {
+        num_segments = std::max(num_segments, sequence(i).num_segments());
+        total_segments += sequence(i).num_segments();
+    }
+    const int64_t wave = std::max<int64_t>(1, ROOM / (num_spans * num_heads * sizeof(Seen<D>)));
+    const int64_t wanted_splits = (4 * num_threads + total_segments - 1) / total_segments;
+    const int64_t splits = std::min(num_heads, wanted_splits);
+    std::vector<Seen<D>> totals(num_spans * num_heads), seen;
+    std::vector<Part> parts;
+    std::vector<int64_t> first_seen(num_spans);
+    for (int64_t first = 0; first < num_segments; first += wave) {
+        parts.clear();
+        int64_t num_seen = 0;
+        for (int i = 0; i < num_spans; ++i) {
+            first_seen[i] = num_seen;
+            const int64_t end = std::min<int64_t>(first + wave, sequence(i).num_segments());
+            for (int64_t segment = first; segment < end; ++segment, num_seen += num_heads)
+                for (int64_t s = 0; s < splits; ++s) {
+                    const int64_t head = s * num_heads / splits;
+                    parts.push_back({i, int(segment), head, (s + 1) * num_heads / splits, num_seen + head});
+                }
+        }
+        if (int64_t(seen.size()) < num_seen) seen.resize(num_seen);
+#pragma omp parallel num_threads(num_threads)
+        {
+#pragma omp for schedule(static)
+            for (int p = 0; p < int(parts.size()); ++p) {
+                const Part& part = parts[p];
+                sequence(part.span).see(part.segment, part.first_head, part.end_head, &seen[part.at]);
+            }
+#pragma omp for schedule(static)
+            for (int64_t i = 0; i < num_spans * num_heads; ++i) {
+                const auto own = sequence(i / num_heads);
+                const int64_t end = std::min<int64_t>(first + wave, own.num_segments());
+                if (first == 0) totals[i].clear(own.num_rows());
+                for (int64_t segment = first; segment < end; ++segment)
+                    totals[i].add(seen[first_seen[i / num_heads] + (segment - first) * num_heads + i % num_heads],
+                                  own.num_rows());
+                if (first + wave >= num_segments) own.store(i % num_heads, totals[i]);
+            }
+        }
+    }
+}
+
+}  // namespace
+
+void attend_few(bool is_bfloat16, int64_t head_dim, const Heads& heads, const std::vector<const Span*>& spans,
+                const Place* places, int num_threads) {
+    with_head_dim(head_dim, [&](auto size) {
+        if (!is_bfloat16) attend_few_of<DotFloat32, size>(heads, spans, places, num_threads);
+#ifdef __AVX512BF16__
+        if (is_bfloat16) attend_few_of<DotBfloat16, size>(heads, spans, places, num_threads);
+#endif
+    });
+}
+
+}  // namespace penstock
