@@ -147,11 +147,11 @@ def test_eight_bits_are_closer_than_four() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # plain, with biases, with norms of heads
 def test_layers_in_one_call_are_the_layers(family: str) -> None:
     model = load(HfFolder(make_oracle(family).folder), "int4")
-    assert model._dense_layers is not None
+    assert model.dense_layers is not None
     wishes = [Wish(tuple(random_prompt(40 + index, seed=index)), 12) for index in range(3)]
     schedule = ScheduleConfig(chunk_size=64)
     together = serve(model, wishes, schedule)
-    model._dense_layers = None
+    model.dense_layers = None
     for ours, theirs in zip(together, serve(model, wishes, schedule), strict=True):
         assert ours.generated == theirs.generated
         for row, same in zip(ours.logits, theirs.logits, strict=True):
@@ -160,7 +160,7 @@ def test_layers_in_one_call_are_the_layers(family: str) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
 def test_other_layers_are_not_one_call(family: str) -> None:
-    assert load(HfFolder(make_oracle(family).folder), "int8")._dense_layers is None
+    assert load(HfFolder(make_oracle(family).folder), "int8").dense_layers is None
 
 
 def test_batched_is_alone_where_strict() -> None:

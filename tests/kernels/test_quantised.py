@@ -13,7 +13,16 @@ from penstock.kernels.native_build import NativeUnavailableError
 from penstock.kernels.native_kernels import NativeKernels
 from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.probe import ProbeShapes, ProductShape, measure
-from penstock.kernels.quantised import BLOCK_FORMS, Q4_0, Q4_1, Q4_K, Q8_0, BlockForm, QuantisedWeight, quantise
+from penstock.kernels.quantised import (
+    BLOCK_FORMS,
+    Q4_0,
+    Q4_1,
+    Q4_K,
+    Q8_0,
+    BlockForm,
+    QuantisedWeight,
+    quantise,
+)
 
 NUM_OUT, NUM_IN = 200, 512
 MOST_ROWS = 700
@@ -129,7 +138,9 @@ def test_a_row_is_the_same_in_any_number_of_rows_and_place(is_canonical: bool, d
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_where_any_way_will_do_many_rows_go_the_canonical_one(products: QuantisedProducts, form: BlockForm) -> None:
+def test_where_any_way_will_do_many_rows_go_the_canonical_one(
+    products: QuantisedProducts, form: BlockForm
+) -> None:
     weight, _ = weight_of(products, form)
     x = random_rows(most_few_rows(form) + 1)
     canonical = products.linear(x, weight, None, is_canonical=True)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +34,14 @@ from penstock.bench.cache_benchmark import run_cache_benchmark
 from penstock.bench.cache_options import parse_cache_options
 from penstock.bench.cache_results import CacheSettings
 from penstock.bench.cache_workload import CACHE
+from penstock.bench.decode_profile import (
+    DECODE,
+    LEAST_SHARE,
+    parse_decode_options,
+    profile_decodes,
+    render_profile,
+)
+from penstock.bench.machine import this_machine
 from penstock.bench.memory import can_measure_growth
 from penstock.bench.options import parse_options
 from penstock.bench.peers_benchmark import run_peers_benchmark
@@ -83,6 +91,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_cache(parse_cache_options(arguments[1:]))
         if arguments[:1] == [PEERS]:
             return _run_peers(parse_peers_options(arguments[1:]))
+        if arguments[:1] == [DECODE]:
+            return _run_decode(parse_decode_options(arguments[1:]))
         return _run(parse_options(arguments))
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -189,6 +199,23 @@ def _run_targets(options: argparse.Namespace) -> int:
     print(f"results: {options.output}")
     _plot(lambda path: target_plot.draw(results, path), options)
     return 1 if options.check and not all(bar.is_met for bar in bars) else 0
+
+
+def _run_decode(options: argparse.Namespace) -> int:
+    _require_writable(options.output)
+    subject = _text_subject(options.model)
+    longest = max(options.pasts) + 1
+    _require_room(subject, longest, 0)
+    llm = LLM(options.model, threads=options.threads)
+    machine = this_machine()
+    profile = profile_decodes(llm, subject.prompt(longest), options.pasts, options.steps)
+    print(f"\n{render_profile(profile)}\n")
+    steps = [step.to_dict() for step in profile]
+    options.output.write_text(
+        to_json({"model": subject.description, "machine": asdict(machine), "steps": steps})
+    )
+    print(f"results: {options.output}")
+    return 1 if options.check and min(step.share for step in profile) < LEAST_SHARE else 0
 
 
 def _run_cache(options: argparse.Namespace) -> int:

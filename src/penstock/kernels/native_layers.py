@@ -4,6 +4,8 @@ import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -82,6 +84,7 @@ class _Pass(ctypes.Structure):
         ("num_threads", _int),
         ("eps", _float),
         ("scale", _float),
+        ("spent", _pointer),
     )
 
 
@@ -94,6 +97,8 @@ class DenseLayers:
         self._layers = tuple(layers)  # keeps what the table points to
         self._heads = heads
         self._table = (_Layer * len(layers))(*map(_layer_struct, layers))
+        # Nanoseconds of products, attention and the rest, added up where somebody wants to know.
+        self.spent: npt.NDArray[np.int64] | None = None
 
     def run(
         self,
@@ -130,6 +135,7 @@ class DenseLayers:
             torch.get_num_threads(),
             heads.norm_eps,
             heads.head_dim**-0.5,
+            None if self.spent is None else self.spent.ctypes.data,
         )
         self._run(self._table, len(self._layers), ctypes.byref(step))
         del keys, values  # until now, the call has read them

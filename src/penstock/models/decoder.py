@@ -64,7 +64,7 @@ class Decoder:
             self.dtype,
             self.device,
         )
-        self._dense_layers = self._as_one_call()
+        self.dense_layers = self._as_one_call()  # for decodes, where there is such a call
 
     def _as_one_call(self) -> DenseLayers | None:
         """The layers for decodes, where all are dense and quantised."""
@@ -171,9 +171,9 @@ class Decoder:
         x = kernels.embed(batch.token_ids, self._embedding)
         normed = kernels.rms_norm(x, self._layers[0].mixer_norm, eps)
         cos, sin = self._rotary.tables(batch.positions, batch.end_position)
-        if self._dense_layers and not batch.is_canonical and batch.num_logits == len(x):
+        if self.dense_layers and not batch.is_canonical and batch.num_logits == len(x):
             kvs = [caches.kv.layer(index) for index in range(len(self._layers))]
-            normed = self._dense_layers.run(x, normed, cos, sin, kvs, batch.places, batch.all_layers)
+            normed = self.dense_layers.run(x, normed, cos, sin, kvs, batch.places, batch.all_layers)
             return self._logits(normed, batch).float()
         work, num_rows = batch.all_layers, batch.num_tokens
         for layer, next_norm in zip(self._layers, self._next_norms, strict=True):

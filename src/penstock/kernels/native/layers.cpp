@@ -1,5 +1,6 @@
 // All layers of a decoder over a few rows, one after the other, without a return to Python in between: what the calls
 // of the other files do, in the same order and to the same bits.
+#include <chrono>
 #include <vector>
 
 #include "calls.h"
@@ -41,6 +42,28 @@ struct Pass {
     int32_t num_threads;
     float eps;
     float scale;
+    int64_t* spent;  // nanoseconds of products, attention and the rest, to be added to; or none
+};
+
+// Adds what passes from one call to the next.
+class Clock {
+   public:
+    enum Kind { PRODUCTS, ATTENTION, REST };
+
+    explicit Clock(int64_t* spent) : spent_(spent) {
+        if (spent_) last_ = now();
+    }
+    void add(Kind kind) {
+        if (!spent_) return;
+        const int64_t time = now();
+        spent_[kind] += time - last_;
+        last_ = time;
+    }
+
+   private:
+    static int64_t now() { return std::chrono::steady_clock::now().time_since_epoch() / std::chrono::nanoseconds(1); }
+    int64_t* spent_;
+    int64_t last_ = 0;
 };
 
 }  // namespace penstock
@@ -50,6 +73,7 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
     const int64_t num_rows = pass->num_rows, query_size = pass->num_heads * pass->head_dim;
     const int num_threads = pass->num_threads;
     static thread_local std::vector<uint16_t> room;
+    Clock clock(pass->spent);
     for (int64_t index = 0; index < num_layers; ++index) {
         const Layer& layer = layers[index];
         const int64_t hidden = layer.qkv.num_in, width = layer.down.num_in;
@@ -63,7 +87,9 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
         auto [projected, queries, attended, delta, gate_up, activated] = parts;
 
         auto multiply = [&](const Weight& weight, const uint16_t* x, uint16_t* out, const uint16_t* bias) {
+            clock.add(Clock::REST);
             penstock_quantised_linear(&weight, x, out, bias, num_rows, weight.num_in, 0, num_threads);
+            clock.add(Clock::PRODUCTS);
         };
         auto add = [&](const void* norm) {
             penstock_add_norm(1, pass->x, delta, pass->x, pass->normed, num_rows, hidden, norm, pass->norm_is_float32,
@@ -99,7 +125,9 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
                           pass->num_kv_heads,
                           pass->num_heads / pass->num_kv_heads,
                           pass->scale};
+        clock.add(Clock::REST);
         penstock_attend(1, pass->head_dim, &heads, pass->spans, pass->num_spans, pass->places, num_threads);
+        clock.add(Clock::ATTENTION);
         multiply(layer.out, attended, delta, layer.out_bias);
         add(layer.mlp_norm);
         multiply(layer.gate_up, pass->normed, gate_up, layer.gate_up_bias);
@@ -107,4 +135,5 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
         multiply(layer.down, activated, delta, layer.down_bias);
         add(layer.next_norm);
     }
+    clock.add(Clock::REST);
 }
