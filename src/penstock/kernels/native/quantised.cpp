@@ -7,6 +7,7 @@
 // Few rows are multiplied with the quants themselves, and a group's sum is scaled once: what counts there is how fast
 // weights come from memory. For many, a panel is made bfloat16 first, and then is a weight like any other.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "calls.h"
@@ -363,9 +364,7 @@ void few_rows(const Weight& weight, const Rows& rows, int num_threads) {
 
 // Many rows
 
-constexpr int MOST_MANY = 6;  // rows, by two panels: 24 sums in registers
-// What a thread makes bfloat16 at a time, where two panels are not larger: it stays in the processor's second cache.
-constexpr int64_t MADE_BYTES = 256 << 10;
+constexpr int SUMS = 24;        // vectors in registers, of rows by panels
 
 // A panel in bfloat16: for each pair of inputs, the pairs of all outputs. Here the lanes are both inputs of 8 outputs.
 template <class F>
@@ -415,7 +414,7 @@ void to_bfloat16(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL
 }
 
 // R rows by P panels.
-template <int R, int P>
+template <int P, int R>
 void multiply_many(const uint32_t (*panels)[PANEL], int64_t num_pairs, const Rows& rows, int64_t first,
                    int64_t first_out, int64_t num_out) {
     __m512 sums[R][P * VECTORS];
@@ -426,11 +425,11 @@ void multiply_many(const uint32_t (*panels)[PANEL], int64_t num_pairs, const Row
     for (int64_t k = 0; k < num_pairs; ++k) {
         __m512i values[P * VECTORS];
         for (int v = 0; v < P * VECTORS; ++v)
-            values[v] = _mm512_loadu_si512(&panels[v / VECTORS * num_pairs + k][v % VECTORS * LANES]);
+            values[v] = _mm512_load_si512(&panels[v / VECTORS * num_pairs + k][v % VECTORS * LANES]);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
             const __m512i pair = _mm512_set1_epi32(x[r * stride + k]);
-#pragma GCC unroll 4
+#pragma GCC unroll 6
             for (int v = 0; v < P * VECTORS; ++v) sums[r][v] = dot(sums[r][v], values[v], pair);
         }
     }
@@ -439,41 +438,57 @@ void multiply_many(const uint32_t (*panels)[PANEL], int64_t num_pairs, const Row
 }
 
 using MultiplyMany = void (*)(const uint32_t (*)[PANEL], int64_t, const Rows&, int64_t, int64_t, int64_t);
+
+template <int P, int... R>
+MultiplyMany multiply_many_of(int num_rows, std::integer_sequence<int, R...>) {
+    static constexpr MultiplyMany ALL[] = {multiply_many<P, R + 1>...};
+    return ALL[num_rows - 1];
+}
+
+// All rows by P panels, as many at a time as registers hold the sums of.
 template <int P>
-constexpr MultiplyMany MULTIPLY_MANY[MOST_MANY + 1] = {
-    nullptr,
-    multiply_many<1, P>,
-    multiply_many<2, P>,
-    multiply_many<3, P>,
-    multiply_many<4, P>,
-    multiply_many<5, P>,
-    multiply_many<6, P>,
-};
+void multiply_rows(const uint32_t (*panels)[PANEL], int64_t num_pairs, const Rows& rows, int64_t first_out,
+                   int64_t num_out) {
+    constexpr int MOST = SUMS / (P * VECTORS);
+    const int64_t num_tiles = (rows.num_rows + MOST - 1) / MOST;
+    for (int64_t tile = 0; tile < num_tiles; ++tile) {
+        const int64_t start = tile * rows.num_rows / num_tiles, end = (tile + 1) * rows.num_rows / num_tiles;
+        multiply_many_of<P>(end - start, std::make_integer_sequence<int, MOST>{})(panels, num_pairs, rows, start,
+                                                                                 first_out, num_out);
+    }
+}
+
+// How many panels are taken together, so that threads end at about the same time: two, which is the fastest, unless
+// others save a sixteenth.
+inline int64_t panels_together(int64_t num_panels, int num_threads) {
+    auto longest = [&](int64_t size) {
+        const int64_t groups = (num_panels + size - 1) / size;
+        return (groups + num_threads - 1) / num_threads * size;
+    };
+    int64_t best = 2;
+    for (int64_t size : {3, 1})
+        if (longest(size) * 16 < longest(best) * 15) best = size;
+    return best;
+}
 
 template <class F>
 void many_rows(const Weight& weight, const Rows& rows, int num_threads) {
-    const int64_t num_blocks = blocks_of(weight), num_panels = panels_of(weight);
-    const int64_t num_pairs = weight.num_in / 2, panel_bytes = num_pairs * sizeof(uint32_t[PANEL]);
-    const int64_t at_once = std::max<int64_t>(2, MADE_BYTES / panel_bytes);
-    const int64_t rounds = (num_panels + at_once * num_threads - 1) / (at_once * num_threads);
-    const int64_t num_parts = std::min(rounds * num_threads, num_panels);  // as many for each thread
+    const int64_t num_blocks = blocks_of(weight), num_panels = panels_of(weight), num_pairs = weight.num_in / 2;
+    const int64_t together = panels_together(num_panels, num_threads);
 #pragma omp parallel num_threads(num_threads)
     {
         static thread_local std::vector<uint32_t> made;
-        made.resize((num_panels + num_parts - 1) / num_parts * num_pairs * PANEL + LANES);
+        made.resize(together * num_pairs * PANEL + LANES);
         const uintptr_t aligned = (reinterpret_cast<uintptr_t>(made.data()) + 63) / 64 * 64;
         auto* panels = reinterpret_cast<uint32_t (*)[PANEL]>(aligned);
 #pragma omp for schedule(dynamic, 1)
-        for (int64_t part = 0; part < num_parts; ++part) {
-            const int64_t start = part * num_panels / num_parts, end = (part + 1) * num_panels / num_parts;
-            to_bfloat16<F>(weight.panels + start * num_blocks * F::BLOCK_BYTES, (end - start) * num_blocks, panels);
-            for (int64_t row = 0; row < rows.num_rows; row += MOST_MANY) {
-                const int64_t count = std::min<int64_t>(MOST_MANY, rows.num_rows - row);
-                for (int64_t panel = start; panel < end; panel += 2) {
-                    const auto multiply = panel + 1 < end ? MULTIPLY_MANY<2>[count] : MULTIPLY_MANY<1>[count];
-                    multiply(panels + (panel - start) * num_pairs, num_pairs, rows, row, panel * PANEL,
-                             weight.num_out);
-                }
+        for (int64_t panel = 0; panel < num_panels; panel += together) {
+            const int64_t count = std::min(together, num_panels - panel);
+            to_bfloat16<F>(weight.panels + panel * num_blocks * F::BLOCK_BYTES, count * num_blocks, panels);
+            switch (count) {
+                case 1: multiply_rows<1>(panels, num_pairs, rows, panel * PANEL, weight.num_out); break;
+                case 2: multiply_rows<2>(panels, num_pairs, rows, panel * PANEL, weight.num_out); break;
+                default: multiply_rows<3>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
             }
         }
     }
