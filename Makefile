@@ -41,7 +41,7 @@ test: lint
 
 # Every suite runs, whatever became of those before it.
 bench: setup
-	status=0; for suite in prefill decode hybrid serve targets cache $(if $(wildcard .peers),peers); do \
+	status=0; for suite in prefill decode start hybrid serve targets cache $(if $(wildcard .peers),peers); do \
 	$(BIN)/python -m penstock.bench $$suite --check || status=1; done; exit $$status
 
 # The engines to compare with, each in an environment of its own. llama.cpp is built for this processor: that needs a C++

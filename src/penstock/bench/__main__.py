@@ -56,6 +56,7 @@ from penstock.bench.results import Results, Settings
 from penstock.bench.serve_benchmark import run_serve_benchmark
 from penstock.bench.serve_options import parse_serve_options
 from penstock.bench.serve_results import ServeSettings, to_json
+from penstock.bench.start import START, measure_start, parse_start_options, render_start
 from penstock.bench.suites import SERVE, SWEEP, SuiteName
 from penstock.bench.sweep import run_sweep
 from penstock.bench.sweep_llama import check_llama
@@ -93,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_peers(parse_peers_options(arguments[1:]))
         if arguments[:1] == [DECODE]:
             return _run_decode(parse_decode_options(arguments[1:]))
+        if arguments[:1] == [START]:
+            return _run_start(parse_start_options(arguments[1:]))
         return _run(parse_options(arguments))
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -216,6 +219,15 @@ def _run_decode(options: argparse.Namespace) -> int:
     )
     print(f"results: {options.output}")
     return 1 if options.check and min(step.share for step in profile) < LEAST_SHARE else 0
+
+
+def _run_start(options: argparse.Namespace) -> int:
+    _require_writable(options.output)
+    results = measure_start(resolve_model(options.model), options.repeats, _say)
+    print(f"\n{render_start(results)}\n")
+    options.output.write_text(to_json(results.to_dict()))
+    print(f"results: {options.output}")
+    return 1 if options.check and not results.is_met else 0
 
 
 def _run_cache(options: argparse.Namespace) -> int:
