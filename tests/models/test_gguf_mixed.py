@@ -138,6 +138,20 @@ def check_like_bfloat16(source: GgufFile, kept: Decoder) -> None:
     assert ours < 1.5 * theirs
 
 
+def check_one_call(model: Decoder) -> None:
+    """A decode by one call for all layers has the bits of one layer by layer."""
+    layers = model.dense_layers
+    assert layers is not None
+    both: list[Tensor] = []
+    for model.dense_layers in (layers, None):
+        run = run_prompt(model, random_prompt(40, vocab_size=model.config.vocab_size), max_tokens=3)
+        run.step()
+        assert run.logits is not None
+        both.append(run.logits)
+    model.dense_layers = layers
+    assert torch.equal(*both)
+
+
 def distance(run: Run, other: Run) -> float:
     """Between their logits, as a part of the other's."""
     assert run.logits is not None
@@ -175,6 +189,7 @@ def test_parts_of_any_form_are_kept(tmp_path: Path, family: str) -> None:
             assert sum(part.nbytes for part in parts) <= 10 / 16 * 2 * weight.shape[0] * weight.shape[1]
             rows = [products.rows(part, torch.arange(part.shape[0]), torch.float32) for part in parts]
             assert torch.equal(torch.cat(rows), torch.cat([load_tensor(source, name) for name in names]))
+    check_one_call(kept)
     check_like_bfloat16(source, kept)
     source.close()
 

@@ -18,17 +18,21 @@ _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32,
 
 
 @dataclass(frozen=True)
+class DenseProduct:
+    """A weight [out, in] in parts, each with the outputs after those of the one before, and a bias [out]."""
+
+    parts: tuple[QuantisedWeight, ...]
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
 class DenseLayer:
     """A layer of attention and one feed-forward block, all of whose matrices are quantised."""
 
-    qkv_weight: QuantisedWeight
-    out_weight: QuantisedWeight
-    gate_up_weight: QuantisedWeight
-    down_weight: QuantisedWeight
-    qkv_bias: Tensor | None
-    out_bias: Tensor | None
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
+    qkv: DenseProduct
+    out: DenseProduct
+    gate_up: DenseProduct
+    down: DenseProduct
     query_norm: Tensor | None
     key_norm: Tensor | None
     mlp_norm: Tensor
@@ -46,16 +50,16 @@ class DenseHeads:
     norm_is_float32: bool
 
 
+class _Product(ctypes.Structure):
+    _fields_ = (("parts", ctypes.POINTER(WeightStruct)), ("num_parts", _long), ("bias", _pointer))
+
+
 class _Layer(ctypes.Structure):
     _fields_ = (
-        ("qkv_weight", WeightStruct),
-        ("out_weight", WeightStruct),
-        ("gate_up_weight", WeightStruct),
-        ("down_weight", WeightStruct),
-        ("qkv_bias", _pointer),
-        ("out_bias", _pointer),
-        ("gate_up_bias", _pointer),
-        ("down_bias", _pointer),
+        ("qkv", _Product),
+        ("out", _Product),
+        ("gate_up", _Product),
+        ("down", _Product),
         ("query_norm", _pointer),
         ("key_norm", _pointer),
         ("mlp_norm", _pointer),
@@ -143,20 +147,16 @@ class DenseLayers:
 
 
 def _layer_struct(layer: DenseLayer) -> _Layer:
-    def pointer(tensor: Tensor | None) -> int | None:
-        return None if tensor is None else tensor.data_ptr()
-
     return _Layer(
-        struct_of(layer.qkv_weight),
-        struct_of(layer.out_weight),
-        struct_of(layer.gate_up_weight),
-        struct_of(layer.down_weight),
-        pointer(layer.qkv_bias),
-        pointer(layer.out_bias),
-        pointer(layer.gate_up_bias),
-        pointer(layer.down_bias),
-        pointer(layer.query_norm),
-        pointer(layer.key_norm),
-        pointer(layer.mlp_norm),
-        pointer(layer.next_norm),
+        *map(_product_struct, (layer.qkv, layer.out, layer.gate_up, layer.down)),
+        *map(_pointer_to, (layer.query_norm, layer.key_norm, layer.mlp_norm, layer.next_norm)),
     )
+
+
+def _product_struct(product: DenseProduct) -> _Product:
+    parts = (WeightStruct * len(product.parts))(*map(struct_of, product.parts))
+    return _Product(parts, len(parts), _pointer_to(product.bias))
+
+
+def _pointer_to(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

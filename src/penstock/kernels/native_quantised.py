@@ -31,9 +31,9 @@ class QuantisedProducts:
         self._rows = library.penstock_quantised_rows
         self._rows.argtypes = [_pointer, _pointer, _long, _int, _pointer, _int]
         self._linear = library.penstock_quantised_linear
-        self._linear.argtypes = [*[_pointer] * 4, _long, _long, _int, _int]
+        self._linear.argtypes = [*[_pointer] * 4, *[_long] * 3, _int, _int]
         # Without rows, it does nothing but tell.
-        self.is_available = bool(self._linear(ctypes.byref(WeightStruct()), None, None, None, 0, 0, 0, 1))
+        self.is_available = bool(self._linear(ctypes.byref(WeightStruct()), None, None, None, 0, 0, 0, 0, 1))
 
     def zeros(self, form: BlockForm, num_out: int, num_in: int) -> QuantisedWeight:
         """A weight [out, in] of zeros, to be filled by `place`; inputs in whole groups."""
@@ -92,6 +92,7 @@ class QuantisedProducts:
             None if bias is None else bias.data_ptr(),
             num_rows,
             x.stride(0),
+            out.stride(0),
             is_canonical,
             torch.get_num_threads(),
         )

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
-from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
+from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.kernels.protocol import HEAD_ROWS, Kernels
 from penstock.kernels.quantised import QuantisedWeight, Weight
@@ -205,33 +205,29 @@ def _dense_layer(layer: DecoderLayer, next_norm: Tensor) -> DenseLayer | None:
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, Attention) or mixer.is_gated or not isinstance(mlp, GatedMLP):
         return None
-    qkv, out, gate_up, down = (
-        mixer.qkv_weight,
-        mixer.out_weight,
-        mlp.gate_up_weight,
-        mlp.down_weight,
-    )
-    if not (
-        isinstance(qkv, QuantisedWeight)
-        and isinstance(out, QuantisedWeight)
-        and isinstance(gate_up, QuantisedWeight)
-        and isinstance(down, QuantisedWeight)
-    ):
+    qkv = _dense_product(mixer.qkv_weight, mixer.qkv_bias)
+    out = _dense_product(mixer.out_weight, mixer.out_bias)
+    gate_up = _dense_product(mlp.gate_up_weight, mlp.gate_up_bias)
+    down = _dense_product(mlp.down_weight, mlp.down_bias)
+    if qkv is None or out is None or gate_up is None or down is None:
         return None
     return DenseLayer(
-        qkv_weight=qkv,
-        out_weight=out,
-        gate_up_weight=gate_up,
-        down_weight=down,
-        qkv_bias=mixer.qkv_bias,
-        out_bias=mixer.out_bias,
-        gate_up_bias=mlp.gate_up_bias,
-        down_bias=mlp.down_bias,
+        qkv,
+        out,
+        gate_up,
+        down,
         query_norm=mixer.query_norm,
         key_norm=mixer.key_norm,
         mlp_norm=layer.mlp_norm,
         next_norm=next_norm,
     )
+
+
+def _dense_product(weight: FusedWeight, bias: Tensor | None) -> DenseProduct | None:
+    """None where some of it is not quantised."""
+    parts = weight.parts if isinstance(weight, JoinedWeight) else (weight,)
+    quantised = tuple(part for part in parts if isinstance(part, QuantisedWeight))
+    return DenseProduct(quantised, bias) if len(quantised) == len(parts) else None
 
 
 def _expert_products(mlp: GatedMLP | ExpertMLP) -> Iterator[ProductShape]:

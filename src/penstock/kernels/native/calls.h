@@ -65,5 +65,6 @@ void penstock_add_norm(int is_bfloat16, const void* x, const void* delta, void* 
 void penstock_silu_and_mul(int is_bfloat16, const void* gate_up, void* out, int64_t num_rows, int64_t width);
 void penstock_place_heads(int is_bfloat16, const penstock::HeadRows* heads);
 int penstock_quantised_linear(const penstock::Weight* weight, const uint16_t* x, uint16_t* out, const uint16_t* bias,
-                              int64_t num_rows, int64_t x_stride, int is_canonical, int num_threads);
+                              int64_t num_rows, int64_t x_stride, int64_t out_stride, int is_canonical,
+                              int num_threads);
 }

@@ -7,15 +7,25 @@
 
 namespace penstock {
 
+// A weight in parts, each with the outputs after those of the one before.
+struct Product {
+    const Weight* parts;
+    int64_t num_parts;
+    const uint16_t* bias;  // or none
+
+    int64_t num_in() const { return parts->num_in; }
+    int64_t num_out() const {
+        int64_t total = 0;
+        for (const Weight* part = parts; part < parts + num_parts; ++part) total += part->num_out;
+        return total;
+    }
+};
+
 struct Layer {
-    Weight qkv;
-    Weight out;
-    Weight gate_up;
-    Weight down;
-    const uint16_t* qkv_bias;  // biases are there or not
-    const uint16_t* out_bias;
-    const uint16_t* gate_up_bias;
-    const uint16_t* down_bias;
+    Product qkv;
+    Product out;
+    Product gate_up;
+    Product down;
     const void* query_norm;    // of heads, or none
     const void* key_norm;
     const void* mlp_norm;
@@ -76,8 +86,8 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
     Clock clock(pass->spent);
     for (int64_t index = 0; index < num_layers; ++index) {
         const Layer& layer = layers[index];
-        const int64_t hidden = layer.qkv.num_in, width = layer.down.num_in;
-        const int64_t sizes[] = {layer.qkv.num_out, query_size, query_size, hidden, layer.gate_up.num_out, width};
+        const int64_t hidden = layer.qkv.num_in(), width = layer.down.num_in(), projected_size = layer.qkv.num_out();
+        const int64_t sizes[] = {projected_size, query_size, query_size, hidden, layer.gate_up.num_out(), width};
         int64_t total = 0;
         for (int64_t size : sizes) total += size * num_rows;
         room.resize(total);
@@ -86,16 +96,22 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
         for (int i = 0; i < 6; ++i, next += sizes[i - 1] * num_rows) parts[i] = next;
         auto [projected, queries, attended, delta, gate_up, activated] = parts;
 
-        auto multiply = [&](const Weight& weight, const uint16_t* x, uint16_t* out, const uint16_t* bias) {
+        auto multiply = [&](const Product& product, const uint16_t* x, uint16_t* out) {
             clock.add(Clock::REST);
-            penstock_quantised_linear(&weight, x, out, bias, num_rows, weight.num_in, 0, num_threads);
+            const int64_t num_out = product.num_out();
+            const uint16_t* bias = product.bias;
+            for (const Weight* part = product.parts; part < product.parts + product.num_parts; ++part) {
+                penstock_quantised_linear(part, x, out, bias, num_rows, part->num_in, num_out, 0, num_threads);
+                out += part->num_out;
+                if (bias) bias += part->num_out;
+            }
             clock.add(Clock::PRODUCTS);
         };
         auto add = [&](const void* norm) {
             penstock_add_norm(1, pass->x, delta, pass->x, pass->normed, num_rows, hidden, norm, pass->norm_is_float32,
                               pass->eps);
         };
-        multiply(layer.qkv, pass->normed, projected, layer.qkv_bias);
+        multiply(layer.qkv, pass->normed, projected);
         const HeadRows rows{projected,
                             queries,
                             pass->keys[index],
@@ -107,7 +123,7 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
                             pass->written,
                             num_rows,
                             num_rows,
-                            layer.qkv.num_out,
+                            projected_size,
                             pass->num_heads,
                             pass->num_kv_heads,
                             pass->head_dim,
@@ -128,11 +144,11 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
         clock.add(Clock::REST);
         penstock_attend(1, pass->head_dim, &heads, pass->spans, pass->num_spans, pass->places, num_threads);
         clock.add(Clock::ATTENTION);
-        multiply(layer.out, attended, delta, layer.out_bias);
+        multiply(layer.out, attended, delta);
         add(layer.mlp_norm);
-        multiply(layer.gate_up, pass->normed, gate_up, layer.gate_up_bias);
+        multiply(layer.gate_up, pass->normed, gate_up);
         penstock_silu_and_mul(1, gate_up, activated, num_rows, width);
-        multiply(layer.down, activated, delta, layer.down_bias);
+        multiply(layer.down, activated, delta);
         add(layer.next_norm);
     }
     clock.add(Clock::REST);

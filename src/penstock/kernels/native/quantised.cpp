@@ -544,9 +544,10 @@ extern "C" int penstock_quantised_rows(const Weight* weight, const int64_t* outp
 
 // Whether there is code for products.
 extern "C" int penstock_quantised_linear(const Weight* weight, const uint16_t* x, uint16_t* out, const uint16_t* bias,
-                                         int64_t num_rows, int64_t x_stride, int is_canonical, int num_threads) {
+                                         int64_t num_rows, int64_t x_stride, int64_t out_stride, int is_canonical,
+                                         int num_threads) {
 #ifdef __AVX512BF16__
-    const Rows rows{x, out, bias, num_rows, x_stride, weight->num_out};
+    const Rows rows{x, out, bias, num_rows, x_stride, out_stride};
     return num_rows == 0 || with_form(weight->form, [&](auto form) {
         if (is_canonical || num_rows > decltype(form)::MOST_ROWS)
             many_rows<decltype(form)>(*weight, rows, num_threads);
