@@ -1,11 +1,17 @@
 import os
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
 
 from penstock.errors import ModelError
 from penstock.models.hub import resolve_model
+
+# Of whoever runs the tests: some tests have one of their own, while they run.
+_HOME = os.environ.get("PENSTOCK_HOME")
 
 # How long an example takes says nothing, where other tests run at the same time.
 settings.register_profile(
@@ -14,12 +20,25 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Random numbers that a test does not seed are the same in every run, whatever tests its process ran before."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The default model's file, pulled once. Where it cannot be had, tests are skipped, but not in CI."""
-    try:
-        return resolve_model("smollm2")
-    except ModelError as error:
-        if os.environ.get("CI"):
-            raise
-        pytest.skip(f"the default model cannot be had: {error}")
+    with pytest.MonkeyPatch.context() as patch:
+        if _HOME is None:
+            patch.delenv("PENSTOCK_HOME", raising=False)
+        else:
+            patch.setenv("PENSTOCK_HOME", _HOME)
+        try:
+            return resolve_model("smollm2")
+        except ModelError as error:
+            if os.environ.get("CI"):
+                raise
+            pytest.skip(f"the default model cannot be had: {error}")

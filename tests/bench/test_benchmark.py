@@ -141,8 +141,11 @@ def test_transformers_runs_the_same_weights(family: str, tied: bool) -> None:
     rebuilt = load_transformers(source, torch.float32)
     source.close()
     prompt = torch.tensor([random_prompt(50)])
+    ours, theirs = rebuilt.state_dict(), oracle.model.state_dict()
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     with torch.inference_mode():
-        assert torch.equal(rebuilt(prompt).logits, oracle.model(prompt).logits)
+        torch.testing.assert_close(rebuilt(prompt).logits, oracle.model(prompt).logits, rtol=1e-6, atol=1e-6)
 
 
 def test_rotary_scaling_is_carried_over() -> None:

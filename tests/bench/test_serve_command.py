@@ -16,6 +16,7 @@ from penstock.bench.serve_workload import COMPARED, Variant, Workload, make_prom
 from penstock.errors import SettingError
 from penstock.models.opened import open_model
 from tests.bench.made_up_serve import good_serve, made_up_stall
+from tests.bench.punctual import make_punctual
 from tests.byte_models import model_of_bytes
 
 TINY = "--streams 2 --stream-prompt 10 --stream-tokens 60 --long-prompt 300 --long-tokens 2 --serve-chunk 32"
@@ -32,7 +33,10 @@ def _private_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path_factory.getbasetemp() / "serve-home"))
 
 
-def test_the_whole_benchmark(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_whole_benchmark(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_punctual(monkeypatch, num_streams=2)
     output = tmp_path / "new" / "serve.json"
     arguments = [
         "serve",

@@ -13,6 +13,7 @@ from penstock.engine.events import GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import ContextLengthError
+from tests.bench.punctual import make_punctual
 from tests.byte_models import model_of_bytes
 from tests.oracle import random_prompt
 
@@ -38,7 +39,10 @@ def prompts_of(work: Workload) -> Prompts:
 
 
 @pytest.mark.parametrize("variant", list(Variant))
-def test_the_prompt_arrives_while_streams_run(llm: LLM, variant: Variant) -> None:
+def test_the_prompt_arrives_while_streams_run(
+    llm: LLM, variant: Variant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_punctual(monkeypatch, WORK.streams)
     schedule = variant.schedule(WORK.stall_chunk, 3)
     with Service(llm, ServiceConfig(schedule, cache_tokens=4096)) as service:
         run = run_stall(service, variant, 2, prompts_of(WORK), WORK)
@@ -77,9 +81,9 @@ def test_a_request_that_ends_before_its_time_fails_the_run(llm: LLM) -> None:
     watch = Watch()
     with Service(llm, ServiceConfig(Variant.MIXED.schedule(64, 1), cache_tokens=4096)) as service:
         cancelled = service.submit(GenerationRequest(random_prompt(64), 2000, ignore_eos=True), watch)
-        assert watch.settled.wait(30)
+        assert watch.settled.wait(60)
         service.cancel(cancelled)
-        assert watch.ended.wait(30)
+        assert watch.ended.wait(60)
     assert watch.error == "it ended with 'cancelled'"
 
 

@@ -17,6 +17,7 @@ from penstock.bench.tune_plan import MIN_ROUNDS, MOST_ROUNDS, StepSpec, plan_tun
 from penstock.bench.tune_steps import StepBench
 from penstock.engine.llm import LLM
 from penstock.engine.profile import PrefillSample, StepSample, load_profile
+from penstock.plan.step_shape import StepShape
 from penstock.plan.step_time import StepTimeCoefficients
 from tests.byte_models import CONTEXT, model_of_bytes
 from tests.oracle import canon_of, load_model, make_oracle, random_prompt
@@ -156,7 +157,7 @@ def test_a_small_model_end_to_end(folder: Path, tmp_path: Path, capsys: pytest.C
     assert written["fit_error"]["median"] >= 0
     assert profile.best_chunk in {each.chunk for each in profile.measurements.prefills}
     assert max(each.prompt_tokens for each in profile.measurements.prefills) < CONTEXT
-    assert profile.coefficients.per_token > 0
+    assert profile.coefficients.seconds(StepShape.of_chunk(512, 0)) > 0
     assert all(each.expected_bytes > 0 for each in profile.measurements.memory)
     assert f"best chunk for time to first token: {profile.best_chunk:,}" in printed
     # What was found is shown again, from the file that was named, and is what `auto` starts from.

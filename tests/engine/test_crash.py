@@ -25,7 +25,7 @@ def crash(folder: Path, cache: Path, seed: int) -> list[dict[str, Any]]:
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -33,7 +33,7 @@ from penstock.errors import (
 )
 from penstock.plan.policy import ScheduleConfig
 from tests.byte_models import model_of_bytes
-from tests.engine.listening import PATIENCE_S, Listening
+from tests.engine.listening import PATIENCE_S, Listening, Pausing
 from tests.oracle import random_prompt
 
 
@@ -136,18 +136,18 @@ def test_logprobs_are_of_the_chosen_token_and_the_most_likely(service: Service) 
 
 @pytest.mark.parametrize("moment", ["waiting", "prompt", "decode"])
 def test_cancel_frees_everything_and_touches_nobody_else(llm: LLM, service: Service, moment: str) -> None:
-    other, listener = Listening(), Listening()
+    pausing = Pausing(5 if moment == "decode" else 1)
+    other, listener = (pausing, Listening()) if moment == "waiting" else (Listening(), pausing)
     service.submit(request_of(60, 60, seed=1), other)
     if moment == "waiting":
-        fillers = [Listening() for _ in range(3)]
-        for filler in fillers:
-            service.submit(request_of(60, 60, seed=2), filler)
+        pausing.wait()
+        for _ in range(3):
+            service.submit(request_of(60, 60, seed=2), Listening())
     request_id = service.submit(request_of(1500 if moment == "prompt" else 60, 300), listener)
-    if moment == "decode":
-        wait_for(lambda: len(listener.tokens) > 3)
-    elif moment == "prompt":
-        wait_for(lambda: listener.events)
+    pausing.wait()
+    assert len(listener.tokens) == (4 if moment == "decode" else 0)
     service.cancel(request_id)
+    pausing.go_on()
     end = listener.end
     assert isinstance(end, Finished)
     assert end.reason == "cancelled"
@@ -177,7 +177,10 @@ def test_what_cannot_run_is_refused_at_once(service: Service) -> None:
 
 
 def test_the_queue_has_an_end(service: Service) -> None:
-    ids = [service.submit(request_of(300, 300), Listening()) for _ in range(8)]
+    first = Pausing()
+    ids = [service.submit(request_of(300, 300), first)]
+    first.wait()
+    ids += [service.submit(request_of(300, 300), Listening()) for _ in range(7)]
 
     def submit_more() -> None:
         for _ in range(8):
@@ -185,8 +188,10 @@ def test_the_queue_has_an_end(service: Service) -> None:
 
     with pytest.raises(QueueFullError, match="wait"):
         submit_more()
+    assert len(ids) == 4 + 8  # those that there are places for, and those that may wait
     for request_id in ids:
         service.cancel(request_id)
+    first.go_on()
 
 
 def test_a_failing_request_fails_alone(llm: LLM, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,10 +304,14 @@ def test_closing_lets_what_runs_finish_and_takes_nothing_new(llm: LLM) -> None:
 
 def test_closing_cancels_what_has_no_time_left(llm: LLM) -> None:
     service = Service(llm, ServiceConfig(cache_tokens=4096))
-    listener = Listening()
+    listener = Pausing(4)
     service.submit(request_of(100, 3000), listener)
-    wait_for(lambda: len(listener.tokens) > 2)
-    service.close(grace_s=0.05)
+    listener.wait()
+    closer = threading.Thread(target=service.close, args=(0.05,))
+    closer.start()
+    wait_for(lambda: service.is_closing)
+    listener.go_on()
+    closer.join(PATIENCE_S)
     end = listener.end
     assert isinstance(end, Finished)
     assert end.reason == "cancelled"

@@ -66,12 +66,31 @@ def generate(tiny_model: Path) -> Generate:
     return run
 
 
+# A runner in the background may have it ignored, and children inherit that.
+INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+# An interrupt while the prompt is read, at the moment when so many tokens of it are, however fast that is.
+INTERRUPTED_AT = """
+import os
+from penstock.frontends.present import LineDisplay
+progress = LineDisplay.progress
+def interrupted(display, told):
+    progress(display, told)
+    if not interrupted.is_done and told.num_done >= {num_tokens}:
+        interrupted.is_done = True
+        os.kill(os.getpid(), signal.SIGINT)
+interrupted.is_done = False
+LineDisplay.progress = interrupted
+"""
+
+
 @pytest.fixture
 def start(tiny_model: Path) -> Callable[..., "subprocess.Popen[bytes]"]:
-    """Starts `penstock generate` as a process of its own."""
+    """Starts `penstock generate` as a process of its own. `before` is a program that runs first, in that process."""
 
-    def popen(*arguments: str, **settings: Any) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "penstock", "generate", "--model", str(tiny_model), "--threads", "1"]
+    def popen(*arguments: str, before: str = "", **settings: Any) -> "subprocess.Popen[bytes]":
+        code = f"{before}\nfrom penstock.frontends.cli import main\nmain()"
+        run = ["-c", code] if before else ["-m", "penstock"]
+        command = [sys.executable, *run, "generate", "--model", str(tiny_model), "--threads", "1"]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         # Unbuffered, so that a test may read a part and leave the rest to communicate().
         return subprocess.Popen([*command, *arguments], bufsize=0, **{**pipes, **settings})

@@ -1,6 +1,7 @@
 """`penstock generate`, in this process, on a tiny random model."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.cache import BLOCK_TOKENS
+from penstock.frontends.present import LineDisplay
 from tests.byte_models import CONTEXT
 from tests.frontends.conftest import Generate
 
@@ -193,7 +195,10 @@ def test_a_folder_that_cannot_be_used_is_a_warning(generate: Generate, tmp_path:
     assert not any("warning" in line for line in others)
 
 
-def test_progress_and_closing_line_are_plain_lines_on_standard_error(generate: Generate) -> None:
+def test_progress_and_closing_line_are_plain_lines_on_standard_error(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LineDisplay, "_EVERY_S", math.inf)  # by what was read alone, however long it took
     done = generate("--prompt", DOCUMENT * 4, "--max-tokens", "3", "--chunk", "8")
     lines = done.stderr.splitlines()
     *progress, closing = lines

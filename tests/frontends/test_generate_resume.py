@@ -1,22 +1,15 @@
 """A prompt whose reading was interrupted goes on where it stopped."""
 
 import json
-import re
-import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 from penstock.cache import BLOCK_TOKENS
-from tests.frontends.conftest import Generate
+from tests.frontends.conftest import INTERRUPTED_AT, INTERRUPTIBLE, Generate
 
 LONG = "Every sluice has its hour. " * 180  # nearly 5,000 tokens of one byte each
-TIMEOUT_S = 60
-
-
-def default_interrupt() -> None:
-    # A runner in the background may have it ignored, and children inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+TIMEOUT_S = 120
 
 
 def test_after_an_interrupt_the_rest_is_read(
@@ -24,13 +17,8 @@ def test_after_an_interrupt_the_rest_is_read(
 ) -> None:
     arguments = ("--prompt", LONG, "--max-tokens", "6", "--json")
     keeping = (*arguments, "--cache-dir", str(tmp_path))
-    first = start(*keeping, "--chunk", "8", preexec_fn=default_interrupt)
-    assert first.stderr is not None
-    for line in first.stderr:
-        done = re.match(rb"prefill (\d+)/", line)
-        if done and int(done[1]) >= 2 * BLOCK_TOKENS:
-            break
-    first.send_signal(signal.SIGINT)
+    interrupted = INTERRUPTIBLE + INTERRUPTED_AT.format(num_tokens=2 * BLOCK_TOKENS)
+    first = start(*keeping, "--chunk", "8", before=interrupted)
     stdout, _ = first.communicate(timeout=TIMEOUT_S)
     assert first.returncode == 130
     cancelled = json.loads(stdout)

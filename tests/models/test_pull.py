@@ -176,7 +176,7 @@ def test_two_processes_at_once(tmp_path: Path, model: WheelModel) -> None:
     processes = [
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
-    paths = {process.communicate(timeout=60)[0].strip() for process in processes}
+    paths = {process.communicate(timeout=300)[0].strip() for process in processes}
     assert [process.returncode for process in processes] == [0, 0]
     assert {Path(path).read_bytes() for path in paths} == {CONTENT}
     assert kept(tmp_path) == {"tiny.gguf"}

@@ -11,8 +11,9 @@ from tests.byte_models import model_of_bytes
 from tests.server.running import NAME, Running, running
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def _home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For these tests alone: those of other folders, before them or after, have the home that there is."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PENSTOCK_HOME", str(tmp_path_factory.mktemp("home")))
         sizing = ("PREFILL_CHUNK", "PREFILL_ALIGN", "MAX_ACTIVATION", "TARGET_ITL", "TARGET_TTFT")
@@ -26,12 +27,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_of_bytes("llama", tmp_path_factory.mktemp("models") / NAME)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def llm(model_folder: Path) -> LLM:
     return LLM(model_folder, dtype="float32", chunk=64, threads=1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(llm: LLM) -> Iterator[Running]:
     """One server for all tests that only ask."""
     with running(llm, ServerSettings(NAME)) as started:

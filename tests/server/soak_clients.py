@@ -167,13 +167,31 @@ class Client:
 
     def _send(self, path: str, body: Any) -> http.client.HTTPResponse:
         """The head of the answer."""
-        connection = self._send_only(path, body)
-        response = connection.getresponse()
+        is_used = self._connection is not None
+        try:
+            response = self._send_only(path, body).getresponse()
+        except ConnectionError:
+            if not is_used:
+                raise
+            self._hang_up()
+            response = self._send_only(path, body).getresponse()
         if response.status >= 500:
             raise WrongError(f"{path} was answered with {response.status}: {response.read()[:300]!r}")
         return response
 
     def _send_only(self, path: str, body: Any) -> http.client.HTTPConnection:
+        """A server may close a connection that nobody used for a while, just when it is used again: then it is asked
+        on a new one."""
+        is_used = self._connection is not None
+        try:
+            return self._try_to_send(path, body)
+        except ConnectionError:
+            if not is_used:
+                raise
+            self._hang_up()
+            return self._try_to_send(path, body)
+
+    def _try_to_send(self, path: str, body: Any) -> http.client.HTTPConnection:
         self.tally.count("requests")
         if self._connection is None:
             self._connection = http.client.HTTPConnection(

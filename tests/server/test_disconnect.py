@@ -20,7 +20,7 @@ def test_leaving_cancels(server: Running, streams: bool, num_choices: int) -> No
     if streams:
         wait_for(lambda: any(request.num_generated for request in server.service.status().requests))
     connection.close()
-    wait_for(lambda: not server.service.status().requests, timeout_s=5)
+    wait_for(lambda: not server.service.status().requests)
     server.wait_until_idle()
 
 
@@ -31,7 +31,7 @@ def test_a_stream_that_is_left_early_cancels(server: Running, llm: LLM) -> None:
     ) as stream:
         for _, chunk in zip(range(5), stream, strict=False):
             assert chunk.choices
-    wait_for(lambda: not server.service.status().requests, timeout_s=5)
+    wait_for(lambda: not server.service.status().requests)
     server.wait_until_idle()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,15 +43,29 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+def takes_less(limit_s: float, work: Callable[[], object]) -> bool:
+    """Of the processor's time, at least once in three: now and then all that other tests have left is gone through,
+    in search of garbage, and that counts too."""
+
+    def seconds() -> float:
+        started = time.thread_time()
+        work()
+        return time.thread_time() - started
+
+    return any(seconds() < limit_s for _ in range(3))
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_is_wrong_a_hundred_thousand_times_is_told_once(name: str) -> None:
     fields, param = HOSTILE[name]
     raw = json.dumps(CHAT | fields).encode()
-    started = time.thread_time()
-    with pytest.raises(ApiError) as caught:
-        parse(raw, ChatBody)
-    assert time.thread_time() - started < 0.5
-    assert caught.value.param == param
+
+    def refuse() -> None:
+        with pytest.raises(ApiError) as caught:
+            parse(raw, ChatBody)
+        assert caught.value.param == param
+
+    assert takes_less(0.5, refuse)
     with pytest.raises(ValidationError) as wrong:
         ChatBody.model_validate(CHAT | fields)
     assert wrong.value.error_count() < 5
@@ -71,14 +86,16 @@ def test_what_is_wrong_a_hundred_thousand_times_is_told_once(name: str) -> None:
 )
 def test_long_prompts_are_gone_through_quickly(prompt: list[Any], is_taken: bool) -> None:
     raw = json.dumps(COMPLETION | {"prompt": prompt}).encode()
-    started = time.thread_time()
-    if is_taken:
-        assert parse(raw, CompletionBody).prompt == [prompt]
-    else:
-        with pytest.raises(ApiError) as caught:
-            parse(raw, CompletionBody)
-        assert caught.value.param == "prompt"
-    assert time.thread_time() - started < 1
+
+    def go_through() -> None:
+        if is_taken:
+            assert parse(raw, CompletionBody).prompt == [prompt]
+        else:
+            with pytest.raises(ApiError) as caught:
+                parse(raw, CompletionBody)
+            assert caught.value.param == "prompt"
+
+    assert takes_less(1, go_through)
 
 
 json_values = st.recursive(
@@ -128,9 +145,7 @@ def test_of_anything_that_is_no_json_too(raw: bytes) -> None:
     ids=lambda raw: repr(raw[:8]),
 )
 def test_counting_takes_time_in_proportion(raw: bytes) -> None:
-    started = time.thread_time()
-    has_too_many_containers(raw)
-    assert time.thread_time() - started < 1
+    assert takes_less(1, lambda: has_too_many_containers(raw))
 
 
 def test_programs_are_no_lists(server: Running) -> None:

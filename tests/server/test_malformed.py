@@ -62,6 +62,8 @@ values = st.recursive(
     max_leaves=12,
 )
 bodies = st.dictionaries(st.sampled_from(NAMES), values, max_size=8)
+# How long it takes to draw says nothing, where other tests run at the same time.
+UNCHECKED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 
 def check(server: Running, reply: Reply) -> None:
@@ -70,7 +72,7 @@ def check(server: Running, reply: Reply) -> None:
         assert reply.error["code"]
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, deadline=None, suppress_health_check=UNCHECKED)
 @given(path=st.sampled_from(PATHS), body=bodies, is_near=st.booleans())
 def test_any_json(server: Running, path: str, body: dict[str, Any], is_near: bool) -> None:
     # Near: right but for what is drawn, so that it gets past the first check.
@@ -81,7 +83,7 @@ def test_any_json(server: Running, path: str, body: dict[str, Any], is_near: boo
     check(server, server.ask("POST", path, json.dumps(sent).encode()))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, deadline=None, suppress_health_check=UNCHECKED)
 @given(path=st.sampled_from(PATHS), body=st.binary(max_size=200))
 def test_any_bytes(server: Running, path: str, body: bytes) -> None:
     check(server, server.ask("POST", path, body))

@@ -20,8 +20,9 @@ from penstock.engine.status import RequestSummary
 from penstock.frontends.server.asks import Asker
 from penstock.frontends.server.telemetry import Telemetry
 from penstock.models.decoder import Decoder
-from tests.server.soak import PHASES, Soak, load_model, prepare, soak
+from tests.server.soak import PHASES, Report, Soak, load_model, prepare, soak
 from tests.server.soak_cases import Case, Sizes
+from tests.server.soak_clients import Tally
 
 SECONDS = 12
 # Long enough for a fault to show.
@@ -49,15 +50,29 @@ def cases(llm: LLM) -> list[Case]:
     return prepare(llm, SHORT)
 
 
-def failures_of(llm: LLM, cases: list[Case], how: Soak = SHORT) -> str:
-    """In lines."""
-    return "\n".join(soak(llm, how, cases).failures)
+def check_finds(llm: LLM, cases: list[Case], *wanted: str, how: Soak = SHORT) -> None:
+    """A soak tells of these, if not at once then a longer one, of other clients: on a slow machine the first is over
+    when it has hardly begun."""
+    for trial in range(6):
+        longer = replace(how, seconds=how.seconds * 2**trial, seed=how.seed + trial)
+        found = "\n".join(soak(llm, longer, cases).failures)
+        if all(re.search(what, found) for what in wanted):
+            return
+    pytest.fail(f"{' and '.join(wanted)} not found in: {found}")
 
 
 def test_what_is_whole_is_found_whole(llm: LLM, cases: list[Case]) -> None:
-    report = soak(llm, replace(SHORT, rest_s=20.0), cases)
+    assert soak(llm, replace(SHORT, rest_s=60.0), cases).failures == []
+
+
+def test_what_was_not_seen_is_told() -> None:
+    tally = Tally()
+    report = Report(tally, (), 1.0)
+    assert {"429s", "preemptions", "answers compared"} < set(report.unseen)
+    assert "NOT SEEN: 429s" in [line.strip() for line in report.lines()]
+    tally.count("429s")
+    assert "429s" not in report.unseen
     assert report.failures == []
-    assert "429s" in report.unseen  # too few clients to fill the queue
 
 
 def test_a_lost_block_is_found(llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,11 +82,11 @@ def test_a_lost_block_is_found(llm: LLM, cases: list[Case], monkeypatch: pytest.
     def leak(self: SequenceCache) -> None:
         nonlocal num_calls
         num_calls += 1
-        if num_calls % 20:
+        if num_calls % 20 != 1:
             free(self)
 
     monkeypatch.setattr(SequenceCache, "free", leak)
-    assert re.search(r"blocks are (still used|held, but)", failures_of(llm, cases))
+    check_finds(llm, cases, r"blocks are (still used|held, but)")
 
 
 def test_a_wrong_answer_is_found(llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +98,7 @@ def test_a_wrong_answer_is_found(llm: LLM, cases: list[Case], monkeypatch: pytes
         return logits if logits is None or len(logits) < 3 else logits + 0.5 * logits.roll(1, 0)
 
     monkeypatch.setattr(Decoder, "forward", disturb)
-    assert "alone it is" in failures_of(llm, cases)
+    check_finds(llm, cases, "alone it is")
 
 
 def test_log_probabilities_that_are_off_are_found(
@@ -92,7 +107,7 @@ def test_log_probabilities_that_are_off_are_found(
     choose = Job.choose
     monkeypatch.setattr(Job, "choose", lambda self, logits: choose(self, logits * 1.01))
     only = [case for case in cases if case.kind == "logprobs"]
-    assert "log-probabilities differ" in failures_of(llm, only)
+    check_finds(llm, only, "log-probabilities differ")
 
 
 def test_an_answer_that_never_ends_is_found(
@@ -105,20 +120,18 @@ def test_an_answer_that_never_ends_is_found(
             tell(self, job, event)
 
     monkeypatch.setattr(Batcher, "_tell", forget)
-    found = failures_of(llm, cases, replace(SHORT, seconds=4.0, limit_s=1.5))
-    assert "a client waited for longer than 1.5 s" in found
+    how = replace(SHORT, seconds=4.0, limit_s=1.5)
+    check_finds(llm, cases, r"a client waited for longer than 1\.5 s", how=how)
 
 
 def test_a_failure_of_the_server_is_found(
     llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Asker, body: Any) -> None:
+    def fail(self: Asker, *body: Any) -> None:
         raise RuntimeError("broken")
 
     monkeypatch.setattr(Asker, "chat", fail)
-    found = failures_of(llm, cases)
-    assert "was answered with 500" in found
-    assert "an error in the log" in found
+    check_finds(llm, cases, "was answered with 500", "an error in the log")
 
 
 def test_a_request_that_ends_uncounted_is_found(
@@ -131,13 +144,13 @@ def test_a_request_that_ends_uncounted_is_found(
             on_end(self, summary)
 
     monkeypatch.setattr(Telemetry, "on_end", forget)
-    assert "requests were taken, but" in failures_of(llm, cases)
+    check_finds(llm, cases, "requests were taken, but")
 
 
 @pytest.mark.parametrize(
     ("what", "found"),
     [
-        ("thread", "threads stayed: stays"),
+        ("thread", "threads stayed: .*stays"),
         ("file", "files or sockets stayed open"),
         ("memory", "memory grew by"),
     ],
@@ -150,7 +163,7 @@ def test_what_stays_is_found(
     leaks: dict[str, Callable[[], Any]] = {
         "thread": lambda: threading.Thread(target=is_over.wait, name="stays", daemon=True).start(),
         "file": lambda: kept.append(os.open(os.devnull, os.O_RDONLY)),
-        "memory": lambda: kept.append(torch.ones(1 << 20)),
+        "memory": lambda: kept.append(torch.ones(1 << 18)),
     }
     free = SequenceCache.free
 
@@ -160,7 +173,7 @@ def test_what_stays_is_found(
 
     monkeypatch.setattr(SequenceCache, "free", leak)
     try:
-        assert found in failures_of(llm, cases)
+        check_finds(llm, cases, found, how=replace(SHORT, max_growth_bytes=8 << 20))
     finally:
         is_over.set()
         for item in kept if what == "file" else ():
