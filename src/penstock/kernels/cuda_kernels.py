@@ -17,10 +17,10 @@ from penstock.kernels.triton_attention import (
 )
 from penstock.kernels.triton_rows import add_norm_kernel, place_heads_kernel, silu_and_mul_kernel
 
-TILE = 2048
+TILE = 1024
 _LOG2_E = 1.4426950408889634
 # Positions that one program of a tile's attention has.
-_TILE_ROWS = 64
+_TILE_ROWS = 128
 # A row's past is shared among so many programs, whatever its length: where it is cut must not depend on others.
 _SPLITS = 32
 # The matrix units take no fewer rows.
@@ -28,6 +28,7 @@ _LEAST_ROWS = 16
 # cuDNN makes a plan for every number of queries that it meets: they are rounded up to few.
 _QUERY_BUCKETS = (64, 128, 256, 512)
 _WIDTH_BLOCK = 1024
+_HEADS_TOGETHER = 16
 
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 
@@ -66,7 +67,8 @@ class CudaKernels(TorchKernels):
         num_rows = projected.shape[0]
         queries = projected.new_empty(num_rows, heads.num_heads, heads.head_dim)
         norm = heads.query_norm
-        place_heads_kernel[(num_rows, heads.num_heads + 2 * heads.num_kv_heads)](
+        grid = (num_rows, triton.cdiv(heads.num_heads + 2 * heads.num_kv_heads, _HEADS_TOGETHER))
+        place_heads_kernel[grid](
             projected,
             queries,
             kv.keys,
@@ -85,8 +87,9 @@ class CudaKernels(TorchKernels):
             ROTARY_DIM=cos.shape[1],
             HAS_NORM=norm is not None,
             IS_NORM_FLOAT32=norm is not None and norm.dtype == torch.float32,
+            HEADS=_HEADS_TOGETHER,
             BLOCK=triton.next_power_of_2(heads.head_dim),
-            num_warps=1,
+            num_warps=4,
         )
         return queries
 
@@ -136,10 +139,11 @@ class CudaKernels(TorchKernels):
             NUM_KV_HEADS=kv.keys.shape[1],
             HEAD_DIM=head_dim,
             HAS_PAST=past_out is not None,
+            IS_CONTIGUOUS=tile.is_contiguous,
             ROWS=_TILE_ROWS,
             BLOCK=BLOCK_TOKENS,
             PRECISION=_precision(queries),
-            num_warps=4,
+            num_warps=8,
             num_stages=3,
         )
 

@@ -26,6 +26,7 @@ class TileWork:
     end: int
     past: list[TokenRange]  # where all before the tile lies
     table: Tensor  # where the tile's blocks begin
+    is_contiguous: bool  # whether they lie one behind the other
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ def _tiles(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) 
     table = _to_device(starts, device)
     found = []
     for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size):
+        own = starts[piece.tile_start // BLOCK_TOKENS : -(-piece.end // BLOCK_TOKENS)]
         shift = span.start - span.position
         found.append(
             TileWork(
@@ -89,6 +91,7 @@ def _tiles(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) 
                 piece.end,
                 part_of(span.places, piece.tile_start),
                 table[piece.tile_start // BLOCK_TOKENS :],
+                bool(np.all(np.diff(own) == BLOCK_TOKENS)),
             )
         )
     return found

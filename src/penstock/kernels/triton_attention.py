@@ -45,6 +45,7 @@ def tile_attention_kernel(
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HAS_PAST: tl.constexpr,
+    IS_CONTIGUOUS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -52,7 +53,8 @@ def tile_attention_kernel(
     """Queries of ROWS positions, which begin on a multiple of that, of one head."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     head = tl.program_id(1)
-    start = (first // ROWS + tl.program_id(0)) * ROWS
+    # The last see the most: they begin first.
+    start = (first // ROWS + tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     positions = start + tl.arange(0, ROWS)
     rows = (positions - first).to(tl.int64)
     is_own = (positions >= first) & (positions < end)
@@ -71,12 +73,31 @@ def tile_attention_kernel(
     tokens = tl.arange(0, BLOCK)
     STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     own_head = head // GROUP * HEAD_DIM
+    place = tl.load(table).to(tl.int64)
+    # Which blocks need a mask depends on where the rows stand alone: their sums may be rounded in another way.
+    num_seen = (start - tile_start) // BLOCK
+    for block in range(num_seen):
+        if IS_CONTIGUOUS:
+            offsets = (place + block * BLOCK + tokens) * STRIDE + own_head
+        else:
+            offsets = (tl.load(table + block).to(tl.int64) + tokens) * STRIDE + own_head
+        key = tl.load(keys + offsets[None, :] + columns[:, None])
+        value = tl.load(values + offsets[:, None] + columns[None, :])
+        scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        now = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - now[:, None])
+        shrink = tl.exp2(largest - now)
+        total = total * shrink + tl.sum(weights, axis=1)
+        sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision=PRECISION)
+        largest = now
     num_blocks = (tl.minimum(start + ROWS, end) - tile_start + BLOCK - 1) // BLOCK
-    for block in range(num_blocks):
-        place = tl.load(table + block).to(tl.int64)
+    for block in range(num_seen, num_blocks):
         token = tile_start + block * BLOCK + tokens
         is_there = token < end
-        offsets = (place + tokens) * STRIDE + own_head
+        if IS_CONTIGUOUS:
+            offsets = (place + block * BLOCK + tokens) * STRIDE + own_head
+        else:
+            offsets = (tl.load(table + block).to(tl.int64) + tokens) * STRIDE + own_head
         key = tl.load(keys + offsets[None, :] + columns[:, None], mask=is_there[None, :], other=0.0)
         value = tl.load(values + offsets[:, None] + columns[None, :], mask=is_there[:, None], other=0.0)
         seen = token[None, :] <= positions[:, None]

@@ -42,12 +42,20 @@ def add_norm_kernel(
 
 
 @triton.jit
+def _normed(values, weights, scale, IS_FLOAT32: tl.constexpr):
+    if IS_FLOAT32:
+        return (values.to(tl.float32) * scale * weights).to(values.dtype)
+    normed = (values.to(tl.float32) * scale).to(values.dtype)
+    return (normed.to(tl.float32) * weights.to(tl.float32)).to(values.dtype)
+
+
+@triton.jit
 def place_heads_kernel(
     projected,  # [rows, queries | keys | values | ...]
     queries,  # [rows, heads, head_dim]
     keys,  # the cache: [tokens, kv_heads, head_dim]
     values,
-    places,  # [num_tokens], where the rows go in the cache
+    places,  # [num_tokens], where the rows go in the cache; nowhere, if below 0
     cos,  # [rows, rotary_dim]
     sin,  # with its sign
     query_norm,  # [head_dim], or none
@@ -61,50 +69,50 @@ def place_heads_kernel(
     ROTARY_DIM: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IS_NORM_FLOAT32: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A head of a row: a query, a key or a value."""
+    """Some heads of a row, each a query, a key or a value."""
     row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    at = tl.arange(0, BLOCK)
-    mask = at < HEAD_DIM
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
+    at = tl.arange(0, BLOCK)[None, :]
+    is_query = head < NUM_HEADS
+    is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
+    is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    in_head = at < HEAD_DIM
+    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & in_head
     source = projected + row * row_stride + head * HEAD_DIM
-    value = tl.load(source + at, mask=mask, other=0.0)
-    if head >= NUM_HEADS + NUM_KV_HEADS:
-        if row < num_tokens:
-            place = tl.load(places + row)
-            own = (place * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
-            tl.store(values + own + at, value, mask=mask)
-        return
+    plain = tl.load(source + at, mask=mask, other=0.0)
     # The other half of the pair that a value is turned in.
     HALF: tl.constexpr = ROTARY_DIM // 2
     is_turned = at < ROTARY_DIM
     partner = tl.where(at < HALF, at + HALF, at - HALF)
-    other = tl.load(source + partner, mask=is_turned, other=0.0)
+    value = plain
+    other = tl.load(source + partner, mask=mask & is_turned, other=0.0)
     if HAS_NORM:
-        own = value.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(own * own, axis=0) / HEAD_DIM + eps)
-        weight = query_norm
-        if head >= NUM_HEADS:
-            weight = key_norm
-        first = tl.load(weight + at, mask=mask, other=0.0)
-        second = tl.load(weight + partner, mask=is_turned, other=0.0)
-        if IS_NORM_FLOAT32:
-            value = (own * scale * first).to(value.dtype)
-            other = (other.to(tl.float32) * scale * second).to(value.dtype)
-        else:
-            value = ((own * scale).to(value.dtype).to(tl.float32) * first.to(tl.float32)).to(value.dtype)
-            other = (
-                (other.to(tl.float32) * scale).to(value.dtype).to(tl.float32) * second.to(tl.float32)
-            ).to(value.dtype)
+        own = plain.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
+        first = tl.where(
+            is_query,
+            tl.load(query_norm + at, mask=in_head, other=0.0),
+            tl.load(key_norm + at, mask=in_head, other=0.0),
+        )
+        second = tl.where(
+            is_query,
+            tl.load(query_norm + partner, mask=is_turned, other=0.0),
+            tl.load(key_norm + partner, mask=is_turned, other=0.0),
+        )
+        value = _normed(plain, first, scale, IS_NORM_FLOAT32)
+        other = _normed(other, second, scale, IS_NORM_FLOAT32)
     cosine = tl.load(cos + row * ROTARY_DIM + at, mask=is_turned, other=1.0).to(tl.float32)
     sine = tl.load(sin + row * ROTARY_DIM + at, mask=is_turned, other=0.0).to(tl.float32)
-    turned = (value.to(tl.float32) * cosine + other.to(tl.float32) * sine).to(value.dtype)
-    if head < NUM_HEADS:
-        tl.store(queries + (row * NUM_HEADS + head) * HEAD_DIM + at, turned, mask=mask)
-    elif row < num_tokens:
-        place = tl.load(places + row)
-        tl.store(keys + (place * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM + at, turned, mask=mask)
+    turned = (value.to(tl.float32) * cosine + other.to(tl.float32) * sine).to(plain.dtype)
+    tl.store(queries + (row * NUM_HEADS + head) * HEAD_DIM + at, turned, mask=is_query & in_head)
+    place = tl.load(places + row, mask=row < num_tokens, other=-1)
+    is_kept = (place >= 0) & in_head
+    key_at = (place * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM + at
+    tl.store(keys + key_at, turned, mask=is_key & is_kept)
+    tl.store(values + key_at - NUM_KV_HEADS * HEAD_DIM, plain, mask=is_value & is_kept)
 
 
 @triton.jit
