@@ -34,7 +34,31 @@ _NORM_ROWS = 256
 # The number of rows that packed weights are laid out for.
 _PACKED_FOR_ROWS = 512
 
-flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+def flash_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, dropout: float, is_causal: bool, *, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of [batch, heads, n, head_dim], and the logarithms of the sums of exponentials [batch, heads, n]."""
+    if queries.device.type == "cpu":
+        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            queries, keys, values, dropout, is_causal, scale=scale
+        )
+        return found
+    return plain_attention(queries, keys, values, is_causal=is_causal, scale=scale)
+
+
+def plain_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, *, is_causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same on any device, with all scores in memory."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(group, dim=1).float() for part in (keys, values))
+    scores = queries.float() @ keys.transpose(2, 3) * scale
+    if is_causal:
+        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return (scores.softmax(dim=-1) @ values).to(queries.dtype), scores.logsumexp(dim=-1)
+
 
 
 class TorchKernels:
@@ -55,7 +79,7 @@ class TorchKernels:
     def pack(self, weight: Tensor) -> Tensor:
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
         # time, and fewer rows are enough for row-invariance than with the default float32 library.
-        if not _can_pack(weight.dtype):
+        if weight.device.type != "cpu" or not _can_pack(weight.dtype):
             return weight
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         return packed

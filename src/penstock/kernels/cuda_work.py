@@ -1,0 +1,128 @@
+"""What the kernels of a GPU are told of a pass: tables of places, copied to the device once for all layers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from penstock.cache import TokenRange
+from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces
+from penstock.plan.request import Span
+from penstock.plan.tiles import cut_into_tiles
+
+BLOCK_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class TileWork:
+    """Rows of queries that stand in one tile of their sequence, at positions [first, end)."""
+
+    rows: slice
+    tile_start: int
+    first: int
+    end: int
+    past: list[TokenRange]  # where all before the tile lies
+    table: Tensor  # where the tile's blocks begin
+    is_contiguous: bool  # whether they lie one behind the other
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """Rows that each see all of their sequence up to themselves."""
+
+    rows: Tensor  # [n]
+    lengths: Tensor  # [n]
+    tables: Tensor  # [n, blocks]
+
+
+@dataclass(frozen=True)
+class DeviceWork:
+    tiles: tuple[TileWork, ...]
+    decodes: DecodeWork | None
+
+
+def device_work(work: AttentionWork, device: torch.device) -> DeviceWork:
+    """The work as a device's kernels take it, made once."""
+    found = work.__dict__.get("_on_device")
+    if found is None:
+        found = work.__dict__["_on_device"] = _prepare(work, device)
+    assert isinstance(found, DeviceWork)
+    return found
+
+
+def device_places(places: WrittenPlaces, device: torch.device) -> Tensor:
+    """Where each row goes [num_tokens], made once."""
+    found = places.__dict__.get("_on_device")
+    if found is None:
+        rows = [np.arange(place.start, place.end, dtype=np.int64) for place in places.ranges]
+        found = places.__dict__["_on_device"] = _to_device(
+            np.concatenate(rows) if rows else np.zeros(0, np.int64), device
+        )
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _prepare(work: AttentionWork, device: torch.device) -> DeviceWork:
+    tiles: list[TileWork] = []
+    decodes: list[tuple[int, int, NDArray[np.int64]]] = []
+    for span in work.spans:
+        starts = block_starts(span.places)
+        if span.is_prompt:
+            tiles += _tiles(span, starts, device)
+        else:
+            decodes += [(row, span.position + row - span.start + 1, starts) for row in range(span.start, span.end)]
+    return DeviceWork(tuple(tiles), _decodes(decodes, device) if decodes else None)
+
+
+def _tiles(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) -> list[TileWork]:
+    table = _to_device(starts, device)
+    found = []
+    for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size):
+        own = starts[piece.tile_start // BLOCK_TOKENS : -(-piece.end // BLOCK_TOKENS)]
+        shift = span.start - span.position
+        found.append(
+            TileWork(
+                slice(piece.start + shift, piece.end + shift),
+                piece.tile_start,
+                piece.start,
+                piece.end,
+                part_of(span.places, piece.tile_start),
+                table[piece.tile_start // BLOCK_TOKENS :],
+                bool(np.all(np.diff(own) == BLOCK_TOKENS)),
+            )
+        )
+    return found
+
+
+def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torch.device) -> DecodeWork:
+    width = max(len(starts) for _, _, starts in decodes)
+    table = np.zeros((len(decodes), 2 + width), np.int64)
+    for index, (row, length, starts) in enumerate(decodes):
+        table[index, :2] = row, length
+        table[index, 2 : 2 + len(starts)] = starts
+    whole = _to_device(table, device)
+    return DecodeWork(whole[:, 0].contiguous(), whole[:, 1].contiguous(), whole[:, 2:])
+
+
+def block_starts(places: Places) -> NDArray[np.int64]:
+    """Where the blocks of a sequence begin; places are whole blocks, but for the last."""
+    return np.concatenate([np.arange(place.start, place.end, BLOCK_TOKENS, dtype=np.int64) for place in places])
+
+
+def part_of(places: Places, end: int) -> list[TokenRange]:
+    """The first `end` tokens of a sequence."""
+    part: list[TokenRange] = []
+    for place in places:
+        size = min(len(place), end)
+        if size > 0:
+            part.append(TokenRange(place.start, place.start + size))
+        end -= size
+    return part
+
+
+def _to_device(array: NDArray[np.int64], device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
