@@ -10,6 +10,13 @@ from hypothesis import HealthCheck, settings
 from penstock.errors import ModelError
 from penstock.models.hub import resolve_model
 
+# Kernels for GPUs are interpreted where there is none. Triton looks at this when it is imported, and nothing above
+# imports it.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+else:  # models run on the processor, but where a test asks for another device
+    os.environ.setdefault("PENSTOCK_DEVICE", "cpu")
+
 # Of whoever runs the tests: some tests have one of their own, while they run.
 _HOME = os.environ.get("PENSTOCK_HOME")
 

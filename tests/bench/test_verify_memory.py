@@ -4,6 +4,7 @@ import argparse
 import json
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from penstock.bench import verify_memory
 from penstock.bench.memory import can_measure_growth
-from penstock.bench.verify_memory import main, predict_growth
+from penstock.bench.verify_memory import PredictedGrowth, main, measure_in_fresh_process, predict_growth
 from penstock.bench.verify_memory_cases import MemoryJob, plan_jobs
 from penstock.bench.verify_memory_models import FAMILIES, RandomWeights, family_config
 from penstock.bench.verify_memory_report import MemoryCase, render
@@ -118,6 +119,40 @@ def test_what_is_predicted_is_what_lives(family: str, dtype: torch.dtype, kind: 
     assert -0.05 <= activations / live.peak_bytes - 1 <= 0.2
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", SMALL)
+def test_what_is_predicted_is_what_a_gpu_s_allocator_gives(family: str) -> None:
+    """The families' own widths: the smaller ones are lost in what libraries keep."""
+    job = MemoryJob(family, True, "bfloat16", "auto", 1, 1024, 4352, device="cuda:0")
+    case = measure_in_fresh_process(job)
+    assert abs(case.error) <= 0.1
+
+
+def test_a_cache_that_is_taken_at_once_is_predicted_whole() -> None:
+    shape = model_shape(family_config("qwen3-0.6b"))
+    spans = [Span(0, 500), Span(500, 1000)]
+
+    def predicted(takes_all: bool) -> PredictedGrowth:
+        return predict_growth(
+            shape,
+            spans,
+            dtype_bytes=2,
+            workspace=Workspace("cuda", 1024),
+            known_positions=0,
+            takes_all=takes_all,
+        )
+
+    per_token = 2 * 2 * 8 * 128 * 2
+    assert predicted(True).kv_cache_bytes == 1024 * per_token
+    assert predicted(True).activations == predicted(False).activations
+
+
+def test_a_gpu_is_measured_by_its_allocator() -> None:
+    on_gpu = replace(made_up(1000), device="cuda:0")
+    assert "max_memory_allocated" in render([on_gpu])
+    assert "VmHWM" in render([made_up(1000)])
+
+
 @pytest.mark.parametrize("family", SMALL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_by_arithmetic(family: str, dtype: torch.dtype) -> None:
@@ -177,7 +212,9 @@ def options(**changes: Any) -> argparse.Namespace:
         "quick": False,
         "full": False,
     }
-    return argparse.Namespace(**{**defaults, "dtype": "bfloat16", "kernels": "auto", "threads": 1, **changes})
+    return argparse.Namespace(
+        **{**defaults, "dtype": "bfloat16", "kernels": "auto", "threads": 1, "device": "cpu", **changes}
+    )
 
 
 def test_every_family_at_every_chunk_and_at_long_prompts() -> None:
@@ -201,6 +238,7 @@ def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
         (["--families", "gpt-9"], "family 'gpt-9' is not accepted"),
         (["--model", "smollm2", "--families", "qwen3-4b"], "--families contradicts --model"),
         (["--prompts", "99999999"], "--prompts 99999999 is not accepted"),
+        (["--device", "cuda:99"], "device='cuda:99' is not accepted here"),
     ):
         assert main(arguments) == 2
         error = capsys.readouterr().err

@@ -10,9 +10,10 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.cache.store import BlockStore
 from penstock.engine.batcher import Batcher, StepOutcome
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest
-from penstock.engine.job import Choice, Job
+from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse
 from penstock.engine.sampler import SamplingParams
+from penstock.engine.sampling import Choice
 from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
 from penstock.models.tokenizer import SpecialTokens, Tokenizer
@@ -37,6 +38,7 @@ class RecordingJob(Job):
 
     logits: list[Tensor]
     events: list[Event]
+    needs_logits = True
 
     def choose(self, logits: Tensor) -> Choice:
         self.logits.append(logits.clone())
@@ -73,6 +75,7 @@ def new_batcher(
     *,
     strict: bool,
     sharing: Sharing | None = None,
+    looks_ahead: bool = False,
 ) -> Batcher:
     schedule = replace(schedule, grid=64) if model.config.has_state else schedule
     num_slots = 2 * schedule.max_running + (sharing.max_snapshots if sharing else 0)
@@ -86,7 +89,9 @@ def new_batcher(
             clean_only=strict,
             max_snapshots=sharing.max_snapshots,
         )
-    return Batcher(model, canon_of(model), space, schedule, strict=strict, reuse=reuse)
+    return Batcher(
+        model, canon_of(model), space, schedule, strict=strict, reuse=reuse, looks_ahead=looks_ahead
+    )
 
 
 def new_job(batcher: Batcher, name: str, wish: Wish) -> RecordingJob:
@@ -120,10 +125,12 @@ def serve(
     strict: bool = False,
     fails: Collection[int] = (),
     runs_out: Collection[int] = (),
+    looks_ahead: bool = False,
 ) -> list[RecordingJob]:
     """Serve all wishes to their end. Steps in `fails` that have several requests fail after they have run, and so do
     those in `runs_out`, for want of memory."""
-    return serve_with(new_batcher(model, schedule, cache_tokens, strict=strict), wishes, fails, runs_out)
+    batcher = new_batcher(model, schedule, cache_tokens, strict=strict, looks_ahead=looks_ahead)
+    return serve_with(batcher, wishes, fails, runs_out)
 
 
 def serve_with(

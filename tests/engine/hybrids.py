@@ -122,7 +122,7 @@ class Tape:
 
     def _forward(self, span: Span, *, is_prompt: bool) -> torch.Tensor | None:
         item = self.reserve(span, is_prompt=is_prompt)
-        batch = build_batch([item], canon=canon_of(self.model), device=self.model.device)
+        batch = build_batch([item], canon=canon_of(self.model))
         logits = self.model.forward(batch, self.space.tensors)
         return None if logits is None else logits[0]
 

@@ -74,10 +74,12 @@ def check_is_alone(model: Decoder, wish: Wish, job: RecordingJob, *, strict: boo
     num_blocks=st.sampled_from((5, 6, 8, 64)),
     fails=st.sets(st.integers(0, 40), max_size=4),
     runs_out=st.sets(st.integers(0, 40), max_size=3),
+    looks_ahead=st.booleans(),
 )
 def test_batched_is_alone(
     name: str,
     strict: bool,
+    looks_ahead: bool,
     wishes: list[Wish],
     schedule: ScheduleConfig,
     num_blocks: int,
@@ -94,6 +96,7 @@ def test_batched_is_alone(
         fails=fails,
         # A chunk halved below the grid of a recurrent state changes its bits, by rounding.
         runs_out=() if model.config.has_state else runs_out,
+        looks_ahead=looks_ahead,
     )
     for wish, job in zip(wishes, jobs, strict=True):
         check_is_alone(model, wish, job, strict=strict)

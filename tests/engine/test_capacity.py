@@ -13,33 +13,54 @@ from penstock.errors import MemoryExhaustedError
 
 KV = KVSpec(2, 2, 16, torch.float32)  # 512 bytes a token
 SPEC = CacheSpec(KV)
+CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 
 def free_is(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
-    monkeypatch.setattr(capacity, "free_memory_bytes", lambda: num_bytes)
+    monkeypatch.setattr(capacity, "free_memory_bytes", lambda device: num_bytes)
 
 
 def test_a_cache_takes_half_of_what_is_free_in_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     free_is(monkeypatch, 2 * 512 * 1000)
-    assert capacity.cache_tokens_that_fit(SPEC, 0, 10**9) == 960
-    assert capacity.cache_tokens_that_fit(SPEC, 0, 500) == 500
+    assert capacity.cache_tokens_that_fit(SPEC, 0, 10**9, CPU) == 960
+    assert capacity.cache_tokens_that_fit(SPEC, 0, 500, CPU) == 500
 
 
 def test_states_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     recurrent = RecurrentSpec(1, 3, 64, 2, 16, 16, torch.float32)
     free_is(monkeypatch, 2 * (4 * recurrent.bytes_per_slot + 512 * 64 * 5))
-    assert capacity.cache_tokens_that_fit(CacheSpec(KV, recurrent), 4, 10**9) == 320
+    assert capacity.cache_tokens_that_fit(CacheSpec(KV, recurrent), 4, 10**9, CPU) == 320
     with pytest.raises(MemoryExhaustedError, match="max_running"):
-        capacity.cache_tokens_that_fit(CacheSpec(KV, recurrent), 400, 10**9)
+        capacity.cache_tokens_that_fit(CacheSpec(KV, recurrent), 400, 10**9, CPU)
+
+
+def test_on_a_gpu_a_cache_takes_most_of_what_a_measured_step_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    step_bytes, margin = 1 << 30, 256 << 20
+    rest = 512 * 64 * 1000
+    free_is(monkeypatch, step_bytes * 5 // 4 + margin + rest)
+    fits = capacity.cache_tokens_that_fit(SPEC, 0, 10**9, CUDA, step_bytes)
+    assert fits == 64 * 900
+    assert capacity.cache_tokens_that_fit(SPEC, 0, 640, CUDA, step_bytes) == 640
+    with pytest.raises(
+        MemoryExhaustedError, match=r"1.5 GiB are free.* 90% may be used beside 1.8 GiB that a step"
+    ):
+        capacity.cache_tokens_that_fit(SPEC, 0, 10**9, CUDA, (5 << 30) // 4)
+
+
+def test_what_the_allocator_holds_and_does_not_use_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
+    assert capacity.free_memory_bytes(CUDA) == 1400
 
 
 def test_where_nobody_knows_it_is_what_could_be_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
     free_is(monkeypatch, None)
-    assert capacity.cache_tokens_that_fit(SPEC, 0, 12345) == 12345
+    assert capacity.cache_tokens_that_fit(SPEC, 0, 12345, CPU) == 12345
 
 
 def test_this_machine_has_memory() -> None:
-    free = capacity.free_memory_bytes()
+    free = capacity.free_memory_bytes(CPU)
     assert free is not None
     assert 1 << 20 < free < 1 << 50
 

@@ -72,7 +72,7 @@ def step(model: Decoder, space: CacheSpace, requests: list[Request], canon: Cano
         request.tape.reserve(span, is_prompt=prompt)
         for request, span, prompt in zip(requests, spans, is_prompt, strict=True)
     ]
-    batch = build_batch(items, canon=canon or canon_of(model), device=model.device)
+    batch = build_batch(items, canon=canon or canon_of(model))
     logits = model.forward(batch, space.tensors)
     rows = iter(() if logits is None else logits)
     for request, span, item in zip(requests, spans, items, strict=True):

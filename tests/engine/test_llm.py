@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from penstock import LLM, SamplingParams
-from penstock.engine.llm import resolve_dtype
 from penstock.engine.text_stream import keeps_bits
 from penstock.errors import ContextLengthError, ModelError, PromptError, SettingError
 from penstock.models.config import DeltaNetConfig, ModelConfig
@@ -22,6 +20,7 @@ from penstock.plan import (
     Prefill,
     PrefillScheduler,
 )
+from penstock.plan.device_settings import DeviceSetting
 from penstock.plan.progress import Progress
 
 QUESTION = "What is the capital of France? Answer in one word."
@@ -139,6 +138,8 @@ def test_bad_prompts(llm: LLM) -> None:
         ({"dtype": "float16"}, "dtype"),
         ({"threads": 0}, "threads"),
         ({"threads": True}, "threads"),
+        ({"device": "gpu"}, "device"),
+        ({"device": "cuda:99"}, "device='cuda:99' is not accepted here: torch sees cpu"),
     ],
 )
 def test_bad_settings_fail_before_the_model_is_opened(settings: dict[str, Any], name: str) -> None:
@@ -153,6 +154,15 @@ def test_environment_sets_the_chunk(smollm2_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("PENSTOCK_PREFILL_CHUNK", "many")
     with pytest.raises(SettingError, match="PENSTOCK_PREFILL_CHUNK"):
         LLM(smollm2_path)
+
+
+def test_environment_sets_the_device(smollm2_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_DEVICE", "cpu")
+    assert LLM(smollm2_path).device == DeviceSetting("cpu", "environment", "set by PENSTOCK_DEVICE")
+    monkeypatch.setenv("PENSTOCK_DEVICE", "cuda:99")
+    assert LLM(smollm2_path, device="cpu").device == DeviceSetting("cpu", "argument", "set by argument")
+    with pytest.raises(SettingError, match="PENSTOCK_DEVICE='cuda:99' is not accepted here: torch sees cpu"):
+        LLM("no-such-model")
 
 
 def test_environment_sets_the_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,12 +217,6 @@ def test_bits_are_not_promised_once_a_block_was_halved() -> None:
         prefill.shrink(action.chunk)
         assert keeps_bits(HYBRID, prefill) == keeps
         assert keeps_bits(PLAIN, prefill)
-
-
-def test_dtype_by_name() -> None:
-    assert resolve_dtype("float32") is torch.float32
-    assert resolve_dtype("bfloat16") is torch.bfloat16
-    assert resolve_dtype("auto") in (torch.float32, torch.bfloat16)
 
 
 def test_penstock_is_importable_without_torch() -> None:

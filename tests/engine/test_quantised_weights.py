@@ -60,7 +60,7 @@ def kept(opened: OpenedModel) -> Decoder:
 def test_the_file_s_blocks_are_kept(opened: OpenedModel, kept: Decoder) -> None:
     source, products = opened.source, kept.kernels.quantised
     assert products is not None
-    mixer, mlp = kept._layers[3].mixer, kept._layers[3].mlp
+    mixer, mlp = kept.layers[3].mixer, kept.layers[3].mlp
     assert isinstance(mixer, Attention)
     assert isinstance(mlp, GatedMLP)
     layer = "model.layers.3"
@@ -212,7 +212,7 @@ def test_a_file_that_is_quantised_in_parts(tmp_path: Path, family: str) -> None:
     kept, plain = load(source, "auto"), load(source, "bf16")
     source.close()
     assert kept.num_weight_bytes < plain.num_weight_bytes
-    weights = [layer.mixer.qkv_weight for layer in kept._layers if isinstance(layer.mixer, Attention)]
+    weights = [layer.mixer.qkv_weight for layer in kept.layers if isinstance(layer.mixer, Attention)]
     assert weights
     for weight in weights:  # keys and values are F32
         assert isinstance(weight, JoinedWeight)

@@ -259,6 +259,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(generate: Gene
         (("--min-p", "1"), "--min-p 1.0 is not accepted"),
         (("--repetition-penalty", "0"), "--repetition-penalty 0.0 is not accepted"),
         (("--threads", "100000000"), "--threads 100000000 is not accepted"),
+        (("--device", "gpu"), "--device 'gpu' is not accepted: give auto, cpu, cuda"),
+        (("--device", "cuda:99"), "--device 'cuda:99' is not accepted here: torch sees cpu"),
         (("--seed", "-1"), "--seed -1 is not accepted"),
         (("--stop", ""), "--stop '' is not accepted"),
         (("--cache-dir", "x", "--cache-size", "0"), "--cache-size '0' is not accepted"),

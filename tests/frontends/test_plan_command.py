@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -14,12 +15,13 @@ from penstock.errors import SettingError
 from penstock.frontends import plan_plot
 from penstock.frontends.plan import plan
 from penstock.frontends.plan_rows import Plan, make_plan
-from penstock.frontends.plan_source import read_model
+from penstock.frontends.plan_source import PlannedModel, expected_workspace, read_model
 from penstock.frontends.plan_table import table
 from penstock.models.shape import model_shape, workspace_for
 from penstock.plan.fitting import largest_chunk
-from penstock.plan.memory import kv_token_bytes, weight_bytes
+from penstock.plan.memory import WeightBits, kv_token_bytes, weight_bytes
 from penstock.plan.step_shape import Workspace
+from penstock.plan.weight_settings import resolve_weights
 from tests.models.builders import SHAPE, gguf_metadata, hf_config, hf_model, write_gguf
 from tests.models.test_gguf_file import float_tensors
 
@@ -155,6 +157,21 @@ def test_torch_kernels_need_more(tmp_path: Path) -> None:
     assert all(a.total_bytes <= b.total_bytes for a, b in zip(native.rows, torch.rows, strict=True))
 
 
+def test_a_gpu_is_planned_with_its_own_kernels_and_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("PENSTOCK_KERNELS", raising=False)
+    gpu = torch.device("cuda:0")
+    workspace = expected_workspace(gpu)
+    assert (workspace.kernels, workspace.tile_size, workspace.row_floor) == ("cuda", 1024, 512)
+    known = PlannedModel(None, WeightBits(4.5, 8.5, is_tied=True))  # type: ignore[arg-type]
+    settled = known.settled(resolve_weights(environ={}), "bfloat16", gpu)
+    assert settled.name == "bf16"
+    assert "only a CPU computes" in settled.reason
+    assert known.bits(settled.name, "bfloat16", gpu) is None
+    monkeypatch.setenv("PENSTOCK_KERNELS", "torch")
+    assert expected_workspace(gpu).kernels == "torch"
+
+
 def test_json_has_the_table(tmp_path: Path) -> None:
     status, out, _ = run(
         "--model", folder_of(tmp_path, HYBRID), "--prompt-tokens", 5000, "--memory", "8GiB", "--json"
@@ -204,6 +221,8 @@ def test_a_gguf_file_tells_by_its_header(tmp_path: Path) -> None:
         (["--prompt-tokens", "9", "--chunk", "-1"], 2, "--chunk -1 is not accepted"),
         (["--prompt-tokens", "9", "--decodes", "-1"], 2, "--decodes -1 is not accepted"),
         (["--prompt-tokens", "9", "--memory", "8GB"], 2, "write 8GiB"),
+        (["--prompt-tokens", "9", "--device", "gpu"], 2, "--device 'gpu' is not accepted"),
+        (["--prompt-tokens", "9", "--device", "cuda:99"], 2, "--device 'cuda:99' is not accepted here"),
         (["--prompt-tokens", "9", "--memory", "lots"], 2, "--memory='lots' is not accepted"),
         (["--prompt-tokens", "9", "--plot", "out.gif"], 2, "--plot out.gif is not accepted"),
         (["--prompt-tokens", "9", "--plot", "no/such/out.png"], 2, "there is no folder no/such"),

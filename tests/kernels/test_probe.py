@@ -61,6 +61,35 @@ def test_finds_the_floor(dtype: torch.dtype, below: int) -> None:
     assert measure(RowDependent(below), shapes, dtype, CPU).row_floor == below
 
 
+@pytest.mark.parametrize(
+    ("below", "floor"), [(1, 1), (2, 8), (8, 8), (9, 64), (300, 384), (385, 512), (501, 512), (512, 512)]
+)
+def test_on_a_gpu_the_floor_is_a_count_that_was_tried(below: int, floor: int) -> None:
+    """Counts are few there: the floor is the next one above the last that gave other bits."""
+    random = probing._Random(torch.bfloat16, CPU)
+    found = probing._row_floor(RowDependent(below), ProductShape(96, 64), probing._ON_GPU, random)
+    assert found == floor
+
+
+@pytest.mark.parametrize(("below", "floor", "slab"), [(300, 384, 0), (513, 512, 512)])
+def test_on_a_gpu_a_floor_comes_before_slabs_and_the_largest_slab_first(
+    below: int, floor: int, slab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "_tried_on", lambda device: probing._ON_GPU)
+    shapes = replace(SHAPES, products=(ProductShape(96, 64),))
+    result = measure(RowDependent(below), shapes, torch.bfloat16, CPU)
+    assert (result.row_floor, result.row_slab) == (floor, slab)
+    assert result.same_bits
+
+
+def test_devices_are_tried_with_what_their_libraries_do() -> None:
+    assert probing._tried_on(torch.device("cuda:0")) is probing._ON_GPU
+    assert probing._tried_on(CPU) is probing._tried_on(torch.device("mps")) is probing._ON_CPU
+    for tried in (probing._ON_CPU, probing._ON_GPU):
+        assert list(tried.counts) == sorted(set(tried.counts))
+        assert tried.reference in range(max(tried.floors), tried.counts[-1])
+
+
 def test_no_floor_but_a_slab() -> None:
     """Row counts that each sum in an order of their own: only a fixed number of rows will do."""
     result = measure(RowDependent(400), SHAPES, torch.float32, CPU)
@@ -151,17 +180,24 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         '{"row_floor": 0, "row_slab": 0, "attention_holds": true, "passes_hold": true}',
         '{"row_floor": 1, "row_slab": 3, "attention_holds": true, "passes_hold": true}',
         '{"row_floor": 1, "row_slab": 0, "attention_holds": 1, "passes_hold": true}',
+        '{"row_floor": 33, "row_slab": 0, "attention_holds": true, "passes_hold": true, "head_holds": true}',
+        '{"row_floor": 64, "row_slab": 128, "attention_holds": true, "passes_hold": true, "head_holds": true}',
+        '{"row_floor": 1.0, "row_slab": 0, "attention_holds": true, "passes_hold": true, "head_holds": true}',
+        '{"row_floor": true, "row_slab": 0, "attention_holds": true, "passes_hold": true, "head_holds": true}',
     ],
 )
 def test_a_damaged_result_is_measured_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
-    first = probe(TorchKernels(), SHAPES, torch.float32, CPU)
+    measured = ProbeResult(32, 0, True, True, True)
+    monkeypatch.setattr(probing, "measure", lambda *_: measured)
+    assert probe(TorchKernels(), SHAPES, torch.float32, CPU) == measured
     (stored,) = (tmp_path / "probe").iterdir()
+    kept = stored.read_text()
     stored.write_text(damage)
-    assert probe(TorchKernels(), SHAPES, torch.float32, CPU) == first
-    assert stored.read_text() != damage
+    assert probe(TorchKernels(), SHAPES, torch.float32, CPU) == measured
+    assert stored.read_text() == kept
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def load(source: GgufFile, weights: WeightsName) -> Decoder:
 
 def fused_weights(model: Decoder) -> list[FusedWeight]:
     found: list[FusedWeight] = []
-    for layer in model._layers:
+    for layer in model.layers:
         mixer = layer.mixer
         found.append(mixer.in_weight if isinstance(mixer, DeltaNet) else mixer.qkv_weight)
         block = layer.mlp if isinstance(layer.mlp, GatedMLP) else layer.mlp.shared
@@ -165,7 +165,7 @@ def test_parts_of_any_form_are_kept(tmp_path: Path, family: str) -> None:
     kept = load(source, "auto")
     products = kept.kernels.quantised
     assert products is not None
-    for index, layer in enumerate(kept._layers):
+    for index, layer in enumerate(kept.layers):
         prefix = f"model.layers.{index}"
         mixer, mlp = layer.mixer, layer.mlp
         assert isinstance(mixer, Attention)

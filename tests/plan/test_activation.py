@@ -11,9 +11,10 @@ from penstock.engine import batch
 from penstock.errors import SettingError
 from penstock.kernels import protocol, shares, torch_delta, torch_kernels
 from penstock.layers import rotary
-from penstock.plan import ModelShape, activation_parts
+from penstock.plan import DeltaNetShape, ModelShape, activation_parts
 from penstock.plan.activation import step_memory, step_phases
-from penstock.plan.activation_parts import StepMemory, padded_rows
+from penstock.plan.activation_mixing import _attending
+from penstock.plan.activation_parts import PassSizes, StepMemory, padded_rows
 from penstock.plan.step_shape import StepShape, Workspace
 from tests.plan.strategies import hybrid_shapes, shapes
 from tests.plan.test_memory import workspaces
@@ -52,8 +53,26 @@ def test_what_layers_and_kernels_have_is_what_is_counted() -> None:
     assert BLOCK_TOKENS == torch_delta.BLOCK
 
 
-@given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([0, 64, 128]))
-def test_rows_are_padded_as_the_kernels_need_them(num_rows: int, floor: int, slab: int) -> None:
+def test_what_a_gpu_has_is_what_is_counted() -> None:
+    pytest.importorskip("triton")
+    from penstock.kernels import cuda_delta, cuda_kernels, triton_delta
+    from penstock.models import graphs
+
+    assert (activation_parts.SPLITS, activation_parts.HEADS_AND_PARTS) == (
+        cuda_kernels._SPLITS,
+        cuda_kernels._HEADS_AND_PARTS,
+    )
+    assert activation_parts.QUERY_BUCKETS == cuda_kernels._QUERY_BUCKETS
+    assert (activation_parts.PIECE_TOKENS, activation_parts.BLOCK_ROWS) == (
+        cuda_delta.PIECE_TOKENS,
+        triton_delta.BLOCK_ROWS,
+    )
+    assert activation_parts.GRAPH_ROWS == graphs._MOST_CHUNK_ROWS
+
+
+@given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([0, 64, 128]), st.sampled_from([8, 64]))
+def test_rows_are_padded_as_the_kernels_need_them(num_rows: int, floor: int, slab: int, grid: int) -> None:
+    assert padded_rows(num_rows, floor, slab, grid) == protocol.padded_rows(num_rows, floor, slab, grid)
     assert padded_rows(num_rows, floor, slab) == protocol.padded_rows(num_rows, floor, slab)
 
 
@@ -114,6 +133,68 @@ def test_a_large_model_by_hand() -> None:
         hidden_bytes=rows * 2 * 2 * 4096,
         mlp_bytes=rows * 2 * 3 * 12_288,
     )
+
+
+def test_the_same_on_a_gpu() -> None:
+    """What chunks are recorded into is kept, and so is what libraries take."""
+    workspace = Workspace("cuda", 1024, head_norm=True, row_floor=512, row_grid=64, library_bytes=32 << 20)
+    phases = step_phases(
+        QWEN, StepShape.of_chunk(2000, 30_720, is_last=True), dtype_bytes=2, workspace=workspace
+    )
+    by_name = {phase.phase: phase for phase in phases}
+    rows = 2048
+    inputs = activation_parts.SMALL_BYTES + (32 << 20) + rows * (3 * 8 + 2 * 2 * 128) + 32_768 * 2 * 2 * 128
+    assert by_name["mlp"] == StepMemory(
+        "mlp",
+        input_bytes=inputs + rows * 2 * 4096,
+        hidden_bytes=rows * 2 * 2 * 4096,
+        mlp_bytes=rows * 2 * 3 * 12_288,
+    )
+    assert by_name["attention"] == StepMemory(
+        "attention",
+        input_bytes=inputs + rows * 2 * 4096,
+        hidden_bytes=rows * 2 * 2 * 4096,
+        projection_bytes=rows * 2 * 6144,
+        attention_bytes=rows * 2 * 4096,
+    )
+
+
+def test_on_a_gpu_pasts_are_copied_only_where_they_must_be() -> None:
+    def attending(workspace: Workspace, step: StepShape, dtype_bytes: int = 2) -> int:
+        """Beside queries and output."""
+        return _attending(PassSizes(QWEN, step, dtype_bytes, workspace, 4))
+
+    alone = Workspace("cuda", 1024)
+    first, later = StepShape.of_chunk(64, 0), StepShape.of_chunk(100, 30_720)
+    assert attending(alone, first) == 0
+    # The queries once more, filled up, what they saw before their tile, and its logarithms.
+    assert attending(alone, later) == 128 * (2 * 2 * 4096 + 4 * 32)
+    assert attending(alone, StepShape.of_chunk(5000, 0)) == 1024 * (2 * 2 * 4096 + 4 * 32)
+    joined = replace(alone, joins_past=True)
+    assert attending(joined, later) - attending(alone, later) == (30_720 + 100) * 2 * 2 * 1024
+    # Heads of a group have keys and values of their own in float32.
+    pieces = 128 * (2 * 4 * 4096 + 4 * 32)
+    assert attending(alone, later, 4) == pieces + 30_820 * 2 * 4 * 4096
+    decodes = StepShape(0, num_decodes=16, decode_pasts=160_000, num_logits=16)
+    assert attending(joined, decodes) == 4 * 16 * 64 * (4096 + 32)
+
+
+def test_delta_nets_on_a_gpu_run_in_pieces() -> None:
+    net = DeltaNetShape(2, 16, 32, 128, 128, 4)
+    shape = ModelShape(4, 2048, 8192, 16, 2, 256, 1000, delta_net=net)
+
+    def carrying(num_tokens: int, dtype_bytes: int) -> int:
+        step = StepShape.of_chunk(num_tokens, 0)
+        phases = step_phases(shape, step, dtype_bytes=dtype_bytes, workspace=Workspace("cuda", 1024))
+        return next(phase.delta_net_bytes for phase in phases if phase.phase == "delta_net")
+
+    state = 4 * 32 * 128 * 128
+    inputs = 2 * (2 * 16 * 128 + 4096) + 4 * 2 * 32  # of a token: queries, keys, values, gates
+    blocks = 2 * (32 * 64 + 4096 + 3 * 4096) + state // 2 // 64  # inverses, erased, written, output; states
+    out = 2 * 4096
+    assert carrying(4096, 2) == 4096 * (out + inputs + blocks) + 2 * state
+    assert carrying(8192, 2) == 4096 * (2 * out + inputs + blocks) + 2 * state + 4096 * out
+    assert carrying(64, 4) == 64 * (2 * out + 2 * (inputs - 256) + 256 + 4 * 4096) + 2 * state
 
 
 def test_prompts_have_their_own_tiles_and_pasts_in_torch_only() -> None:

@@ -37,11 +37,12 @@ num_tokens_counts = st.integers(0, 200)
 @st.composite
 def workspaces(draw: st.DrawFn) -> Workspace:
     return Workspace(
-        kernels=draw(st.sampled_from(["torch", "native"])),
+        kernels=draw(st.sampled_from(["torch", "native", "cuda"])),
         tile_size=draw(st.sampled_from([0, 16, 64, 512])),
         num_threads=draw(st.integers(1, 8)),
         row_floor=draw(st.integers(1, 8)),
         row_slab=draw(st.sampled_from([0, 0, 64])),
+        row_grid=draw(st.sampled_from([8, 64])),
         expert_slab=draw(st.sampled_from([0, 0, 32])),
         head_norm=draw(st.booleans()),
         float32_norm=draw(st.booleans()),

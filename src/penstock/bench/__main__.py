@@ -16,6 +16,8 @@ from penstock.bench import (
     cache_bars,
     cache_plot,
     cache_report,
+    gpu_plot,
+    gpu_report,
     peers_bars,
     peers_plot,
     peers_report,
@@ -41,6 +43,13 @@ from penstock.bench.decode_profile import (
     profile_decodes,
     render_profile,
 )
+from penstock.bench.gpu_benchmark import run_sections
+from penstock.bench.gpu_device import require_gpu, this_card
+from penstock.bench.gpu_job import GpuJob
+from penstock.bench.gpu_options import parse_gpu_options
+from penstock.bench.gpu_results import GpuResults, Ledger, read_results
+from penstock.bench.gpu_targets import judge
+from penstock.bench.gpu_workload import GPU, PLAN
 from penstock.bench.machine import this_machine
 from penstock.bench.memory import can_measure_growth
 from penstock.bench.options import parse_options
@@ -68,11 +77,13 @@ from penstock.bench.target_options import parse_target_options
 from penstock.bench.target_results import TargetSettings
 from penstock.bench.target_workload import TARGETS
 from penstock.bench.workload import random_tokens, text_tokens
+from penstock.engine.device import chosen_device
 from penstock.engine.llm import LLM
 from penstock.errors import ContextLengthError, PenstockError, SettingError
 from penstock.models.config import ModelConfig
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_model, open_weights
+from penstock.plan.device_settings import DEVICE_VARIABLE
 
 NOISY_STATUS = 3
 
@@ -96,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run_decode(parse_decode_options(arguments[1:]))
         if arguments[:1] == [START]:
             return _run_start(parse_start_options(arguments[1:]))
+        if arguments[:1] == [GPU]:
+            return _run_gpu(parse_gpu_options(arguments[1:]))
         return _run(parse_options(arguments))
     except PenstockError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -209,7 +222,7 @@ def _run_decode(options: argparse.Namespace) -> int:
     subject = _text_subject(options.model)
     longest = max(options.pasts) + 1
     _require_room(subject, longest, 0)
-    llm = LLM(options.model, threads=options.threads)
+    llm = LLM(options.model, device=options.device, threads=options.threads)
     machine = this_machine()
     profile = profile_decodes(llm, subject.prompt(longest), options.pasts, options.steps)
     print(f"\n{render_profile(profile)}\n")
@@ -228,6 +241,40 @@ def _run_start(options: argparse.Namespace) -> int:
     options.output.write_text(to_json(results.to_dict()))
     print(f"results: {options.output}")
     return 1 if options.check and not results.is_met else 0
+
+
+def _run_gpu(options: argparse.Namespace) -> int:
+    """Bits that differ are an error, whether bars are checked or not; a bar that could not be measured is not met."""
+    if options.plot_from:
+        results = read_results(options.plot_from)
+        sections = results.sections
+    else:
+        device, sections = require_gpu(), options.sections
+        _require_writable(options.output)
+        results = GpuResults(this_machine(), this_card(device), options.repeats)
+        job = GpuJob(
+            PLAN,
+            device,
+            Ledger(results, options.output, _say),
+            options.repeats,
+            with_peer=not options.no_peer,
+            peer_limit=options.peer_limit,
+        )
+        try:
+            run_sections(job, sections)
+        except KeyboardInterrupt:
+            _say(f"stopped: what was measured is in {options.output}")
+            return 130
+    judged = judge(results, sections)
+    print(f"\n{gpu_report.render(results)}\n")
+    if not options.plot_from:
+        targets = [each.to_dict() for each in judged]
+        options.output.write_text(to_json({**results.to_dict(), "targets": targets}))
+        print(f"results: {options.output}")
+    if gpu_plot.can_draw(results):
+        _plot(lambda path: gpu_plot.draw(results, path), options)
+    is_wrong = not all(fact.holds for fact in results.facts)
+    return 1 if is_wrong or (options.check and not all(each.is_met for each in judged)) else 0
 
 
 def _run_cache(options: argparse.Namespace) -> int:
@@ -276,6 +323,9 @@ def _run_peers(options: argparse.Namespace) -> int:
 def _prepare(options: argparse.Namespace) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
+    if "device" in options and options.device is not None:
+        chosen_device(options.device)
+        os.environ[DEVICE_VARIABLE] = options.device  # for processes that measure, too
     if options.plot is not None and not can_plot():
         raise SettingError("--plot needs matplotlib, which is not installed: pip install matplotlib")
     _require_writable(options.output)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.bench.cache_workload import CACHE, DEFAULT_REPEATS, QUICK_REPEATS, QUICK_TOKENS, CacheWorkload
-from penstock.bench.options import add_outputs, count
+from penstock.bench.options import add_device, add_outputs, count
 from penstock.models.hub import DEFAULT_MODEL
 
 _OUTPUT = Path("bench-results") / f"{CACHE}.json"
@@ -47,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         "bars on speed are for longer ones",
     )
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+    add_device(parser)
     add("--threads", type=count, metavar="N", help="threads that torch computes with (torch's own choice)")
     add("--check", action="store_true", help="exit with 1 where a bar is missed")
     add_outputs(parser, _OUTPUT, "results as JSON")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.bench.options import count, counts
+from penstock.bench.options import add_device, count, counts
 from penstock.bench.tune_plan import StepSpec
 from penstock.bench.tune_steps import StepBench
 from penstock.engine.llm import LLM
@@ -25,8 +25,7 @@ _WARM_UP_STEPS = 5
 _KINDS = {
     "linear": "products",
     "attend": "attention",
-    "gated_delta_steps": "attention",
-    "causal_conv": "attention",
+    "carry_states": "attention",
 }
 
 
@@ -127,6 +126,7 @@ def parse_decode_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--pasts", type=counts, default=(512, 8000), metavar="N,N", help="tokens before it (512,8000)")
     add("--steps", type=count, default=50, metavar="N", help="steps of each (%(default)s)")
     add("--check", action="store_true", help=f"exit with 1 where the share is below {LEAST_SHARE:.0%}")
+    add_device(parser)
     add("--threads", type=count, metavar="N", help="threads to compute with (physical cores)")
     add("--json", dest="output", type=Path, default=_OUTPUT, metavar="FILE", help="results (%(default)s)")
     return parser.parse_args(arguments)

@@ -12,12 +12,14 @@ import torch
 
 from penstock.bench.systems import System, SystemName, load_systems
 from penstock.engine.batch import Canon
+from penstock.engine.device import chosen_device, release_memory
 from penstock.engine.memory import (
     anonymous_bytes,
+    memory_bytes,
     peak_anonymous_bytes,
-    peak_resident_bytes,
+    peak_memory_bytes,
     reset_peak,
-    resident_bytes,
+    reset_peak_memory,
     trim_heap,
 )
 from penstock.engine.run import Run
@@ -32,9 +34,10 @@ _TILE = 512  # of attention
 METHOD = (
     f"in a fresh process each: load, read {WARM_UP_TOKENS} tokens to warm up, collect garbage, give free "
     "heap back (malloc_trim), reset the peak (/proc/self/clear_refs), read the prompt, generate one token. "
-    "Growth is peak resident memory (VmHWM) less resident memory before (VmRSS), with the C library's "
-    "allocator as it is; activations are growth less what is cached for the prompt: keys and values, and "
-    "recurrent states where the model has them"
+    "Growth is peak resident memory (VmHWM), less what of files is resident at the end (RssFile, RssShmem), "
+    "less allocated memory before (RssAnon): pages of libraries come and go as the system likes. The C "
+    "library's allocator is as it is; activations are growth less what is cached for the prompt: keys and "
+    "values, and recurrent states where the model has them"
 )
 
 # Environment of a process whose growth is to be what lives at once: blocks above 64 KiB are pages of their own, which
@@ -57,6 +60,16 @@ STEADY_METHOD = (
     "(RssAnon): pages of libraries come and go as the system likes. Predicted is what is cached by the step that "
     "needs the most, and that step's activations, less the rotary tables that the warm-up left"
 )
+
+# On a GPU, torch's allocator counts.
+GPU_METHOD = (
+    "in a fresh process each: load, read a chunk (at least 512 tokens) and one as long as the last to warm up, which "
+    "pays for what libraries keep, collect garbage, reset the peak, read the prompt, generate one token. Growth is "
+    "the most that torch's allocator has given (max_memory_allocated), less what it had before (memory_allocated): "
+    "the cache is taken at once. Predicted is the cache, and the activations of the step that needs the most, less "
+    "the rotary tables that the warm-up left"
+)
+_CPU = torch.device("cpu")
 
 
 class MeasurementError(PenstockError):
@@ -87,22 +100,20 @@ class Job:
     chunk: int
     num_threads: int
     prompt: tuple[int, ...]
+    device: str | None = None  # None: as the environment says
 
 
 def can_measure_growth() -> bool:
     """Whether this system tells a process its resident memory and lets it reset the peak."""
-    return resident_bytes() is not None and reset_peak()
+    return anonymous_bytes() is not None and reset_peak()
 
 
-def measure_growth(system: System, prompt: Sequence[int]) -> Growth:
+def measure_growth(system: System, prompt: Sequence[int], device: torch.device = _CPU) -> Growth:
     """Growth of this process. It should be a fresh one: heap that earlier work left behind hides growth."""
     system.generate(prompt[:WARM_UP_TOKENS], 2, lambda token: None)
-    gc.collect()
-    trim_heap()
-    if not reset_peak() or (before := resident_bytes()) is None:
-        raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
+    before = _settled_bytes(device)
     cache_bytes = system.generate(prompt, 1, lambda token: None)
-    return Growth(system.name, len(prompt), peak_resident_bytes() - before, cache_bytes)
+    return Growth(system.name, len(prompt), _peak_bytes(device) - before, cache_bytes)
 
 
 @dataclass(frozen=True)
@@ -135,14 +146,30 @@ def measure_steady_growth(model: Decoder, canon: Canon, chunk: int, prompt: Sequ
         return tuple(spans)
 
     read(prompt[: warm_up_tokens(model.config, chunk, len(prompt))])
-    gc.collect()
-    trim_heap()
-    if not reset_peak() or (before := anonymous_bytes()) is None:
-        raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
+    before = _settled_bytes(model.device)
     spans = read(prompt)
+    return SteadyGrowth(_peak_bytes(model.device) - before, spans)
+
+
+def _settled_bytes(device: torch.device) -> int:
+    """Allocated memory now, with nothing in it that could be given back; the peak is measured from here on."""
+    gc.collect()
+    if device.type == "cuda":
+        release_memory(device)
+        reset_peak_memory(device)
+        return memory_bytes(device) or 0
+    trim_heap()
+    if not reset_peak() or (allocated := anonymous_bytes()) is None:
+        raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
+    return allocated
+
+
+def _peak_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return peak_memory_bytes(device)
     peak = peak_anonymous_bytes()
     assert peak is not None
-    return SteadyGrowth(peak - before, spans)
+    return peak
 
 
 def growth_in_fresh_process(job: Job) -> Growth:
@@ -163,9 +190,10 @@ def _main() -> None:
     job = Job(**{**fields, "system": SystemName(fields["system"])})
     torch.set_num_threads(job.num_threads)
     source = open_weights(Path(job.model))
-    system = load_systems([job.system], source, getattr(torch, job.dtype), job.chunk)[job.system]
+    names, dtype = [job.system], getattr(torch, job.dtype)
+    system = load_systems(names, source, dtype, job.chunk, job.device)[job.system]
     source.close()
-    print(json.dumps(asdict(measure_growth(system, job.prompt))))
+    print(json.dumps(asdict(measure_growth(system, job.prompt, chosen_device(job.device)))))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from penstock.bench.cache_workload import CACHE
+from penstock.bench.gpu_workload import GPU
 from penstock.bench.peers_workload import PEERS
 from penstock.bench.suites import SERVE, SUITES, SWEEP, SuiteName
 from penstock.bench.target_workload import TARGETS
@@ -17,7 +18,7 @@ from penstock.plan.config import DEFAULT_CHUNK_SIZE
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Options of which none is left open. Lengths that are given are those whose memory is measured too."""
     options = _parser().parse_args(arguments)
-    if options.suite in (SERVE, SWEEP, TARGETS, CACHE, PEERS):
+    if options.suite in (SERVE, SWEEP, TARGETS, CACHE, PEERS, GPU):
         raise SettingError(f"{options.suite} has options of its own: give it as the first argument")
     options.suite = SuiteName(options.suite)
     if options.suite is SuiteName.HYBRID and options.model is not None:
@@ -43,13 +44,13 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "suite",
         nargs="?",
-        choices=[*(name.value for name in SuiteName), SERVE, SWEEP, TARGETS, CACHE, PEERS],
+        choices=[*(name.value for name in SuiteName), SERVE, SWEEP, TARGETS, CACHE, PEERS, GPU],
         default=SuiteName.PREFILL.value,
         help="prefill: a model of your choice reads a text; hybrid: a random Qwen3.5, three delta nets to one "
         "attention, reads random tokens; serve: many users at once; sweep: chunk sizes against prompt lengths; "
         "targets: automatic chunks and latency targets against fixed chunks; cache: prompts that were read before; "
-        "peers: llama.cpp, vLLM and transformers beside Penstock "
-        "(%(default)s; the last five have options of their own: see serve --help and so on)",
+        "peers: llama.cpp, vLLM and transformers beside Penstock; gpu: an NVIDIA GPU, with random weights "
+        "(%(default)s; the last six have options of their own: see serve --help and so on)",
     )
     add(
         "--model",
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--decode-tokens", type=count, default=DEFAULT_DECODE_TOKENS, help="after the first (%(default)s)")
     add("--memory-repeats", type=count, default=DEFAULT_MEMORY_REPEATS, help="for Penstock (%(default)s)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+    add_device(parser)
     add("--threads", type=count, help="threads that torch computes with (torch's own choice)")
     add("--full", action="store_true", help="every system and every round at long prompts too")
     which = parser.add_mutually_exclusive_group()
@@ -70,6 +72,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, help="the results as JSON (bench-results/SUITE.json)")
     add("--plot", type=Path, help="a picture of them (beside the JSON, where matplotlib is installed)")
     return parser
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="auto, cpu, cuda, cuda:1 and so on, or mps (PENSTOCK_DEVICE, else auto)",
+    )
 
 
 def add_outputs(parser: argparse.ArgumentParser, output: Path, what: str) -> None:

@@ -37,6 +37,7 @@ def load(settings: dict[str, Any]) -> Loaded:
         chunk=chunk,
         threads=settings["threads"],
         weights=settings.get("weights"),
+        device="cpu",  # as the others
     )
     if chunk == AUTO:
         return Loaded(AutoSystem(llm), kept_weights(llm))

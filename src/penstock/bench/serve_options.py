@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 
-from penstock.bench.options import count
+from penstock.bench.options import add_device, count
 from penstock.bench.serve_workload import Workload
 from penstock.bench.suites import SERVE
 from penstock.models.hub import DEFAULT_MODEL
@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--repeats", type=count, metavar="N", help="rounds (3; 1 for what has no bar)")
     add("--full", action="store_true", help="as many rounds for what has no bar")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+    add_device(parser)
     add(
         "--threads",
         type=count,

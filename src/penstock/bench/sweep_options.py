@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.bench.options import add_outputs, count, counts
+from penstock.bench.options import add_device, add_outputs, count, counts
 from penstock.bench.spread import MIN_VALUES, NOISY_SHARE
 from penstock.bench.suites import SWEEP
 from penstock.bench.sweep_workload import (
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=int, default=0, metavar="N", help="of the order of turns (%(default)s)")
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+    add_device(parser)
     add(
         "--threads",
         type=count,

@@ -17,6 +17,7 @@ from penstock.bench.systems import (
 )
 from penstock.bench.transformers_model import load_transformers
 from penstock.engine.capacity import free_memory_bytes
+from penstock.engine.device import chosen_device
 from penstock.engine.llm import LLM, Dtype
 from penstock.engine.run import Run
 from penstock.models.opened import open_weights
@@ -39,7 +40,9 @@ class AutoSystem:
             config=ChunkedPrefillConfig(llm.chunk.effective),
             canon=llm.canon,
             max_tokens=num_tokens,
-            sizer=ChunkSizer(llm.size_rules(free_memory_bytes()), llm.times, llm.activations.step_bytes),
+            sizer=ChunkSizer(
+                llm.size_rules(free_memory_bytes(llm.model.device)), llm.times, llm.activations.step_bytes
+            ),
         )
         return finish_run(run, on_token)
 
@@ -62,7 +65,7 @@ def load_sweep_systems(
     if theirs:
         source = open_weights(path)
         try:
-            reference = load_transformers(source, getattr(torch, dtype))
+            reference = load_transformers(source, getattr(torch, dtype), chosen_device())
         finally:
             source.close()
         for each in theirs:

@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 
 from penstock.bench.transformers_model import load_transformers
 from penstock.engine.batch import Canon, settle
+from penstock.engine.device import chosen_device, use_device
 from penstock.engine.run import Run
 from penstock.kernels.probe import probe
 from penstock.kernels.protocol import select_kernels
@@ -92,7 +93,7 @@ class TransformersSystem:
         self._chunk = chunk
 
     def generate(self, prompt: Sequence[int], num_tokens: int, on_token: OnToken) -> int:
-        input_ids = torch.tensor([prompt])
+        input_ids = torch.tensor([prompt], device=self._model.device)
         settings = GenerationConfig(
             max_new_tokens=num_tokens,
             do_sample=False,
@@ -136,15 +137,21 @@ class _Streamer:
 
 
 def load_systems(
-    names: Iterable[SystemName], source: WeightSource, dtype: torch.dtype, chunk: int
+    names: Iterable[SystemName],
+    source: WeightSource,
+    dtype: torch.dtype,
+    chunk: int,
+    device_name: str | None = None,
 ) -> dict[SystemName, System]:
-    """The systems of these names, with each engine's weights loaded once, and only if it is among them."""
+    """The systems of these names, with each engine's weights loaded once, and only if it is among them; all on the
+    device that the name, else the environment, comes to."""
+    device = chosen_device(device_name)
+    use_device(device)
     wanted = list(names)
     ours = [name for name in wanted if name.startswith("penstock")]
     theirs = [name for name in wanted if name.startswith("transformers")]
     systems: dict[SystemName, System] = {}
     if ours:
-        device = torch.device("cpu")
         model = load_decoder(source, select_kernels(device), dtype, device)
         tiled = settle(model.kernels, probe(model.kernels, model.probe_shapes, dtype, device))
         untiled = Canon(tile_size=0)
@@ -153,7 +160,7 @@ def load_systems(
             canon = untiled if name is SystemName.PENSTOCK_UNTILED else tiled
             systems[name] = PenstockSystem(name, model, canon, sizes.get(name, chunk))
     if theirs:
-        reference = load_transformers(source, dtype)
+        reference = load_transformers(source, dtype, device)
         for name in theirs:
             size_or_none = chunk if name is SystemName.TRANSFORMERS_CHUNKED else None
             systems[name] = TransformersSystem(name, reference, size_or_none)

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.bench.options import add_outputs, count, counts
+from penstock.bench.options import add_device, add_outputs, count, counts
 from penstock.bench.target_workload import DEFAULT_REPEATS, TARGETS, TargetWorkload
 from penstock.models.hub import DEFAULT_MODEL
 
@@ -70,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
         help="rounds; what is not near the best takes part in the first alone (%(default)s)",
     )
     add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+    add_device(parser)
     add("--threads", type=count, metavar="N", help="threads that torch computes with (torch's own choice)")
     add("--check", action="store_true", help="exit with 1 where a bar is missed")
     add_outputs(parser, _OUTPUT, "results as JSON")

@@ -24,7 +24,7 @@ from penstock.models.expected import check_source, expected_shapes
 from penstock.models.source import WeightSource
 
 
-def load_transformers(source: WeightSource, dtype: torch.dtype) -> Any:
+def load_transformers(source: WeightSource, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
     """A causal language model of transformers with `sdpa` attention, filled one tensor at a time."""
     check_source(source)
     config = source.config
@@ -32,7 +32,7 @@ def load_transformers(source: WeightSource, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_config(
             transformers_config(config), dtype=dtype, attn_implementation="sdpa"
         )
-    model = model.to_empty(device="cpu").eval()
+    model = model.to_empty(device=device).eval()
     model.tie_weights()
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     if {name: tuple(each.shape) for name, each in parameters.items()} != expected_shapes(config, parameters):
@@ -143,5 +143,5 @@ def _fill_rotary(rotary: Any, config: ModelConfig) -> None:
     rotated = config.rotary_dim or config.head_dim
     frequencies, scale = rotary_frequencies(config.rotary, rotated, config.max_position)
     for name in [name for name, _ in rotary.named_buffers()]:
-        setattr(rotary, name, frequencies.clone())
+        setattr(rotary, name, frequencies.to(getattr(rotary, name).device, copy=True))
     rotary.attention_scaling = scale

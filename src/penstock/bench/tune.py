@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from penstock.bench.options import count
+from penstock.bench.options import add_device, count
 from penstock.bench.plot import can_plot
 from penstock.bench.tune_measure import fit_error, measure_profile, measure_speed
 from penstock.bench.tune_plan import plan_tuning
@@ -58,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
         help=f"about how long to take, loading and memory aside ({_SECONDS:.0f}; {_QUICK_SECONDS:.0f} with --quick)",
     )
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="auto", help="(%(default)s)")
+    add_device(parser)
     add("--threads", type=count, metavar="N", help="threads that torch computes with (torch's own choice)")
     add("--plot", type=Path, metavar="FILE", help="draw a picture")
     add("--json", type=Path, metavar="FILE", help="write what was found as JSON, too")
@@ -82,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
         if path is not None:
             _require_writable(name, path)
     model_path = resolve_model(options.model)
-    llm = LLM(model_path, dtype=options.dtype, threads=options.threads)
+    llm = LLM(model_path, dtype=options.dtype, device=options.device, threads=options.threads)
     stored_at = profile_path(profile_key(llm))
     if options.show:
         stored = load_profile(llm)

@@ -135,7 +135,7 @@ def _measure_memory(
 ) -> list[MemorySample]:
     """Of a prompt in chunks of each size: by arithmetic and, where it can be, as a fresh process grows."""
     length = plan.memory_tokens or max(plan.prompt_lengths)
-    is_measured = plan.memory_tokens > 0 and can_measure_growth()
+    is_measured = plan.memory_tokens > 0 and (llm.model.device.type == "cuda" or can_measure_growth())
     samples = []
     for chunk in plan.chunks:
         measured = None
@@ -167,6 +167,7 @@ def _growth(llm: LLM, path: Path, chunk: int, prompt: Sequence[int], say: Say) -
         chunk=chunk,
         num_threads=torch.get_num_threads(),
         prompt=tuple(prompt),
+        device=llm.device.name,
     )
     try:
         growth = growth_in_fresh_process(job)

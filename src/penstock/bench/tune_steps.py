@@ -7,7 +7,9 @@ from dataclasses import replace
 from penstock.bench.tune_plan import StepSpec
 from penstock.cache import BLOCK_TOKENS, SequenceCache, StateStep
 from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.device import wait_for
 from penstock.engine.sampler import Sampler, SamplingParams
+from penstock.engine.sampling import PlainRow, sample_rows
 from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
 from penstock.plan.request import Span
@@ -80,11 +82,11 @@ class StepBench:
             cache.commit(start + size)
 
     def _forward(self, inputs: Sequence[SpanInput]) -> None:
-        batch = build_batch(inputs, canon=self._canon, device=self._model.device)
+        batch = build_batch(inputs, canon=self._canon)
         logits = self._model.forward(batch, self._space.tensors)
         if logits is not None:
-            for row in logits:
-                self._sampler.sample(row, [])
+            sample_rows(logits, [PlainRow(self._sampler)] * len(logits))
+        wait_for(self._model.device)
 
     def _item(
         self, cache: SequenceCache, start: int, size: int, *, is_prompt: bool, wants_logits: bool

@@ -52,7 +52,7 @@ def _verify(options: argparse.Namespace) -> VerifyResults:
     started = time.perf_counter()
     text = None if options.prompt_file is None else _read(options.prompt_file)
     path = resolve_model(options.model)
-    llm = LLM(path, dtype=options.dtype, chunk=0, threads=options.threads)
+    llm = LLM(path, dtype=options.dtype, chunk=0, device=options.device, threads=options.threads)
     prompt = _prompt(llm, text, options)
     model = llm.model
     checks = Checks(

@@ -7,7 +7,8 @@ from torch import Tensor
 from penstock.bench.verify_runs import Recorder, Subject, Trace
 from penstock.engine.batcher import Batcher, Step
 from penstock.engine.events import GenerationRequest
-from penstock.engine.job import Choice, Job
+from penstock.engine.job import Job
+from penstock.engine.sampling import Choice
 from penstock.engine.space import CacheSpace
 from penstock.plan import STATE_GRID
 from penstock.plan.policy import ScheduleConfig
@@ -21,6 +22,7 @@ class _Job(Job):
     """A request whose logits are kept."""
 
     logits: Tensor | None = None  # [vocab], of the last choice
+    needs_logits = True
 
     def choose(self, logits: Tensor) -> Choice:
         self.logits = logits

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,19 +15,19 @@ import torch
 from penstock.bench.machine import this_machine
 from penstock.bench.memory import (
     STEADY_ALLOCATOR,
-    STEADY_METHOD,
     MeasurementError,
     can_measure_growth,
     measure_steady_growth,
     warm_up_tokens,
 )
-from penstock.bench.options import count, counts
+from penstock.bench.options import add_device, count, counts
 from penstock.bench.verify_memory_cases import CASES, QUICK_CHUNK, MemoryJob, plan_jobs
 from penstock.bench.verify_memory_models import FAMILIES, RandomWeights, family_config
-from penstock.bench.verify_memory_report import MOST_OVER, MOST_UNDER, MemoryCase, render
+from penstock.bench.verify_memory_report import MOST_OVER, MOST_UNDER, MemoryCase, method_of, render
 from penstock.bench.workload import random_tokens
+from penstock.cache import BLOCK_TOKENS
 from penstock.engine.batch import settle
-from penstock.engine.llm import resolve_dtype
+from penstock.engine.device import resolve_dtype, use_device
 from penstock.errors import PenstockError, SettingError
 from penstock.kernels.probe import ProbeResult, probe
 from penstock.kernels.protocol import Kernels, select_kernels
@@ -45,6 +45,7 @@ from penstock.plan.step_shape import StepShape, Workspace
 
 DEFAULT_OUTPUT = Path("bench-results") / "memory.json"
 _USUAL = ProbeResult(row_floor=8, row_slab=0, attention_holds=True, passes_hold=True, head_holds=True)
+_USUAL_ON_GPU = replace(_USUAL, row_floor=512)
 
 
 @dataclass(frozen=True)
@@ -69,20 +70,28 @@ def predict_growth(
     dtype_bytes: int,
     workspace: Workspace,
     known_positions: int,
+    takes_all: bool = False,
 ) -> PredictedGrowth:
-    """Of a prefill in these spans. `known_positions` had been read by some prompt before."""
+    """Of a prefill in these spans. `known_positions` had been read by some prompt before. With `takes_all`, the cache
+    is taken at once, for the whole prompt; else as it is written."""
     tables = 2 * (workspace.rotary_dim or shape.head_dim) * dtype_bytes  # of a position
     known = -(-known_positions // ROTARY_PAGE) * ROTARY_PAGE if shape.num_attention_layers else 0
     per_token = kv_token_bytes(shape, dtype_bytes)
     # In the last layer, which is one of attention, only keys and values are of all rows: other phases come before
     # they are written. That matters where there are few layers.
     to_come = per_token // shape.num_attention_layers if shape.num_attention_layers > 1 else 0
+    num_places = -(-spans[-1].end // BLOCK_TOKENS) * BLOCK_TOKENS if spans else 0
+
+    def cached(span: Span, phase: StepMemory) -> int:
+        if takes_all:
+            return num_places * per_token
+        return span.end * per_token - (0 if phase.phase in ("attention", "head") else len(span) * to_come)
+
     growths = [
         PredictedGrowth(
-            kv_cache_bytes=span.end * per_token
-            - (0 if phase.phase in ("attention", "head") else len(span) * to_come),
+            kv_cache_bytes=cached(span, phase),
             # A step writes one state; from the second on it reads another.
-            recurrent_bytes=min(index + 1, 2) * state_slot_bytes(shape, dtype_bytes),
+            recurrent_bytes=(2 if takes_all else min(index + 1, 2)) * state_slot_bytes(shape, dtype_bytes),
             activations=phase,
             known_bytes=tables * known,
         )
@@ -120,20 +129,25 @@ def run_job(job: MemoryJob) -> MemoryCase:
     """In this process, which should be a fresh one."""
     started = time.perf_counter()
     torch.set_num_threads(job.num_threads)
-    source = _source(job)
-    dtype, device = resolve_dtype(job.dtype), torch.device("cpu")
-    model = load_decoder(source, _kernels(job.kernels), dtype, device)
+    device = torch.device(job.device)
+    is_gpu = device.type == "cuda"
+    use_device(device)
+    source = _source(job, device)
+    dtype = resolve_dtype(job.dtype, device)
+    model = load_decoder(source, _kernels(job.kernels, device), dtype, device)
     source.close()
     # Probing takes long, is kept, and decides only how a few rows are padded: models of the user's own are worth it.
-    found = _USUAL if job.is_random else probe(model.kernels, model.probe_shapes, dtype, device)
+    usual = _USUAL_ON_GPU if is_gpu else _USUAL
+    found = usual if job.is_random else probe(model.kernels, model.probe_shapes, dtype, device)
     canon = settle(model.kernels, found)
     growth = measure_steady_growth(model, canon, job.chunk, _prompt(model, job.prompt_tokens))
     predicted = predict_growth(
         model_shape(model.config),
         growth.spans,
         dtype_bytes=dtype.itemsize,
-        workspace=workspace_of(model),
+        workspace=replace(workspace_of(model), library_bytes=0),  # what the warm-up has paid for
         known_positions=warm_up_tokens(model.config, job.chunk, job.prompt_tokens),
+        takes_all=is_gpu,
     )
     return MemoryCase(
         model=job.model if job.is_random else Path(job.model).name,
@@ -148,19 +162,20 @@ def run_job(job: MemoryJob) -> MemoryCase:
         activation_bytes=predicted.activations.peak_bytes,
         phase=predicted.activations.phase,
         seconds=time.perf_counter() - started,
+        device=job.device,
     )
 
 
-def _source(job: MemoryJob) -> WeightSource:
+def _source(job: MemoryJob, device: torch.device) -> WeightSource:
     if job.is_random:
-        return RandomWeights(job.model, family_config(job.model))
+        return RandomWeights(job.model, family_config(job.model), device)
     return open_weights(Path(job.model))
 
 
-def _kernels(name: str) -> Kernels:
+def _kernels(name: str, device: torch.device) -> Kernels:
     if name == "torch":
         return TorchKernels()
-    kernels = select_kernels(torch.device("cpu"))
+    kernels = select_kernels(device)
     if name not in ("auto", kernels.name):
         raise SettingError(
             f"kernels={name!r} is not accepted on this machine: give auto, torch or {kernels.name}"
@@ -192,9 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    if not can_measure_growth():
-        raise SettingError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
     jobs = plan_jobs(options)
+    if not jobs[0].device.startswith("cuda") and not can_measure_growth():
+        raise SettingError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
     started = time.perf_counter()
     cases: list[MemoryCase] = []
     for job in jobs:
@@ -208,7 +223,7 @@ def _run(options: argparse.Namespace) -> int:
     options.output.parent.mkdir(parents=True, exist_ok=True)
     result = {
         "machine": asdict(this_machine()),
-        "method": STEADY_METHOD,
+        "method": method_of(cases),
         "bars": {"most_over": MOST_OVER, "most_under": MOST_UNDER},
         "cases": [asdict(case) | {"error": case.error, "is_met": case.is_met} for case in cases],
         "seconds": time.perf_counter() - started,
@@ -235,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--full", action="store_true", help="all chunk sizes with all lengths, and larger layers too")
     add("--dtype", choices=("auto", "bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
     add("--kernels", choices=("auto", "torch", "native"), default="auto", help="(%(default)s)")
+    add_device(parser)
     add("--threads", type=count, help="threads that torch computes with (torch's own choice)")
     add("--quick", action="store_true", help=f"one short case of each: chunk {QUICK_CHUNK}")
     add("--output", type=Path, default=DEFAULT_OUTPUT, help="the results as JSON (%(default)s)")

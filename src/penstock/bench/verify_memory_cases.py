@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from penstock.bench.verify_memory_models import FAMILIES, family_config
+from penstock.engine.device import chosen_device
 from penstock.errors import SettingError
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_weights
@@ -25,18 +26,22 @@ class MemoryJob:
     model: str  # a path, or a name among FAMILIES
     is_random: bool
     dtype: str
-    kernels: str  # auto, torch or native
+    kernels: str  # auto, or a name
     num_threads: int
     chunk: int
     prompt_tokens: int
+    device: str = "cpu"
 
 
 def plan_jobs(options: argparse.Namespace) -> list[MemoryJob]:
     """The usual cases, or chunk sizes and prompts each with each; none with a chunk longer than the prompt."""
+    device = str(chosen_device(options.device))
 
     def job(model: str, is_random: bool, chunk: int, prompt_tokens: int) -> MemoryJob:
         threads = options.threads or torch.get_num_threads()
-        return MemoryJob(model, is_random, options.dtype, options.kernels, threads, chunk, prompt_tokens)
+        return MemoryJob(
+            model, is_random, options.dtype, options.kernels, threads, chunk, prompt_tokens, device
+        )
 
     if options.model is not None:
         if options.families is not None:

@@ -101,13 +101,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 class RandomWeights:
-    """A `WeightSource` of random weights for a configuration, in no file."""
+    """A `WeightSource` of random weights for a configuration, in no file. The numbers are made once, and lie on the
+    device that the weights go to."""
 
-    def __init__(self, name: str, config: ModelConfig) -> None:
+    def __init__(self, name: str, config: ModelConfig, device: torch.device | str = "cpu") -> None:
         self._name = name
         self._config = config
         self._shapes = expected_shapes(config)
-        self._numbers = torch.randn(_RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0)) * 0.02
+        numbers = torch.randn(_RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0)) * 0.02
+        self._numbers = numbers.to(device)
 
     @property
     def config(self) -> ModelConfig:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.bench.memory import STEADY_METHOD
+from penstock.bench.memory import GPU_METHOD, STEADY_METHOD
 from penstock.plan import format_bytes
 
 # The model may say more than is measured by a share, and less by a smaller one: a budget rests on it.
@@ -26,6 +26,7 @@ class MemoryCase:
     activation_bytes: int
     phase: str
     seconds: float
+    device: str = "cpu"
 
     @property
     def error(self) -> float:
@@ -42,7 +43,7 @@ def render(cases: Sequence[MemoryCase]) -> str:
     columns: tuple[tuple[str, Callable[[MemoryCase], str]], ...] = (
         ("model", lambda case: case.model),
         ("dtype", lambda case: case.dtype),
-        ("kernels", lambda case: case.kernels),
+        ("kernels", lambda case: f"{case.device}, {case.kernels}"),
         ("prompt", lambda case: f"{case.prompt_tokens:,}"),
         ("chunk", lambda case: f"{case.chunk:,}"),
         ("measured", lambda case: format_bytes(case.measured_bytes)),
@@ -65,4 +66,9 @@ def render(cases: Sequence[MemoryCase]) -> str:
     missed = sum(not case.is_met for case in cases)
     bars = f"bars: at most {MOST_OVER:.0%} over what is measured, {MOST_UNDER:.0%} under"
     verdict = "all met" if not missed else f"{missed} of {len(cases)} missed"
-    return "\n".join([*lines, "", f"{bars}: {verdict}", f"method: {STEADY_METHOD}"])
+    return "\n".join([*lines, "", f"{bars}: {verdict}", f"method: {method_of(cases)}"])
+
+
+def method_of(cases: Sequence[MemoryCase]) -> str:
+    """How they were measured: all of them on one device."""
+    return GPU_METHOD if any(case.device.startswith("cuda") for case in cases) else STEADY_METHOD

@@ -5,7 +5,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.bench.options import count
+from penstock.bench.options import add_device, count
 from penstock.bench.verify_laws import DEFAULT_CHUNKS, TOLERANCES
 from penstock.models.hub import DEFAULT_MODEL
 
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="requests run side by side as in `penstock serve --strict`: generated tokens keep their bits, too",
     )
+    add_device(parser)
     add("--threads", type=count, help="threads that torch computes with (torch's own choice)")
     add("--json", type=Path, metavar="FILE", help="everything that was found")
     add("--plot", type=Path, metavar="FILE", help="a picture of the differences by token (needs matplotlib)")

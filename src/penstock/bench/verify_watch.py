@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +36,7 @@ class WatchedDecoder(Decoder):
         if rows:
             seen = super().forward(_wanting(batch, rows, self._canon), caches)
             assert seen is not None
-            self._out[indices] = seen
+            self._out[indices] = seen.to(self._out.device)
             if not batch.num_logits:
                 return None
         return super().forward(batch, caches)
@@ -66,7 +67,7 @@ def _wanting(batch: ForwardBatch, rows: Sequence[int], canon: Canon) -> ForwardB
     padding = canon.padded_rows(len(rows)) - len(rows)
     return replace(
         batch,
-        logit_rows=torch.tensor([*rows, *[0] * padding], dtype=torch.long, device=batch.positions.device),
+        logit_rows=np.array([*rows, *[0] * padding], dtype=np.int64),
         num_logits=len(rows),
         last_layer=AttentionWork(tuple(spans)),
     )

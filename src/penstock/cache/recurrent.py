@@ -50,11 +50,44 @@ class RecurrentSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class LayerStates:
     """The states of one layer in every slot; each slot's are contiguous and aligned."""
 
     tails: Tensor  # [num_slots, conv_tail, conv_size]
     matrices: Tensor  # [num_slots, num_heads, key_dim, value_dim], float32
+    empty_tail: Tensor  # [conv_tail, conv_size], zeros
+    empty_matrix: Tensor  # [num_heads, key_dim, value_dim], zeros
+
+    def tail(self, slot: int) -> Tensor:
+        """The convolution tail in a slot, [conv_tail, conv_size], to be read only. Zeros for EMPTY."""
+        if slot == EMPTY:
+            return self.empty_tail
+        self._check("read", slot)
+        return self.tails[slot]
+
+    def matrix(self, slot: int) -> Tensor:
+        """The delta-rule matrix in a slot, [num_heads, key_dim, value_dim], to be read only. Zeros for EMPTY."""
+        if slot == EMPTY:
+            return self.empty_matrix
+        self._check("read", slot)
+        return self.matrices[slot]
+
+    def tail_out(self, slot: int) -> Tensor:
+        """Where the convolution tail of a reserved slot is to be written, [conv_tail, conv_size]."""
+        self._check("write", slot)
+        return self.tails[slot]
+
+    def matrix_out(self, slot: int) -> Tensor:
+        """Where the delta-rule matrix of a reserved slot is to be written, [num_heads, key_dim, value_dim]."""
+        self._check("write", slot)
+        return self.matrices[slot]
+
+    def _check(self, action: str, slot: int) -> None:
+        """An index would take a slot from the other end for a negative number, EMPTY among them."""
+        num_slots = self.tails.shape[0]
+        if not 0 <= slot < num_slots:
+            what = "the empty state" if slot == EMPTY else f"slot {slot}"
+            raise ValueError(f"cannot {action} {what}: accepted are slots 0 to {num_slots - 1}")
 
 
 class RecurrentCache:
@@ -70,14 +103,13 @@ class RecurrentCache:
         self.spec = spec
         self.num_slots = num_slots
         try:
-            self._layers = [self._new_layer(num_slots, torch.device(device)) for _ in range(spec.num_layers)]
-            self._empty = self._new_layer(1, torch.device(device))
+            self._layers = self._new_layers(torch.device(device))
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise CacheFullError(
                 f"a recurrent cache of {num_slots} slots takes {self.num_bytes} bytes, "
                 f"more than there are on {device}; use fewer slots"
             ) from error
-        self.device = self._empty.tails.device
+        self.device = self._layers[0].tails.device
 
     @property
     def num_bytes(self) -> int:
@@ -85,40 +117,33 @@ class RecurrentCache:
         return self.num_slots * self.spec.bytes_per_slot
 
     def tail(self, layer: int, slot: int) -> Tensor:
-        """The convolution tail in a slot, [conv_tail, conv_size], to be read only. Zeros for EMPTY."""
-        if slot == EMPTY:
-            return self._empty.tails[0]
-        self._check("read", slot)
-        return self._layers[layer].tails[slot]
+        return self._layers[layer].tail(slot)
 
     def matrix(self, layer: int, slot: int) -> Tensor:
-        """The delta-rule matrix in a slot, [num_heads, key_dim, value_dim], to be read only. Zeros for EMPTY."""
-        if slot == EMPTY:
-            return self._empty.matrices[0]
-        self._check("read", slot)
-        return self._layers[layer].matrices[slot]
+        return self._layers[layer].matrix(slot)
 
     def tail_out(self, layer: int, slot: int) -> Tensor:
-        """Where the convolution tail of a reserved slot is to be written, [conv_tail, conv_size]."""
-        self._check("write", slot)
-        return self._layers[layer].tails[slot]
+        return self._layers[layer].tail_out(slot)
 
     def matrix_out(self, layer: int, slot: int) -> Tensor:
-        """Where the delta-rule matrix of a reserved slot is to be written, [num_heads, key_dim, value_dim]."""
-        self._check("write", slot)
-        return self._layers[layer].matrices[slot]
+        return self._layers[layer].matrix_out(slot)
 
-    def _new_layer(self, num_slots: int, device: torch.device) -> _Layer:
-        return _Layer(
-            _slots_of_zeros(num_slots, self.spec.tail_shape, self.spec.dtype, device),
-            _slots_of_zeros(num_slots, self.spec.matrix_shape, _MATRIX_DTYPE, device),
-        )
+    def layer(self, index: int) -> LayerStates:
+        return self._layers[index]
 
-    def _check(self, action: str, slot: int) -> None:
-        """An index would take a slot from the other end for a negative number, EMPTY among them."""
-        if not 0 <= slot < self.num_slots:
-            what = "the empty state" if slot == EMPTY else f"slot {slot}"
-            raise ValueError(f"cannot {action} {what}: accepted are slots 0 to {self.num_slots - 1}")
+    def _new_layers(self, device: torch.device) -> list[LayerStates]:
+        spec = self.spec
+        tail = _slots_of_zeros(1, spec.tail_shape, spec.dtype, device)[0]
+        matrix = _slots_of_zeros(1, spec.matrix_shape, _MATRIX_DTYPE, device)[0]
+        return [
+            LayerStates(
+                _slots_of_zeros(self.num_slots, spec.tail_shape, spec.dtype, device),
+                _slots_of_zeros(self.num_slots, spec.matrix_shape, _MATRIX_DTYPE, device),
+                tail,
+                matrix,
+            )
+            for _ in range(spec.num_layers)
+        ]
 
 
 def _slots_of_zeros(

@@ -49,7 +49,7 @@ class SequenceBlocks:
 
     @property
     def num_blocks(self) -> int:
-        return sum(map(len, self._extents))
+        return sum([extent.end - extent.start for extent in self._extents])
 
     @property
     def capacity_tokens(self) -> int:

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 
 from penstock.cache import SequenceBlocks, StateStep, TokenRange
 from penstock.kernels.probe import ProbeResult
-from penstock.kernels.protocol import Kernels, padded_rows
-from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
-from penstock.layers.batch import ForwardBatch, StateRows
+from penstock.kernels.protocol import ROW_GRID, Kernels, padded_rows
+from penstock.kernels.spans import AttendedSpan, AttentionWork, StateRows, StateWork, WrittenPlaces
+from penstock.layers.batch import ForwardBatch
 from penstock.plan.request import Span
 
 # A decode's past of no more tokens than this is copied together where it lies in several places: that takes less time
@@ -23,17 +23,18 @@ class Canon:
 
     tile_size: int  # 0: no grid
     row_floor: int = 1  # fewer rows than this are padded up to it
-    row_slab: int = 0  # rows are padded up to a multiple of this; 0: of 1
+    row_slab: int = 0  # rows are padded up to a multiple of this; 0: of the grid
+    row_grid: int = ROW_GRID
 
     def padded_rows(self, num_rows: int) -> int:
-        return padded_rows(num_rows, self.row_floor, self.row_slab)
+        return padded_rows(num_rows, self.row_floor, self.row_slab, self.row_grid)
 
 
 def settle(kernels: Kernels, found: ProbeResult) -> Canon:
     """Set the kernels up as the probe found them to hold, and give the shapes to run them on."""
     kernels.row_floor, kernels.row_slab = found.row_floor or 1, found.row_slab
     kernels.expert_slab = found.expert_slab
-    return Canon(kernels.tile_size, kernels.row_floor, kernels.row_slab)
+    return Canon(kernels.tile_size, kernels.row_floor, kernels.row_slab, kernels.row_grid)
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,7 @@ class SpanInput:
     state: StateStep | None = None  # where the model has recurrent layers
 
 
-def build_batch(
-    inputs: Sequence[SpanInput], *, canon: Canon, device: torch.device, strict: bool = False
-) -> ForwardBatch:
+def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, strict: bool = False) -> ForwardBatch:
     """Lay the spans out as rows, one after the other, and pad them where a prompt is among them; or always, if
     `strict`: then the bits of a decode do not depend on what runs beside it either."""
     token_ids: list[int] = []
@@ -80,7 +79,10 @@ def build_batch(
         if item.wants_logits:
             row = len(logit_rows)
             logit_rows.append(len(token_ids) - 1)
-            last_spans.append(replace(span, start=row, end=row + 1, position=item.span.end - 1))
+            is_alike = span.start == row and len(item.span) == 1  # a decode among decodes
+            last_spans.append(
+                span if is_alike else replace(span, start=row, end=row + 1, position=item.span.end - 1)
+            )
 
     num_tokens, num_logits = len(token_ids), len(logit_rows)
     is_canonical = strict or any(item.is_prompt for item in inputs)
@@ -90,18 +92,19 @@ def build_batch(
         positions += [0] * padding
         if num_logits:
             logit_rows += [0] * (canon.padded_rows(num_logits) - num_logits)
+    work = AttentionWork(tuple(spans))
     return ForwardBatch(
-        token_ids=torch.tensor(token_ids, device=device),
-        positions=torch.tensor(positions, device=device),
+        token_ids=np.array(token_ids, dtype=np.int64),
+        positions=np.array(positions, dtype=np.int64),
         end_position=max(positions) + 1,
         num_tokens=num_tokens,
         places=WrittenPlaces(places),
-        all_layers=AttentionWork(tuple(spans)),
-        last_layer=AttentionWork(tuple(last_spans)),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.long, device=device),
+        all_layers=work,
+        last_layer=work if last_spans == spans else AttentionWork(tuple(last_spans)),
+        logit_rows=np.array(logit_rows, dtype=np.int64),
         num_logits=num_logits,
         is_canonical=is_canonical,
-        states=tuple(states),
+        states=StateWork(tuple(states)),
     )
 
 

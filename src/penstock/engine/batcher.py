@@ -8,14 +8,20 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from torch import Tensor
+
 from penstock.cache import BLOCK_TOKENS
+from penstock.engine.ahead import Ahead, next_decode
 from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.device import release_memory, wait_for
 from penstock.engine.events import Event, Failed
 from penstock.engine.explain import ChunkRecord
-from penstock.engine.job import Choice, Job
+from penstock.engine.job import Job
 from penstock.engine.ledger import PoolLedger
+from penstock.engine.results import FinishReason
 from penstock.engine.reuse import Prefix, Reuse
-from penstock.engine.run import FinishReason, is_out_of_memory
+from penstock.engine.run import is_out_of_memory
+from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.space import CacheSpace
 from penstock.engine.status import (
     CacheStatus,
@@ -90,7 +96,10 @@ class Batcher:
         observers: Sequence[Observer] = (),
         sizer: ChunkSizer | None = None,
         reuse: Reuse | None = None,
+        looks_ahead: bool | None = None,
     ) -> None:
+        """Where it looks ahead, decodes are launched before the step before them is settled: by default on devices
+        that run behind the host. A model with recurrent state has no slot to write to by then."""
         self.model = model
         self.space = space
         self.reuse = reuse
@@ -111,6 +120,9 @@ class Batcher:
         self._in_flight: frozenset[RequestId] = frozenset()
         # Requests of a step that failed: each runs alone, so that only the one at fault ends.
         self._suspects: deque[RequestId] = deque()
+        wanted = model.kernels.can_capture if looks_ahead is None else looks_ahead
+        self._looks_ahead = wanted and space.slots is None
+        self._ahead: Ahead | None = None
         self._began_s = time.perf_counter()
 
     @property
@@ -174,19 +186,51 @@ class Batcher:
     def run(self, step: Step) -> StepOutcome:
         """The forward pass, and a token for each request that samples."""
         try:
-            batch = build_batch(step.inputs, canon=self._canon, device=self.model.device, strict=self._strict)
-            logits = self.model.forward(batch, self.space.tensors)
+            logits = self._run_ahead(step)
+            if logits is None:
+                logits = self._forward(step.inputs)
+            if logits is None:
+                wait_for(self.model.device)  # else a step that reads would seem to take no time
+                return StepOutcome()
+            jobs = [self._jobs[planned.request_id] for planned in step.plan.spans if planned.samples]
+            choices = sample_rows(logits, jobs)
         except Exception as error:
+            if is_out_of_memory(error):
+                release_memory(self.model.device, error)
             return StepOutcome(error=error)
-        choices: dict[RequestId, Choice | Exception] = {}
-        sampling = [planned.request_id for planned in step.plan.spans if planned.samples]
-        for row, request_id in enumerate(sampling):
-            assert logits is not None
-            try:
-                choices[request_id] = self._jobs[request_id].choose(logits[row])
-            except Exception as error:
-                choices[request_id] = error
-        return StepOutcome(choices)
+        if self._looks_ahead:
+            self._ahead = self._launch_next(step, jobs, choices)
+        return StepOutcome({job.id: choice for job, choice in zip(jobs, choices, strict=True)})
+
+    def _forward(self, inputs: Sequence[SpanInput]) -> Tensor | None:
+        batch = build_batch(inputs, canon=self._canon, strict=self._strict)
+        return self.model.forward(batch, self.space.tensors)
+
+    def _run_ahead(self, step: Step) -> Tensor | None:
+        """The logits of a step that was launched before it was planned."""
+        ahead, self._ahead = self._ahead, None
+        return ahead.logits if ahead is not None and ahead.is_of(step.inputs) else None
+
+    def _launch_next(
+        self, step: Step, jobs: Sequence[Job], choices: Sequence[Choice | Exception]
+    ) -> Ahead | None:
+        """Launch the step that follows one of decodes, if it is plain that they go on and nobody else waits."""
+        scheduler = self._scheduler
+        if scheduler.num_waiting or not len(jobs) == len(step.inputs) == scheduler.num_running:
+            return None
+        inputs: list[SpanInput] = []
+        for item, job, choice in zip(step.inputs, jobs, choices, strict=True):
+            if item.is_prompt or isinstance(choice, Exception) or not job.goes_on(choice.token):
+                return None
+            if (following := next_decode(item, choice.token)) is None:
+                return None
+            inputs.append(following)
+        try:
+            logits = self._forward(inputs)
+        except Exception:  # if it is more than a moment's, the step itself meets it
+            return None
+        assert logits is not None
+        return Ahead(tuple(inputs), tuple(item.blocks.locate(0, item.span.end) for item in inputs), logits)
 
     def settle(self, step: Step, outcome: StepOutcome) -> None:
         """Commit the step, or undo it if it failed."""

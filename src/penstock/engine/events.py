@@ -4,8 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.results import Usage
-from penstock.engine.run import FinishReason
+from penstock.engine.results import FinishReason, Usage
 from penstock.engine.sampler import SamplingParams
 from penstock.errors import PenstockError
 from penstock.plan.progress import Progress

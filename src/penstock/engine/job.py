@@ -1,7 +1,5 @@
 """One request of a service on its way: its tokens, its cache, how its next token is chosen, who is told."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from penstock.cache import SequenceCache
@@ -13,14 +11,13 @@ from penstock.engine.events import (
     Listener,
     PromptProgress,
     TokenGenerated,
-    TokenLogprobs,
 )
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.logprobs import token_logprobs
-from penstock.engine.results import Usage
+from penstock.engine.results import FinishReason, Usage
 from penstock.engine.reuse import Prefix
-from penstock.engine.run import FinishReason
 from penstock.engine.sampler import Sampler
+from penstock.engine.sampling import Choice
 from penstock.engine.status import Outcome, RequestStatus, RequestSummary
 from penstock.engine.stop import StopMatcher
 from penstock.models.detokenize import StreamDecoder
@@ -28,14 +25,6 @@ from penstock.models.tokenizer import Tokenizer
 from penstock.plan.batch_scheduler import RequestView
 from penstock.plan.progress import PrefillClock
 from penstock.plan.step import RequestId
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A token that was sampled and is not yet the request's: that comes with the step's commit."""
-
-    token: int
-    logprobs: TokenLogprobs | None
 
 
 class Job:
@@ -63,7 +52,7 @@ class Job:
         self.wants_cancel = False
         self.chunks: list[ChunkRecord] = []  # of its prompt, as they were run; some twice, if it gave them up
         self._eos_ids = frozenset() if request.ignore_eos else eos_ids
-        self._sampler = Sampler(request.sampling)
+        self.sampler = Sampler(request.sampling)
         self._constraint = constraint
         self._decoder = StreamDecoder(tokenizer)
         self._stops = StopMatcher(request.stop)
@@ -102,10 +91,20 @@ class Job:
         """It gave cache space up: how long it waits now says nothing of how fast it reads."""
         self._chunk_began_s = None
 
+    @property
+    def needs_logits(self) -> bool:
+        """Whether its token takes more than its sampler: a constraint, or log-probabilities that are to be told."""
+        return self._constraint is not None or self.request.num_logprobs is not None
+
+    def goes_on(self, token: int) -> bool:
+        """Whether a token that was chosen is plainly not the last."""
+        is_last = self.num_generated + 1 >= self.request.max_tokens or token in self._eos_ids
+        return not (is_last or self.wants_cancel or self._constraint is not None)
+
     def choose(self, logits: Tensor) -> Choice:
         """The next token, from logits [vocab]."""
         allowed = logits if self._constraint is None else self._constraint.mask(logits)
-        token = self._sampler.sample(allowed, self.tokens, self.num_prompt)
+        token = self.sampler.sample(allowed, self.tokens, self.num_prompt)
         wanted = self.request.num_logprobs
         return Choice(token, None if wanted is None else token_logprobs(logits, token, wanted))
 

@@ -17,6 +17,7 @@ from penstock.cache.store import BlockStore
 from penstock.engine.batch import settle
 from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
+from penstock.engine.device import find_devices, release_memory, resolve_dtype, use_device
 from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.memory import trim_heap
 from penstock.engine.profile import load_profile
@@ -54,17 +55,19 @@ from penstock.plan import (
     resolve_weights,
 )
 from penstock.plan.checks import check_int
+from penstock.plan.device_settings import DeviceSetting, resolve_device, settle_device
 from penstock.plan.store_settings import resolve_store
 from penstock.plan.thread_settings import ThreadsSetting, resolve_threads
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
+# A cache that is kept for the next request has room for a multiple of so many tokens.
+_RECORDED_GRID = 4096
 # What torch computes with as long as nobody tells it otherwise.
 _OWN_THREADS = torch.get_num_threads()
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
 Dtype = Literal["auto", "bfloat16", "float32"]
-_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class LLM:
@@ -85,6 +88,10 @@ class LLM:
     quantise them, "bf16" and "f32" do not; without it `PENSTOCK_WEIGHTS` applies, else "auto". `weights` says
     afterwards what was taken, and why.
 
+    `device` is where the model runs: "cpu", "cuda" (or "cuda:1", and so on), "mps", or "auto", which is the first GPU
+    of NVIDIA's that torch sees, else the processor; without it `PENSTOCK_DEVICE` applies, else "auto". One that is
+    absent is an error. `device` says afterwards which it is, and why.
+
     `threads` is how many threads compute; without it `PENSTOCK_THREADS` applies, else what `OMP_NUM_THREADS` or torch
     was told, else the number of physical cores that the process may use.
 
@@ -103,6 +110,7 @@ class LLM:
         *,
         dtype: Dtype = "auto",
         weights: WeightsName | None = None,
+        device: str | None = None,
         chunk: int | str | None = None,
         max_activation: int | str | None = None,
         target_itl_ms: float | str | None = None,
@@ -132,10 +140,11 @@ class LLM:
                 f"overlap={overlap} contradicts {'cache_dir' if stored else 'reuse_tokens'}: leave one of them out"
             )
         asked = resolve_weights(weights, dtype=dtype)
-        torch_dtype = resolve_dtype(asked.dtype if dtype == "auto" else dtype)
+        self.device: DeviceSetting = settle_device(resolve_device(device), find_devices())
+        torch_device = torch.device(self.device.name)
+        torch_dtype = resolve_dtype(asked.dtype if dtype == "auto" else dtype, torch_device)
         self.threads: ThreadsSetting = resolve_threads(threads)
         _set_threads(self.threads)
-        device = torch.device("cpu")
         self.path = resolve_model(str(model))
         opened = open_model(self.path)
         try:
@@ -146,9 +155,10 @@ class LLM:
             self.skipped = opened.skipped.describe()
             with _memory_for(opened.source.describe()):
                 self.model, self.probe, self.weights = in_own_thread(
-                    lambda: _load(opened.source, torch_dtype, device, asked)
+                    lambda: _load(opened.source, torch_dtype, torch_device, asked)
                 )
             trim_heap()  # what loading and probing had for a while
+            release_memory(torch_device)
         finally:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
@@ -177,6 +187,7 @@ class LLM:
             )
             weakref.finalize(self, self.store.close)  # at the latest when the interpreter ends
         self._kept = self._keep(reuse_tokens) if reuse_tokens else None
+        self._recorded: CacheSpace | None = None  # a cache over which passes were recorded
         self.load_s = time.perf_counter() - started
 
     @property
@@ -258,8 +269,9 @@ class LLM:
             max_tokens = min(DEFAULT_MAX_TOKENS, room)
         config = self.model.config
         check_request(token_ids, max_tokens, config.max_position, config.vocab_size)
+        use_device(self.model.device)
         kept = self._space_for(len(token_ids) + max_tokens)
-        rules = self.size_rules(free_memory_bytes())
+        rules = self.size_rules(free_memory_bytes(self.model.device))
         self.activations.check(rules, max(len(token_ids), 1))
         run = Run(
             self.model,
@@ -270,7 +282,7 @@ class LLM:
             sampling=sampling,
             eos_ids=self.eos_ids,
             sizer=ChunkSizer(rules, self.times, self.activations.step_bytes),
-            space=kept[0] if kept else None,
+            space=kept[0] if kept else self._recorded_space(len(token_ids) + max_tokens),
             reuse=kept[1] if kept else None,
         )
         return TextStream(self, run, stops, on_progress, time.perf_counter() - started)
@@ -319,6 +331,17 @@ class LLM:
             return self._kept
         return None if self.store is None else self._keep(num_tokens)
 
+    def _recorded_space(self, num_tokens: int) -> CacheSpace | None:
+        """A cache for one request after the other, where passes are recorded over a cache; else None. A request that
+        begins before another has ended may find no room, and gets a cache that the next ones take."""
+        if not self.model.kernels.can_capture:
+            return None
+        num_slots, kept = self._config.num_state_slots, self._recorded
+        if kept is None or not kept.has_room(num_tokens, num_slots):
+            rounded = min(-(-num_tokens // _RECORDED_GRID) * _RECORDED_GRID, self.context_length)
+            kept = self._recorded = CacheSpace.for_tokens(self.model, rounded, num_slots=num_slots)
+        return kept
+
     def _keep(self, num_tokens: int) -> tuple[CacheSpace, Reuse]:
         # A step reads a state and writes another, and some more that are kept.
         num_slots = self._config.num_state_slots + 2 * MAX_SNAPSHOTS
@@ -351,8 +374,9 @@ def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:
 def _load(
     source: WeightSource, dtype: torch.dtype, device: torch.device, weights: WeightsSetting
 ) -> tuple[Decoder, ProbeResult, WeightsSetting]:
+    use_device(device)
     kernels = select_kernels(device)
-    weights = settled_weights(source, kernels, dtype, weights)
+    weights = settled_weights(source, kernels, dtype, device, weights)
     model = load_decoder(source, kernels, dtype, device, weights.name)
     return model, probe(kernels, model.probe_shapes, dtype, device), weights
 
@@ -367,22 +391,6 @@ def _memory_for(what: str) -> Iterator[None]:
                 f"there is not enough memory to load {what}: free some, or use a smaller or quantised model"
             ) from error
         raise
-
-
-def resolve_dtype(name: str) -> torch.dtype:
-    """The dtype of a name; `auto` is bfloat16 on CPUs that compute it natively, else float32."""
-    if name == "auto":
-        return torch.bfloat16 if _has_native_bfloat16() else torch.float32
-    if name not in _DTYPES:
-        raise SettingError(f"dtype={name!r} is not accepted: give one of auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _has_native_bfloat16() -> bool:
-    if hasattr(torch.cpu, "get_capabilities"):
-        capabilities = torch.cpu.get_capabilities()
-        return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _set_threads(setting: ThreadsSetting) -> None:

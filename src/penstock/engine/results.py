@@ -1,10 +1,11 @@
 """What a generation gives back."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from penstock.engine.explain import ChunkRecord
-from penstock.engine.run import FinishReason
+
+FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PrefillReport:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes. The peak is of the whole process, while this request ran."""
+    """Bytes. The peak is of the whole process, while this request ran: what was resident, or allocated on a GPU."""
 
     weights_bytes: int
     kv_cache_bytes: int

@@ -1,24 +1,26 @@
 """One request on its way through the model: a step at a time, each a transaction."""
 
-import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from penstock.engine.ahead import Ahead, next_decode
 from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.device import release_memory
 from penstock.engine.explain import ChunkRecord
+from penstock.engine.pace import pace_of
+from penstock.engine.results import FinishReason
 from penstock.engine.reuse import Prefix, Reuse
 from penstock.engine.sampler import Sampler, SamplingParams
+from penstock.engine.sampling import sample_one
 from penstock.engine.space import CacheSpace
 from penstock.errors import ContextLengthError, MemoryExhaustedError, PromptError, SettingError
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ChunkSizer, Prefill, PrefillScheduler, Span
 from penstock.plan.step_shape import StepShape
-
-FinishReason = Literal["stop", "length", "cancelled"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,11 @@ class Run:
         self._sizer = sizer
         self._sampler = Sampler(sampling or SamplingParams())
         self._eos_ids = eos_ids
+        # Where the device runs behind the host; a state would need a slot that is not set aside yet.
+        self._looks_ahead = model.kernels.can_capture and self.space.slots is None
+        self._ahead: Ahead | None = None
+        self._pace = pace_of(model.device)
+        self._untimed: deque[tuple[Span, Prefill | None]] = deque()  # steps whose time is not known yet
 
     @property
     def generated(self) -> list[int]:
@@ -91,16 +98,19 @@ class Run:
         """Schedule, build, run, sample, commit. Where memory runs out, the chunk is halved and tried again."""
         while True:
             item, action = self._schedule()
-            started = time.perf_counter()
             try:
                 state = self.cache.reserve(item.span.start, self._states_to_keep(item, action))
-                batch = build_batch([replace(item, state=state)], canon=self._canon, device=self.model.device)
-                logits = self.model.forward(batch, self.space.tensors)
-                token = None if logits is None else self._sampler.sample(logits[0], self.tokens)
+                logits = self._logits_of(replace(item, state=state))
+                token = None if logits is None else sample_one(logits, self._sampler, self.tokens)
             except BaseException as error:
+                self._pace.abandon()
                 self._abort(item.span, action, error)
             else:
-                self._commit(item.span, action, logits, token, time.perf_counter() - started)
+                self._untimed.append((item.span, action))
+                times = self._pace.end(is_done=token is not None)
+                if token is not None and self._looks_ahead:
+                    self._ahead = self._launch_next(item, token)
+                self._commit(item.span, action, logits, token, times)
                 return StepResult(item.span, item.is_prompt, token)
 
     def cancel(self) -> None:
@@ -114,6 +124,26 @@ class Run:
             if self._reuse is not None and self._prefix is not None:
                 self._reuse.end(self._prefix, self.cache)
             self.cache.free()
+
+    def _logits_of(self, item: SpanInput) -> Tensor | None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.is_of([item]):
+            return ahead.logits
+        self._pace.begin()
+        return self.model.forward(build_batch([item], canon=self._canon), self.space.tensors)
+
+    def _launch_next(self, item: SpanInput, token: int) -> Ahead | None:
+        """Launch the decode of a token, unless it is the last one."""
+        following = next_decode(item, token)
+        is_last = len(self.generated) + 1 >= self.max_tokens or token in self._eos_ids
+        if following is None or is_last:
+            return None
+        try:
+            logits = self._logits_of(following)
+        except Exception:  # if it is more than a moment's, the step itself meets it
+            return None
+        assert logits is not None
+        return Ahead((following,), (following.blocks.locate(0, following.span.end),), logits)
 
     def _schedule(self) -> tuple[SpanInput, Prefill | None]:
         if self.finish_reason is not None:
@@ -144,6 +174,8 @@ class Run:
         """Leave the request as it was before the step, and raise the error: unless memory ran out and the chunk can
         be made smaller."""
         self.cache.abort()
+        if is_out_of_memory(error):
+            release_memory(self.model.device, error)
         if action is not None and is_out_of_memory(error) and len(span) > 1:
             self.prefill.shrink(action.chunk)
             self.num_shrinks += 1
@@ -157,16 +189,20 @@ class Run:
         raise error
 
     def _commit(
-        self, span: Span, action: Prefill | None, logits: Tensor | None, token: int | None, seconds: float
+        self,
+        span: Span,
+        action: Prefill | None,
+        logits: Tensor | None,
+        token: int | None,
+        times: Sequence[float],
     ) -> None:
         self.cache.commit(span.end)
         if self._reuse is not None and self._prefix is not None:
             self._reuse.note(self._prefix, self.cache, self.tokens, span.start, is_chunk=action is not None)
         if action is not None:
-            self.prefill.complete(action.chunk, seconds)
-            self._explain(action, seconds)
-        elif self._sizer is not None:
-            self._sizer.record(StepShape(0, num_decodes=1, decode_pasts=span.end, num_logits=1), seconds)
+            self.prefill.complete(action.chunk)
+        for seconds in times:
+            self._time(*self._untimed.popleft(), seconds)
         if logits is None or token is None:
             return
         self.logits = logits[0]
@@ -175,6 +211,14 @@ class Run:
             self.finish("stop")
         elif len(self.tokens) - self.prompt_length >= self.max_tokens:
             self.finish("length")
+
+    def _time(self, span: Span, action: Prefill | None, seconds: float) -> None:
+        """A step that is done took so long."""
+        if action is not None:
+            self.prefill.timed(action.chunk, seconds)
+            self._explain(action, seconds)
+        elif self._sizer is not None:
+            self._sizer.record(StepShape(0, num_decodes=1, decode_pasts=span.end, num_logits=1), seconds)
 
     def _explain(self, action: Prefill, seconds: float) -> None:
         chunk, decision = action.chunk, action.decision

@@ -94,7 +94,7 @@ class Sampler:
     """Draws tokens for one sequence, which only grows, with a random state of its own."""
 
     def __init__(self, params: SamplingParams) -> None:
-        self._params = params
+        self.params = params
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -104,17 +104,28 @@ class Sampler:
         self._bias_tokens = torch.tensor(list(params.logit_bias), dtype=torch.long)
         self._bias_values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
 
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether logits are changed before a choice, by a bias or by the tokens so far."""
+        params = self.params
+        penalties = (params.repetition_penalty - 1.0, params.presence_penalty, params.frequency_penalty)
+        return bool(params.logit_bias) or any(penalties)
+
+    def random_number(self) -> float:
+        """The next one, from 0 up to 1: what a draw is decided by."""
+        return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
     def sample(self, logits: Tensor, previous: Sequence[int], num_prompt: int = 0) -> int:
         """A token from logits [vocab], float32, given all tokens of the sequence so far, of which the first
         `num_prompt` are the prompt. A token at -inf is never drawn; a row with none to draw is an error."""
-        params = self._params
+        params = self.params
         logits = self._adjusted(logits.cpu(), previous, num_prompt)
         if params.temperature == 0:
             token = int(logits.argmax())  # of a row with not-a-number in it, one that is
-            _require_finite(float(logits[token]))
+            require_finite(float(logits[token]))
             return token
         largest = logits.max()
-        _require_finite(float(largest))
+        require_finite(float(largest))
         # Scaled from the largest, so that a tiny temperature cannot overflow.
         logits = (logits - largest) / params.temperature
         if 0 < params.top_k < logits.shape[0]:
@@ -131,14 +142,14 @@ class Sampler:
     def _draw(self, probabilities: Tensor) -> int:
         """An index, as likely as its probability, of which the sum may be any."""
         sums = probabilities.cumsum(dim=-1, dtype=torch.float64)
-        point = torch.rand((), generator=self._generator, dtype=torch.float64) * sums[-1]
+        point = self.random_number() * sums[-1]
         # The first whose sum is above the point: never one of probability 0.
         index = int(torch.searchsorted(sums, point, right=True))
         return min(index, int(torch.searchsorted(sums, sums[-1])))
 
     def _adjusted(self, logits: Tensor, previous: Sequence[int], num_prompt: int) -> Tensor:
         """Logits with bias and penalties: themselves where there are none, else a new tensor."""
-        params = self._params
+        params = self.params
         if params.logit_bias:
             params.check_vocab(logits.shape[0])
             logits = logits.index_add(0, self._bias_tokens, self._bias_values)
@@ -154,7 +165,8 @@ class Sampler:
         return logits
 
 
-def _require_finite(largest: float) -> None:
+def require_finite(largest: float) -> None:
+    """An error unless a row whose largest logit this is has a token to choose."""
     if not math.isfinite(largest):
         raise ModelError(
             f"the largest of a row of logits is {largest}, so there is no token to choose: either the model's "

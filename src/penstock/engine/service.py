@@ -16,10 +16,12 @@ from penstock.engine.batcher import Batcher, Notice
 from penstock.engine.capacity import cache_tokens_that_fit, free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
 from penstock.engine.constraint import ConstraintFactory
+from penstock.engine.device import release_memory, use_device
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, Listener
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
+from penstock.engine.measured_step import measured_step_bytes
 from penstock.engine.reuse import MAX_SNAPSHOTS, Prefix, Reuse
 from penstock.engine.run import check_request
 from penstock.engine.space import CacheSpace
@@ -61,6 +63,7 @@ class Service:
         self, llm: LLM, config: ServiceConfig | None = None, *, observers: Sequence[Observer] = ()
     ) -> None:
         self.llm = llm
+        use_device(llm.model.device)
         config = config or ServiceConfig()
         self.schedule = _resolve_schedule(config.schedule, llm)
         max_snapshots = check_int("max_snapshots", config.max_snapshots, 0) if config.reuse else 0
@@ -68,7 +71,7 @@ class Service:
         num_slots = 2 * self.schedule.max_running + max_snapshots
         cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots)
         self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens)
-        free_bytes = free_memory_bytes()
+        free_bytes = free_memory_bytes(llm.model.device)
         space = CacheSpace.for_tokens(llm.model, cache_tokens, num_slots=num_slots)
         if (
             free_bytes is not None
@@ -243,6 +246,7 @@ class Service:
         # Each thread has a number of its own, which the first one was told.
         torch.set_num_threads(self._num_threads)
         try:
+            use_device(self.llm.model.device)
             while self._step():
                 self._deliver()
         except BaseException as error:
@@ -313,4 +317,17 @@ def _resolve_cache_tokens(
     if cache_tokens is not None:
         return check_int("cache_tokens", cache_tokens, 1)
     most = schedule.max_running * llm.context_length
-    return cache_tokens_that_fit(llm.model.cache_spec, num_slots, most)
+    model = llm.model
+    return cache_tokens_that_fit(model.cache_spec, num_slots, most, model.device, _step_bytes(llm, schedule))
+
+
+def _step_bytes(llm: LLM, schedule: ScheduleConfig) -> int:
+    """What the largest step needs on a GPU: measured, and a layer's past of the longest sequence in one piece."""
+    model, longest = llm.model, llm.context_length
+    if model.device.type != "cuda":
+        return 0
+    num_tokens = min(schedule.chunk_size or longest, schedule.step_tokens or longest)
+    measured = measured_step_bytes(model, llm.canon, num_tokens, schedule.max_running)
+    release_memory(model.device)
+    kv = model.cache_spec.kv
+    return measured + longest * kv.bytes_per_token // kv.num_layers

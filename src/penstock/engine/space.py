@@ -27,5 +27,10 @@ class CacheSpace:
             SlotPool(num_slots) if spec.recurrent else None,
         )
 
+    def has_room(self, num_tokens: int, num_slots: int) -> bool:
+        """Whether a sequence of so many tokens, and so many of its states, can be taken in."""
+        has_slots = self.slots is None or self.slots.num_free >= num_slots
+        return has_slots and self.blocks.num_available * BLOCK_TOKENS >= num_tokens
+
     def new_sequence(self) -> SequenceCache:
         return SequenceCache(self.blocks, self.slots)

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from penstock.engine.explain import auto_reason, usual_size
-from penstock.engine.memory import peak_resident_bytes, reset_peak
+from penstock.engine.memory import peak_memory_bytes, reset_peak_memory
 from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
 from penstock.engine.run import Run
 from penstock.engine.stop import StopMatcher
@@ -126,7 +126,7 @@ class TextStream:
         run, stops = self._run, self._stops
         decoder = StreamDecoder(self._llm.tokenizer)
         started = time.perf_counter()
-        reset_peak()
+        reset_peak_memory(run.model.device)
         try:
             while run.finish_reason is None:
                 if self._wants_cancel:
@@ -148,7 +148,7 @@ class TextStream:
                 self._text.append(rest)
                 yield rest
         finally:
-            self._peak_bytes = peak_resident_bytes()
+            self._peak_bytes = peak_memory_bytes(run.model.device)
             run.cancel()
 
     def _step(self) -> int | None:

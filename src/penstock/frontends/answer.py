@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from penstock.frontends.exits import OutputError
-from penstock.frontends.lines import cached_line, closing_line
+from penstock.frontends.lines import cached_line, closing_line, device_line
 from penstock.frontends.present import Display
 from penstock.frontends.signals import on_interrupt
 from penstock.models.reading import shortened
@@ -39,6 +39,8 @@ def load(model: str, display: Display, **settings: Any) -> "LLM":
         llm = LLM(path, **settings)
     if llm.skipped:
         display.note(llm.skipped)
+    if llm.model.device.type != "cpu":
+        display.note(device_line(llm))
     return llm
 
 

@@ -13,7 +13,7 @@ PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_optio
 
 
 def bench(context: typer.Context) -> None:
-    """Measure: prefill, decode, start, hybrid, serve, sweep, targets, cache, peers. Options: `bench serve --help`."""
+    """Measure: prefill, decode, start, hybrid, serve, sweep, targets, cache, peers, gpu. See `bench serve --help`."""
     with reported():
         raise SystemExit(run_program([sys.executable, "-m", "penstock.bench", *context.args]))
 

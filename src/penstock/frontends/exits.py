@@ -26,7 +26,7 @@ _SETTING = re.compile(
     r"\b(chunk_size|max_tokens|top_k|top_p|min_p|repetition_penalty|step_tokens|cache_(?:tokens|dir|size)|served_name"
     r"|target_itl_ms|target_ttft_ms"
     r"|max_(?:activation|running|waiting|chunk_steps|decode_steps|body_bytes|prompt_tokens))\b(=?)"
-    r"|\b(overlap|temperature|stop|seed|dtype|weights|threads|policy|host|port|grace)(=)|^(system)\b()"
+    r"|\b(overlap|temperature|stop|seed|dtype|weights|device|threads|policy|host|port|grace)(=)|^(system)\b()"
 )
 
 

@@ -101,7 +101,7 @@ def generate(
     ] = "smollm2",
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        _model(help="What to compute in; auto is bfloat16 where the processor does it natively."),
+        _model(help="What to compute in; auto is bfloat16 where the device does it natively."),
     ] = "auto",
     weights: Annotated[
         str | None,
@@ -109,6 +109,14 @@ def generate(
             metavar="FORM",
             help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
             "Without it $PENSTOCK_WEIGHTS applies, else auto.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        _model(
+            metavar="NAME",
+            help="Where it runs: cpu, cuda, cuda:1 and so on, mps, or auto, the first GPU of NVIDIA's, else the "
+            "processor. Without it $PENSTOCK_DEVICE applies, else auto.",
         ),
     ] = None,
     threads: Annotated[
@@ -160,6 +168,7 @@ def generate(
         from penstock.errors import SettingError
         from penstock.frontends.prompt import check_text, read_prompt
         from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_size, resolve_weights
+        from penstock.plan.device_settings import resolve_device, settle_device
         from penstock.plan.store_settings import resolve_store
         from penstock.plan.thread_settings import resolve_threads
 
@@ -172,6 +181,7 @@ def generate(
         ChunkedPrefillConfig(resolve_size(**sizing).chunk.effective, overlap)
         resolve_align(align)
         resolve_weights(weights, dtype=dtype)
+        wanted_device = resolve_device(device)
         resolve_threads(threads)
         if resolve_store(cache_dir, cache_size) is not None and overlap:
             raise SettingError(
@@ -191,14 +201,17 @@ def generate(
 
         display = make_display(quiet)
         with display.busy("starting"):
+            from penstock.engine.device import find_devices
             from penstock.engine.sampler import SamplingParams
             from penstock.engine.stop import StopMatcher
 
+            settle_device(wanted_device, find_devices())
             sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
             StopMatcher(stop or ())
         settings = {
             "dtype": dtype,
             "weights": weights,
+            "device": device,
             "overlap": overlap,
             "align": align,
             "threads": threads,

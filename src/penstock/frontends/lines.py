@@ -6,6 +6,7 @@ from penstock.plan import format_bytes
 from penstock.plan.progress import Progress
 
 if TYPE_CHECKING:  # torch comes with it, and a message on the screen should not wait for that
+    from penstock.engine.llm import LLM
     from penstock.engine.results import Generation
 
 
@@ -43,6 +44,14 @@ def progress_facts(progress: Progress, since_s: float = 0.0) -> str:
 def cached_line(progress: Progress) -> str:
     """How much of a prompt need not be read."""
     return f"{progress.num_cached:,} of {progress.num_tokens:,} tokens were in the cache: reading goes on from there"
+
+
+def device_line(llm: "LLM") -> str:
+    """Where a model runs, what it computes in, and how its weights lie there, where that was chosen."""
+    reason = llm.device.reason.replace("set by argument", "set by --device")
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    weights = f"; weights {llm.weights.reason}" if llm.weights.reason else ""
+    return f"device {llm.device.name} ({reason}), {llm.model.kernels.name} kernels, {dtype}{weights}"
 
 
 def is_complete(progress: Progress) -> bool:

@@ -10,9 +10,9 @@ import typer
 from penstock.errors import MemoryExhaustedError, SettingError
 from penstock.frontends.exits import reported
 from penstock.frontends.plan_rows import make_plan
-from penstock.frontends.plan_source import expected_kernels, num_threads, read_model, resolved_dtype
+from penstock.frontends.plan_source import expected_workspace, read_model, resolved_dtype
 from penstock.frontends.plan_table import show, to_json
-from penstock.plan.step_shape import Workspace
+from penstock.plan.device_settings import resolve_device
 from penstock.plan.units import parse_bytes
 from penstock.plan.weight_settings import resolve_weights
 
@@ -51,6 +51,14 @@ def plan(
         Literal["auto", "bfloat16", "float32"],
         _what(help="auto is bfloat16 where this machine computes it natively."),
     ] = "auto",
+    device: Annotated[
+        str | None,
+        _what(
+            metavar="NAME",
+            help="Where it would run, of what this machine has: auto, cpu, cuda, cuda:1 and so on, or mps. Without "
+            "it $PENSTOCK_DEVICE applies, else auto.",
+        ),
+    ] = None,
     weights: Annotated[
         str | None,
         _what(
@@ -73,9 +81,13 @@ def plan(
 
             require_plotting(plot)
         asked = resolve_weights(weights, dtype=dtype)
-        computed = resolved_dtype(asked.dtype if dtype == "auto" else dtype)
+        resolve_device(device)
+        from penstock.engine.device import chosen_device
+
+        place = chosen_device(device)
+        computed = resolved_dtype(asked.dtype if dtype == "auto" else dtype, place)
         known = read_model(model)
-        kept = known.settled(asked, computed)
+        kept = known.settled(asked, computed, place)
         made = make_plan(
             known.config,
             prompt_tokens,
@@ -83,10 +95,10 @@ def plan(
             budget_bytes=budget,
             num_decodes=decodes,
             dtype=computed,
-            bits=known.bits(kept.name, computed),
+            bits=known.bits(kept.name, computed, place),
             model=model,
             weights_reason=kept.reason,
-            workspace=Workspace(expected_kernels(), num_threads=num_threads()),
+            workspace=expected_workspace(place),
         )
         if plot is not None:
             from penstock.frontends.plan_plot import draw

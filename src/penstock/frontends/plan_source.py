@@ -12,15 +12,19 @@ from typing import TYPE_CHECKING
 from penstock.errors import ModelError
 from penstock.plan.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.plan.memory import WeightBits, weight_bytes
-from penstock.plan.step_shape import KernelKind
+from penstock.plan.step_shape import KernelKind, Workspace
 from penstock.plan.thread_settings import resolve_threads
-from penstock.plan.weight_settings import WeightsSetting, settle_weights
+from penstock.plan.weight_settings import WeightsSetting, settle_weights, settle_without_blocks
 
-if TYPE_CHECKING:  # torch comes with it
+if TYPE_CHECKING:
+    import torch
+
     from penstock.models.config import ModelConfig
 
 
 _PLAIN_BITS = 16  # of a value of bfloat16
+# What probes find on GPUs: products of fewer rows are padded up to it.
+_ROW_FLOOR_ON_GPU = 512
 
 
 @dataclass(frozen=True)
@@ -30,11 +34,15 @@ class PlannedModel:
     config: "ModelConfig"
     stored: WeightBits | None = None
 
-    def settled(self, setting: WeightsSetting, dtype: str) -> WeightsSetting:
+    def settled(self, setting: WeightsSetting, dtype: str, device: "torch.device") -> WeightsSetting:
         """What `auto` would come to on this machine, and why."""
         from penstock.models.shape import model_shape
 
-        if self.stored is None or self.stored.matrices >= _PLAIN_BITS or self.bits("auto", dtype) is None:
+        if self.stored is None or self.stored.matrices >= _PLAIN_BITS:
+            return setting
+        if device.type != "cpu":
+            return settle_without_blocks(setting, dtype)
+        if self.bits("auto", dtype, device) is None:
             return setting
         return settle_weights(
             setting,
@@ -43,10 +51,10 @@ class PlannedModel:
             memory_bytes=memory_bytes(),
         )
 
-    def bits(self, weights: str, dtype: str) -> WeightBits | None:
+    def bits(self, weights: str, dtype: str, device: "torch.device") -> WeightBits | None:
         """What weights take that are kept in this way; None where they are of the dtype."""
         if weights == "auto":
-            return self.stored if dtype == "bfloat16" and expected_kernels() == "native" else None
+            return self.stored if dtype == "bfloat16" and _expected_kernels(device) == "native" else None
         from penstock.kernels.quantised import Q4_1, Q8_0
 
         form = {"int8": Q8_0, "int4": Q4_1}.get(weights)
@@ -100,28 +108,38 @@ def _from_hugging_face(name: str) -> Path | None:
         ) from error
 
 
-def resolved_dtype(name: str) -> str:
+def resolved_dtype(name: str, device: "torch.device") -> str:
     if name != "auto":
         return name
-    from penstock.engine.llm import resolve_dtype
+    from penstock.engine.device import resolve_dtype
 
-    return str(resolve_dtype(name)).removeprefix("torch.")
+    return str(resolve_dtype(name, device)).removeprefix("torch.")
 
 
-def expected_kernels() -> KernelKind:
-    """Those that would be chosen on this machine, as far as can be told without building any."""
+def expected_workspace(device: "torch.device") -> Workspace:
+    """Of the kernels that would be chosen on this machine, as far as can be told without building any."""
+    import torch
+
+    from penstock.kernels.protocol import select_kernels
+
+    num_threads = resolve_threads().within(torch.get_num_threads())
+    kind = _expected_kernels(device)
+    if kind != "cuda":
+        return Workspace(kind, num_threads=num_threads)
+    kernels = select_kernels(device)
+    return Workspace(
+        kind, kernels.tile_size, num_threads, row_floor=_ROW_FLOOR_ON_GPU, row_grid=kernels.row_grid
+    )
+
+
+def _expected_kernels(device: "torch.device") -> KernelKind:
     import torch
 
     from penstock.kernels.protocol import KERNELS_VARIABLE
 
+    is_reference = os.environ.get(KERNELS_VARIABLE, "auto") == "torch"
+    if device.type != "cpu":
+        return "cuda" if device.type == "cuda" and not is_reference else "torch"
     has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
     has_compiler = "CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))
-    is_wanted = os.environ.get(KERNELS_VARIABLE, "auto") != "torch"
-    return "native" if is_wanted and has_vectors and has_compiler else "torch"
-
-
-def num_threads() -> int:
-    """Those that would compute."""
-    import torch
-
-    return resolve_threads().within(torch.get_num_threads())
+    return "native" if not is_reference and has_vectors and has_compiler else "torch"

@@ -30,7 +30,7 @@ def serve(
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"],
-        _model(help="What to compute in; auto is bfloat16 where the processor does it natively."),
+        _model(help="What to compute in; auto is bfloat16 where the device does it natively."),
     ] = "auto",
     weights: Annotated[
         str | None,
@@ -38,6 +38,14 @@ def serve(
             metavar="FORM",
             help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
             "Without it $PENSTOCK_WEIGHTS applies, else auto.",
+        ),
+    ] = None,
+    device: Annotated[
+        str | None,
+        _model(
+            metavar="NAME",
+            help="Where it runs: cpu, cuda, cuda:1 and so on, mps, or auto, the first GPU of NVIDIA's, else the "
+            "processor. Without it $PENSTOCK_DEVICE applies, else auto.",
         ),
     ] = None,
     threads: Annotated[
@@ -178,6 +186,7 @@ def serve(
         from penstock.frontends.server.settings import ServerSettings, resolve_keys
         from penstock.plan import resolve_align, resolve_size, resolve_weights
         from penstock.plan.checks import check_int
+        from penstock.plan.device_settings import resolve_device, settle_device
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
         from penstock.plan.size_settings import check_schedule
         from penstock.plan.store_settings import resolve_store
@@ -203,6 +212,7 @@ def serve(
         check_schedule(size, schedule)
         resolve_align(align)
         resolve_weights(weights, dtype=dtype)
+        wanted_device = resolve_device(device)
         resolve_threads(threads)
         resolve_store(cache_dir, cache_size)
         if not reuse and (cache_dir is not None or cache_size is not None or isolate):
@@ -228,6 +238,7 @@ def serve(
 
         display = make_display()
         with display.busy("starting"):
+            from penstock.engine.device import find_devices
             from penstock.engine.service import Service, ServiceConfig
             from penstock.frontends.server.app import create_app
             from penstock.frontends.server.listen import bind, url_of
@@ -235,9 +246,11 @@ def serve(
             from penstock.frontends.server.started import open_warning, started_lines
             from penstock.frontends.server.telemetry import Telemetry
 
+            settle_device(wanted_device, find_devices())
         loading: dict[str, Any] = {
             "dtype": dtype,
             "weights": weights,
+            "device": device,
             "align": align,
             "threads": threads,
             **sizing,

@@ -5,8 +5,11 @@ import triton
 from torch import Tensor
 
 from penstock.cache.kv import KV
-from penstock.kernels.cuda_work import DecodeWork, TileWork, device_places, device_work
+from penstock.kernels import cuda_delta, fla_delta
+from penstock.kernels.cuda_work import TILE, DecodeWork, TileWork, device_places, device_work
+from penstock.kernels.launches import KeptKernel
 from penstock.kernels.protocol import HeadLayout
+from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
 from penstock.kernels.torch_kernels import TorchKernels
 from penstock.kernels.triton_attention import (
@@ -15,20 +18,35 @@ from penstock.kernels.triton_attention import (
     join_parts_kernel,
     tile_attention_kernel,
 )
-from penstock.kernels.triton_rows import add_norm_kernel, place_heads_kernel, silu_and_mul_kernel
+from penstock.kernels.triton_rows import (
+    add_norm_kernel,
+    few_rows_kernel,
+    place_heads_kernel,
+    silu_and_mul_kernel,
+)
 
-TILE = 1024
 _LOG2_E = 1.4426950408889634
 # Positions that one program of a tile's attention has.
-_TILE_ROWS = 128
+_TILE_ROWS = 64
 # A row's past is shared among so many programs, whatever its length: where it is cut must not depend on others.
-_SPLITS = 32
+_SPLITS = 64
+# A program has no fewer blocks of a past than these, unless there are no more.
+_LEAST_BLOCKS = 2
+# A past is attended to in as many parts as it takes for 512 queries to give every multiprocessor something to do.
+_HEADS_AND_PARTS = 32
 # The matrix units take no fewer rows.
 _LEAST_ROWS = 16
 # cuDNN makes a plan for every number of queries that it meets: they are rounded up to few.
 _QUERY_BUCKETS = (64, 128, 256, 512)
+# Products of no more rows than these, with weights no larger than this, are faster here than in cuBLAS.
+_FEW_ROWS = 16
+_FEW_ROWS_WEIGHT = 1 << 24
+_FEW_ROWS_OUTPUTS = 16
+_FEW_ROWS_BLOCK = 256
 _WIDTH_BLOCK = 1024
 _HEADS_TOGETHER = 16
+
+_tile_attention = KeptKernel(tile_attention_kernel)
 
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 
@@ -36,13 +54,25 @@ cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 class CudaKernels(TorchKernels):
     """What is not here is the reference's."""
 
-    name = "cuda"
+    name = "cuda"  # and "cuda+fla", where prompts of delta nets run in flash-linear-attention's kernels
+    row_grid = 64
+    can_capture = True
+    carry_states = staticmethod(cuda_delta.carry_states)
 
     def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         super().__init__(tile_size, row_slab)
+        if fla_delta.is_available():
+            self.name = "cuda+fla"
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
+
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
+        if not is_canonical and isinstance(weight, Tensor) and _has_few_rows(x, weight):
+            return _few_rows_product(x, weight, bias)
+        return super().linear(x, weight, bias, is_canonical=is_canonical)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)
@@ -104,55 +134,68 @@ class CudaKernels(TorchKernels):
         return torch.sigmoid(x)
 
     def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
-        found = device_work(work, queries.device)
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        for tile in found.tiles:
-            self._attend_tile(queries[tile.rows], tile, kv, scale, out[tile.rows])
-        if found.decodes is not None:
-            self._attend_decodes(queries, found.decodes, kv, scale, out)
+        self.attend_into(queries, work, kv, scale, out)
         if work.end < len(queries):
             out[work.end :] = 0
         return out.flatten(1)
 
+    def attend_into(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float, out: Tensor) -> None:
+        """The same into `out` [rows, heads, head_dim], whose rows that see nothing stay as they are."""
+        found = device_work(work, queries.device)
+        for tile in found.tiles:
+            self._attend_tile(queries[tile.rows], tile, kv, scale, out[tile.rows])
+        if found.decodes is not None:
+            self._attend_decodes(queries, found.decodes, kv, scale, out)
+
     def _attend_tile(self, queries: Tensor, tile: TileWork, kv: KV, scale: float, out: Tensor) -> None:
-        num_rows, num_heads, head_dim = queries.shape
-        past_out = past_lse = None
+        num_heads, head_dim = queries.shape[1:]
+        num_parts, past_out, past_lse = 0, None, None
+        past_strides: tuple[int, ...] = (0, 0, 0, 1)
+        lse_strides: tuple[int, ...] = (0, 0, 1)
         if tile.past:
             past_out, past_lse = attend_past(queries, kv.read(tile.past), scale)
-        grid = (triton.cdiv(tile.end, _TILE_ROWS) - tile.first // _TILE_ROWS, num_heads)
-        tile_attention_kernel[grid](
-            queries,
-            kv.keys,
-            kv.values,
-            tile.table,
-            past_out,
-            past_lse,
-            out,
-            tile.first,
-            tile.end,
-            tile.tile_start,
-            scale * _LOG2_E,
-            queries.stride(0),
-            0 if past_out is None else past_out.stride(0),
-            0 if past_lse is None else past_lse.stride(0),
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=kv.keys.shape[1],
-            HEAD_DIM=head_dim,
-            HAS_PAST=past_out is not None,
-            IS_CONTIGUOUS=tile.is_contiguous,
-            ROWS=_TILE_ROWS,
-            BLOCK=BLOCK_TOKENS,
-            PRECISION=_precision(queries),
-            num_warps=8,
-            num_stages=3,
+            num_parts, past_strides, lse_strides = len(past_out), past_out.stride(), past_lse.stride()
+        constants = {
+            "NUM_HEADS": num_heads,
+            "NUM_KV_HEADS": kv.keys.shape[1],
+            "HEAD_DIM": head_dim,
+            "COLUMNS": triton.next_power_of_2(head_dim),
+            "NUM_PARTS": num_parts,
+            "IS_CONTIGUOUS": tile.is_contiguous,
+            "ROWS": _TILE_ROWS,
+            "BLOCK": BLOCK_TOKENS,
+            "PRECISION": _precision(queries),
+        }
+        strides = (queries.stride(0), *past_strides[:3], *lse_strides[:2])
+        _tile_attention.launch(
+            (queries.device, queries.dtype, strides, *constants.values()),
+            (triton.cdiv(tile.end, _TILE_ROWS) - tile.first // _TILE_ROWS, num_heads, 1),
+            (
+                queries,
+                kv.keys,
+                kv.values,
+                tile.table,
+                past_out,
+                past_lse,
+                out,
+                tile.first,
+                tile.end,
+                tile.tile_start,
+                scale * _LOG2_E,
+                *strides,
+            ),
+            constants,
+            num_warps=4,
+            num_stages=_num_stages(queries),
         )
 
-    def _attend_decodes(
-        self, queries: Tensor, work: DecodeWork, kv: KV, scale: float, out: Tensor
-    ) -> None:
+    def _attend_decodes(self, queries: Tensor, work: DecodeWork, kv: KV, scale: float, out: Tensor) -> None:
         num_heads, head_dim = queries.shape[1:]
         num_rows, num_kv_heads = len(work.rows), kv.keys.shape[1]
-        part_out = torch.empty(num_rows, num_heads, _SPLITS, head_dim, dtype=torch.float32, device=queries.device)
+        part_out = torch.empty(
+            num_rows, num_heads, _SPLITS, head_dim, dtype=torch.float32, device=queries.device
+        )
         part_lse = torch.empty(num_rows, num_heads, _SPLITS, dtype=torch.float32, device=queries.device)
         decode_attention_kernel[(num_rows, num_kv_heads, _SPLITS)](
             queries,
@@ -169,50 +212,97 @@ class CudaKernels(TorchKernels):
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
+            COLUMNS=triton.next_power_of_2(head_dim),
             SPLITS=_SPLITS,
+            LEAST_BLOCKS=_LEAST_BLOCKS,
             GROUP_ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
             BLOCK=BLOCK_TOKENS,
             PRECISION=_precision(queries),
             num_warps=4,
-            num_stages=3,
+            num_stages=_num_stages(queries),
         )
         join_parts_kernel[(num_rows, num_heads)](
-            part_out, part_lse, work.rows, out, NUM_HEADS=num_heads, HEAD_DIM=head_dim, SPLITS=_SPLITS, num_warps=4
+            part_out,
+            part_lse,
+            work.rows,
+            work.lengths,
+            out,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            COLUMNS=triton.next_power_of_2(head_dim),
+            SPLITS=_SPLITS,
+            LEAST_BLOCKS=_LEAST_BLOCKS,
+            BLOCK=BLOCK_TOKENS,
+            num_warps=4,
         )
 
 
 def attend_past(queries: Tensor, past: KV, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of queries [n, heads, head_dim] to all of a past: [n, heads, head_dim] and, [heads, n or more], the
-    logarithms of the sums of exponentials."""
-    num_rows = queries.shape[0]
+    """Attention of queries [n, heads, head_dim] to all of a past, in parts: [parts, n or more, heads, head_dim] and
+    [parts, heads, n or more], the logarithms of the sums of exponentials."""
+    num_rows, num_heads, head_dim = queries.shape
+    num_tokens, num_kv_heads = past.keys.shape[:2]
+    # How many parts there are must follow from the model and the past alone.
+    num_parts = max(_HEADS_AND_PARTS // num_heads, 1)
+    if num_tokens % (num_parts * BLOCK_TOKENS):
+        num_parts = 1
     size = next((size for size in _QUERY_BUCKETS if num_rows <= size), -(-num_rows // 512) * 512)
     if size != num_rows:
-        padded = queries.new_zeros(size, *queries.shape[1:])
+        padded = queries.new_empty(size, num_heads, head_dim)
         padded[:num_rows] = queries
         queries = padded
+    # One view each, since every call on a tensor costs the host as much as a launch.
+    part = num_tokens // num_parts
+    shape = (num_parts, num_kv_heads, part, head_dim)
+    strides = (part * num_kv_heads * head_dim, head_dim, num_kv_heads * head_dim, 1)
+    keys, values = past.keys.as_strided(shape, strides), past.values.as_strided(shape, strides)
+    queries = queries.as_strided((num_parts, num_heads, size, head_dim), (0, head_dim, queries.stride(0), 1))
     if queries.dtype == torch.float32:
-        return _attend_past_float32(queries, past, scale)
-    found = cudnn_attention(
-        queries.transpose(0, 1)[None],
-        past.keys.transpose(0, 1)[None],
-        past.values.transpose(0, 1)[None],
-        None,
-        True,
-        0.0,
-        False,
-        False,
-        scale=scale,
-    )
-    return found[0][0].transpose(0, 1)[:num_rows], found[1].view(queries.shape[1], size)
+        out, lse = _attend_in_float32(queries, keys, values, scale)
+    else:
+        out, lse = cudnn_attention(queries, keys, values, None, True, 0.0, False, False, scale=scale)[:2]
+    return out.transpose(1, 2), lse.view(num_parts, num_heads, -1)
 
 
-def _attend_past_float32(queries: Tensor, past: KV, scale: float) -> tuple[Tensor, Tensor]:
-    group = queries.shape[1] // past.keys.shape[1]
-    keys, values = (part.repeat_interleave(group, dim=1).transpose(0, 1)[None] for part in (past.keys, past.values))
-    found = torch.ops.aten._scaled_dot_product_efficient_attention(
-        queries.transpose(0, 1)[None], keys, values, None, True, 0.0, False, scale=scale
+def _attend_in_float32(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """cuDNN has no attention in float32. All are [parts, heads or fewer, tokens, head_dim]."""
+    group = queries.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_efficient_attention(
+        queries, keys, values, None, True, 0.0, False, scale=scale
+    )[:2]
+    return found
+
+
+def _has_few_rows(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.shape[0] <= _FEW_ROWS
+        and weight.numel() <= _FEW_ROWS_WEIGHT
+        and x.stride(1) == weight.stride(1) == 1
     )
-    return found[0][0].transpose(0, 1), found[1][0]
+
+
+def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    num_rows, (num_out, num_in) = len(x), weight.shape
+    out = x.new_empty(num_rows, num_out)
+    few_rows_kernel[(triton.cdiv(num_out, _FEW_ROWS_OUTPUTS),)](
+        x,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        num_rows,
+        num_out,
+        num_in,
+        HAS_BIAS=bias is not None,
+        ROWS=_LEAST_ROWS,
+        OUTPUTS=_FEW_ROWS_OUTPUTS,
+        BLOCK=_FEW_ROWS_BLOCK,
+        PRECISION=_precision(x),
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
 
 
 def _norm(
@@ -234,6 +324,12 @@ def _norm(
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 8),
     )
+
+
+def _num_stages(queries: Tensor) -> int:
+    """Blocks of keys and values that a program has on their way: as many as its memory holds."""
+    bytes_per_token = queries.shape[-1] * queries.element_size()
+    return 3 if bytes_per_token <= 256 else 2 if bytes_per_token <= 512 else 1
 
 
 def _precision(x: Tensor) -> str:

@@ -14,6 +14,7 @@ from penstock.plan.request import Span
 from penstock.plan.tiles import cut_into_tiles
 
 BLOCK_TOKENS = 64
+TILE = 1024
 
 
 @dataclass(frozen=True)
@@ -57,12 +58,31 @@ def device_places(places: WrittenPlaces, device: torch.device) -> Tensor:
     """Where each row goes [num_tokens], made once."""
     found = places.__dict__.get("_on_device")
     if found is None:
-        rows = [np.arange(place.start, place.end, dtype=np.int64) for place in places.ranges]
-        found = places.__dict__["_on_device"] = _to_device(
-            np.concatenate(rows) if rows else np.zeros(0, np.int64), device
-        )
+        found = places.__dict__["_on_device"] = _to_device(row_places(places), device)
     assert isinstance(found, Tensor)
     return found
+
+
+def row_places(places: WrittenPlaces) -> NDArray[np.int64]:
+    """Where each row goes [num_tokens]."""
+    if places.num_tokens == len(places.ranges):
+        return np.array([place.start for place in places.ranges], dtype=np.int64)
+    rows = [np.arange(place.start, place.end, dtype=np.int64) for place in places.ranges]
+    return np.concatenate(rows) if rows else np.zeros(0, np.int64)
+
+
+def static_places(places: Tensor) -> WrittenPlaces:
+    """For a graph: where rows go, below 0 for nowhere, as the device's tensor [rows] says at the time."""
+    made = WrittenPlaces(())
+    made.__dict__.update(_on_device=places, num_tokens=len(places))
+    return made
+
+
+def static_decodes(rows: Tensor, lengths: Tensor, tables: Tensor) -> AttentionWork:
+    """For a graph: decodes that see so many tokens, in such blocks, as the device's tensors say at the time."""
+    made = AttentionWork(())
+    made.__dict__.update(_on_device=DeviceWork((), DecodeWork(rows, lengths, tables)), end=len(rows))
+    return made
 
 
 def _prepare(work: AttentionWork, device: torch.device) -> DeviceWork:
@@ -73,14 +93,16 @@ def _prepare(work: AttentionWork, device: torch.device) -> DeviceWork:
         if span.is_prompt:
             tiles += _tiles(span, starts, device)
         else:
-            decodes += [(row, span.position + row - span.start + 1, starts) for row in range(span.start, span.end)]
+            decodes += [
+                (row, span.position + row - span.start + 1, starts) for row in range(span.start, span.end)
+            ]
     return DeviceWork(tuple(tiles), _decodes(decodes, device) if decodes else None)
 
 
 def _tiles(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) -> list[TileWork]:
     table = _to_device(starts, device)
     found = []
-    for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size):
+    for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size or TILE):
         own = starts[piece.tile_start // BLOCK_TOKENS : -(-piece.end // BLOCK_TOKENS)]
         shift = span.start - span.position
         found.append(
@@ -109,7 +131,9 @@ def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torc
 
 def block_starts(places: Places) -> NDArray[np.int64]:
     """Where the blocks of a sequence begin; places are whole blocks, but for the last."""
-    return np.concatenate([np.arange(place.start, place.end, BLOCK_TOKENS, dtype=np.int64) for place in places])
+    return np.concatenate(
+        [np.arange(place.start, place.end, BLOCK_TOKENS, dtype=np.int64) for place in places]
+    )
 
 
 def part_of(places: Places, end: int) -> list[TokenRange]:

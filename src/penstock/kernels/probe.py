@@ -31,17 +31,45 @@ from penstock.kernels.quantised import BLOCK_FORMS, Weight
 from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
 from penstock.plan.shape import DeltaNetShape
 
-_VERSION = 16
-_REFERENCE_ROWS = 512
-_MOST_ROWS = 2048
-# A floor above this is not believed: a library that changes its ways at such sizes may do so again beyond.
-_HIGHEST_FLOOR = 32
-_ROW_COUNTS = (*range(1, 21), *range(23, 26), *range(31, 34), *range(47, 50), *range(63, 66), 100)
-_ROW_COUNTS += (*range(127, 130), 200, 256, 257, 384, 513, 1000, _MOST_ROWS)
-_SLABS = (128, 256, 64, 512)
+_VERSION = 17
 _EXPERT_SLAB = 32
+_PASS_ROWS = 512
 # Where the queries of a chunk may begin and end in a tile.
 _EDGES = (1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300)
+
+
+@dataclass(frozen=True)
+class _Tried:
+    """The numbers of rows that products are tried with on a kind of device."""
+
+    reference: int  # what all others are compared with
+    counts: tuple[int, ...]  # in ascending order
+    # A floor that is not among these is not believed: a library that changes its ways at such sizes may do so again
+    # beyond.
+    floors: tuple[int, ...]
+    slabs: tuple[int, ...]  # the preferred one first
+    edges: tuple[int, ...]  # of chunks in a tile
+
+
+_ON_CPU = _Tried(
+    reference=512,
+    counts=(
+        *(*range(1, 21), *range(23, 26), *range(31, 34), *range(47, 50), *range(63, 66), 100),
+        *(*range(127, 130), 200, 256, 257, 384, 513, 1000, 2048),
+    ),
+    floors=tuple(range(1, 33)),
+    slabs=(128, 256, 64, 512),
+    edges=_EDGES,
+)
+# Where there are too few rows to keep a GPU's multiprocessors busy, libraries share a sum among them: some products
+# change their ways up to a few hundred rows, and a pass of that many takes hardly longer than one of a single row.
+_ON_GPU = _Tried(
+    reference=2048,
+    counts=(1, 8, 64, 128, 256, 384, 500, 512, 513, 640, 768, 1000, 1024, 1536, 2048, 4096, 8192),
+    floors=(1, 8, 64, 128, 256, 384, 512),
+    slabs=(512, 256, 128, 64),
+    edges=(*_EDGES, 511, 512, 513, 700),
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +122,7 @@ class ProbeResult:
 def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
     """The stored result for this machine, kernels, dtype and shapes; measured first where there is none."""
     path = _result_path(kernels, shapes, dtype, device)
-    stored = _read(path)
+    stored = _read(path, _tried_on(device))
     if stored is not None:
         return stored
     result = measure(kernels, shapes, dtype, device)
@@ -105,8 +133,10 @@ def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: tor
 @torch.inference_mode()
 def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
     """Measure the laws now."""
-    random = _Random(dtype, device)
-    floors = [_row_floor(kernels, shape, random) for shape in (*shapes.products, *shapes.expert_products)]
+    random, tried = _Random(dtype, device), _tried_on(device)
+    floors = [
+        _row_floor(kernels, shape, tried, random) for shape in (*shapes.products, *shapes.expert_products)
+    ]
     known = [floor for floor in floors if floor is not None]
     row_floor = max(known, default=1) if len(known) == len(floors) else None
     row_slab = expert_slab = 0
@@ -116,12 +146,12 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
             expert_slab = _EXPERT_SLAB
         else:
             products += shapes.expert_products
-        slabs = [slab for slab in _SLABS if _slab_holds(kernels, products, slab, random)]
+        slabs = [slab for slab in tried.slabs if _slab_holds(kernels, products, slab, random)]
         row_floor, row_slab = (slabs[0], slabs[0]) if slabs else (None, 0)
     return ProbeResult(
         row_floor=row_floor,
         row_slab=row_slab,
-        attention_holds=_attention_holds(kernels, shapes, random),
+        attention_holds=_attention_holds(kernels, shapes, tried, random),
         passes_hold=_passes_hold(kernels, shapes, random),
         head_holds=_slab_holds(kernels, (shapes.head,), HEAD_ROWS, random),
         recurrence_holds=shapes.delta_net is None
@@ -130,16 +160,20 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
     )
 
 
+def _tried_on(device: torch.device) -> _Tried:
+    return _ON_GPU if device.type == "cuda" else _ON_CPU
+
+
 class _Random:
-    """Random tensors, the same in every probe."""
+    """Random tensors, the same in every probe on a device, which draws them itself."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._generator = torch.Generator().manual_seed(0)
+        self._generator = torch.Generator(device).manual_seed(0)
         self._dtype = dtype
         self._device = device
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=self._dtype, generator=self._generator).to(self._device)
+        return torch.randn(shape, dtype=self._dtype, generator=self._generator, device=self._device)
 
     def cancelling(self, num_rows: int, width: int, sign: int, block: int = 1) -> Tensor:
         """Rows whose second half repeats the first in another order of blocks, with a sign.
@@ -150,7 +184,8 @@ class _Random:
         rows = self.normal(num_rows, width // block, block)
         rows[:, half : 2 * half] = sign * rows[:, order]
         rows[:, 2 * half :] = 0
-        return torch.nn.functional.pad(rows.flatten(1), (0, width % block))
+        flat = rows.flatten(1)
+        return torch.nn.functional.pad(flat, (0, width % block)) if width % block else flat
 
     def cancelling_blocks(self, num_rows: int, num_blocks: int, block_bytes: int) -> Tensor:
         """The same for rows of quantised blocks of any form: no byte of theirs makes a scale below 0 or above 2."""
@@ -189,18 +224,19 @@ def _factors(kernels: Kernels, shape: ProductShape, num_rows: int, random: _Rand
     return quantised, random.cancelling(num_rows, shape.num_in, -1, form.block_size)
 
 
-def _row_floor(kernels: Kernels, shape: ProductShape, random: _Random) -> int | None:
-    weight, x = _factors(kernels, shape, _MOST_ROWS, random)
+def _row_floor(kernels: Kernels, shape: ProductShape, tried: _Tried, random: _Random) -> int | None:
+    """The least number of rows from which on all that were tried give the same bits."""
+    weight, x = _factors(kernels, shape, tried.counts[-1], random)
     bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
-    reference = kernels.linear(x[:_REFERENCE_ROWS], weight, bias)
-    floor = 1
-    for num_rows in _ROW_COUNTS:
-        for start in {0, max(_REFERENCE_ROWS - num_rows, 0) // 2}:
-            end = min(start + num_rows, _REFERENCE_ROWS)
+    reference = kernels.linear(x[: tried.reference], weight, bias)
+    last_other = 0
+    for num_rows in tried.counts:
+        for start in {0, max(tried.reference - num_rows, 0) // 2}:
+            end = min(start + num_rows, tried.reference)
             product = kernels.linear(x[start : start + num_rows].clone(), weight, bias)
             if not torch.equal(product[: end - start], reference[start:end]):
-                floor = num_rows + 1
-    return floor if floor <= _HIGHEST_FLOOR else None
+                last_other = num_rows
+    return min((floor for floor in tried.floors if floor > last_other), default=None)
 
 
 def _slab_holds(kernels: Kernels, products: tuple[ProductShape, ...], slab: int, random: _Random) -> bool:
@@ -216,12 +252,15 @@ def _slab_holds(kernels: Kernels, products: tuple[ProductShape, ...], slab: int,
     return True
 
 
-def _attention_holds(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> bool:
+def _attention_holds(kernels: Kernels, shapes: ProbeShapes, tried: _Tried, random: _Random) -> bool:
     tile, kv_shape = kernels.tile_size, (shapes.num_kv_heads, shapes.head_dim)
     scale = shapes.head_dim**-0.5
     queries = random.normal(tile, shapes.num_heads, shapes.head_dim)
     cuts = [
-        (start, end) for end in (*_EDGES, tile - 1, tile) for start in {0, end // 2, end - 1} if end <= tile
+        (start, end)
+        for end in (*tried.edges, tile - 1, tile)
+        for start in {0, end // 2, end - 1}
+        if end <= tile
     ]
     for past in (0, tile, 5 * tile):
         kv = random.cancelling_kv(past + tile, *kv_shape)
@@ -244,13 +283,13 @@ def _attention_holds(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> 
 
 
 def _passes_hold(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> bool:
-    hidden = random.normal(_REFERENCE_ROWS, shapes.hidden_size)
-    heads = random.normal(_REFERENCE_ROWS, shapes.num_heads, shapes.head_dim)
-    projected = random.normal(_REFERENCE_ROWS, (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim)
-    gate_ups = [random.normal(_REFERENCE_ROWS, 2 * width) for width in shapes.mlp_widths]
-    angles = random.normal(_REFERENCE_ROWS, shapes.rotary_dim)
+    hidden = random.normal(_PASS_ROWS, shapes.hidden_size)
+    heads = random.normal(_PASS_ROWS, shapes.num_heads, shapes.head_dim)
+    projected = random.normal(_PASS_ROWS, (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim)
+    gate_ups = [random.normal(_PASS_ROWS, 2 * width) for width in shapes.mlp_widths]
+    angles = random.normal(_PASS_ROWS, shapes.rotary_dim)
     weight, head_weight = random.normal(shapes.hidden_size), random.normal(shapes.head_dim)
-    scores = random.normal(_REFERENCE_ROWS, max(shapes.num_experts, 1)).float()
+    scores = random.normal(_PASS_ROWS, max(shapes.num_experts, 1)).float()
 
     def placed(rows: slice) -> list[Tensor]:
         num_rows = rows.stop - rows.start
@@ -277,9 +316,9 @@ def _passes_hold(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> bool
             *(kernels.silu_and_mul(gate_up[rows]) for gate_up in gate_ups),
         ]
 
-    whole = passes(slice(0, _REFERENCE_ROWS))
+    whole = passes(slice(0, _PASS_ROWS))
     for num_rows in (1, 2, 3, 7, 61, 100, 333):
-        rows = slice(_REFERENCE_ROWS - num_rows, _REFERENCE_ROWS)
+        rows = slice(_PASS_ROWS - num_rows, _PASS_ROWS)
         if not all(
             torch.equal(ours, all_rows[rows]) for ours, all_rows in zip(passes(rows), whole, strict=True)
         ):
@@ -304,7 +343,12 @@ def _result_path(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, devi
 
 def _machine(device: torch.device) -> str:
     if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+        about = torch.cuda.get_device_properties(device)
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        size = f"{about.multi_processor_count} multiprocessors, {about.total_memory} bytes"
+        return f"{about.name}, {size}, CUDA {torch.version.cuda}, cuDNN {cudnn}"
+    if device.type != "cpu":
+        return f"{device.type}, {platform.platform()}"
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -317,18 +361,19 @@ def _machine(device: torch.device) -> str:
     )
 
 
-def _read(path: Path) -> ProbeResult | None:
+def _read(path: Path, tried: _Tried) -> ProbeResult | None:
     """A stored result; None where there is none or it cannot be read (it is then measured again)."""
     try:
         stored = json.loads(path.read_text())
         result = ProbeResult(**stored)
     except (OSError, ValueError, TypeError):
         return None
-    has_floor = type(result.row_floor) is int and 1 <= result.row_floor <= _REFERENCE_ROWS
+    floors = (result.row_slab,) if result.row_slab else (None, *tried.floors)
     answers = (result.attention_holds, result.passes_hold, result.head_holds, result.recurrence_holds)
     is_valid = (
-        (has_floor or result.row_floor is None)
-        and result.row_slab in (0, *_SLABS)
+        not isinstance(result.row_floor, bool | float)
+        and result.row_floor in floors
+        and result.row_slab in (0, *tried.slabs)
         and result.expert_slab in (0, _EXPERT_SLAB)
         and all(type(answer) is bool for answer in answers)
     )

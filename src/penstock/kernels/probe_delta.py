@@ -6,8 +6,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from penstock.kernels.protocol import Kernels
+from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
+from penstock.cache.slots import EMPTY
+from penstock.kernels.protocol import DeltaHeads, Kernels
 from penstock.kernels.shares import whole_lanes
+from penstock.kernels.spans import StateRows, StateWork
 from penstock.plan.shape import DeltaNetShape
 
 # More blocks than any implementation takes at once, and a part of one.
@@ -22,43 +25,39 @@ _SCHEDULES = (
 
 def recurrence_holds(kernels: Kernels, shape: DeltaNetShape, normal: Callable[..., Tensor]) -> bool:
     """`normal` makes random tensors of a shape, in the dtype that is probed."""
-    key_size = shape.num_key_heads * shape.key_head_dim
-    sizes = [key_size, key_size, shape.value_size]
     lanes = whole_lanes(shape.num_value_heads)
-    qkv, gate = normal(_NUM_TOKENS, sum(sizes)), normal(_NUM_TOKENS, shape.value_size)
-    a, b = normal(_NUM_TOKENS, lanes), normal(_NUM_TOKENS, lanes)
-    taps = normal(shape.conv_kernel, sum(sizes)).float()
-    rate, bias, weight = (
-        -normal(lanes).float().exp(),
-        normal(lanes).float(),
-        normal(shape.value_head_dim).float(),
+    conv_size = 2 * shape.num_key_heads * shape.key_head_dim + shape.value_size
+    projected = normal(_NUM_TOKENS, conv_size + shape.value_size + 2 * lanes)
+    net = DeltaHeads(
+        num_key_heads=shape.num_key_heads,
+        num_value_heads=shape.num_value_heads,
+        key_head_dim=shape.key_head_dim,
+        value_head_dim=shape.value_head_dim,
+        norm_eps=1e-6,
+        conv_weight=normal(shape.conv_kernel, conv_size).float(),
+        decay_rate=-normal(lanes).float().exp(),
+        decay_bias=normal(lanes).float(),
+        norm=normal(shape.value_head_dim).float(),
     )
-    heads = slice(0, shape.num_value_heads)
+    spec = RecurrentSpec(
+        1,
+        shape.conv_kernel - 1,
+        conv_size,
+        shape.num_value_heads,
+        shape.key_head_dim,
+        shape.value_head_dim,
+        projected.dtype,
+    )
 
     def run(ends: tuple[int, ...]) -> list[Tensor]:
-        tail = qkv.new_zeros(shape.conv_kernel - 1, sum(sizes))
-        state = torch.zeros(
-            shape.num_value_heads, shape.key_head_dim, shape.value_head_dim, device=qkv.device
-        )
-        outs, start = [], 0
-        for end in ends:
-            rows = slice(start, end)
-            next_tail, next_state = torch.empty_like(tail), torch.empty_like(state)
-            mixed = kernels.causal_conv(qkv[rows], tail, taps, next_tail)
-            queries, keys, values = torch.split(mixed, sizes, dim=-1)
-            log_decay, beta = kernels.delta_gates(a[rows], b[rows], rate, bias)
-            attended = kernels.gated_delta_rule(
-                queries.view(end - start, shape.num_key_heads, -1),
-                keys.view(end - start, shape.num_key_heads, -1),
-                values.view(end - start, shape.num_value_heads, -1),
-                log_decay[:, heads],
-                beta[:, heads],
-                state,
-                next_state,
-            )
-            outs += [mixed, attended.flatten(1), kernels.gated_norm(attended, gate[rows], weight, 1e-6)]
-            tail, state, start = next_tail, next_state, end
-        return [torch.cat(outs[kind::3]) for kind in range(3)] + [tail, state]
+        """Outputs, then the tail and the matrix after the last token. States go to and fro between two slots."""
+        states = RecurrentCache(spec, 2, projected.device).layer(0)
+        outs, start, slot = [], 0, EMPTY
+        for index, end in enumerate(ends):
+            rows = StateRows(0, end - start, slot, index % 2, is_prompt=True)
+            outs.append(kernels.carry_states(projected[start:end], net, StateWork((rows,)), states))
+            start, slot = end, rows.write
+        return [torch.cat(outs), states.tail(slot), states.matrix(slot)]
 
     whole = run((_NUM_TOKENS,))
     return all(

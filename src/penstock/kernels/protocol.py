@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from penstock.cache.kv import KV
+from penstock.cache.recurrent import LayerStates
 from penstock.errors import SettingError
 from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.quantised import Weight
-from penstock.kernels.spans import AttentionWork, WrittenPlaces
+from penstock.kernels.spans import AttentionWork, StateWork, WrittenPlaces
 
 # The output head runs on so many rows at a time, where a row's bits must not depend on how many there are.
 HEAD_ROWS = 8
@@ -38,6 +39,33 @@ class HeadLayout:
     norm_eps: float = 1e-6
 
 
+@dataclass(frozen=True)
+class DeltaHeads:
+    """The heads of a gated delta net, and all it has beside its products."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of the key heads, each of which has as many in a row
+    key_head_dim: int
+    value_head_dim: int
+    norm_eps: float
+    conv_weight: Tensor  # [taps, 2 * key_size + value_size], float32; the tap of the token itself is last
+    decay_rate: Tensor  # [lanes], float32, negative
+    decay_bias: Tensor  # [lanes], float32
+    norm: Tensor  # [value_head_dim], float32
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        return 2 * self.key_size + self.value_size
+
+
 class Kernels(Protocol):
     """One implementation per kind of device; `TorchKernels` is the reference for all of them."""
 
@@ -46,6 +74,8 @@ class Kernels(Protocol):
     row_floor: int  # products of fewer rows than this do not give a row the same bits as those of more
     row_slab: int  # products of more rows than this run as several, of this many rows each; 0: as one
     expert_slab: int  # the same for experts, which have few rows each; 0: as for all others
+    row_grid: int  # rows are padded to a multiple of this, where there are more than a few
+    can_capture: bool  # whether passes can be kept as graphs of a device's own
     quantised: QuantisedProducts | None  # what makes weights of blocks, where `linear` takes them
 
     def pack(self, weight: Tensor) -> Tensor:
@@ -91,77 +121,66 @@ class Kernels(Protocol):
         """Attention of queries [rows, heads, head_dim] to the tokens that each sees, in `kv`, a layer's whole cache.
         Returns [rows, heads * head_dim], with zeros where rows see nothing."""
 
-    def causal_conv(self, x: Tensor, tail: Tensor, weight: Tensor, out_tail: Tensor) -> Tensor:
-        """silu of the convolution of each channel of x [n, channels] over time, in the dtype of x.
-
-        `tail` [taps - 1, channels], up to 64 rows, is what came before x; its successor goes to `out_tail`. `weight`
-        is [taps, channels] in float32, with the tap of the token itself last."""
-
-    def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """The logarithm of the decay, rate * softplus(a + bias), and beta, sigmoid(b), in float32.
-
-        a and b are [n, lanes], rate and bias [lanes] in float32."""
-
-    def gated_delta_rule(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        out_state: Tensor,
+    def carry_states(
+        self, projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates
     ) -> Tensor:
-        """The gated delta rule over a span: outputs [n, heads, value_dim] in float32.
+        """A gated delta net from its inputs to its gated, normed outputs [rows, value_size], with zeros where rows
+        carry no state. Spans cut at multiples of 64 tokens give the same bits.
 
-        queries and keys are [n, key_heads, key_dim] and are scaled to unit length here (queries by
-        key_dim ** -0.5 too), values [n, heads, value_dim], log_decay and beta [n, heads] in float32. `state`
-        [heads, key_dim, value_dim], float32, is that before the span; the one after it goes to `out_state`, which is
-        another tensor. Spans cut at multiples of 64 tokens give the same bits."""
-
-    def gated_delta_steps(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        log_decay: Tensor,
-        beta: Tensor,
-        state: Tensor,
-        out_state: Tensor,
-    ) -> Tensor:
-        """The same, one token after the other: the form for a single token."""
-
-    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The norm of each head of x [n, heads, dim], float32, times silu of gate [n, heads * dim]; in the dtype of
-        the gate, and of its shape. The weight [dim] is float32."""
+        `projected` is [rows, queries | keys | values | gates of the output | beta | decay], the last two of as many
+        columns as `net` has lanes. Queries, keys and values first go through a causal convolution of each channel and
+        silu; queries and keys are then scaled to unit length, queries by key_head_dim ** -0.5 too."""
 
 
-def padded_rows(num_rows: int, row_floor: int, row_slab: int) -> int:
+def padded_rows(num_rows: int, row_floor: int, row_slab: int, row_grid: int = ROW_GRID) -> int:
     """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
-    grid = row_slab or (ROW_GRID if num_rows > FEW_ROWS else 1)
+    grid = row_slab or (row_grid if num_rows > FEW_ROWS else 1)
     return max(row_floor, -(-num_rows // grid) * grid)
 
 
 def select_kernels(device: torch.device) -> Kernels:
     """The kernels for a device; a device without any is an error.
 
-    On a CPU `PENSTOCK_KERNELS` may be `torch`, `native` (an error where they cannot be had) or `auto`: native where
-    they can."""
-    if device.type != "cpu":
-        raise SettingError(f"device {str(device)!r}: there are no kernels for it; accepted: cpu")
-    from penstock.kernels.native_build import NativeUnavailableError
+    `PENSTOCK_KERNELS` may be `torch`, which is the reference on every device, `auto`, or, on a CPU, `native` (an
+    error where they cannot be had, while `auto` is native where they can). On a GPU of NVIDIA's `auto` is its own
+    kernels, on one of Apple's the reference."""
+    choice = os.environ.get(KERNELS_VARIABLE, "auto")
+    if choice not in ("auto", "native", "torch"):
+        raise SettingError(f"{KERNELS_VARIABLE}={choice!r} is not accepted: give auto, native or torch")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise SettingError(f"device {str(device)!r}: there are no kernels for it; accepted: cpu, cuda, mps")
+    if choice == "native" and device.type != "cpu":
+        raise SettingError(
+            f"{KERNELS_VARIABLE}=native is not accepted on {device.type}: they are a CPU's; give auto or torch"
+        )
     from penstock.kernels.torch_kernels import TorchKernels
 
-    choice = os.environ.get(KERNELS_VARIABLE, "auto")
-    if choice == "torch":
+    if choice == "torch" or device.type == "mps":
         return TorchKernels()
-    if choice not in ("auto", "native"):
-        raise SettingError(f"{KERNELS_VARIABLE}={choice!r} is not accepted: give auto, native or torch")
+    return _cuda_kernels() if device.type == "cuda" else _cpu_kernels(is_required=choice == "native")
+
+
+def _cuda_kernels() -> Kernels:
+    try:
+        from penstock.kernels.cuda_kernels import CudaKernels
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise SettingError(
+            "device='cuda' needs triton, which is not installed: pip install triton, or set "
+            f"{KERNELS_VARIABLE}=torch for the reference kernels"
+        ) from error
+    return CudaKernels()
+
+
+def _cpu_kernels(*, is_required: bool) -> Kernels:
+    from penstock.kernels.native_build import NativeUnavailableError
     from penstock.kernels.native_kernels import NativeKernels
+    from penstock.kernels.torch_kernels import TorchKernels
 
     try:
         return NativeKernels()
     except NativeUnavailableError as error:
-        if choice == "native":
+        if is_required:
             raise SettingError(f"{KERNELS_VARIABLE}=native is not accepted here: {error}") from error
         return TorchKernels()

@@ -1,4 +1,4 @@
-"""What attention is told of a pass: which rows see which tokens, and where those lie."""
+"""What kernels are told of a pass: which rows see which tokens, where those lie, and which states rows carry on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -71,6 +71,30 @@ class AttentionWork:
     def end(self) -> int:
         """The row after the last that attends to something."""
         return max((span.end for span in self.spans), default=0)
+
+
+@dataclass(frozen=True)
+class StateRows:
+    """Rows [start, end) of a pass, successive tokens of one sequence: the state in slot `read` is that before them,
+    the one after them goes into slot `write`."""
+
+    start: int
+    end: int
+    read: int
+    write: int
+    is_prompt: bool
+
+
+@dataclass(frozen=True)
+class StateWork:
+    """The recurrent states that the rows of a pass carry on, in this order: all rows but the padding."""
+
+    rows: tuple[StateRows, ...] = ()
+
+    @cached_property
+    def end(self) -> int:
+        """The row after the last that carries a state."""
+        return max((rows.end for rows in self.rows), default=0)
 
 
 def _as_array(places: Places) -> NDArray[np.int64]:

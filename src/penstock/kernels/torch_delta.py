@@ -36,6 +36,10 @@ _CORNER = 16
 
 
 def causal_conv(x: Tensor, tail: Tensor, weight: Tensor, out_tail: Tensor) -> Tensor:
+    """silu of the convolution of each channel of x [n, channels] over time, in the dtype of x.
+
+    `tail` [taps - 1, channels], up to 64 rows, is what came before x; its successor goes to `out_tail`. `weight` is
+    [taps, channels] in float32, with the tap of the token itself last."""
     num_rows, num_before = x.shape[0], tail.shape[0]
     assert num_before <= BLOCK, "the taps of a convolution reach back one block at most"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -62,6 +66,12 @@ def gated_delta_rule(
     state: Tensor,
     out_state: Tensor,
 ) -> Tensor:
+    """The gated delta rule over a span: outputs [n, heads, value_dim] in float32.
+
+    queries and keys are [n, key_heads, key_dim] and are scaled to unit length here (queries by key_dim ** -0.5 too),
+    values [n, heads, value_dim], log_decay and beta [n, heads] in float32. `state` [heads, key_dim, value_dim], in
+    float32, is that before the span; the one after it goes to `out_state`, which is another tensor. Spans cut at
+    multiples of 64 tokens give the same bits."""
     num_tokens = values.shape[0]
     at_once = BLOCK * _blocks_at_once(values.shape[1] * values.shape[2])
     # Tokens after the last whole block are one more, filled up, unless they are few.
@@ -92,6 +102,7 @@ def gated_delta_steps(
     state: Tensor,
     out_state: Tensor,
 ) -> Tensor:
+    """The same, one token after the other: the form for a single token."""
     num_tokens, num_heads, _ = values.shape
     key_dim = keys.shape[-1]
     group = num_heads // keys.shape[1]

@@ -8,13 +8,21 @@ from torch import Tensor
 
 from penstock.cache import TokenRange
 from penstock.cache.kv import KV
+from penstock.cache.recurrent import LayerStates
 from penstock.kernels import torch_delta
 from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.native_quantised import QuantisedProducts
-from penstock.kernels.protocol import HeadLayout
+from penstock.kernels.protocol import ROW_GRID, DeltaHeads, HeadLayout
 from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.kernels.shares import in_shares
-from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces
+from penstock.kernels.spans import (
+    AttendedSpan,
+    AttentionWork,
+    Places,
+    StateRows,
+    StateWork,
+    WrittenPlaces,
+)
 from penstock.plan.request import Span
 from penstock.plan.tiles import cut_into_tiles
 
@@ -60,11 +68,12 @@ def plain_attention(
     return (scores.softmax(dim=-1) @ values).to(queries.dtype), scores.logsumexp(dim=-1)
 
 
-
 class TorchKernels:
     """Kernels for the CPU."""
 
     name = "torch"
+    row_grid = ROW_GRID
+    can_capture = False
     quantised: QuantisedProducts | None = None
     causal_conv = staticmethod(torch_delta.causal_conv)
     gated_delta_rule = staticmethod(torch_delta.gated_delta_rule)
@@ -156,11 +165,54 @@ class TorchKernels:
     def sigmoid(self, x: Tensor) -> Tensor:
         return in_shares(torch.ops.aten.sigmoid.out, x)
 
+    def carry_states(
+        self, projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates
+    ) -> Tensor:
+        lanes = net.decay_rate.shape[0]
+        qkv, gate, beta, decay = torch.split(projected, [net.conv_size, net.value_size, lanes, lanes], dim=-1)
+        log_decay, beta = self.delta_gates(decay, beta, net.decay_rate, net.decay_bias)
+        gates = log_decay[:, : net.num_value_heads], beta[:, : net.num_value_heads]
+        out = torch.zeros_like(gate) if work.end < gate.shape[0] else torch.empty_like(gate)
+        for rows in work.rows:
+            span = slice(rows.start, rows.end)
+            attended = self._carry(qkv[span], gates[0][span], gates[1][span], rows, net, states)
+            out[span] = self.gated_norm(attended, gate[span], net.norm, net.norm_eps)
+        return out
+
+    def _carry(
+        self,
+        qkv: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        rows: StateRows,
+        net: DeltaHeads,
+        states: LayerStates,
+    ) -> Tensor:
+        """One state through its rows: [n, heads, value_dim] in float32."""
+        mixed = self.causal_conv(qkv, states.tail(rows.read), net.conv_weight, states.tail_out(rows.write))
+        queries, keys, values = torch.split(mixed, [net.key_size, net.key_size, net.value_size], dim=-1)
+        num_rows = rows.end - rows.start
+        rule = self.gated_delta_rule if rows.is_prompt else self.gated_delta_steps
+        return rule(
+            queries.view(num_rows, net.num_key_heads, -1),
+            keys.view(num_rows, net.num_key_heads, -1),
+            values.view(num_rows, net.num_value_heads, -1),
+            log_decay,
+            beta,
+            states.matrix(rows.read),
+            states.matrix_out(rows.write),
+        )
+
     def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithm of the decay, rate * softplus(a + bias), and beta, sigmoid(b), in float32.
+
+        a and b are [n, lanes], rate and bias [lanes] in float32."""
         log_decay = in_shares(torch.ops.aten.softplus.out, a.float() + bias).mul_(rate)
         return log_decay, self.sigmoid(b.float())
 
     def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of each head of x [n, heads, dim], float32, times silu of gate [n, heads * dim]; in the dtype of
+        the gate, and of its shape. The weight [dim] is float32."""
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         for start in range(0, x.shape[0], _NORM_ROWS):
             rows = slice(start, start + _NORM_ROWS)

@@ -1,7 +1,7 @@
 """Attention on a GPU, in Triton: of a chunk to its own tile, and of decodes to all that they see.
 
-Keys and values are read where they lie, in blocks of 64 tokens that a table of places names. A query's sums are formed
-in the order of its sequence's blocks, in one and the same way whatever stands beside it.
+Keys and values are read where they lie, in blocks of 64 tokens that a table of places names. A query's sums
+are formed in the order of its sequence's blocks, in one and the same way whatever stands beside it.
 """
 
 import triton
@@ -25,26 +25,30 @@ def _see(query, keys, values, seen, largest, total, sums, scale, PRECISION: tl.c
     return now, total, sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "end", "tile_start"])
 def tile_attention_kernel(
     queries,  # [rows, heads, head_dim], of positions [first, end)
     keys,  # the cache: [tokens, kv_heads, head_dim]
     values,
     table,  # where the blocks of the tile begin in the cache
-    past_out,  # [rows, heads, head_dim], what the queries saw before the tile; or none
-    past_lse,  # [heads, rows]
+    past_out,  # [parts, rows, heads, head_dim], what the queries saw before the tile; or none
+    past_lse,  # [parts, heads, rows]
     out,  # [rows, heads, head_dim]
     first,
     end,
     tile_start,
     scale,  # for powers of two
     query_stride,
+    past_part_stride,
     past_stride,
+    past_head_stride,
+    lse_part_stride,
     lse_stride,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HAS_PAST: tl.constexpr,
+    COLUMNS: tl.constexpr,  # HEAD_DIM, or the next power of two
+    NUM_PARTS: tl.constexpr,  # of the past; 0: there is none
     IS_CONTIGUOUS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -58,18 +62,27 @@ def tile_attention_kernel(
     positions = start + tl.arange(0, ROWS)
     rows = (positions - first).to(tl.int64)
     is_own = (positions >= first) & (positions < end)
-    columns = tl.arange(0, HEAD_DIM)
+    columns = tl.arange(0, COLUMNS)
+    in_head = columns < HEAD_DIM
     at = rows[:, None] * query_stride + head * HEAD_DIM + columns[None, :]
-    query = tl.load(queries + at, mask=is_own[:, None], other=0.0)
-    if HAS_PAST:
-        largest = tl.load(past_lse + head * lse_stride + rows, mask=is_own, other=0.0) * 1.4426950408889634
-        total = tl.full([ROWS], 1.0, tl.float32)
-        past = rows[:, None] * past_stride + head * HEAD_DIM + columns[None, :]
-        sums = tl.load(past_out + past, mask=is_own[:, None], other=0.0).to(tl.float32)
-    else:
-        largest = tl.full([ROWS], -float("inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        sums = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    query = tl.load(queries + at, mask=is_own[:, None] & in_head[None, :], other=0.0)
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for part in tl.static_range(NUM_PARTS):
+        own_lse = past_lse + part * lse_part_stride + head * lse_stride
+        lse = tl.load(own_lse + rows, mask=is_own, other=0.0) * 1.4426950408889634
+        now = tl.maximum(largest, lse)
+        weight = tl.exp2(lse - now)
+        shrink = tl.exp2(largest - now)
+        own_past = past_out + part * past_part_stride + head * past_head_stride
+        past = rows[:, None] * past_stride + columns[None, :]
+        seen_before = tl.load(own_past + past, mask=is_own[:, None] & in_head[None, :], other=0.0).to(
+            tl.float32
+        )
+        total = total * shrink + weight
+        sums = sums * shrink[:, None] + seen_before * weight[:, None]
+        largest = now
     tokens = tl.arange(0, BLOCK)
     STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     own_head = head // GROUP * HEAD_DIM
@@ -81,8 +94,12 @@ def tile_attention_kernel(
             offsets = (place + block * BLOCK + tokens) * STRIDE + own_head
         else:
             offsets = (tl.load(table + block).to(tl.int64) + tokens) * STRIDE + own_head
-        key = tl.load(keys + offsets[None, :] + columns[:, None])
-        value = tl.load(values + offsets[:, None] + columns[None, :])
+        if COLUMNS == HEAD_DIM:
+            key = tl.load(keys + offsets[None, :] + columns[:, None])
+            value = tl.load(values + offsets[:, None] + columns[None, :])
+        else:
+            key = tl.load(keys + offsets[None, :] + columns[:, None], mask=in_head[:, None], other=0.0)
+            value = tl.load(values + offsets[:, None] + columns[None, :], mask=in_head[None, :], other=0.0)
         scores = tl.dot(query, key, input_precision=PRECISION) * scale
         now = tl.maximum(largest, tl.max(scores, axis=1))
         weights = tl.exp2(scores - now[:, None])
@@ -98,13 +115,15 @@ def tile_attention_kernel(
             offsets = (place + block * BLOCK + tokens) * STRIDE + own_head
         else:
             offsets = (tl.load(table + block).to(tl.int64) + tokens) * STRIDE + own_head
-        key = tl.load(keys + offsets[None, :] + columns[:, None], mask=is_there[None, :], other=0.0)
-        value = tl.load(values + offsets[:, None] + columns[None, :], mask=is_there[:, None], other=0.0)
+        is_key = is_there[None, :] & in_head[:, None]
+        is_value = is_there[:, None] & in_head[None, :]
+        key = tl.load(keys + offsets[None, :] + columns[:, None], mask=is_key, other=0.0)
+        value = tl.load(values + offsets[:, None] + columns[None, :], mask=is_value, other=0.0)
         seen = token[None, :] <= positions[:, None]
         largest, total, sums = _see(query, key, value, seen, largest, total, sums, scale, PRECISION)
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     own = rows[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + columns[None, :]
-    tl.store(out + own, result, mask=is_own[:, None])
+    tl.store(out + own, result, mask=is_own[:, None] & in_head[None, :])
 
 
 @triton.jit
@@ -123,7 +142,9 @@ def decode_attention_kernel(
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,  # HEAD_DIM, or the next power of two
     SPLITS: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr,
     GROUP_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -135,36 +156,44 @@ def decode_attention_kernel(
     split = tl.program_id(2)
     length = tl.load(lengths + row)
     num_blocks = (length + BLOCK - 1) // BLOCK
-    size = (num_blocks + SPLITS - 1) // SPLITS
+    size = tl.maximum((num_blocks + SPLITS - 1) // SPLITS, LEAST_BLOCKS)
     first = split * size
+    if first >= num_blocks:
+        return
     last = tl.minimum(first + size, num_blocks)
     group = tl.arange(0, GROUP_ROWS)
     is_own = group < GROUP
-    columns = tl.arange(0, HEAD_DIM)
+    columns = tl.arange(0, COLUMNS)
+    in_head = columns < HEAD_DIM
     heads = kv_head * GROUP + group
     query = tl.load(
-        queries + tl.load(rows + row).to(tl.int64) * query_stride + heads[:, None] * HEAD_DIM + columns[None, :],
-        mask=is_own[:, None],
+        queries
+        + tl.load(rows + row).to(tl.int64) * query_stride
+        + heads[:, None] * HEAD_DIM
+        + columns[None, :],
+        mask=is_own[:, None] & in_head[None, :],
         other=0.0,
     )
     largest = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
-    sums = tl.zeros([GROUP_ROWS, HEAD_DIM], tl.float32)
+    sums = tl.zeros([GROUP_ROWS, COLUMNS], tl.float32)
     tokens = tl.arange(0, BLOCK)
     STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     for block in range(first, last):
         place = tl.load(tables + row * table_stride + block).to(tl.int64)
         is_there = block * BLOCK + tokens < length
         offsets = (place + tokens) * STRIDE + kv_head * HEAD_DIM
-        key = tl.load(keys + offsets[None, :] + columns[:, None], mask=is_there[None, :], other=0.0)
-        value = tl.load(values + offsets[:, None] + columns[None, :], mask=is_there[:, None], other=0.0)
-        largest, total, sums = _see(query, key, value, is_there[None, :], largest, total, sums, scale, PRECISION)
+        is_key = is_there[None, :] & in_head[:, None]
+        is_value = is_there[:, None] & in_head[None, :]
+        key = tl.load(keys + offsets[None, :] + columns[:, None], mask=is_key, other=0.0)
+        value = tl.load(values + offsets[:, None] + columns[None, :], mask=is_value, other=0.0)
+        largest, total, sums = _see(
+            query, key, value, is_there[None, :], largest, total, sums, scale, PRECISION
+        )
     part = (row * NUM_HEADS + heads) * SPLITS + split
-    is_empty = total == 0.0
-    result = sums / tl.where(is_empty, 1.0, total)[:, None]
-    tl.store(part_out + part[:, None] * HEAD_DIM + columns[None, :], result, mask=is_own[:, None])
-    lse = tl.where(is_empty, -float("inf"), largest + tl.log2(tl.where(is_empty, 1.0, total)))
-    tl.store(part_lse + part, lse, mask=is_own)
+    own_part = part_out + part[:, None] * HEAD_DIM + columns[None, :]
+    tl.store(own_part, sums / total[:, None], mask=is_own[:, None] & in_head[None, :])
+    tl.store(part_lse + part, largest + tl.log2(total), mask=is_own)
 
 
 @triton.jit
@@ -172,20 +201,29 @@ def join_parts_kernel(
     part_out,  # [rows, heads, splits, head_dim], float32
     part_lse,  # [rows, heads, splits]
     rows,  # which row of `out` each is
+    lengths,  # [rows], tokens that each row sees
     out,  # [..., heads, head_dim]
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,  # HEAD_DIM, or the next power of two
     SPLITS: tl.constexpr,
+    LEAST_BLOCKS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """What the parts of a row's past gave for one head."""
     at = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     splits = tl.arange(0, SPLITS)
-    columns = tl.arange(0, HEAD_DIM)
-    lse = tl.load(part_lse + at * SPLITS + splits)
+    columns = tl.arange(0, COLUMNS)
+    in_head = columns < HEAD_DIM
+    num_blocks = (tl.load(lengths + tl.program_id(0)) + BLOCK - 1) // BLOCK
+    size = tl.maximum((num_blocks + SPLITS - 1) // SPLITS, LEAST_BLOCKS)
+    is_there = splits * size < num_blocks
+    lse = tl.load(part_lse + at * SPLITS + splits, mask=is_there, other=-float("inf"))
     largest = tl.max(lse, axis=0)
     is_empty = largest == -float("inf")
     weights = tl.exp2(lse - tl.where(is_empty, 0.0, largest))
-    parts = tl.load(part_out + (at * SPLITS + splits[:, None]) * HEAD_DIM + columns[None, :])
+    own_parts = part_out + (at * SPLITS + splits[:, None]) * HEAD_DIM + columns[None, :]
+    parts = tl.load(own_parts, mask=is_there[:, None] & in_head[None, :], other=0.0)
     result = tl.sum(parts * weights[:, None], axis=0) / tl.where(is_empty, 1.0, tl.sum(weights, axis=0))
     row = tl.load(rows + tl.program_id(0)).to(tl.int64) * NUM_HEADS + tl.program_id(1)
-    tl.store(out + row * HEAD_DIM + columns, result.to(out.dtype.element_ty))
+    tl.store(out + row * HEAD_DIM + columns, result.to(out.dtype.element_ty), mask=in_head)

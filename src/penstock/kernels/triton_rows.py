@@ -27,9 +27,9 @@ def add_norm_kernel(
     mask = at < size
     value = tl.load(x + row * x_stride + at, mask=mask, other=0.0)
     if HAS_DELTA:
-        value = (value.to(tl.float32) + tl.load(delta + row * size + at, mask=mask, other=0.0).to(tl.float32)).to(
-            value.dtype
-        )
+        value = (
+            value.to(tl.float32) + tl.load(delta + row * size + at, mask=mask, other=0.0).to(tl.float32)
+        ).to(value.dtype)
         tl.store(total + row * size + at, value, mask=mask)
     own = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(own * own, axis=0) / size + eps)
@@ -49,7 +49,7 @@ def _normed(values, weights, scale, IS_FLOAT32: tl.constexpr):
     return (normed.to(tl.float32) * weights.to(tl.float32)).to(values.dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def place_heads_kernel(
     projected,  # [rows, queries | keys | values | ...]
     queries,  # [rows, heads, head_dim]
@@ -126,3 +126,39 @@ def silu_and_mul_kernel(gate_up, out, row_stride, width, BLOCK: tl.constexpr):
     own = gate.to(tl.float32)
     activated = (own / (1.0 + tl.exp(-own))).to(gate.dtype).to(tl.float32)
     tl.store(out + row * width + at, (activated * up.to(tl.float32)).to(gate.dtype), mask=mask)
+
+
+@triton.jit
+def few_rows_kernel(
+    x,  # [rows, num_in]
+    weight,  # [num_out, num_in]
+    bias,  # [num_out], or none
+    out,  # [rows, num_out]
+    x_stride,
+    num_rows,
+    num_out,
+    num_in,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Some outputs of a product of a few rows: as fast as the weight can be read."""
+    rows = tl.arange(0, ROWS)
+    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    columns = tl.arange(0, BLOCK)
+    is_row, is_output = rows < num_rows, outputs < num_out
+    row_at = rows[:, None].to(tl.int64) * x_stride
+    weight_at = outputs[None, :].to(tl.int64) * num_in
+    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in range(0, num_in, BLOCK):
+        at = start + columns
+        is_in = at < num_in
+        own = tl.load(x + row_at + at[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
+        part = tl.load(weight + weight_at + at[:, None], mask=is_output[None, :] & is_in[:, None], other=0.0)
+        total = tl.dot(own, part, total, input_precision=PRECISION)
+    if HAS_BIAS:
+        total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
+    to = out + rows[:, None].to(tl.int64) * num_out + outputs[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])

@@ -34,6 +34,10 @@ class Attention:
     key_norm: Tensor | None
     is_gated: bool = False
 
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim)
+
     @cached_property
     def layout(self) -> HeadLayout:
         return HeadLayout(
@@ -68,7 +72,13 @@ class Attention:
     ) -> Tensor:
         """What `take_in` gave, or some rows of it, to the block's output [rows, hidden]; padding rows attend to
         nothing."""
-        attended = kernels.attend(rows[0], work, caches.kv.layer(self.index), 1.0 / math.sqrt(self.head_dim))
+        attended = kernels.attend(rows[0], work, caches.kv.layer(self.index), self.scale)
+        return self.put_out(attended, rows, batch, kernels)
+
+    def put_out(
+        self, attended: Tensor, rows: tuple[Tensor, ...], batch: ForwardBatch, kernels: Kernels
+    ) -> Tensor:
+        """The same from what the queries attended to [rows, heads * head_dim], which may be written over."""
         if self.is_gated:
             attended.mul_(kernels.sigmoid(rows[1].contiguous()))
         return kernels.linear(attended, self.out_weight, self.out_bias, is_canonical=batch.is_canonical)

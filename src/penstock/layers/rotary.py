@@ -49,9 +49,14 @@ class Rotary:
 
     def tables(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines [rows, rotary_dim] of positions [rows], all below `end`."""
+        self.reserve(end)
+        return self._cos[positions], self._sin[positions]
+
+    def reserve(self, end: int) -> tuple[Tensor, Tensor]:
+        """The whole tables, for all positions below `end` at least. Longer ones are made elsewhere."""
         while self._cos.shape[0] < end:
             self._append_page()
-        return self._cos[positions], self._sin[positions]
+        return self._cos, self._sin
 
     def _append_page(self) -> None:
         start = self._cos.shape[0]

@@ -3,6 +3,7 @@
 Not by memory map: a mapped page counts as this process's memory, and a file cut short under a map is a crash.
 """
 
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -46,10 +47,49 @@ def copy_plain(file: ByteFile, start: int, stored: torch.dtype, out: torch.Tenso
         file.read_into(start, rows.view(-1).view(torch.uint8))
         return
     row_bytes = rows[0].numel() * stored.itemsize
-    num_rows = max(1, SLICE_BYTES // row_bytes)
-    buffer = torch.empty(min(num_rows, rows.shape[0]) * row_bytes, dtype=torch.uint8)
+    num_rows = min(max(1, SLICE_BYTES // row_bytes), rows.shape[0])
+    places = cycle(_places(num_rows * row_bytes, rows.device))
     for first in range(0, rows.shape[0], num_rows):
         part = rows[first : first + num_rows]
-        raw = buffer[: part.shape[0] * row_bytes]
+        place = next(places)
+        raw = place.part(part.shape[0] * row_bytes)
         file.read_into(start + first * row_bytes, raw)
-        part.copy_(raw.view(stored).view(part.shape))
+        place.copy(raw.view(stored).view(part.shape), part)
+
+
+class _Place:
+    """Where a slice of a file lies on its way to a tensor."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def part(self, num_bytes: int) -> torch.Tensor:
+        """So many bytes of it, of which nobody needs what they hold."""
+        return self._buffer[:num_bytes]
+
+    def copy(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(values)
+
+
+class _PinnedPlace(_Place):
+    """The same on the way to a GPU, which fetches it by itself and converts it."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        self._stream = torch.cuda.current_stream(device)
+        self._fetched = torch.cuda.Event()  # type: ignore[no-untyped-call]
+
+    def part(self, num_bytes: int) -> torch.Tensor:
+        self._fetched.synchronize()
+        return super().part(num_bytes)
+
+    def copy(self, values: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(values.to(out.device, non_blocking=True))
+        self._fetched.record(self._stream)
+
+
+def _places(num_bytes: int, device: torch.device) -> list[_Place]:
+    """Two on the way to a GPU: one slice is read while the one before is fetched."""
+    if device.type == "cuda":
+        return [_PinnedPlace(num_bytes, device) for _ in range(2)]
+    return [_Place(num_bytes)]

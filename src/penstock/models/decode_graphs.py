@@ -1,126 +1,89 @@
-"""Decodes on a GPU as graphs: a pass is hundreds of launches, each of which takes the processor longer than the GPU.
+"""Decodes alone as one graph, from tokens to logits."""
 
-A graph is captured for some numbers of rows, and a pass runs in the smallest that holds it. What differs from pass to
-pass lies in tensors that stay where they are; one copy fills them.
-"""
-
-from collections.abc import Callable
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
-from penstock.kernels.cuda_work import BLOCK_TOKENS, DecodeWork, DeviceWork, block_starts
-from penstock.kernels.spans import AttentionWork, WrittenPlaces
+from penstock.kernels.cuda_states import static_decode_states
+from penstock.kernels.cuda_work import block_starts, row_places, static_decodes, static_places
 from penstock.layers.batch import ForwardBatch
+from penstock.models.recording import Recorder
 
-# Rows of a graph. Beyond the last, a pass is launched as it is.
-BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-_WARM_UPS = 2
-
-Forward = Callable[[ForwardBatch, CacheTensors], Tensor]
+if TYPE_CHECKING:
+    from penstock.models.decoder import Decoder
 
 
-@dataclass(frozen=True)
-class _Graph:
-    graph: torch.cuda.CUDAGraph
-    inputs: "_Inputs"
-    logits: Tensor  # [rows, vocab]
+# What a graph is told of each row: token, position, place, tokens seen, slots read and written; then its blocks.
+_COLUMNS = 6
 
 
-class _Inputs:
-    """Of so many rows: token, position, place, number of tokens seen, and the table of blocks."""
+def is_decode(batch: ForwardBatch) -> bool:
+    """Whether all rows are decodes, in whatever shape is fastest."""
+    return not batch.is_canonical and batch.num_logits == batch.num_tokens == len(batch.all_layers.spans)
 
-    COLUMNS = 4
 
-    def __init__(self, num_rows: int, num_blocks: int, device: torch.device) -> None:
-        width = self.COLUMNS + num_blocks
-        self._staged = torch.zeros(num_rows, width, dtype=torch.int64).pin_memory()
-        self._array: NDArray[np.int64] = self._staged.numpy()
-        self._on_device = torch.zeros(num_rows, width, dtype=torch.int64, device=device)
-        self._copied = torch.cuda.Event()
-        self.fill([])
+class DecodeGraph:
+    """Of so many rows; those that a pass has not go nowhere and see nothing."""
 
-    def fill(self, rows: list[tuple[int, int, int, NDArray[np.int64]]]) -> None:
-        """Token, position, place and blocks of the first rows; the others see nothing and go nowhere."""
-        self._copied.synchronize()  # the last copy may still be read
-        array = self._array
-        array[:, :2] = 0
-        array[:, 2] = -1
-        array[:, 3] = 0
-        for index, (token, position, place, starts) in enumerate(rows):
-            array[index, : self.COLUMNS] = token, position, place, position + 1
-            array[index, self.COLUMNS : self.COLUMNS + len(starts)] = starts
-        self._on_device.copy_(self._staged, non_blocking=True)
-        self._copied.record()
-
-    def batch(self, end_position: int) -> ForwardBatch:
-        """The pass that these are the inputs of, with nothing in it that a host would have to know."""
-        num_rows, device = len(self._array), self._on_device.device
-        columns = self._on_device
-        rows = torch.arange(num_rows, device=device)
-        work, places = AttentionWork(()), WrittenPlaces(())
-        decodes = DecodeWork(rows, columns[:, 3].contiguous(), columns[:, self.COLUMNS :])
-        work.__dict__["_on_device"] = DeviceWork((), decodes)
-        work.__dict__["end"] = num_rows
-        places.__dict__["_on_device"] = columns[:, 2].contiguous()
-        places.__dict__["num_tokens"] = num_rows
-        return ForwardBatch(
-            token_ids=columns[:, 0],
-            positions=columns[:, 1],
-            end_position=end_position,
+    def __init__(self, model: "Decoder", caches: CacheTensors, num_rows: int, recorder: Recorder) -> None:
+        self._num_rows = num_rows
+        self._end = min(model.config.max_position, caches.kv.num_blocks * BLOCK_TOKENS)
+        # The graph reads these tables: they are kept even when longer ones are made.
+        self._tables = model.rotary.reserve(self._end)
+        self._num_blocks = -(-self._end // BLOCK_TOKENS)
+        self._inputs = torch.zeros(
+            num_rows * (_COLUMNS + self._num_blocks), dtype=torch.int64, device=model.device
+        )
+        columns = self._inputs[: _COLUMNS * num_rows].view(_COLUMNS, num_rows)
+        tokens, positions, places, lengths, read, write = columns
+        columns[[2, 4, 5]] = -1
+        rows = torch.arange(num_rows, device=model.device)
+        work = static_decodes(rows, lengths, self._inputs[_COLUMNS * num_rows :].view(num_rows, -1))
+        empty = np.zeros(0, dtype=np.int64)
+        # Kept, since the graph reads what it has on the device.
+        self._batch = batch = ForwardBatch(
+            token_ids=empty,
+            positions=empty,
+            end_position=self._end,
             num_tokens=num_rows,
-            places=places,
+            places=static_places(places),
             all_layers=work,
             last_layer=work,
-            logit_rows=rows,
+            logit_rows=empty,
             num_logits=num_rows,
             is_canonical=False,
+            states=static_decode_states(read, write),
         )
 
+        def launch() -> Tensor | None:
+            return model.launch(batch, caches, tokens, positions, logit_rows=None)
 
-class DecodeGraphs:
-    """Graphs of one model over one cache."""
+        launch()  # libraries then have all that they need
+        self._graph, logits = recorder.record(launch)
+        assert logits is not None
+        self._logits = logits
 
-    def __init__(self, forward: Forward, caches: CacheTensors, end_position: int) -> None:
-        self._forward = forward
-        self._caches = caches
-        self._end_position = end_position
-        self._num_blocks = min(caches.kv.num_blocks, -(-end_position // BLOCK_TOKENS))
-        self._graphs: dict[int, _Graph] = {}
-
-    def run(self, batch: ForwardBatch, token_ids: list[int]) -> Tensor | None:
-        """Logits of decodes alone; None where there are too many for a graph."""
-        spans = batch.all_layers.spans
-        size = next((size for size in BUCKETS if len(spans) <= size), None)
-        if size is None:
-            return None
-        found = self._graphs.get(size)
-        if found is None:
-            found = self._graphs[size] = self._capture(size)
-        places = [place.start + i for place in batch.places.ranges for i in range(len(place))]
-        found.inputs.fill(
-            [
-                (token, span.position, place, block_starts(span.places))
-                for token, span, place in zip(token_ids, spans, places, strict=True)
-            ]
-        )
-        found.graph.replay()
-        return found.logits[: len(spans)]
-
-    def _capture(self, size: int) -> _Graph:
-        device = self._caches.kv.device
-        inputs = _Inputs(size, self._num_blocks, device)
-        stream = torch.cuda.Stream(device)
-        stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(stream):
-            for _ in range(_WARM_UPS):
-                self._forward(inputs.batch(self._end_position), self._caches)
-        torch.cuda.current_stream(device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            logits = self._forward(inputs.batch(self._end_position), self._caches)
-        return _Graph(graph, inputs, logits)
+    def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor:
+        num_rows, num_all = batch.num_tokens, self._num_rows
+        staged = np.zeros(len(self._inputs), dtype=np.int64)
+        tokens, positions, places, lengths, *slots = staged[: _COLUMNS * num_all].reshape(_COLUMNS, num_all)
+        tokens[:num_rows] = batch.token_ids
+        positions[:num_rows] = batch.positions
+        places[:num_rows], places[num_rows:] = row_places(batch.places), -1
+        lengths[:num_rows] = batch.positions + 1
+        states = batch.states.rows
+        for slot, given in zip(
+            slots, ([rows.read for rows in states], [rows.write for rows in states]), strict=True
+        ):
+            slot[: len(given)], slot[len(given) :] = given, -1
+        tables = staged[_COLUMNS * num_all :].reshape(num_all, -1)
+        for index, span in enumerate(batch.all_layers.spans):
+            starts = block_starts(span.places)
+            tables[index, : len(starts)] = starts
+        self._inputs.copy_(torch.from_numpy(staged).pin_memory(), non_blocking=True)
+        self._graph.replay()
+        return self._logits[:num_rows].clone()  # the next pass writes over them

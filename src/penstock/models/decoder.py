@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, is_dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from penstock.layers.joined import FusedWeight, JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.rotary import Rotary
 from penstock.models.config import ModelConfig
+from penstock.models.device_inputs import on_device
+from penstock.models.graphs import PassGraphs
 from penstock.models.shape import model_shape
 
 
@@ -52,12 +55,12 @@ class Decoder:
         self.dtype = embedding.dtype
         self.device = final_norm.device
         self._embedding = embedding  # [vocab, hidden]
-        self._layers = layers
+        self.layers = layers
         self._final_norm = final_norm  # [hidden]
         self._head = (
             head  # [vocab, hidden], packed: where it is tied to the embedding, a copy of it if not quantised
         )
-        self._rotary = Rotary(
+        self.rotary = Rotary(
             config.rotary,
             config.rotary_dim or config.head_dim,
             config.max_position,
@@ -65,12 +68,11 @@ class Decoder:
             self.device,
         )
         self.dense_layers = self._as_one_call()  # for decodes, where there is such a call
+        self._graphs = PassGraphs(self) if kernels.can_capture else None
 
     def _as_one_call(self) -> DenseLayers | None:
         """The layers for decodes, where all are dense and quantised."""
-        dense = [
-            _dense_layer(layer, norm) for layer, norm in zip(self._layers, self._next_norms, strict=True)
-        ]
+        dense = [_dense_layer(layer, norm) for layer, norm in zip(self.layers, self._next_norms, strict=True)]
         layers = [layer for layer in dense if layer is not None]
         if len(layers) < len(dense):
             return None
@@ -84,10 +86,10 @@ class Decoder:
         )
         return self.kernels.dense_layers(layers, heads)
 
-    @property
+    @cached_property
     def _next_norms(self) -> list[Tensor]:
         """The norm that follows each layer."""
-        return [*(layer.mixer_norm for layer in self._layers[1:]), self._final_norm]
+        return [*(layer.mixer_norm for layer in self.layers[1:]), self._final_norm]
 
     @property
     def cache_spec(self) -> CacheSpec:
@@ -125,13 +127,13 @@ class Decoder:
             delta_net=model_shape(config).delta_net,
             num_experts=config.experts.num_experts if config.experts else 0,
             expert_products=_in_order(
-                {shape for layer in self._layers for shape in _expert_products(layer.mlp)}
+                {shape for layer in self.layers for shape in _expert_products(layer.mlp)}
             ),
         )
 
     def _products(self) -> set[ProductShape]:
         pairs: list[tuple[FusedWeight, Tensor | None]] = []
-        for layer in self._layers:
+        for layer in self.layers:
             mixer = layer.mixer
             if isinstance(mixer, Attention):
                 pairs += [(mixer.qkv_weight, mixer.qkv_bias), (mixer.out_weight, mixer.out_bias)]
@@ -146,7 +148,7 @@ class Decoder:
 
     def _blocks(self) -> Iterator[GatedMLP]:
         """The feed-forward blocks, one of each layer's experts for all of them."""
-        for layer in self._layers:
+        for layer in self.layers:
             if isinstance(layer.mlp, GatedMLP):
                 yield layer.mlp
             else:
@@ -157,38 +159,79 @@ class Decoder:
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        parts = (self._embedding, self._head, self._final_norm, *self._layers)
+        parts = (self._embedding, self._head, self._final_norm, *self.layers)
         return sum(tensor.nbytes for tensor in {tensor for part in parts for tensor in _tensors(part)})
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> Tensor | None:
         """Run a batch: what later tokens need of it goes into the caches. Returns logits [num_logits, vocab] in
         float32, or None where none are wanted."""
-        kernels, eps = self.kernels, self.config.norm_eps
-        for work in (batch.all_layers, batch.last_layer):
+        works = {id(work): work for work in (batch.all_layers, batch.last_layer)}
+        for work in works.values():
             caches.kv.check_places(place for span in work.spans for place in span.places)
         caches.kv.check_places(batch.places.ranges)
-        x = kernels.embed(batch.token_ids, self._embedding)
-        normed = kernels.rms_norm(x, self._layers[0].mixer_norm, eps)
-        cos, sin = self._rotary.tables(batch.positions, batch.end_position)
+        if self._graphs is not None and (graph := self._graphs.find(batch, caches)) is not None:
+            return graph.run(batch, self, caches)
+        numbers = (batch.token_ids, batch.positions, batch.logit_rows)
+        return self.launch(batch, caches, *on_device(numbers, self.device))
+
+    def launch(
+        self,
+        batch: ForwardBatch,
+        caches: CacheTensors,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor | None,
+    ) -> Tensor | None:
+        """The same with the batch's numbers on the device; without `logit_rows`, logits of all rows are wanted."""
+        kernels = self.kernels
+        x, normed = self.embed(token_ids)
+        cos, sin = self.rotary.tables(positions, batch.end_position)
         if self.dense_layers and not batch.is_canonical and batch.num_logits == len(x):
-            kvs = [caches.kv.layer(index) for index in range(len(self._layers))]
+            kvs = [caches.kv.layer(index) for index in range(len(self.layers))]
             normed = self.dense_layers.run(x, normed, cos, sin, kvs, batch.places, batch.all_layers)
             return self._logits(normed, batch).float()
-        work, num_rows = batch.all_layers, batch.num_tokens
-        for layer, next_norm in zip(self._layers, self._next_norms, strict=True):
+        for index, layer in enumerate(self.layers):
             rows = layer.mixer.take_in(normed, cos, sin, batch, caches, kernels)
             del normed  # what is not needed any more is not held at the next high-water mark
-            if layer is self._layers[-1]:
-                if batch.num_logits == 0:
-                    return None
-                work, num_rows = batch.last_layer, batch.num_logits
-                x, rows = x[batch.logit_rows], tuple(part[batch.logit_rows] for part in rows)
-            x, normed = kernels.add_norm(
-                x, layer.mixer.give_out(rows, work, batch, caches, kernels), layer.mlp_norm, eps
-            )
+            if index == len(self.layers) - 1:
+                return self.end(x, rows, logit_rows, batch, caches)
+            mixed = layer.mixer.give_out(rows, batch.all_layers, batch, caches, kernels)
             del rows
-            x, normed = kernels.add_norm(x, layer.mlp(normed, num_rows, batch, kernels), next_norm, eps)
+            x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, self.config.norm_eps)
+            del mixed
+            x, normed = self.feed(index, x, normed, batch.num_tokens, batch)
+        raise AssertionError("a model has a last layer")
+
+    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """What enters the first layer [rows, hidden], and its norm."""
+        x = self.kernels.embed(token_ids, self._embedding)
+        return x, self.kernels.rms_norm(x, self.layers[0].mixer_norm, self.config.norm_eps)
+
+    def feed(
+        self, index: int, x: Tensor, normed: Tensor, num_rows: int, batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's second block. Returns what leaves the layer, and its norm for the next."""
+        out = self.layers[index].mlp(normed, num_rows, batch, self.kernels)
+        return self.kernels.add_norm(x, out, self._next_norms[index], self.config.norm_eps)
+
+    def end(
+        self,
+        x: Tensor,
+        rows: tuple[Tensor, ...],
+        logit_rows: Tensor | None,
+        batch: ForwardBatch,
+        caches: CacheTensors,
+    ) -> Tensor | None:
+        """From what the last layer took in to the logits, of the rows that they are wanted of."""
+        if batch.num_logits == 0:
+            return None
+        if logit_rows is not None:
+            x, rows = x[logit_rows], tuple(part[logit_rows] for part in rows)
+        index, last = len(self.layers) - 1, self.layers[-1]
+        mixed = last.mixer.give_out(rows, batch.last_layer, batch, caches, self.kernels)
+        x, normed = self.kernels.add_norm(x, mixed, last.mlp_norm, self.config.norm_eps)
+        _, normed = self.feed(index, x, normed, batch.num_logits, batch)
         return self._logits(normed[: batch.num_logits], batch).float()
 
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:

@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.errors import SettingError
-from penstock.kernels.protocol import Kernels
+from penstock.kernels.protocol import DeltaHeads, Kernels
 from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
 from penstock.kernels.shares import whole_lanes
 from penstock.layers.attention import Attention
@@ -21,7 +21,13 @@ from penstock.models.shape import model_shape
 from penstock.models.source import WeightSource
 from penstock.plan.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.plan.memory import weight_bytes
-from penstock.plan.weight_settings import QUANTISED_WEIGHTS, WeightsName, WeightsSetting, settle_weights
+from penstock.plan.weight_settings import (
+    QUANTISED_WEIGHTS,
+    WeightsName,
+    WeightsSetting,
+    settle_weights,
+    settle_without_blocks,
+)
 
 # Values that are quantised at a time.
 _QUANTISED_AT_ONCE = 1 << 20
@@ -37,6 +43,11 @@ def load_decoder(
     """Build a model from a file. Matrices stay in the blocks that the file has them in where the kernels can compute
     with those (`auto`), become blocks (`int8`, `int4`), or are of `dtype`."""
     check_source(source)
+    if weights in QUANTISED_WEIGHTS and device.type != "cpu":
+        raise SettingError(
+            f"weights={weights!r} is not accepted on {device.type}: only a CPU computes with quantised weights; give "
+            "auto, bf16 or f32"
+        )
     if weights in QUANTISED_WEIGHTS and (kernels.quantised is None or dtype != torch.bfloat16):
         raise SettingError(
             f"weights={weights!r} is not accepted here: quantised weights need the native kernels, a processor with "
@@ -46,10 +57,16 @@ def load_decoder(
 
 
 def settled_weights(
-    source: WeightSource, kernels: Kernels, dtype: torch.dtype, setting: WeightsSetting
+    source: WeightSource,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    setting: WeightsSetting,
 ) -> WeightsSetting:
     """What `auto` comes to for these weights on this machine, and why."""
     is_quantised = any(source.block_form(name) is not None for name in source.names())
+    if device.type != "cpu" and is_quantised:
+        return settle_without_blocks(setting, str(dtype).removeprefix("torch."))
     if kernels.quantised is None or dtype != torch.bfloat16 or not is_quantised:
         return setting
     return settle_weights(
@@ -168,20 +185,22 @@ class _Loader:
         bias[:heads] = self._float32(f"{prefix}.dt_bias", heads)
         return DeltaNet(
             index=index,
-            num_key_heads=net.num_key_heads,
-            num_value_heads=heads,
-            key_head_dim=net.key_head_dim,
-            value_head_dim=net.value_head_dim,
-            norm_eps=self._config.norm_eps,
+            heads=DeltaHeads(
+                num_key_heads=net.num_key_heads,
+                num_value_heads=heads,
+                key_head_dim=net.key_head_dim,
+                value_head_dim=net.value_head_dim,
+                norm_eps=self._config.norm_eps,
+                conv_weight=conv[:, 0].t().contiguous(),
+                decay_rate=rate,
+                decay_bias=bias,
+                norm=self._float32(f"{prefix}.norm.weight", net.value_head_dim),
+            ),
             in_weight=self._matrix(
                 self._delta_inputs(prefix, net, lanes),
                 net.conv_size + net.value_size + 2 * lanes,
                 self._config.hidden_size,
             ),
-            conv_weight=conv[:, 0].t().contiguous(),
-            decay_rate=rate,
-            decay_bias=bias,
-            norm=self._float32(f"{prefix}.norm.weight", net.value_head_dim),
             out_weight=self._packed(f"{prefix}.out_proj.weight", self._config.hidden_size, net.value_size),
         )
 

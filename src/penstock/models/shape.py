@@ -11,7 +11,13 @@ from penstock.plan.memory import WeightBits
 from penstock.plan.step_shape import KernelKind, Workspace
 
 if TYPE_CHECKING:  # a decoder imports this file
+    import torch
+
     from penstock.models.decoder import Decoder
+
+# Torch's work space for cuBLAS, by the major number of a GPU's compute capability.
+_HOPPER = 9
+_LARGE_BYTES, _SMALL_BYTES = 32 << 20, 8320 << 10
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
@@ -83,14 +89,29 @@ def workspace_of(model: "Decoder") -> Workspace:
     import torch
 
     kernels = model.kernels
-    # Heads that native kernels have no code for are left to torch.
-    can_attend = getattr(kernels, "can_attend", None)
-    is_native = can_attend is not None and can_attend(model.dtype, model.config.head_dim)
-    kind: KernelKind = "native" if is_native else "torch"
+    kind: KernelKind = "torch"
+    if kernels.name.startswith("cuda"):
+        kind = "cuda"
+    else:
+        # Heads that native kernels have no code for are left to torch.
+        can_attend = getattr(kernels, "can_attend", None)
+        if can_attend is not None and can_attend(model.dtype, model.config.head_dim):
+            kind = "native"
     workspace = workspace_for(model.config, Workspace(kind, kernels.tile_size, torch.get_num_threads()))
     return replace(
         workspace,
         row_floor=kernels.row_floor,
         row_slab=kernels.row_slab,
+        row_grid=kernels.row_grid,
         expert_slab=kernels.expert_slab,
+        library_bytes=_library_bytes(model.device),
     )
+
+
+def _library_bytes(device: "torch.device") -> int:
+    """What torch sets aside for cuBLAS, for each stream that has products: one."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    return _LARGE_BYTES if torch.cuda.get_device_capability(device)[0] >= _HOPPER else _SMALL_BYTES

@@ -75,7 +75,8 @@ def _start(sizes: PassSizes) -> StepMemory:
     """Tables grow by a page: first the cosines are copied into a longer table, then the sines. A page is made in
     float32: angles, both functions of them, and both scaled."""
     hidden, width = sizes.shape.hidden_size, sizes.rotary_width
-    page = ROTARY_PAGE * (FLOAT32 * 5 * width // 2 + sizes.dtype_bytes * 2 * width)
+    made = 0 if sizes.kernels == "cuda" else FLOAT32 * 5 * width // 2  # the host makes what a GPU is given
+    page = ROTARY_PAGE * (made + sizes.dtype_bytes * 2 * width)
     return StepMemory(
         "start",
         input_bytes=sizes.inputs + sizes.rotary_tables // 2 + page,
@@ -89,7 +90,9 @@ def _start(sizes: PassSizes) -> StepMemory:
 def _feed_forward(sizes: PassSizes) -> Iterator[StepMemory]:
     hidden = sizes.shape.hidden_size
     begun = StepMemory(
-        "mlp", input_bytes=sizes.inputs, hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden)
+        "mlp",
+        input_bytes=sizes.inputs + sizes.graphs,
+        hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden),
     )
     # A block's output is added to the residual and normed, with all three still there: and beside mixing's what it
     # was made of, beside this block's what it was fed with.
@@ -152,7 +155,7 @@ def _head(sizes: PassSizes) -> StepMemory:
     joined = slabs if slabs > HEAD_ROWS else 0
     return StepMemory(
         "head",
-        input_bytes=sizes.inputs,
+        input_bytes=sizes.inputs + sizes.graphs,
         hidden_bytes=sizes.bytes(2 * sizes.shape.hidden_size, slabs),
         logits_bytes=max(
             sizes.bytes(vocab, slabs + joined),

@@ -4,13 +4,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from penstock.plan.activation_parts import (
+    BLOCK_ROWS,
     ELEMENTS_PER_THREAD,
     FLOAT32,
+    HEADS_AND_PARTS,
     JOINED_TOKENS,
     LANES,
     MOST_BLOCKS,
     NORM_ROWS,
+    PIECE_TOKENS,
+    QUERY_BUCKETS,
     QUERY_GRID,
+    SPLITS,
     SQUARE,
     PassSizes,
     StepMemory,
@@ -24,7 +29,7 @@ def attention_marks(sizes: PassSizes) -> Iterator[StepMemory]:
     shape, hidden = sizes.shape, sizes.bytes(sizes.shape.hidden_size)
     taking = StepMemory(
         "attention",
-        input_bytes=sizes.inputs,
+        input_bytes=sizes.inputs + sizes.graphs,
         hidden_bytes=hidden + sizes.norm_held(shape.hidden_size),
         projection_bytes=sizes.bytes(sizes.projected),
     )
@@ -60,7 +65,7 @@ def _queries(sizes: PassSizes) -> int:
 
 def _rotating(sizes: PassSizes) -> int:
     """From the projections to rotated queries and keys."""
-    if sizes.is_native:
+    if sizes.is_fused:
         return sizes.bytes(sizes.query)
     both = sizes.query + sizes.kv
     share = sizes.rotary_width / sizes.shape.head_dim
@@ -84,8 +89,10 @@ def _rotating(sizes: PassSizes) -> int:
 def _attending(sizes: PassSizes) -> int:
     """The work space of attention, beside queries and output."""
     step, num_heads = sizes.step, sizes.shape.num_heads
-    if sizes.is_native:
+    if sizes.kernels == "native":
         return 0
+    if sizes.kernels == "cuda":
+        return max(_decoding_on_gpu(sizes), _attending_on_gpu(sizes))
     if not step.num_prompt_tokens:
         return _decoding(sizes)
     tile = sizes.workspace.tile_size or step.num_prompt_tokens
@@ -110,6 +117,30 @@ def _attending(sizes: PassSizes) -> int:
     return max(_decoding(sizes), own + past + max(attending_past, piece + out + pieces + merging))
 
 
+def _attending_on_gpu(sizes: PassSizes) -> int:
+    """The past of a tile: its queries filled up, what they attend to there and its logarithms, in parts. All else is
+    read in place."""
+    step, num_heads = sizes.step, sizes.shape.num_heads
+    tile = sizes.workspace.tile_size or step.num_prompt_tokens
+    end = step.longest_past + step.num_prompt_tokens
+    if not step.num_prompt_tokens or (sizes.workspace.tile_size and end <= tile):
+        return 0
+    rows = min(step.num_prompt_tokens, tile)
+    largest = QUERY_BUCKETS[-1]
+    rows = next((size for size in QUERY_BUCKETS if rows <= size), rounded_up(rows, largest))
+    parts = max(HEADS_AND_PARTS // num_heads, 1)
+    joined = sizes.bytes(2 * sizes.kv, end) if sizes.workspace.joins_past else 0
+    # There is no kernel for grouped heads in float32: keys and values are repeated for each.
+    repeated = sizes.bytes(2 * sizes.query, end) if sizes.dtype_bytes >= FLOAT32 else 0
+    pieces = sizes.bytes((1 + parts) * sizes.query, rows) + FLOAT32 * parts * num_heads * rows
+    return joined + repeated + pieces
+
+
+def _decoding_on_gpu(sizes: PassSizes) -> int:
+    """What the programs that share a decode's past have found, in float32, and its logarithms."""
+    return FLOAT32 * sizes.step.num_decodes * SPLITS * (sizes.query + sizes.shape.num_heads)
+
+
 def _decoding(sizes: PassSizes) -> int:
     """Pasts of decodes, which are copied together one after the other."""
     step = sizes.step
@@ -123,6 +154,9 @@ def delta_net_marks(sizes: PassSizes, net: DeltaNetShape) -> Iterator[StepMemory
     lanes = rounded_up(net.num_value_heads, LANES)
     width = net.conv_size + net.value_size + 2 * lanes
     projection = sizes.bytes(width)
+    if sizes.kernels == "cuda":
+        yield _carrying_on_gpu(sizes, net, projection)
+        return
     gates = FLOAT32 * sizes.rows * 2 * lanes
     out = sizes.bytes(net.value_size)  # of all rows
     begun = StepMemory(
@@ -139,6 +173,30 @@ def delta_net_marks(sizes: PassSizes, net: DeltaNetShape) -> Iterator[StepMemory
     # The norm's output, and a few rows in float32: the gate, its activation, the norm and what it is made of.
     few = FLOAT32 * min(NORM_ROWS, sizes.rows) * 4 * net.value_size
     yield replace(begun, delta_net_bytes=attended + 2 * out + few)
+
+
+def _carrying_on_gpu(sizes: PassSizes, net: DeltaNetShape, projection: int) -> StepMemory:
+    """At a piece of a span, with the output of the piece before: its inputs, and what carries the state through it,
+    by blocks or, in float32, token by token."""
+    rows = min(sizes.rows, PIECE_TOKENS)
+    keys = net.num_value_heads * net.key_head_dim
+    matrix = keys * net.value_head_dim
+    inputs = sizes.bytes(net.conv_size, rows) + FLOAT32 * 2 * rows * net.num_value_heads
+    if sizes.dtype_bytes < FLOAT32:
+        # inverses of blocks, what is erased, what is written twice, the output; the state before each block
+        rule = sizes.bytes(net.num_value_heads * BLOCK_ROWS + keys + 3 * net.value_size, rows)
+        rule += sizes.bytes(matrix, -(-rows // BLOCK_ROWS))
+    else:
+        rule = FLOAT32 * rows * net.value_size
+    before = sizes.bytes(net.value_size, rows) if sizes.rows > PIECE_TOKENS else 0
+    hidden = sizes.shape.hidden_size
+    return StepMemory(
+        "delta_net",
+        input_bytes=sizes.inputs,
+        hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden),
+        projection_bytes=projection,
+        delta_net_bytes=sizes.bytes(net.value_size) + FLOAT32 * 2 * matrix + inputs + rule + before,
+    )
 
 
 def _convolving(sizes: PassSizes, net: DeltaNetShape) -> int:

@@ -18,6 +18,11 @@ ROTARY_PAGE = 1024
 QUERY_GRID, SQUARE, NORM_ROWS = 64, 256, 256
 ELEMENTS_PER_THREAD, MOST_BLOCKS = 2048, 8
 JOINED_TOKENS = 1024
+# On a GPU: programs that share a decode's past, heads and parts of a chunk's past, numbers of queries that cuDNN is
+# given, tokens of a delta net's piece and of a block, the most rows of a chunk that is recorded.
+SPLITS, HEADS_AND_PARTS, QUERY_BUCKETS = 64, 32, (64, 128, 256, 512)
+PIECE_TOKENS, BLOCK_ROWS = 4096, 64
+GRAPH_ROWS = 2560
 # What is too small to be named: sums of norms, indices, lists of numbers.
 SMALL_BYTES = 256 << 10
 
@@ -52,9 +57,9 @@ class StepMemory:
         }
 
 
-def padded_rows(num_rows: int, row_floor: int, row_slab: int) -> int:
+def padded_rows(num_rows: int, row_floor: int, row_slab: int, row_grid: int = ROW_GRID) -> int:
     """As `penstock.kernels.protocol` has it, which this package must not import."""
-    grid = row_slab or (ROW_GRID if num_rows > FEW_ROWS else 1)
+    grid = row_slab or (row_grid if num_rows > FEW_ROWS else 1)
     return max(row_floor, rounded_up(num_rows, grid))
 
 
@@ -78,10 +83,11 @@ class PassSizes:
         self.dtype_bytes = dtype_bytes
         self.workspace = workspace
         self.logits_dtype_bytes = logits_dtype_bytes
-        self.is_native = workspace.kernels == "native"
+        self.kernels = workspace.kernels
+        self.is_fused = workspace.kernels != "torch"  # norms and rotation are one pass each
         # Decodes alone run in whatever shape is fastest.
         self.rows = (
-            padded_rows(step.num_rows, workspace.row_floor, workspace.row_slab)
+            padded_rows(step.num_rows, workspace.row_floor, workspace.row_slab, workspace.row_grid)
             if step.num_prompt_tokens
             else step.num_rows
         )
@@ -89,7 +95,7 @@ class PassSizes:
         self.kv = shape.num_kv_heads * shape.head_dim
         self.projected = (2 if shape.gated_attention else 1) * self.query + 2 * self.kv
         # Rotated queries; in plain torch one tensor with the keys, where no norm parts them.
-        is_alone = self.is_native or workspace.head_norm
+        is_alone = self.is_fused or workspace.head_norm
         self.rotated = self.query if is_alone else self.query + self.kv
 
     def bytes(self, width: int, rows: int | None = None) -> int:
@@ -105,12 +111,12 @@ class PassSizes:
 
     def norm_held(self, width: int) -> int:
         """A norm's output. In plain torch it is half of a wider tensor where its weight is float32."""
-        is_half = not self.is_native and self.dtype_bytes < FLOAT32 and self.workspace.float32_norm
+        is_half = not self.is_fused and self.dtype_bytes < FLOAT32 and self.workspace.float32_norm
         return self.bytes(2 * width if is_half else width)
 
     def norm_peak(self, width: int) -> int:
         """While a norm is computed: its output and what it is made of."""
-        if self.is_native:
+        if self.is_fused:
             return self.bytes(width)
         if self.dtype_bytes >= FLOAT32:
             return self.bytes(2 * width)  # the scaled input, the output
@@ -121,8 +127,15 @@ class PassSizes:
 
     @property
     def inputs(self) -> int:
-        ids = self.rows * 2 * INT64
-        return SMALL_BYTES + ids + self.bytes(2 * self.rotary_width) + self.rotary_tables
+        ids = self.rows * (3 if self.kernels == "cuda" else 2) * INT64  # and places, on a GPU
+        kept = SMALL_BYTES + self.workspace.library_bytes + self.rotary_tables
+        return kept + ids + self.bytes(2 * self.rotary_width)
+
+    @property
+    def graphs(self) -> int:
+        """What chunks that a GPU has recorded attend into, which is kept."""
+        can_record = self.kernels == "cuda" and not self.shape.delta_net and not self.shape.experts
+        return self.bytes(self.query, min(self.rows, GRAPH_ROWS)) if can_record else 0
 
     @property
     def rotary_width(self) -> int:

@@ -128,16 +128,21 @@ class PrefillScheduler:
         return Prefill(self._issued, self._decision or self._explain(self._issued))
 
     def complete(self, chunk: PrefillChunk, seconds: float | None = None) -> None:
-        """Mark the issued chunk as done. The sizer learns from the seconds that its step took."""
+        """Mark the issued chunk as done. The sizer learns from the seconds that its step took; where these are known
+        later, by `timed`."""
         self._check_issued(chunk, "completed")
         self._issued = self._decision = None
         if seconds is not None:
-            self._elapsed_s += seconds
-            if self._sizer is not None:
-                self._sizer.record(_step_of(chunk), seconds)
+            self.timed(chunk, seconds)
         self._cuts |= {chunk.start_pos, chunk.end_pos, self.next_start(chunk)}
         self._num_complete += 1
         self._yields = 0
+
+    def timed(self, chunk: PrefillChunk, seconds: float) -> None:
+        """The step of a chunk that is done took so long."""
+        self._elapsed_s += seconds
+        if self._sizer is not None:
+            self._sizer.record(_step_of(chunk), seconds)
 
     def abandon(self, chunk: PrefillChunk) -> None:
         """Put the issued chunk back, as if it had never been issued. It is the next to be issued again."""

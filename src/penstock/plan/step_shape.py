@@ -5,7 +5,7 @@ from typing import Literal
 
 from penstock.plan.checks import check_int
 
-KernelKind = Literal["torch", "native"]
+KernelKind = Literal["torch", "native", "cuda"]
 
 
 def pasts_of_chunk(num_tokens: int, past: int) -> int:
@@ -60,9 +60,11 @@ class Workspace:
     num_threads: int = 2
     row_floor: int = 1
     row_slab: int = 0
+    row_grid: int = 8  # more than a few rows are padded to a multiple of this, where there is no slab
     expert_slab: int = 0
     head_norm: bool = False  # queries and keys are normed
     float32_norm: bool = False  # norms have their weights in float32
     rotary_dim: int = 0  # elements of each head that are rotated; 0: all
     num_active_experts: int = 0  # that a token is sent to; 0: not known
     joins_past: bool = False  # a past may lie in several places, and is copied together
+    library_bytes: int = 0  # what libraries take for themselves on a GPU, and keep

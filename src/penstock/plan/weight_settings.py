@@ -74,6 +74,15 @@ def settle_weights(
     )
 
 
+def settle_without_blocks(setting: WeightsSetting, dtype: str) -> WeightsSetting:
+    """What `auto` is for a model whose file is quantised, on a device that does not compute with blocks."""
+    if setting.name != "auto":
+        return setting
+    name: WeightsName = "bf16" if dtype == "bfloat16" else "f32"
+    reason = f"auto: {dtype}, made of the file's blocks, with which only a CPU computes"
+    return replace(setting, name=name, reason=reason)
+
+
 def _setting(name: str, value: str, source: SettingSource) -> WeightsSetting:
     for known in WEIGHTS:
         if known == value:

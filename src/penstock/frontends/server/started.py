@@ -2,6 +2,7 @@
 
 from penstock import __version__
 from penstock.engine.service import Service
+from penstock.frontends.lines import device_line
 from penstock.frontends.server.explain_settings import size_lines
 from penstock.frontends.server.settings import ServerSettings
 from penstock.plan import format_bytes
@@ -13,6 +14,7 @@ def started_lines(service: Service, settings: ServerSettings, url: str) -> list[
     step = "" if schedule.step_tokens is None else f", step of up to {schedule.step_tokens} tokens"
     return [
         f"penstock {__version__} serves {settings.model_name} at {url}/v1",
+        f"  {device_line(service.llm)}",
         *(f"  {line}" for line in size_lines(service)),
         f"  policy {schedule.policy}{', strict' if service.config.strict else ''}, "
         f"up to {schedule.max_running} requests at once and {schedule.max_waiting} waiting{step}",

@@ -1,0 +1,119 @@
+"""Steps of the engine on a GPU: decodes, alone and together, and a chunk with decodes beside it."""
+
+from collections.abc import Callable
+
+from penstock.bench.gpu_device import milliseconds
+from penstock.bench.gpu_job import GpuJob
+from penstock.bench.gpu_models import Subject
+from penstock.bench.gpu_requests import Requests, tokens_to_last
+from penstock.bench.gpu_results import Figure, Unit
+from penstock.bench.gpu_workload import DecodeCase, GpuModel, MixedCase, Section
+from penstock.bench.timing import rounds
+from penstock.engine.run import Run
+from penstock.plan import ChunkedPrefillConfig
+
+_WARM_UP_STEPS = 10
+_CHUNK = 2048
+# Rounds of mixed steps for each repeat that is asked for: a step is short.
+_MIXED_ROUNDS = 4
+_MIXED_WARM_UPS = 3
+
+
+def measure_decodes(job: GpuJob) -> None:
+    """Each step is planned, run, sampled from and committed."""
+    for model in dict.fromkeys(case.model for case in job.plan.decodes):
+        subject = job.subject(model)
+        for case in job.plan.decodes:
+            if case.model is model:
+                with job.attempt(case.label):
+                    time_steps = _alone if case.num_sequences == 1 else _together
+                    times = time_steps(job, subject, case)[_WARM_UP_STEPS:]
+                    job.ledger.figure(Figure(Section.DECODE, case.label, "ms", tuple(times)))
+        del subject
+
+
+def _alone(job: GpuJob, subject: Subject, case: DecodeCase) -> list[float]:
+    num_steps = _WARM_UP_STEPS + job.plan.decode_steps
+    run = Run(
+        subject.model,
+        job.prompt(case.model, case.past),
+        config=ChunkedPrefillConfig(_CHUNK),
+        canon=subject.canon,
+        max_tokens=num_steps + 2,  # the first comes with the prompt; one more, so that it does not end
+    )
+    while not run.generated:
+        run.step()
+    return [milliseconds(job.device, run.step) for _ in range(num_steps)]
+
+
+def _together(job: GpuJob, subject: Subject, case: DecodeCase) -> list[float]:
+    num_steps = _WARM_UP_STEPS + job.plan.decode_steps
+    requests = _decoding(job, subject, case.model, case.num_sequences, case.past, num_steps)
+    return [milliseconds(job.device, requests.step) for _ in range(num_steps)]
+
+
+def measure_mixed(job: GpuJob, case: MixedCase) -> None:
+    """A step with both, the chunk alone, the decodes alone, taking turns. None is committed: each is run again and
+    again where it stands."""
+    subject = job.subject(case.model)
+    # So many steps while the prompt is read up to there, then the one that is measured.
+    num_steps = -(-case.past // case.chunk) + 2
+    both = _decoding(
+        job, subject, case.model, case.num_decodes, case.decode_past, num_steps, case.chunk, _num_read(case)
+    )
+    decodes = _decoding(job, subject, case.model, case.num_decodes, case.decode_past, num_steps)
+    chunk = Requests(subject, case.chunk, 1, _num_read(case))
+    for requests in (both, chunk):
+        reader = requests.add("reading", job.prompt(case.model, _num_read(case) - 1), 1)
+        while reader.cache.num_tokens < case.past:
+            requests.step()
+    turns = [("both", _again(both)), ("chunk", _again(chunk)), ("decodes", _again(decodes))]
+    for _, work in _MIXED_WARM_UPS * turns:
+        work()
+    times: dict[str, list[float]] = {name: [] for name, _ in turns}
+    for order in rounds(turns, _MIXED_ROUNDS * job.repeats):
+        for name, work in order:
+            times[name].append(milliseconds(job.device, work))
+
+    def report(what: str, unit: Unit, values: list[float]) -> None:
+        job.ledger.figure(Figure(Section.MIXED, f"{case.label}, {what}", unit, tuple(values)))
+
+    beside = f"{case.num_decodes} decodes"
+    report("alone", "ms", times["chunk"])
+    report(f"{beside} alone", "ms", times["decodes"])
+    report(f"{beside} beside it", "ms", times["both"])
+    report(f"{beside} beside it, over alone", "x", _over(times["both"], times["chunk"]))
+    apart = [first + second for first, second in zip(times["chunk"], times["decodes"], strict=True)]
+    report(f"{beside} beside it, over both apart", "x", _over(times["both"], apart))
+
+
+def _num_read(case: MixedCase) -> int:
+    """Tokens of a prompt whose end is not in the chunk that is measured, and of the answer."""
+    return case.past + case.chunk + 2
+
+
+def _decoding(
+    job: GpuJob,
+    subject: Subject,
+    model: GpuModel,
+    num_sequences: int,
+    past: int,
+    num_steps: int,
+    chunk: int = _CHUNK,
+    other_tokens: int = 0,
+) -> Requests:
+    """Requests that all decode, and will for so many steps; with room for another, of `other_tokens`."""
+    max_tokens = tokens_to_last(num_steps, num_sequences, past, chunk)
+    num_tokens = num_sequences * (past + max_tokens) + other_tokens
+    requests = Requests(subject, chunk, num_sequences + (other_tokens > 0), num_tokens)
+    requests.begin_decodes(job.prompt(model, num_sequences * past), num_sequences, max_tokens)
+    return requests
+
+
+def _again(requests: Requests) -> Callable[[], object]:
+    step = requests.begin()
+    return lambda: requests.run(step)
+
+
+def _over(first: list[float], second: list[float]) -> list[float]:
+    return [one / other for one, other in zip(first, second, strict=True)]

@@ -1,0 +1,179 @@
+"""From the logits of a step to a token for each of its rows. Rows that can be chosen from on the device are, all
+together, and come to the host in one copy."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.engine.events import TokenLogprobs
+from penstock.engine.sampler import Sampler, require_finite
+
+# How a row is chosen from: its largest logit, a draw from all tokens or from the likeliest, or one row at a time, on
+# the host.
+_Way = Literal["largest", "drawn", "nucleus", "alone"]
+# Where draws are the device's: a processor takes them one at a time, and others do not compute in float64.
+_DRAWING_DEVICES = frozenset({"cuda"})
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A token that was sampled and is not yet the request's: that comes with the step's commit."""
+
+    token: int
+    logprobs: TokenLogprobs | None
+
+
+class SampledRow(Protocol):
+    """Whoever wants a token."""
+
+    @property
+    def sampler(self) -> Sampler: ...
+
+    @property
+    def needs_logits(self) -> bool:
+        """Whether its choice takes more than a sampler without memory, such as a constraint."""
+        ...
+
+    def choose(self, logits: Tensor) -> Choice:
+        """Its token out of logits [vocab] on the host."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PlainRow:
+    """A sampler, and the tokens so far."""
+
+    sampler: Sampler
+    tokens: Sequence[int] = ()
+    needs_logits = False
+
+    def choose(self, logits: Tensor) -> Choice:
+        return Choice(self.sampler.sample(logits, self.tokens), None)
+
+
+def sample_rows(logits: Tensor, rows: Sequence[SampledRow]) -> list[Choice | Exception]:
+    """A choice for each row of logits [rows, vocab], float32; or the error that there was in making it."""
+    ways = [_way_of(row, logits.device) for row in rows]
+    choices: dict[int, Choice | Exception] = {}
+    places: list[int] = []
+    found: list[Tensor] = []
+    for way, choose in _TOGETHER.items():
+        if own := [place for place, other in enumerate(ways) if other == way]:
+            places += own
+            found.append(choose(_rows_of(logits, own), [rows[place].sampler for place in own]))
+    if found:
+        on_host = (torch.cat(found, dim=1) if len(found) > 1 else found[0]).cpu()
+        largest = on_host[1].view(torch.float32).tolist()
+        for place, token, value in zip(places, on_host[0].tolist(), largest, strict=True):
+            choices[place] = _checked(token, value)
+    alone = [place for place, way in enumerate(ways) if way == "alone"]
+    is_on_host = logits.device.type == "cpu"
+    copied = logits if is_on_host or not alone else logits[alone].cpu()
+    for index, place in enumerate(alone):
+        try:
+            choices[place] = rows[place].choose(copied[place if is_on_host else index])
+        except Exception as error:
+            choices[place] = error
+    return [choices[place] for place in range(len(rows))]
+
+
+def sample_one(logits: Tensor, sampler: Sampler, tokens: Sequence[int]) -> int:
+    """A token out of logits [1, vocab], given all tokens of the sequence so far."""
+    (choice,) = sample_rows(logits, [PlainRow(sampler, tokens)])
+    if isinstance(choice, Exception):
+        raise choice
+    return choice.token
+
+
+def _way_of(row: SampledRow, device: torch.device) -> _Way:
+    sampler = row.sampler
+    if row.needs_logits or sampler.is_adjusted:
+        return "alone"
+    if sampler.params.temperature == 0:
+        return "largest"
+    if device.type not in _DRAWING_DEVICES:
+        return "alone"
+    return "nucleus" if sampler.params.top_p < 1 else "drawn"
+
+
+def _rows_of(logits: Tensor, places: list[int]) -> Tensor:
+    return logits if len(places) == len(logits) else logits[places]
+
+
+def _checked(token: int, largest: float) -> Choice | Exception:
+    try:
+        require_finite(largest)
+    except Exception as error:
+        return error
+    return Choice(token, None)
+
+
+# Each way gives [2, rows] in int32: the token, and the bits of the row's largest logit.
+
+
+def _largest(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    largest = logits.max(dim=-1, keepdim=True)  # of a row with not-a-number in it, that
+    return _with_largest(largest.indices, largest.values)
+
+
+def _drawn(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    largest = logits.max(dim=-1, keepdim=True).values
+    probabilities = _probabilities(logits - largest, samplers)
+    return _with_largest(_draw(probabilities, samplers), largest)
+
+
+def _nucleus(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    largest = logits.max(dim=-1, keepdim=True).values
+    ordered, order = _probabilities(logits - largest, samplers).sort(dim=-1, descending=True)
+    # A token stays if those before it do not reach top_p, so the first always stays.
+    before = ordered.cumsum(dim=-1) - ordered
+    before[:, 0] = 0
+    top_p = _column([sampler.params.top_p for sampler in samplers], ordered)
+    kept = ordered.masked_fill(before >= top_p, 0)
+    return _with_largest(order.gather(1, _draw(kept, samplers)), largest)
+
+
+_TOGETHER: dict[_Way, Callable[[Tensor, Sequence[Sampler]], Tensor]] = {
+    "largest": _largest,
+    "drawn": _drawn,
+    "nucleus": _nucleus,
+}
+
+
+def _probabilities(below: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """[rows, vocab] of what each logit lies below the largest."""
+    scaled = below / _column([sampler.params.temperature for sampler in samplers], below)
+    vocab_size = scaled.shape[1]
+    sizes = [sampler.params.top_k if 0 < sampler.params.top_k < vocab_size else 0 for sampler in samplers]
+    if any(sizes):
+        values = scaled.topk(max(sizes)).values
+        last = torch.tensor([max(size, 1) - 1 for size in sizes]).to(scaled.device, non_blocking=True)
+        limits = _column([0.0 if size else -torch.inf for size in sizes], scaled)
+        # Of equal ones none is left out.
+        scaled = scaled.masked_fill(scaled < values.gather(1, last[:, None]) + limits, -torch.inf)
+    return scaled.softmax(dim=-1)
+
+
+def _draw(probabilities: Tensor, samplers: Sequence[Sampler]) -> Tensor:
+    """An index [rows, 1], as likely as its probability, of which a row's sum may be any. The numbers that decide are
+    the samplers' own, so that a seed gives the same on every device."""
+    least = _column([sampler.params.min_p for sampler in samplers], probabilities)
+    likeliest = probabilities.max(dim=-1, keepdim=True).values
+    sums = probabilities.masked_fill(probabilities < least * likeliest, 0).cumsum(dim=-1, dtype=torch.float64)
+    points = _column([sampler.random_number() for sampler in samplers], sums) * sums[:, -1:]
+    # The first whose sum is above the point: never one of probability 0.
+    index = torch.searchsorted(sums, points, right=True)
+    index = torch.minimum(index, torch.searchsorted(sums, sums[:, -1:].contiguous()))
+    return index.clamp(max=sums.shape[1] - 1)  # of a row whose sums are not numbers
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    """[rows, 1], without waiting for the device."""
+    return torch.tensor(values, dtype=like.dtype).to(like.device, non_blocking=True)[:, None]
+
+
+def _with_largest(tokens: Tensor, largest: Tensor) -> Tensor:
+    return torch.stack((tokens[:, 0].int(), largest[:, 0].view(torch.int32)))

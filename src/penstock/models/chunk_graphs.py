@@ -1,0 +1,192 @@
+"""A chunk's pass as graphs: one of all that lies between two calls of attention.
+
+What attention does depends on how much was read before, so it is launched as it is; nothing else does.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.cache import BLOCK_TOKENS
+from penstock.cache.tensors import CacheTensors
+from penstock.kernels.cuda_kernels import CudaKernels
+from penstock.kernels.cuda_states import static_span_states
+from penstock.kernels.cuda_work import row_places, static_places
+from penstock.kernels.spans import AttentionWork, StateWork
+from penstock.layers.attention import Attention
+from penstock.layers.batch import ForwardBatch
+from penstock.models.device_inputs import on_device
+from penstock.models.recording import Recorder, borrowed
+
+if TYPE_CHECKING:
+    from penstock.models.decoder import Decoder
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """What of a batch a graph depends on."""
+
+    num_rows: int
+    state_ends: tuple[int, ...] = ()  # the rows at which states are carried over
+
+
+def chunk_layout(batch: ForwardBatch) -> ChunkLayout | None:
+    """None where there can be no graphs for a batch."""
+    if not all(rows.is_prompt for rows in batch.states.rows):
+        return None
+    return ChunkLayout(len(batch.token_ids), tuple(rows.end for rows in batch.states.rows))
+
+
+@dataclass(frozen=True)
+class _Due:
+    """A layer that has taken its input in: attention is next, or the model's end."""
+
+    index: int
+    x: Tensor  # [rows, hidden]
+    rows: tuple[Tensor, ...]
+
+    def borrowed(self) -> "_Due":
+        return _Due(self.index, borrowed(self.x), tuple(map(borrowed, self.rows)))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    graph: torch.cuda.CUDAGraph
+    due: _Due
+
+
+class ChunkGraphs:
+    """The pieces of a pass over so many rows."""
+
+    def __init__(
+        self, model: "Decoder", caches: CacheTensors, layout: ChunkLayout, recorder: Recorder
+    ) -> None:
+        assert isinstance(model.kernels, CudaKernels)
+        self._num_rows = layout.num_rows
+        config, device = model.config, model.device
+        # Tokens, positions, places; slots that states are read from, and written to.
+        self._sizes = [self._num_rows] * 3 + [len(layout.state_ends)] * 2
+        self._inputs = torch.full((sum(self._sizes),), -1, dtype=torch.int64, device=device)
+        self._inputs[: 2 * self._num_rows] = 0
+        shape = (self._num_rows, config.num_heads, config.head_dim)
+        self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
+        # Graphs read these tables: they are kept even when longer ones are made.
+        self._tables = model.rotary.reserve(min(config.max_position, caches.kv.num_blocks * BLOCK_TOKENS))
+        self._batch = self._static_batch(layout)
+        self._pieces = _Recording(
+            model, caches, self._batch, self._inputs, self._tables, self._attended
+        ).pieces(recorder)
+
+    def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor | None:
+        kernels = model.kernels
+        assert isinstance(kernels, CudaKernels)
+        self._fill(batch)
+        if batch.num_tokens < self._num_rows:
+            self._attended[batch.num_tokens :] = 0
+        for piece in self._pieces[:-1]:
+            piece.graph.replay()
+            mixer = model.layers[piece.due.index].mixer
+            assert isinstance(mixer, Attention)
+            kv = caches.kv.layer(mixer.index)
+            kernels.attend_into(piece.due.rows[0], batch.all_layers, kv, mixer.scale, self._attended)
+        self._pieces[-1].graph.replay()
+        due = self._pieces[-1].due
+        (logit_rows,) = on_device((batch.logit_rows,), model.device)
+        return model.end(due.x, due.rows, logit_rows, batch, caches)
+
+    def _fill(self, batch: ForwardBatch) -> None:
+        nowhere = np.full(self._num_rows - batch.num_tokens, -1)
+        states = batch.states.rows
+        slots = [rows.read for rows in states] + [rows.write for rows in states]
+        numbers = (
+            batch.token_ids,
+            batch.positions,
+            row_places(batch.places),
+            nowhere,
+            np.array(slots, np.int64),
+        )
+        self._inputs.copy_(torch.from_numpy(np.concatenate(numbers)).pin_memory(), non_blocking=True)
+
+    def _static_batch(self, layout: ChunkLayout) -> ForwardBatch:
+        """What the layers are told while they are recorded."""
+        _, _, places, read, write = torch.split(self._inputs, self._sizes)
+        states = static_span_states(layout.state_ends, read, write) if layout.state_ends else StateWork()
+        nothing = AttentionWork(())
+        empty = np.zeros(0, dtype=np.int64)
+        return ForwardBatch(
+            token_ids=empty,
+            positions=empty,
+            end_position=0,
+            num_tokens=self._num_rows,
+            places=static_places(places),
+            all_layers=nothing,
+            last_layer=nothing,
+            logit_rows=empty,
+            num_logits=0,
+            is_canonical=True,
+            states=states,
+        )
+
+
+@dataclass
+class _Recording:
+    """What is recorded: the layers' own code, on the graphs' tensors."""
+
+    model: "Decoder"
+    caches: CacheTensors
+    batch: ForwardBatch
+    inputs: Tensor
+    tables: tuple[Tensor, Tensor]
+    attended: Tensor
+    angles: tuple[Tensor, Tensor] | None = None
+
+    def pieces(self, recorder: Recorder) -> list[_Piece]:
+        self._run_once()
+        last = len(self.model.layers) - 1
+        graph, due = recorder.record(self._begin)
+        pieces = [_Piece(graph, due.borrowed())]
+        while due.index < last:
+            graph, due = recorder.record(partial(self._go_on, due))
+            pieces.append(_Piece(graph, due.borrowed()))
+        return pieces
+
+    def _run_once(self) -> None:
+        """All that is to be recorded, on rows that go nowhere: libraries then have all that they need."""
+        due = self._begin()
+        while due.index < len(self.model.layers) - 1:
+            due = self._go_on(due)
+
+    def _begin(self) -> _Due:
+        num_rows = self.batch.num_tokens
+        positions = self.inputs[num_rows : 2 * num_rows]
+        cos, sin = (table[positions] for table in self.tables)
+        self.angles = cos, sin
+        return self._until_due(0, *self.model.embed(self.inputs[:num_rows]))
+
+    def _go_on(self, due: _Due) -> _Due:
+        """From what a layer attended to up to the next such layer."""
+        mixer = self.model.layers[due.index].mixer
+        assert isinstance(mixer, Attention)
+        mixed = mixer.put_out(self.attended.flatten(1), due.rows, self.batch, self.model.kernels)
+        return self._until_due(due.index + 1, *self._feed(due.index, due.x, mixed))
+
+    def _until_due(self, index: int, x: Tensor, normed: Tensor) -> _Due:
+        model, batch, caches, kernels = self.model, self.batch, self.caches, self.model.kernels
+        assert self.angles is not None
+        while True:
+            mixer = model.layers[index].mixer
+            rows = mixer.take_in(normed, *self.angles, batch, caches, kernels)
+            if isinstance(mixer, Attention) or index == len(model.layers) - 1:
+                return _Due(index, x, rows)
+            mixed = mixer.give_out(rows, batch.all_layers, batch, caches, kernels)
+            x, normed = self._feed(index, x, mixed)
+            index += 1
+
+    def _feed(self, index: int, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        model, layer = self.model, self.model.layers[index]
+        x, normed = model.kernels.add_norm(x, mixed, layer.mlp_norm, model.config.norm_eps)
+        return model.feed(index, x, normed, len(normed), self.batch)

@@ -1,0 +1,58 @@
+"""Small random models on the GPU, of the head sizes that published ones have, and transformers' answers to them."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+from penstock.engine.batch import Canon, settle
+from penstock.kernels.probe import ProbeResult, measure
+from penstock.kernels.protocol import select_kernels
+from penstock.models.decoder import Decoder
+from penstock.models.folder import HfFolder
+from penstock.models.loading import load_decoder
+from tests.oracle import Oracle, make_oracle
+
+_DELTA_NET = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 64}),
+    "mistral": ("mistral", {"head_dim": 128}),
+    "qwen2": ("qwen2", {"hidden_size": 384, "head_dim": 64}),
+    "qwen3": ("qwen3", {"head_dim": 128, "num_attention_heads": 8}),
+    "qwen3_moe": ("qwen3_moe", {"head_dim": 64}),
+    "qwen3_next": ("qwen3_next", _DELTA_NET),
+    "qwen3_5_text": ("qwen3_5_text", _DELTA_NET),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", _DELTA_NET),
+    "qwen3_5_text, odd sizes": ("qwen3_5_text", {}),
+}
+# A model of each kind: attention, experts, recurrent state, both.
+KINDS = ("llama", "qwen3_moe", "qwen3_5_text", "qwen3_next")
+
+
+def gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@cache
+def oracle_of(name: str) -> Oracle:
+    """In float32, on the CPU."""
+    family, overrides = MODELS[name]
+    return make_oracle(family, **overrides)
+
+
+@cache
+def model_of(name: str, dtype: torch.dtype, *, can_record: bool = True) -> Decoder:
+    kernels = select_kernels(gpu())
+    kernels.can_capture = kernels.can_capture and can_record
+    return load_decoder(HfFolder(oracle_of(name).folder), kernels, dtype, gpu())
+
+
+@cache
+def probed(model: Decoder) -> ProbeResult:
+    return measure(model.kernels, model.probe_shapes, model.dtype, model.device)
+
+
+@cache
+def canon_of(model: Decoder) -> Canon:
+    """Whether or not its laws hold: answers must be right in any case."""
+    return settle(model.kernels, probed(model))

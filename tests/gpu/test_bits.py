@@ -1,0 +1,79 @@
+"""What must not change the bits of an answer on a GPU: chunks, other requests, recorded passes."""
+
+from dataclasses import dataclass
+
+import torch
+
+from penstock.plan.policy import ScheduleConfig
+from tests.engine.batching import RecordingJob, Wish, serve
+from tests.gpu.cases import over
+from tests.gpu.models import KINDS, canon_of, model_of, probed
+from tests.oracle import random_prompt, run_prompt
+
+DTYPES = (torch.float32, torch.bfloat16)
+# Those that come while others decode, and those that share a pass.
+WISHES = [
+    Wish(tuple(random_prompt(length, seed=length)), 12, arrives)
+    for arrives, length in enumerate((700, 1, 64, 1300, 90, 333))
+]
+
+
+@dataclass(frozen=True)
+class BitsCase:
+    name: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.name}, {str(self.dtype).removeprefix('torch.')}"
+
+
+CASES = [BitsCase(name, dtype) for name in KINDS for dtype in DTYPES]
+
+
+@over(CASES)
+def test_the_laws_of_the_probe_hold(case: BitsCase) -> None:
+    found = probed(model_of(case.name, case.dtype))
+    assert found.same_bits, str(found)
+
+
+@over(CASES)
+def test_chunks_change_no_bits(case: BitsCase) -> None:
+    model = model_of(case.name, case.dtype)
+    prompt = random_prompt(2100)
+    # Off the grid of a recurrent state, chunks change its bits by rounding.
+    sizes = (64, 128, 512, 1024) if model.config.has_state else (7, 64, 100, 512, 1500)
+    whole = run_prompt(model, prompt, canon=canon_of(model)).logits
+    assert whole is not None
+    for size in sizes:
+        logits = run_prompt(model, prompt, chunk_size=size, canon=canon_of(model)).logits
+        assert logits is not None
+        assert torch.equal(logits, whole), f"chunks of {size} give other bits than the whole"
+
+
+@over(CASES)
+def test_batched_is_alone(case: BitsCase) -> None:
+    model = model_of(case.name, case.dtype)
+    schedule = ScheduleConfig(chunk_size=256)
+    jobs = serve(model, WISHES, schedule, strict=True)
+    for wish, job in zip(WISHES, jobs, strict=True):
+        (alone,) = serve(model, [Wish(wish.prompt, wish.max_tokens)], schedule, strict=True)
+        check_same(job, alone, f"the prompt of {len(wish.prompt)} tokens")
+
+
+@over(CASES)
+def test_recorded_is_launched(case: BitsCase) -> None:
+    """Passes that are replayed give the bits of those that are launched kernel by kernel."""
+    schedule = ScheduleConfig(chunk_size=256)
+    # Twice: a pass is recorded when its shape comes again.
+    wishes = [*WISHES, *(Wish(wish.prompt, wish.max_tokens, wish.arrives + 60) for wish in WISHES)]
+    ours = serve(model_of(case.name, case.dtype), wishes, schedule)
+    theirs = serve(model_of(case.name, case.dtype, can_record=False), wishes, schedule)
+    for wish, recorded, launched in zip(wishes, ours, theirs, strict=True):
+        check_same(recorded, launched, f"the prompt of {len(wish.prompt)} tokens")
+
+
+def check_same(job: RecordingJob, other: RecordingJob, what: str) -> None:
+    assert job.outcome == other.outcome == "length", f"{what}: {job.outcome}, {other.outcome}"
+    pairs = zip(job.logits, other.logits, strict=True)
+    different = [index for index, (ours, theirs) in enumerate(pairs) if not torch.equal(ours, theirs)]
+    assert not different, f"{what}: tokens {different} have other bits"

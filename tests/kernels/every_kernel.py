@@ -1,0 +1,113 @@
+"""Calls that launch every kernel of the CUDA kernels once, in the shapes of real models. What they give is of no
+interest."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from penstock.cache import TokenRange
+from penstock.cache.kv import KV
+from penstock.cache.recurrent import LayerStates
+from penstock.kernels import cuda_kernels, fla_delta
+from penstock.kernels.cuda_delta import carry_states
+from penstock.kernels.cuda_kernels import CudaKernels
+from penstock.kernels.protocol import DeltaHeads, HeadLayout
+from penstock.kernels.spans import AttendedSpan, AttentionWork, StateRows, StateWork, WrittenPlaces
+
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def rows() -> None:
+    kernels = CudaKernels()
+    for dtype in _DTYPES:
+        x, weight = torch.zeros(3, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
+        for norm in (weight, weight.float()):
+            kernels.rms_norm(x, norm, 1e-6)
+            kernels.add_norm(x, x, norm, 1e-6)
+        kernels.silu_and_mul(torch.zeros(3, 24_576, dtype=dtype))
+        for bias in (None, torch.zeros(1024, dtype=dtype)):
+            kernels.linear(x, torch.zeros(1024, 4096, dtype=dtype), bias, is_canonical=False)
+
+
+def heads() -> None:
+    kernels = CudaKernels()
+    for dtype, head_dim, rotary_dim, norm_dtype in (
+        (torch.bfloat16, 64, 64, None),
+        (torch.bfloat16, 128, 128, torch.bfloat16),
+        (torch.bfloat16, 256, 64, torch.float32),
+        (torch.float32, 256, 64, torch.float32),
+    ):
+        norm = torch.zeros(head_dim, dtype=norm_dtype) if norm_dtype else None
+        layout = HeadLayout(16, 4, head_dim, norm, norm)
+        angles = torch.zeros(3, rotary_dim, dtype=dtype)
+        projected = torch.zeros(3, 24 * head_dim, dtype=dtype)
+        places = WrittenPlaces((TokenRange(0, 2),))
+        kernels.place_heads(projected, layout, angles, angles, _kv(128, head_dim, dtype), places)
+
+
+def attention() -> None:
+    kernels = CudaKernels()
+    cuda_kernels.attend_past = _attend_past
+    here, split = (TokenRange(0, 2048),), (TokenRange(0, 1088), TokenRange(2048, 3008))
+    for dtype, head_dim, places in (
+        (torch.bfloat16, 64, split),
+        (torch.bfloat16, 128, here),
+        (torch.bfloat16, 256, here),
+        (torch.float32, 128, here),
+    ):
+        chunk = AttendedSpan(0, 1024, 512, places, is_prompt=True, tile_size=1024)
+        decode = AttendedSpan(1024, 1025, 1600, places, is_prompt=False)
+        queries = torch.zeros(1025, 16, head_dim, dtype=dtype)
+        kernels.attend(queries, AttentionWork((chunk, decode)), _kv(4096, head_dim, dtype), 1.0)
+
+
+def delta_nets() -> None:
+    for dtype in _DTYPES:
+        net = _net(dtype)
+        width = net.conv_size + net.value_size + 2 * len(net.decay_rate)
+        slots = 4
+        tails = torch.zeros(slots, 3, net.conv_size, dtype=dtype)
+        matrices = torch.zeros(slots, net.num_value_heads, net.key_head_dim, net.value_head_dim)
+        states = LayerStates(tails, matrices, tails[0], matrices[0])
+        work = StateWork(
+            (StateRows(0, 100, 0, 1, is_prompt=True), StateRows(100, 101, 2, 3, is_prompt=False))
+        )
+        for has_library in {fla_delta.is_available(), False}:
+            is_available = fla_delta.is_available
+            fla_delta.is_available = lambda has_library=has_library: has_library  # type: ignore[assignment]
+            carry_states(torch.zeros(101, width, dtype=dtype), net, work, states)
+            fla_delta.is_available = is_available
+
+
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "rows": rows,
+    "heads": heads,
+    "attention": attention,
+    "delta_nets": delta_nets,
+}
+
+
+def _kv(num_tokens: int, head_dim: int, dtype: torch.dtype) -> KV:
+    zeros = torch.zeros(num_tokens, 4, head_dim, dtype=dtype)
+    return KV(zeros, zeros)
+
+
+def _attend_past(queries: Tensor, past: KV, scale: float) -> tuple[Tensor, Tensor]:
+    num_rows, num_heads, _ = queries.shape
+    return torch.zeros(2, *queries.shape, dtype=queries.dtype), torch.zeros(2, num_heads, num_rows)
+
+
+def _net(dtype: torch.dtype) -> DeltaHeads:
+    num_lanes = 64
+    return DeltaHeads(
+        num_key_heads=16,
+        num_value_heads=32,
+        key_head_dim=128,
+        value_head_dim=128,
+        norm_eps=1e-6,
+        conv_weight=torch.zeros(4, 2 * 16 * 128 + 32 * 128),
+        decay_rate=torch.zeros(num_lanes),
+        decay_bias=torch.zeros(num_lanes),
+        norm=torch.zeros(128),
+    )

@@ -1,0 +1,273 @@
+"""What kernels must give: what plain formulas give in float64, which the reference kernels are held to as well, and
+the same bits whatever stands beside a row. Neither pytest nor hypothesis is needed here."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.cache import BLOCK_TOKENS, TokenRange
+from penstock.cache.kv import KV
+from penstock.kernels.protocol import HeadLayout, Kernels
+from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
+from penstock.kernels.torch_kernels import TorchKernels
+
+EPS = 1e-5
+SCALE = 0.3
+# Of the largest value: two or three roundings to the dtype. Triton's interpreter rounds to bfloat16 towards zero, so
+# that one is off by up to 2**-7.
+_ROWS_ERROR = {torch.float32: 2e-6, torch.bfloat16: 3 * 2**-7}
+_ATTENTION_ERROR = {torch.float32: 2e-5, torch.bfloat16: 3 * 2**-7}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Kernels, and what to try them with."""
+
+    kernels: Kernels
+    dtype: torch.dtype
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    @property
+    def implementations(self) -> tuple[Kernels, ...]:
+        return self.kernels, TorchKernels(tile_size=self.kernels.tile_size)
+
+    def normal(self, *shape: int, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(shape, generator=generator).to(self.device, self.dtype)
+
+
+def check_close(ours: Tensor, exact: Tensor, most: float) -> None:
+    assert ours.shape == exact.shape, f"{list(ours.shape)} is not {list(exact.shape)}"
+    error = float((ours.double() - exact).abs().max() / exact.abs().max())
+    assert error <= most, f"off by {error:.2g} of the largest, more than {most:.2g}"
+
+
+def exact_norm(x: Tensor, weight: Tensor) -> Tensor:
+    wide = x.double()
+    return wide * (wide.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
+
+
+def check_norms(subject: Subject, num_rows: int, size: int) -> None:
+    """Of rows, of heads, and of rows that lie apart; with a weight in the dtype and one in float32."""
+    x, delta = subject.normal(num_rows, size), subject.normal(num_rows, size, seed=1)
+    rows = {
+        "rows": x,
+        "heads": subject.normal(num_rows, 3, size),
+        "heads that lie apart": subject.normal(num_rows, 5, size)[:, 1:4],
+        "rows that lie apart": subject.normal(num_rows, 2 * size)[:, size // 2 : size // 2 + size],
+    }
+    most = _ROWS_ERROR[subject.dtype]
+    for weight in (subject.normal(size, seed=2), subject.normal(size, seed=2).float()):
+        for kernels in subject.implementations:
+            for given in rows.values():
+                normed = kernels.rms_norm(given, weight, EPS)
+                assert normed.dtype == subject.dtype
+                check_close(normed, exact_norm(given, weight), most)
+            total, normed = kernels.add_norm(x, delta, weight, EPS)
+            check_close(total, x.double() + delta.double(), most)
+            assert normed.dtype == subject.dtype
+            check_close(normed, exact_norm(total, weight), most)
+
+
+def check_activation(subject: Subject, num_rows: int, width: int) -> None:
+    """The gate is large enough for the exponential to overflow at its ends."""
+    gate_up = subject.normal(num_rows, 2 * width)
+    gate_up[:, :width] *= 40
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    for kernels in subject.implementations:
+        activated = kernels.silu_and_mul(gate_up)
+        assert activated.dtype == subject.dtype
+        check_close(activated, gate * torch.sigmoid(gate) * up, _ROWS_ERROR[subject.dtype])
+
+
+def check_product(subject: Subject, num_rows: int, num_out: int, num_in: int, *, has_bias: bool) -> None:
+    """In the way that is the fastest for so many rows."""
+    x, weight = subject.normal(num_rows, num_in), subject.normal(num_out, num_in, seed=1)
+    bias = subject.normal(num_out, seed=2) if has_bias else None
+    exact = x.double() @ weight.double().T
+    if bias is not None:
+        exact += bias.double()
+    product = subject.kernels.linear(x, weight, bias, is_canonical=False)
+    assert product.dtype == subject.dtype
+    check_close(product, exact, _ROWS_ERROR[subject.dtype])
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Of an attention layer."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def exact_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    size = cos.shape[-1]
+    first, second = x[..., : size // 2], x[..., size // 2 : size]
+    cos, sin = cos.double()[:, None], sin.double()[:, None]
+    turned = torch.cat((first, second), -1) * cos + torch.cat((second, first), -1) * sin
+    return torch.cat((turned, x[..., size:]), dim=-1)
+
+
+def check_placed_heads(
+    subject: Subject, heads: Heads, *, rotary_dim: int, norm_dtype: torch.dtype | None, num_extra: int = 0
+) -> None:
+    """Rows of which some are padding, written to three places; the projection has more beyond the values, if any."""
+    ranges = (TokenRange(64, 71), TokenRange(5, 6), TokenRange(256, 259))
+    num_tokens, num_rows = 11, 14
+    num_placed = heads.num_heads + 2 * heads.num_kv_heads
+    projected = subject.normal(num_rows, (num_placed + num_extra) * heads.head_dim)
+    cos, sin = (subject.normal(num_rows, rotary_dim, seed=seed) for seed in (1, 2))
+    query_norm, key_norm = (
+        None if norm_dtype is None else subject.normal(heads.head_dim, seed=seed).to(norm_dtype)
+        for seed in (3, 4)
+    )
+    layout = HeadLayout(heads.num_heads, heads.num_kv_heads, heads.head_dim, query_norm, key_norm, EPS)
+
+    rows = projected.double().view(num_rows, -1, heads.head_dim)
+    queries, keys, values, _ = rows.split(
+        [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads, num_extra], dim=1
+    )
+    if query_norm is not None and key_norm is not None:
+        queries, keys = exact_norm(queries, query_norm), exact_norm(keys, key_norm)
+    queries, keys = exact_rotation(queries, cos, sin), exact_rotation(keys, cos, sin)
+
+    for kernels in subject.implementations:
+        before = subject.normal(320, heads.num_kv_heads, heads.head_dim, seed=5)
+        kv = KV(before.clone(), before.clone())
+        ours = kernels.place_heads(projected, layout, cos, sin, kv, WrittenPlaces(ranges))
+        most = _ROWS_ERROR[subject.dtype]
+        check_close(ours, queries, most)
+        written = kv.read(ranges)
+        check_close(written.keys, keys[:num_tokens], most)
+        assert torch.equal(written.values.double(), values[:num_tokens])
+        is_other = torch.ones(len(before), dtype=torch.bool)
+        for place in ranges:
+            is_other[place.start : place.end] = False
+        assert torch.equal(kv.keys[is_other], before[is_other])
+        assert torch.equal(kv.values[is_other], before[is_other])
+
+
+# Attention
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Queries at positions [first, end) of a sequence, whose tokens lie in these blocks of the cache."""
+
+    first: int
+    end: int
+    blocks: tuple[int, ...]
+    is_prompt: bool = True
+
+    @property
+    def places(self) -> tuple[TokenRange, ...]:
+        """Blocks that follow each other are one place."""
+        found: list[TokenRange] = []
+        for index, block in enumerate(self.blocks):
+            start = block * BLOCK_TOKENS
+            end = start + min(BLOCK_TOKENS, self.end - index * BLOCK_TOKENS)
+            if found and found[-1].end == start:
+                start = found.pop().start
+            found.append(TokenRange(start, end))
+        return tuple(found)
+
+
+def in_one_place(first: int, end: int, *, is_prompt: bool = True) -> Rows:
+    return Rows(first, end, tuple(range(-(-end // BLOCK_TOKENS))), is_prompt)
+
+
+def work_of(batch: Sequence[Rows], tile_size: int) -> AttentionWork:
+    spans: list[AttendedSpan] = []
+    row = 0
+    for rows in batch:
+        end = row + rows.end - rows.first
+        spans.append(
+            AttendedSpan(
+                row, end, rows.first, rows.places, rows.is_prompt, tile_size, rows.first, is_joined=True
+            )
+        )
+        row = end
+    return AttentionWork(tuple(spans))
+
+
+def attend(subject: Subject, queries: Tensor, batch: Sequence[Rows], kv: KV, num_padding: int = 0) -> Tensor:
+    """With rows of padding behind, which must be zero, and are left away."""
+    padding = subject.normal(num_padding, *queries.shape[1:])
+    work = work_of(batch, subject.kernels.tile_size)
+    attended = subject.kernels.attend(torch.cat((queries, padding)), work, kv, SCALE)
+    assert attended.dtype == subject.dtype
+    assert not attended[len(queries) :].any()
+    return attended[: len(queries)]
+
+
+def exact_attention(queries: Tensor, batch: Sequence[Rows], kv: KV) -> Tensor:
+    group = queries.shape[1] // kv.keys.shape[1]
+    found: list[Tensor] = []
+    for rows, own in zip(batch, queries.split([rows.end - rows.first for rows in batch]), strict=True):
+        seen = kv.read(rows.places)
+        keys, values = (part.double().repeat_interleave(group, dim=1) for part in (seen.keys, seen.values))
+        positions = torch.arange(rows.end, device=queries.device)
+        is_hidden = positions[rows.first :, None] < positions
+        scores = torch.einsum("qhd,khd->hqk", own.double(), keys) * SCALE
+        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+        found.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
+    return torch.cat(found)
+
+
+def _num_rows(batch: Sequence[Rows]) -> int:
+    return sum(rows.end - rows.first for rows in batch)
+
+
+def random_kv(subject: Subject, heads: Heads, num_blocks: int) -> KV:
+    shape = (num_blocks * BLOCK_TOKENS, heads.num_kv_heads, heads.head_dim)
+    return KV(subject.normal(*shape, seed=1), subject.normal(*shape, seed=2))
+
+
+def check_attention(subject: Subject, heads: Heads, batch: Sequence[Rows], num_padding: int = 3) -> None:
+    kv = random_kv(subject, heads, 1 + max(max(rows.blocks) for rows in batch))
+    queries = subject.normal(_num_rows(batch), heads.num_heads, heads.head_dim)
+    exact = exact_attention(queries, batch, kv)
+    for kernels in subject.implementations:
+        one = Subject(kernels, subject.dtype, subject.device)
+        check_close(attend(one, queries, batch, kv, num_padding), exact, _ATTENTION_ERROR[subject.dtype])
+
+
+def check_cuts(subject: Subject, heads: Heads, num_tokens: int, cuts: Sequence[tuple[int, int]]) -> None:
+    """A prompt's queries have the same bits in any chunk. Behind a chunk lies what others left."""
+    whole = in_one_place(0, num_tokens)
+    kv = random_kv(subject, heads, len(whole.blocks))
+    queries = subject.normal(num_tokens, heads.num_heads, heads.head_dim)
+    expected = attend(subject, queries, [whole], kv)
+    for first, end in cuts:
+        known = KV(kv.keys.clone(), kv.values.clone())
+        known.keys[end:] = 100
+        known.values[end:] = -100
+        ours = attend(subject, queries[first:end], [in_one_place(first, end)], known)
+        assert torch.equal(ours, expected[first:end]), f"tokens {first} to {end} differ from the whole's"
+
+
+def check_beside(subject: Subject, heads: Heads, batch: Sequence[Rows], num_padding: int = 0) -> None:
+    """Rows have the bits that they have alone, with all that they see in one place."""
+    kv = random_kv(subject, heads, 1 + max(max(rows.blocks) for rows in batch))
+    queries = subject.normal(_num_rows(batch), heads.num_heads, heads.head_dim)
+    together = attend(subject, queries, batch, kv, num_padding)
+    start = 0
+    for rows in batch:
+        end = start + rows.end - rows.first
+        alone = in_one_place(rows.first, rows.end, is_prompt=rows.is_prompt)
+        own = kv.read_padded(rows.places, len(alone.blocks) * BLOCK_TOKENS)
+        expected = attend(subject, queries[start:end], [alone], own)
+        assert torch.equal(together[start:end], expected), f"{rows} differ from those alone"
+        start = end
+
+
+def scattered(batch: Sequence[Rows], order: Sequence[int]) -> Iterator[Rows]:
+    """The same rows with their blocks taken from a common order, so that no two share one."""
+    start = 0
+    for rows in batch:
+        end = start + len(rows.blocks)
+        yield Rows(rows.first, rows.end, tuple(order[start:end]), rows.is_prompt)
+        start = end

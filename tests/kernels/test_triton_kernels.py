@@ -1,0 +1,173 @@
+"""The kernels for GPUs, interpreted: what they compute, and what must not change a row's bits."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.kernels.protocol import Kernels
+from penstock.kernels.spans import AttendedSpan, AttentionWork
+from tests.kernels.parity import (
+    SCALE,
+    Heads,
+    Rows,
+    Subject,
+    check_activation,
+    check_attention,
+    check_beside,
+    check_close,
+    check_cuts,
+    check_norms,
+    check_placed_heads,
+    check_product,
+    exact_attention,
+    in_one_place,
+    random_kv,
+    scattered,
+)
+from tests.kernels.triton_interpreter import interpreted_kernels
+
+TILE = 256
+LONGEST = 2 * TILE + 70
+HEADS = Heads(4, 2, 32)
+
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator[Kernels]:
+    with interpreted_kernels(TILE) as found:
+        yield found
+
+
+@dtypes
+@pytest.mark.parametrize("size", [32, 96, 576])
+def test_norms(kernels: Kernels, dtype: torch.dtype, size: int) -> None:
+    check_norms(Subject(kernels, dtype), 7, size)
+
+
+@dtypes
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("width", [40, 1024, 1500])
+def test_activation(kernels: Kernels, dtype: torch.dtype, width: int) -> None:
+    check_activation(Subject(kernels, dtype), 5, width)
+
+
+@dtypes
+@pytest.mark.parametrize("norm", ["", "float32", "of the dtype"])
+@pytest.mark.parametrize(
+    ("heads", "rotary_dim"),
+    [
+        (Heads(6, 2, 32), 32),
+        (Heads(6, 2, 32), 8),
+        (Heads(1, 1, 64), 64),
+        (Heads(16, 2, 128), 128),
+        (Heads(4, 1, 256), 64),
+    ],
+    ids=str,
+)
+def test_placed_heads(kernels: Kernels, dtype: torch.dtype, norm: str, heads: Heads, rotary_dim: int) -> None:
+    norm_dtype = {"": None, "float32": torch.float32, "of the dtype": dtype}[norm]
+    check_placed_heads(
+        Subject(kernels, dtype),
+        heads,
+        rotary_dim=rotary_dim,
+        norm_dtype=norm_dtype,
+        num_extra=heads.num_heads,
+    )
+
+
+@dtypes
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
+@pytest.mark.parametrize(("num_out", "num_in", "has_bias"), [(40, 96, True), (33, 300, False)])
+def test_products_of_few_rows(
+    kernels: Kernels, dtype: torch.dtype, num_rows: int, num_out: int, num_in: int, has_bias: bool
+) -> None:
+    check_product(Subject(kernels, dtype), num_rows, num_out, num_in, has_bias=has_bias)
+
+
+def test_attention_without_a_grid(kernels: Kernels) -> None:
+    """A chunk may begin anywhere, also where there are no tiles to keep to."""
+    kv = random_kv(Subject(kernels, torch.float32), HEADS, 4)
+    queries = torch.randn(50, HEADS.num_heads, HEADS.head_dim)
+    batch = [in_one_place(100, 150)]
+    span = AttendedSpan(0, 50, 100, batch[0].places, is_prompt=True, tile_size=0, origin=100)
+    ours = kernels.attend(queries, AttentionWork((span,)), kv, SCALE)
+    check_close(ours, exact_attention(queries, batch, kv), 1e-5)
+
+
+BATCHES = {
+    "a short prompt": [in_one_place(0, 5)],
+    "a tile": [in_one_place(0, TILE)],
+    "two tiles": [in_one_place(0, TILE + 100)],
+    "a chunk of two tiles": [in_one_place(TILE - 20, TILE + 30)],
+    "a past in several places": [Rows(2 * TILE + 3, 2 * TILE + 40, (8, 9, 1, 2, 6, 3, 4, 5, 0))],
+    "a tile in several places": [Rows(100, 230, (3, 1, 2, 0))],
+    "a decode": [in_one_place(290, 291, is_prompt=False)],
+    "the first token, decoded": [in_one_place(0, 1, is_prompt=False)],
+    "decodes": [
+        Rows(130, 131, (7, 1, 2), is_prompt=False),
+        Rows(63, 64, (3,), is_prompt=False),
+        Rows(64, 65, (4, 5), is_prompt=False),
+        Rows(20, 23, (6,), is_prompt=False),
+    ],
+    "prompts and decodes": [
+        Rows(TILE - 10, TILE + 10, (9, 8, 7, 6, 5)),
+        Rows(70, 71, (0, 2), is_prompt=False),
+        Rows(0, 33, (1,)),
+        Rows(100, 101, (3, 4), is_prompt=False),
+    ],
+}
+
+
+@dtypes
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=list(BATCHES))
+def test_attention(kernels: Kernels, dtype: torch.dtype, batch: list[Rows]) -> None:
+    check_attention(Subject(kernels, dtype), HEADS, batch)
+
+
+@dtypes
+@pytest.mark.parametrize(
+    "heads", [Heads(3, 3, 64), Heads(8, 1, 128), Heads(2, 1, 256), Heads(4, 2, 80)], ids=str
+)
+def test_attention_of_other_heads(kernels: Kernels, dtype: torch.dtype, heads: Heads) -> None:
+    check_attention(Subject(kernels, dtype), heads, BATCHES["prompts and decodes"])
+
+
+@st.composite
+def _cuts(draw: st.DrawFn, num_tokens: int) -> tuple[int, int]:
+    first = draw(st.integers(0, num_tokens - 1))
+    return first, draw(st.integers(first + 1, min(first + 200, num_tokens)))
+
+
+@dtypes
+@settings(max_examples=6)
+@given(data=st.data(), num_tokens=st.integers(2, LONGEST))
+def test_a_chunk_has_the_bits_of_the_whole(
+    kernels: Kernels, dtype: torch.dtype, data: st.DataObject, num_tokens: int
+) -> None:
+    cuts = data.draw(st.lists(_cuts(num_tokens), min_size=1, max_size=3))
+    check_cuts(Subject(kernels, dtype), Heads(2, 1, 32), num_tokens, cuts)
+
+
+@st.composite
+def _batches(draw: st.DrawFn) -> list[Rows]:
+    batch = []
+    for _ in range(draw(st.integers(1, 5))):
+        first = draw(st.integers(0, LONGEST))
+        is_prompt = draw(st.booleans())
+        num_rows = draw(st.integers(1, 70)) if is_prompt else draw(st.sampled_from((1, 1, 1, 2)))
+        batch.append(in_one_place(first, first + num_rows, is_prompt=is_prompt))
+    order = draw(st.permutations(range(sum(len(rows.blocks) for rows in batch))))
+    return list(scattered(batch, order))
+
+
+@dtypes
+@settings(max_examples=10)
+@given(batch=_batches(), num_padding=st.integers(0, 9))
+def test_rows_have_the_bits_that_they_have_alone(
+    kernels: Kernels, dtype: torch.dtype, batch: list[Rows], num_padding: int
+) -> None:
+    check_beside(Subject(kernels, dtype), Heads(2, 1, 32), batch, num_padding)
