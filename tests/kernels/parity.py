@@ -77,7 +77,7 @@ def check_activation(subject: Subject, num_rows: int, width: int) -> None:
     gate_up[:, :width] *= 40
     gate, up = gate_up.double().chunk(2, dim=-1)
     for kernels in subject.implementations:
-        activated = kernels.silu_and_mul(gate_up)
+        activated = kernels.silu_and_mul(gate_up.clone())
         assert activated.dtype == subject.dtype
         check_close(activated, gate * torch.sigmoid(gate) * up, _ROWS_ERROR[subject.dtype])
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.cache.kv import KV
 from penstock.kernels import probe as probing
 from penstock.kernels.probe import ProbeResult, ProbeShapes, ProductShape, measure, probe
+from penstock.kernels.protocol import padded_rows
 from penstock.kernels.quantised import Weight
 from penstock.kernels.torch_kernels import TorchKernels
 
@@ -61,17 +62,55 @@ def test_finds_the_floor(dtype: torch.dtype, below: int) -> None:
     assert measure(RowDependent(below), shapes, dtype, CPU).row_floor == below
 
 
+class Erratic(TorchKernels):
+    """Products of some numbers of rows are summed in an order of their own."""
+
+    def __init__(self, others: set[int]) -> None:
+        super().__init__()
+        self._others = others
+
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
+        if x.shape[0] not in self._others:
+            return super().linear(x, weight, bias)
+        assert isinstance(weight, Tensor)
+        half = x.shape[1] // 2
+        return super().linear(x[:, half:], weight[:, half:]) + super().linear(x[:, :half], weight[:, :half])
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+
 @pytest.mark.parametrize(
-    ("below", "floor"), [(1, 1), (2, 8), (8, 8), (9, 64), (300, 384), (385, 512), (501, 512), (512, 512)]
+    ("others", "floor", "avoided"),
+    [
+        (set(), 64, ()),
+        ({64, 128}, 192, ()),
+        ({64, 576, 2560, 4096}, 128, (576, 2560, 4096)),
+        ({128, 100}, 64, (128,)),
+        (set(range(64, 513, 64)), None, ()),
+        ({8192}, None, ()),
+        (set(range(640, 1600, 64)), None, ()),
+    ],
 )
-def test_on_a_gpu_the_floor_is_a_count_that_was_tried(below: int, floor: int) -> None:
-    """Counts are few there: the floor is the next one above the last that gave other bits."""
-    random = probing._Random(torch.bfloat16, CPU)
-    found = probing._row_floor(RowDependent(below), ProductShape(96, 64), probing._ON_GPU, random)
-    assert found == floor
+def test_on_a_gpu_every_count_is_tried(
+    others: set[int], floor: int | None, avoided: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probing, "_tried_on", lambda device: probing._ON_GPU)
+    monkeypatch.setattr(probing, "_slab_holds", lambda *given: False)
+    shapes = replace(SHAPES, products=(ProductShape(96, 64),), expert_products=())
+    result = measure(Erratic(others), shapes, torch.float32, CPU)
+    assert (result.row_floor, result.avoided_rows) == (floor, avoided)
 
 
-@pytest.mark.parametrize(("below", "floor", "slab"), [(300, 384, 0), (513, 512, 512)])
+def test_rows_are_padded_past_what_is_avoided() -> None:
+    avoided = frozenset({128, 576, 640})
+    counts = [padded_rows(rows, 64, 0, 64, avoided) for rows in (1, 65, 513, 641, 2560, 2561, 3073)]
+    assert counts == [64, 192, 704, 704, 2560, 3072, 3584]
+
+
+@pytest.mark.parametrize(("below", "floor", "slab"), [(300, 320, 0), (513, 512, 512)])
 def test_on_a_gpu_a_floor_comes_before_slabs_and_the_largest_slab_first(
     below: int, floor: int, slab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,6 +68,7 @@ def test_what_a_gpu_has_is_what_is_counted() -> None:
         triton_delta.BLOCK_ROWS,
     )
     assert activation_parts.GRAPH_ROWS == graphs._MOST_CHUNK_ROWS
+    assert (activation_parts.FINE_ROWS, activation_parts.COARSER) == (protocol.FINE_ROWS, protocol.COARSER)
 
 
 @given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([0, 64, 128]), st.sampled_from([8, 64]))
@@ -148,7 +149,7 @@ def test_the_same_on_a_gpu() -> None:
         "mlp",
         input_bytes=inputs + rows * 2 * 4096,
         hidden_bytes=rows * 2 * 2 * 4096,
-        mlp_bytes=rows * 2 * 3 * 12_288,
+        mlp_bytes=rows * 2 * (2 * 12_288 + 4096),
     )
     assert by_name["attention"] == StepMemory(
         "attention",

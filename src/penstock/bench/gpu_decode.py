@@ -13,6 +13,7 @@ from penstock.engine.run import Run
 from penstock.plan import ChunkedPrefillConfig
 
 _WARM_UP_STEPS = 10
+_STEPS_IN_A_ROW = 10
 _CHUNK = 2048
 # Rounds of mixed steps for each repeat that is asked for: a step is short.
 _MIXED_ROUNDS = 4
@@ -20,20 +21,20 @@ _MIXED_WARM_UPS = 3
 
 
 def measure_decodes(job: GpuJob) -> None:
-    """Each step is planned, run, sampled from and committed."""
+    """Each step is planned, run, sampled from and committed, a few in a row: the device may be ahead within them."""
     for model in dict.fromkeys(case.model for case in job.plan.decodes):
         subject = job.subject(model)
         for case in job.plan.decodes:
             if case.model is model:
                 with job.attempt(case.label):
                     time_steps = _alone if case.num_sequences == 1 else _together
-                    times = time_steps(job, subject, case)[_WARM_UP_STEPS:]
+                    times = time_steps(job, subject, case)
                     job.ledger.figure(Figure(Section.DECODE, case.label, "ms", tuple(times)))
         del subject
 
 
 def _alone(job: GpuJob, subject: Subject, case: DecodeCase) -> list[float]:
-    num_steps = _WARM_UP_STEPS + job.plan.decode_steps
+    num_steps = _WARM_UP_STEPS + job.plan.decode_steps + _STEPS_IN_A_ROW
     run = Run(
         subject.model,
         job.prompt(case.model, case.past),
@@ -43,13 +44,26 @@ def _alone(job: GpuJob, subject: Subject, case: DecodeCase) -> list[float]:
     )
     while not run.generated:
         run.step()
-    return [milliseconds(job.device, run.step) for _ in range(num_steps)]
+    return _timed(job, run.step)
 
 
 def _together(job: GpuJob, subject: Subject, case: DecodeCase) -> list[float]:
-    num_steps = _WARM_UP_STEPS + job.plan.decode_steps
+    num_steps = _WARM_UP_STEPS + job.plan.decode_steps + _STEPS_IN_A_ROW
     requests = _decoding(job, subject, case.model, case.num_sequences, case.past, num_steps)
-    return [milliseconds(job.device, requests.step) for _ in range(num_steps)]
+    return _timed(job, requests.step)
+
+
+def _timed(job: GpuJob, step: Callable[[], object]) -> list[float]:
+    """Milliseconds of a step, in each of some rows of them."""
+    for _ in range(_WARM_UP_STEPS):
+        step()
+
+    def some() -> None:
+        for _ in range(_STEPS_IN_A_ROW):
+            step()
+
+    num_rows = -(-job.plan.decode_steps // _STEPS_IN_A_ROW)
+    return [milliseconds(job.device, some) / _STEPS_IN_A_ROW for _ in range(num_rows)]
 
 
 def measure_mixed(job: GpuJob, case: MixedCase) -> None:

@@ -166,7 +166,7 @@ PLAN = GpuPlan(
         DecodeCase(GpuModel.SMALL, 1, 128),
         DecodeCase(GpuModel.SMALL, 32, 128),
     ),
-    decode_steps=60,
+    decode_steps=100,
     mixed=MixedCase(GpuModel.LARGE, _CHUNK, _SHORT, num_decodes=32, decode_past=128),
     memory=PrefillCase(GpuModel.LARGE, _LONG, _CHUNK),
     start=GpuModel.LARGE,

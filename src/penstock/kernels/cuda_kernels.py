@@ -39,7 +39,7 @@ _LEAST_ROWS = 16
 # cuDNN makes a plan for every number of queries that it meets: they are rounded up to few.
 _QUERY_BUCKETS = (64, 128, 256, 512)
 # Products of no more rows than these, with weights no larger than this, are faster here than in cuBLAS.
-_FEW_ROWS = 16
+_FEW_ROWS = 32
 _FEW_ROWS_WEIGHT = 1 << 24
 _FEW_ROWS_OUTPUTS = 16
 _FEW_ROWS_BLOCK = 256
@@ -56,6 +56,7 @@ class CudaKernels(TorchKernels):
 
     name = "cuda"  # and "cuda+fla", where prompts of delta nets run in flash-linear-attention's kernels
     row_grid = 64
+    activation_stride = 2
     can_capture = True
     carry_states = staticmethod(cuda_delta.carry_states)
 
@@ -97,6 +98,8 @@ class CudaKernels(TorchKernels):
         num_rows = projected.shape[0]
         queries = projected.new_empty(num_rows, heads.num_heads, heads.head_dim)
         norm = heads.query_norm
+        rotary_dim = cos.shape[1]
+        num_rest = heads.head_dim - rotary_dim
         grid = (num_rows, triton.cdiv(heads.num_heads + 2 * heads.num_kv_heads, _HEADS_TOGETHER))
         place_heads_kernel[grid](
             projected,
@@ -114,21 +117,22 @@ class CudaKernels(TorchKernels):
             NUM_HEADS=heads.num_heads,
             NUM_KV_HEADS=heads.num_kv_heads,
             HEAD_DIM=heads.head_dim,
-            ROTARY_DIM=cos.shape[1],
+            ROTARY_DIM=rotary_dim,
             HAS_NORM=norm is not None,
             IS_NORM_FLOAT32=norm is not None and norm.dtype == torch.float32,
             HEADS=_HEADS_TOGETHER,
-            BLOCK=triton.next_power_of_2(heads.head_dim),
+            HALF_BLOCK=triton.next_power_of_2(rotary_dim // 2),
+            REST_BLOCK=triton.next_power_of_2(num_rest) if num_rest else 0,
             num_warps=4,
         )
         return queries
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        # Written over the gate: the largest tensor of a pass is not joined by half as large a one.
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(num_rows, width)
         grid = (num_rows, triton.cdiv(width, _WIDTH_BLOCK))
-        silu_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), width, BLOCK=_WIDTH_BLOCK, num_warps=4)
-        return out
+        silu_and_mul_kernel[grid](gate_up, gate_up.stride(0), width, BLOCK=_WIDTH_BLOCK, num_warps=4)
+        return gate_up[:, :width]
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
@@ -197,7 +201,9 @@ class CudaKernels(TorchKernels):
             num_rows, num_heads, _SPLITS, head_dim, dtype=torch.float32, device=queries.device
         )
         part_lse = torch.empty(num_rows, num_heads, _SPLITS, dtype=torch.float32, device=queries.device)
-        decode_attention_kernel[(num_rows, num_kv_heads, _SPLITS)](
+        # Programs that would have nothing to do in any row are not launched.
+        num_splits = min(triton.cdiv(work.most_blocks, _LEAST_BLOCKS), _SPLITS)
+        decode_attention_kernel[(num_rows, num_kv_heads, num_splits)](
             queries,
             work.rows,
             kv.keys,
@@ -295,7 +301,7 @@ def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_out,
         num_in,
         HAS_BIAS=bias is not None,
-        ROWS=_LEAST_ROWS,
+        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_rows)),
         OUTPUTS=_FEW_ROWS_OUTPUTS,
         BLOCK=_FEW_ROWS_BLOCK,
         PRECISION=_precision(x),

@@ -37,6 +37,7 @@ class DecodeWork:
     rows: Tensor  # [n]
     lengths: Tensor  # [n]
     tables: Tensor  # [n, blocks]
+    most_blocks: int  # of a row
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,12 @@ def static_places(places: Tensor) -> WrittenPlaces:
     return made
 
 
-def static_decodes(rows: Tensor, lengths: Tensor, tables: Tensor) -> AttentionWork:
-    """For a graph: decodes that see so many tokens, in such blocks, as the device's tensors say at the time."""
+def static_decodes(rows: Tensor, lengths: Tensor, tables: Tensor, most_blocks: int) -> AttentionWork:
+    """For a graph: decodes that see so many tokens, in such blocks, as the device's tensors say at the time; no row
+    has more than `most_blocks`."""
     made = AttentionWork(())
-    made.__dict__.update(_on_device=DeviceWork((), DecodeWork(rows, lengths, tables)), end=len(rows))
+    work = DecodeWork(rows, lengths, tables, most_blocks)
+    made.__dict__.update(_on_device=DeviceWork((), work), end=len(rows))
     return made
 
 
@@ -126,7 +129,7 @@ def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torc
         table[index, :2] = row, length
         table[index, 2 : 2 + len(starts)] = starts
     whole = _to_device(table, device)
-    return DecodeWork(whole[:, 0].contiguous(), whole[:, 1].contiguous(), whole[:, 2:])
+    return DecodeWork(whole[:, 0].contiguous(), whole[:, 1].contiguous(), whole[:, 2:], width)
 
 
 def block_starts(places: Places) -> NDArray[np.int64]:

@@ -2,8 +2,9 @@
 
 Four laws are tried on random data of the model's own shapes:
 
-* a product gives each row the same bits whatever the number of rows, from some number up (the floor); or else,
-  with a fixed number of rows (the slab), whatever the row's place among them, as the output head always does;
+* a product gives each row the same bits whatever the number of rows, from some number up (the floor), on a GPU but
+  for numbers that are found and avoided; or else, with a fixed number of rows (the slab), whatever the row's place
+  among them, as the output head always does;
 * attention gives a query the same bits whatever the other queries of its tile hold;
 * norm, rotation and activation give a row the same bits whatever the other rows;
 * a delta net gives the same bits for spans that end on multiples of 64 tokens (in `penstock.kernels.probe_delta`).
@@ -26,14 +27,16 @@ from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.home import cache_home
 from penstock.kernels.probe_delta import recurrence_holds
-from penstock.kernels.protocol import HEAD_ROWS, HeadLayout, Kernels
+from penstock.kernels.protocol import FINE_ROWS, HEAD_ROWS, HeadLayout, Kernels
 from penstock.kernels.quantised import BLOCK_FORMS, Weight
 from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
 from penstock.plan.shape import DeltaNetShape
 
-_VERSION = 17
+_VERSION = 18
 _EXPERT_SLAB = 32
 _PASS_ROWS = 512
+# If more than this share of counts is to be avoided, there is no rule in what the library does.
+_MOST_AVOIDED = 0.25
 # Where the queries of a chunk may begin and end in a tile.
 _EDGES = (1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300)
 
@@ -49,6 +52,7 @@ class _Tried:
     floors: tuple[int, ...]
     slabs: tuple[int, ...]  # the preferred one first
     edges: tuple[int, ...]  # of chunks in a tile
+    are_all: bool = False  # no other counts are run than those: one that has other bits is avoided
 
 
 _ON_CPU = _Tried(
@@ -62,13 +66,15 @@ _ON_CPU = _Tried(
     edges=_EDGES,
 )
 # Where there are too few rows to keep a GPU's multiprocessors busy, libraries share a sum among them: some products
-# change their ways up to a few hundred rows, and a pass of that many takes hardly longer than one of a single row.
+# do up to a few hundred rows, and at some numbers beyond. A pass of a few hundred takes hardly longer than one of a
+# single row, and every number on the grid of `padded_rows` is tried (but for those beyond the last).
 _ON_GPU = _Tried(
     reference=2048,
-    counts=(1, 8, 64, 128, 256, 384, 500, 512, 513, 640, 768, 1000, 1024, 1536, 2048, 4096, 8192),
-    floors=(1, 8, 64, 128, 256, 384, 512),
+    counts=(*range(64, FINE_ROWS + 1, 64), *range(3072, 8193, 512)),
+    floors=tuple(range(64, 513, 64)),
     slabs=(512, 256, 128, 64),
     edges=(*_EDGES, 511, 512, 513, 700),
+    are_all=True,
 )
 
 
@@ -111,6 +117,9 @@ class ProbeResult:
     head_holds: bool
     recurrence_holds: bool = True  # of models without recurrent layers too
     expert_slab: int = 0
+    avoided_rows: tuple[
+        int, ...
+    ] = ()  # numbers above the floor that are not row-invariant, where all were tried
 
     @property
     def same_bits(self) -> bool:
@@ -134,11 +143,12 @@ def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: tor
 def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
     """Measure the laws now."""
     random, tried = _Random(dtype, device), _tried_on(device)
-    floors = [
-        _row_floor(kernels, shape, tried, random) for shape in (*shapes.products, *shapes.expert_products)
+    others = [
+        _other_counts(kernels, shape, shapes.mlp_widths, tried, random)
+        for shape in (*shapes.products, *shapes.expert_products)
     ]
-    known = [floor for floor in floors if floor is not None]
-    row_floor = max(known, default=1) if len(known) == len(floors) else None
+    row_floor = _row_floor(tried, set().union(*others))
+    avoided = sorted(count for count in set().union(*others) if row_floor is not None and count > row_floor)
     row_slab = expert_slab = 0
     if row_floor is None:
         products = shapes.products
@@ -157,6 +167,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         recurrence_holds=shapes.delta_net is None
         or recurrence_holds(kernels, shapes.delta_net, random.normal),
         expert_slab=expert_slab,
+        avoided_rows=() if row_slab else tuple(avoided),
     )
 
 
@@ -224,19 +235,38 @@ def _factors(kernels: Kernels, shape: ProductShape, num_rows: int, random: _Rand
     return quantised, random.cancelling(num_rows, shape.num_in, -1, form.block_size)
 
 
-def _row_floor(kernels: Kernels, shape: ProductShape, tried: _Tried, random: _Random) -> int | None:
-    """The least number of rows from which on all that were tried give the same bits."""
+def _other_counts(
+    kernels: Kernels, shape: ProductShape, mlp_widths: tuple[int, ...], tried: _Tried, random: _Random
+) -> set[int]:
+    """The numbers of rows that give other bits than the one which all are compared with."""
     weight, x = _factors(kernels, shape, tried.counts[-1], random)
     bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
-    reference = kernels.linear(x[: tried.reference], weight, bias)
-    last_other = 0
+    stride = kernels.activation_stride if shape.num_in in mlp_widths else 1
+
+    def product(start: int, end: int) -> Tensor:
+        rows = x[start:end].repeat(1, stride)[:, : shape.num_in]  # as far apart as those of a pass
+        return kernels.linear(rows, weight, bias)
+
+    reference = product(0, tried.reference)
+    others: set[int] = set()
     for num_rows in tried.counts:
         for start in {0, max(tried.reference - num_rows, 0) // 2}:
             end = min(start + num_rows, tried.reference)
-            product = kernels.linear(x[start : start + num_rows].clone(), weight, bias)
-            if not torch.equal(product[: end - start], reference[start:end]):
-                last_other = num_rows
-    return min((floor for floor in tried.floors if floor > last_other), default=None)
+            if not torch.equal(product(start, start + num_rows)[: end - start], reference[start:end]):
+                others.add(num_rows)
+    return others
+
+
+def _row_floor(tried: _Tried, others: set[int]) -> int | None:
+    """The least number of rows from which on all give the same bits, or all but those to be avoided; None where there
+    is none to be believed."""
+    if not tried.are_all:
+        return min((floor for floor in tried.floors if floor > max(others, default=0)), default=None)
+    floor = min((floor for floor in tried.floors if floor not in others), default=None)
+    if floor is None or tried.counts[-1] in others:
+        return None
+    num_avoided = sum(count > floor for count in others)
+    return floor if _MOST_AVOIDED * len(tried.counts) >= num_avoided else None
 
 
 def _slab_holds(kernels: Kernels, products: tuple[ProductShape, ...], slab: int, random: _Random) -> bool:
@@ -313,7 +343,7 @@ def _passes_hold(kernels: Kernels, shapes: ProbeShapes, random: _Random) -> bool
             *placed(rows),
             kernels.sigmoid(heads[rows].flatten(1)),
             torch.softmax(scores[rows], dim=-1),
-            *(kernels.silu_and_mul(gate_up[rows]) for gate_up in gate_ups),
+            *(kernels.silu_and_mul(gate_up[rows].clone()) for gate_up in gate_ups),
         ]
 
     whole = passes(slice(0, _PASS_ROWS))
@@ -365,8 +395,8 @@ def _read(path: Path, tried: _Tried) -> ProbeResult | None:
     """A stored result; None where there is none or it cannot be read (it is then measured again)."""
     try:
         stored = json.loads(path.read_text())
-        result = ProbeResult(**stored)
-    except (OSError, ValueError, TypeError):
+        result = ProbeResult(**stored | {"avoided_rows": tuple(stored["avoided_rows"])})
+    except (OSError, ValueError, TypeError, KeyError):
         return None
     floors = (result.row_slab,) if result.row_slab else (None, *tried.floors)
     answers = (result.attention_holds, result.passes_hold, result.head_holds, result.recurrence_holds)
@@ -376,6 +406,7 @@ def _read(path: Path, tried: _Tried) -> ProbeResult | None:
         and result.row_slab in (0, *tried.slabs)
         and result.expert_slab in (0, _EXPERT_SLAB)
         and all(type(answer) is bool for answer in answers)
+        and set(result.avoided_rows) <= set(tried.counts)
     )
     return result if is_valid else None
 

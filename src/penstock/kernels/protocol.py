@@ -1,7 +1,7 @@
 """What a device must be able to compute. Plain tensors in, plain tensors out; no kernel knows a plan or a cache."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,6 +22,9 @@ HEAD_ROWS = 8
 # they meet, and a service would meet all of them.
 FEW_ROWS = 16
 ROW_GRID = 8
+# On a device with a grid of its own, that is so many times coarser beyond so many rows.
+COARSER = 8
+FINE_ROWS = 2560
 
 
 KERNELS_VARIABLE = "PENSTOCK_KERNELS"
@@ -75,6 +78,8 @@ class Kernels(Protocol):
     row_slab: int  # products of more rows than this run as several, of this many rows each; 0: as one
     expert_slab: int  # the same for experts, which have few rows each; 0: as for all others
     row_grid: int  # rows are padded to a multiple of this, where there are more than a few
+    avoided_rows: frozenset[int]  # numbers of rows on the grid whose products have other bits
+    activation_stride: int  # rows of an activation are so many times as far apart as they are long
     can_capture: bool  # whether passes can be kept as graphs of a device's own
     quantised: QuantisedProducts | None  # what makes weights of blocks, where `linear` takes them
 
@@ -112,7 +117,7 @@ class Kernels(Protocol):
         rotated."""
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up, for gate_up [rows, 2 * width] with the gate in the first half."""
+        """silu(gate) * up, for gate_up [rows, 2 * width] with the gate in the first half. It may be written over."""
 
     def sigmoid(self, x: Tensor) -> Tensor:
         """The logistic function of x [rows, width]."""
@@ -132,10 +137,25 @@ class Kernels(Protocol):
         silu; queries and keys are then scaled to unit length, queries by key_head_dim ** -0.5 too."""
 
 
-def padded_rows(num_rows: int, row_floor: int, row_slab: int, row_grid: int = ROW_GRID) -> int:
+def padded_rows(
+    num_rows: int,
+    row_floor: int,
+    row_slab: int,
+    row_grid: int = ROW_GRID,
+    avoided: Collection[int] = frozenset(),
+) -> int:
     """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
-    grid = row_slab or (row_grid if num_rows > FEW_ROWS else 1)
-    return max(row_floor, -(-num_rows // grid) * grid)
+    grid = row_slab or (grid_of(num_rows, row_grid) if num_rows > FEW_ROWS else 1)
+    count = max(row_floor, -(-num_rows // grid) * grid)
+    while count in avoided:
+        count += grid
+    return count
+
+
+def grid_of(num_rows: int, row_grid: int) -> int:
+    """What many rows are padded to a multiple of: where the grid is a device's, whose products were tried on all of
+    it, to a coarser one from some number on."""
+    return COARSER * row_grid if row_grid > ROW_GRID and num_rows > FINE_ROWS else row_grid
 
 
 def select_kernels(device: torch.device) -> Kernels:

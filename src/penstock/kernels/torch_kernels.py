@@ -73,6 +73,7 @@ class TorchKernels:
 
     name = "torch"
     row_grid = ROW_GRID
+    activation_stride = 1
     can_capture = False
     quantised: QuantisedProducts | None = None
     causal_conv = staticmethod(torch_delta.causal_conv)
@@ -84,6 +85,7 @@ class TorchKernels:
         self.row_floor = 1
         self.row_slab = row_slab
         self.expert_slab = 0
+        self.avoided_rows: frozenset[int] = frozenset()
 
     def pack(self, weight: Tensor) -> Tensor:
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
@@ -119,7 +121,15 @@ class TorchKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:
             return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-        # That is nine calls with copies in float32, which a decode feels. The layer norm of (x, -x), whose mean is
+        if x.device.type != "cpu":
+            wide = x.float()
+            normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+            return (
+                (normed * weight).to(x.dtype)
+                if weight.dtype == torch.float32
+                else normed.to(x.dtype) * weight
+            )
+        # On a processor a decode feels that these are nine calls. The layer norm of (x, -x), whose mean is
         # zero and whose variance is the mean square of x, is five.
         size = weight.shape[0]
         both = torch.cat((x, x.neg()), dim=-1)

@@ -49,6 +49,20 @@ def _normed(values, weights, scale, IS_FLOAT32: tl.constexpr):
     return (normed.to(tl.float32) * weights.to(tl.float32)).to(values.dtype)
 
 
+@triton.jit
+def _head_norm(query_norm, key_norm, is_query, at, mask):
+    """The norm's weights at some places of each head."""
+    of_query = tl.load(query_norm + at, mask=mask, other=0.0)
+    of_key = tl.load(key_norm + at, mask=mask, other=0.0)
+    return tl.where(is_query, of_query, of_key)
+
+
+@triton.jit
+def _square(values):
+    wide = values.to(tl.float32)
+    return tl.sum(wide * wide, axis=1)
+
+
 @triton.jit(do_not_specialize=["num_tokens"])
 def place_heads_kernel(
     projected,  # [rows, queries | keys | values | ...]
@@ -70,62 +84,78 @@ def place_heads_kernel(
     HAS_NORM: tl.constexpr,
     IS_NORM_FLOAT32: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,  # half of ROTARY_DIM, or the next power of two
+    REST_BLOCK: tl.constexpr,  # what is not turned, the same way; 0: nothing
 ):
-    """Some heads of a row, each a query, a key or a value."""
+    """Some heads of a row, each a query, a key or a value. A pair is turned that lies half of ROTARY_DIM apart."""
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    at = tl.arange(0, BLOCK)[None, :]
     is_query = head < NUM_HEADS
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
-    in_head = at < HEAD_DIM
-    mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & in_head
-    source = projected + row * row_stride + head * HEAD_DIM
-    plain = tl.load(source + at, mask=mask, other=0.0)
-    # The other half of the pair that a value is turned in.
+    is_head = head < NUM_HEADS + 2 * NUM_KV_HEADS
     HALF: tl.constexpr = ROTARY_DIM // 2
-    is_turned = at < ROTARY_DIM
-    partner = tl.where(at < HALF, at + HALF, at - HALF)
-    value = plain
-    other = tl.load(source + partner, mask=mask & is_turned, other=0.0)
+    at = tl.arange(0, HALF_BLOCK)[None, :]
+    in_half = at < HALF
+    source = projected + row * row_stride + head * HEAD_DIM
+    first = tl.load(source + at, mask=is_head & in_half, other=0.0)
+    second = tl.load(source + HALF + at, mask=is_head & in_half, other=0.0)
+    own_first, own_second = first, second  # a value stays as it is
+    if REST_BLOCK:
+        rest_at = ROTARY_DIM + tl.arange(0, REST_BLOCK)[None, :]
+        in_rest = rest_at < HEAD_DIM
+        rest = tl.load(source + rest_at, mask=is_head & in_rest, other=0.0)
+        own_rest = rest
     if HAS_NORM:
-        own = plain.to(tl.float32)
-        scale = tl.rsqrt(tl.sum(own * own, axis=1) / HEAD_DIM + eps)[:, None]
-        first = tl.where(
-            is_query,
-            tl.load(query_norm + at, mask=in_head, other=0.0),
-            tl.load(key_norm + at, mask=in_head, other=0.0),
+        squares = _square(first) + _square(second)
+        if REST_BLOCK:
+            squares += _square(rest)
+        scale = tl.rsqrt(squares / HEAD_DIM + eps)[:, None]
+        first = _normed(
+            first, _head_norm(query_norm, key_norm, is_query, at, in_half), scale, IS_NORM_FLOAT32
         )
-        second = tl.where(
-            is_query,
-            tl.load(query_norm + partner, mask=is_turned, other=0.0),
-            tl.load(key_norm + partner, mask=is_turned, other=0.0),
-        )
-        value = _normed(plain, first, scale, IS_NORM_FLOAT32)
-        other = _normed(other, second, scale, IS_NORM_FLOAT32)
-    cosine = tl.load(cos + row * ROTARY_DIM + at, mask=is_turned, other=1.0).to(tl.float32)
-    sine = tl.load(sin + row * ROTARY_DIM + at, mask=is_turned, other=0.0).to(tl.float32)
-    turned = (value.to(tl.float32) * cosine + other.to(tl.float32) * sine).to(plain.dtype)
-    tl.store(queries + (row * NUM_HEADS + head) * HEAD_DIM + at, turned, mask=is_query & in_head)
+        weights = _head_norm(query_norm, key_norm, is_query, HALF + at, in_half)
+        second = _normed(second, weights, scale, IS_NORM_FLOAT32)
+        if REST_BLOCK:
+            weights_of_rest = _head_norm(query_norm, key_norm, is_query, rest_at, in_rest)
+            rest = _normed(rest, weights_of_rest, scale, IS_NORM_FLOAT32)
+    angles = row * ROTARY_DIM + at
+    wide_first, wide_second = first.to(tl.float32), second.to(tl.float32)
+    cosine = tl.load(cos + angles, mask=in_half, other=1.0).to(tl.float32)
+    sine = tl.load(sin + angles, mask=in_half, other=0.0).to(tl.float32)
+    turned_first = (wide_first * cosine + wide_second * sine).to(own_first.dtype)
+    cosine = tl.load(cos + HALF + angles, mask=in_half, other=1.0).to(tl.float32)
+    sine = tl.load(sin + HALF + angles, mask=in_half, other=0.0).to(tl.float32)
+    turned_second = (wide_second * cosine + wide_first * sine).to(own_first.dtype)
     place = tl.load(places + row, mask=row < num_tokens, other=-1)
-    is_kept = (place >= 0) & in_head
-    key_at = (place * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM + at
-    tl.store(keys + key_at, turned, mask=is_key & is_kept)
-    tl.store(values + key_at - NUM_KV_HEADS * HEAD_DIM, plain, mask=is_value & is_kept)
+    is_kept = place >= 0
+    to_query = queries + (row * NUM_HEADS + head) * HEAD_DIM
+    to_key = keys + (place * NUM_KV_HEADS + head - NUM_HEADS) * HEAD_DIM
+    to_value = values + (place * NUM_KV_HEADS + head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
+    tl.store(to_query + at, turned_first, mask=is_query & in_half)
+    tl.store(to_query + HALF + at, turned_second, mask=is_query & in_half)
+    tl.store(to_key + at, turned_first, mask=is_key & is_kept & in_half)
+    tl.store(to_key + HALF + at, turned_second, mask=is_key & is_kept & in_half)
+    tl.store(to_value + at, own_first, mask=is_value & is_kept & in_half)
+    tl.store(to_value + HALF + at, own_second, mask=is_value & is_kept & in_half)
+    if REST_BLOCK:
+        tl.store(to_query + rest_at, rest, mask=is_query & in_rest)
+        tl.store(to_key + rest_at, rest, mask=is_key & is_kept & in_rest)
+        tl.store(to_value + rest_at, own_rest, mask=is_value & is_kept & in_rest)
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up, out, row_stride, width, BLOCK: tl.constexpr):
-    """silu(gate) * up, of a part of a row [gate | up]."""
+def silu_and_mul_kernel(gate_up, row_stride, width, BLOCK: tl.constexpr):
+    """silu(gate) * up, of a part of a row [gate | up], in place of the gate."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
-    gate = tl.load(gate_up + row * row_stride + at, mask=mask, other=0.0)
-    up = tl.load(gate_up + row * row_stride + width + at, mask=mask, other=0.0)
+    gate_at = gate_up + row * row_stride + at
+    gate = tl.load(gate_at, mask=mask, other=0.0)
+    up = tl.load(gate_at + width, mask=mask, other=0.0)
     own = gate.to(tl.float32)
     activated = (own / (1.0 + tl.exp(-own))).to(gate.dtype).to(tl.float32)
-    tl.store(out + row * width + at, (activated * up.to(tl.float32)).to(gate.dtype), mask=mask)
+    tl.store(gate_at, (activated * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
 @triton.jit

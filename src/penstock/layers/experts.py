@@ -58,7 +58,8 @@ def _feed(expert: GatedMLP, x: Tensor, batch: ForwardBatch, kernels: Kernels) ->
     if not batch.is_canonical:
         return expert.feed(x, batch, kernels)
     slab = kernels.expert_slab or kernels.row_slab
-    num_rows = padded_rows(x.shape[0], slab or kernels.row_floor, slab)
+    floor = slab or kernels.row_floor
+    num_rows = padded_rows(x.shape[0], floor, slab, kernels.row_grid, kernels.avoided_rows)
     padded = pad(x, (0, 0, 0, num_rows - x.shape[0]))
     fed = [expert.feed(part, batch, kernels) for part in torch.split(padded, slab or num_rows)]
     return (torch.cat(fed) if len(fed) > 1 else fed[0])[: x.shape[0]]

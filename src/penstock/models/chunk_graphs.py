@@ -146,19 +146,21 @@ class _Recording:
 
     def pieces(self, recorder: Recorder) -> list[_Piece]:
         self._run_once()
-        last = len(self.model.layers) - 1
         graph, due = recorder.record(self._begin)
-        pieces = [_Piece(graph, due.borrowed())]
-        while due.index < last:
-            graph, due = recorder.record(partial(self._go_on, due))
+        pieces, pending = [_Piece(graph, due.borrowed())], [due]
+        del due
+        while pending[0].index < len(self.model.layers) - 1:
+            graph, due = recorder.record(partial(self._go_on, pending))
             pieces.append(_Piece(graph, due.borrowed()))
+            pending.append(due)
+            del due
         return pieces
 
     def _run_once(self) -> None:
         """All that is to be recorded, on rows that go nowhere: libraries then have all that they need."""
-        due = self._begin()
-        while due.index < len(self.model.layers) - 1:
-            due = self._go_on(due)
+        pending = [self._begin()]
+        while pending[0].index < len(self.model.layers) - 1:
+            pending.append(self._go_on(pending))
 
     def _begin(self) -> _Due:
         num_rows = self.batch.num_tokens
@@ -167,12 +169,16 @@ class _Recording:
         self.angles = cos, sin
         return self._until_due(0, *self.model.embed(self.inputs[:num_rows]))
 
-    def _go_on(self, due: _Due) -> _Due:
-        """From what a layer attended to up to the next such layer."""
-        mixer = self.model.layers[due.index].mixer
-        assert isinstance(mixer, Attention)
-        mixed = mixer.put_out(self.attended.flatten(1), due.rows, self.batch, self.model.kernels)
-        return self._until_due(due.index + 1, *self._feed(due.index, due.x, mixed))
+    def _go_on(self, pending: list[_Due]) -> _Due:
+        """From what a layer attended to up to the next such layer. What was pending is taken away: it does not live
+        longer than it must."""
+        due = pending.pop()
+        index, layer = due.index, self.model.layers[due.index]
+        assert isinstance(layer.mixer, Attention)
+        mixed = layer.mixer.put_out(self.attended.flatten(1), due.rows, self.batch, self.model.kernels)
+        x, normed = self._add(index, due.x, mixed)
+        del due, mixed
+        return self._until_due(index + 1, *self.model.feed(index, x, normed, len(normed), self.batch))
 
     def _until_due(self, index: int, x: Tensor, normed: Tensor) -> _Due:
         model, batch, caches, kernels = self.model, self.batch, self.caches, self.model.kernels
@@ -183,10 +189,12 @@ class _Recording:
             if isinstance(mixer, Attention) or index == len(model.layers) - 1:
                 return _Due(index, x, rows)
             mixed = mixer.give_out(rows, batch.all_layers, batch, caches, kernels)
-            x, normed = self._feed(index, x, mixed)
+            del rows
+            x, normed = self._add(index, x, mixed)
+            del mixed
+            x, normed = model.feed(index, x, normed, len(normed), batch)
             index += 1
 
-    def _feed(self, index: int, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        model, layer = self.model, self.model.layers[index]
-        x, normed = model.kernels.add_norm(x, mixed, layer.mlp_norm, model.config.norm_eps)
-        return model.feed(index, x, normed, len(normed), self.batch)
+    def _add(self, index: int, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        model = self.model
+        return model.kernels.add_norm(x, mixed, model.layers[index].mlp_norm, model.config.norm_eps)

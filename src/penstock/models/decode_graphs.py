@@ -27,22 +27,22 @@ def is_decode(batch: ForwardBatch) -> bool:
 
 
 class DecodeGraph:
-    """Of so many rows; those that a pass has not go nowhere and see nothing."""
+    """Of so many rows, which see no more blocks than so many; rows that a pass has not go nowhere and see nothing."""
 
-    def __init__(self, model: "Decoder", caches: CacheTensors, num_rows: int, recorder: Recorder) -> None:
+    def __init__(
+        self, model: "Decoder", caches: CacheTensors, num_rows: int, num_blocks: int, recorder: Recorder
+    ) -> None:
         self._num_rows = num_rows
         self._end = min(model.config.max_position, caches.kv.num_blocks * BLOCK_TOKENS)
         # The graph reads these tables: they are kept even when longer ones are made.
         self._tables = model.rotary.reserve(self._end)
-        self._num_blocks = -(-self._end // BLOCK_TOKENS)
-        self._inputs = torch.zeros(
-            num_rows * (_COLUMNS + self._num_blocks), dtype=torch.int64, device=model.device
-        )
+        self._inputs = torch.zeros(num_rows * (_COLUMNS + num_blocks), dtype=torch.int64, device=model.device)
         columns = self._inputs[: _COLUMNS * num_rows].view(_COLUMNS, num_rows)
         tokens, positions, places, lengths, read, write = columns
         columns[[2, 4, 5]] = -1
         rows = torch.arange(num_rows, device=model.device)
-        work = static_decodes(rows, lengths, self._inputs[_COLUMNS * num_rows :].view(num_rows, -1))
+        tables = self._inputs[_COLUMNS * num_rows :].view(num_rows, -1)
+        work = static_decodes(rows, lengths, tables, num_blocks)
         empty = np.zeros(0, dtype=np.int64)
         # Kept, since the graph reads what it has on the device.
         self._batch = batch = ForwardBatch(

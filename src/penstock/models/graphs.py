@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
 from penstock.layers.batch import ForwardBatch
 from penstock.layers.mlp import GatedMLP
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 # Rows of decodes are rounded up to one of these. More than the last are launched one by one.
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+# The same for the blocks of the longest; more than the last are all that there are.
+DECODE_BLOCKS = (8, 32, 256)
 # A GPU is busy long enough with the kernels of more rows than these.
 _MOST_CHUNK_ROWS = 2560
 # A number of rows that comes once may never come again: it is recorded when it comes again.
@@ -60,7 +63,7 @@ class _CacheGraphs:
     def __init__(self, caches: CacheTensors) -> None:
         self._caches = weakref.ref(caches)
         self._recorder = Recorder(caches.kv.device)
-        self._decodes: dict[int, RecordedPass] = {}
+        self._decodes: dict[tuple[int, int], RecordedPass] = {}  # by rows, and the most blocks that one sees
         self._chunks: dict[object, RecordedPass] = {}
         self._uses: Counter[object] = Counter()
 
@@ -71,12 +74,15 @@ class _CacheGraphs:
         caches = self._caches()
         assert caches is not None
         if is_decode(batch):
-            size = next((size for size in DECODE_ROWS if batch.num_tokens <= size), None)
-            if size is None:
+            num_rows = next((size for size in DECODE_ROWS if batch.num_tokens <= size), None)
+            if num_rows is None:
                 return None
-            if size not in self._decodes:
-                self._decodes[size] = DecodeGraph(model, caches, size, self._recorder)
-            return self._decodes[size]
+            longest = -(-batch.end_position // BLOCK_TOKENS)
+            sizes = (size for size in DECODE_BLOCKS if longest <= size)
+            shape = (num_rows, min(next(sizes, caches.kv.num_blocks), caches.kv.num_blocks))
+            if shape not in self._decodes:
+                self._decodes[shape] = DecodeGraph(model, caches, *shape, self._recorder)
+            return self._decodes[shape]
         if not batch.is_canonical or len(batch.token_ids) > _MOST_CHUNK_ROWS:
             return None
         layout = chunk_layout(batch)

@@ -109,9 +109,11 @@ def workspace_of(model: "Decoder") -> Workspace:
 
 
 def _library_bytes(device: "torch.device") -> int:
-    """What torch sets aside for cuBLAS, for each stream that has products: one."""
+    """What torch sets aside for cuBLAS, for each stream that has products: the usual one, and that on which passes
+    are recorded."""
     import torch
 
     if device.type != "cuda":
         return 0
-    return _LARGE_BYTES if torch.cuda.get_device_capability(device)[0] >= _HOPPER else _SMALL_BYTES
+    is_large = torch.cuda.get_device_capability(device)[0] >= _HOPPER
+    return 2 * (_LARGE_BYTES if is_large else _SMALL_BYTES)

@@ -108,6 +108,8 @@ def _feed_forward(sizes: PassSizes) -> Iterator[StepMemory]:
 def _feeding(sizes: PassSizes, width: int, rows: int) -> int:
     """One block: gate and up, then their product; or that and the output."""
     width = rounded_up(width, LANES)
+    if sizes.kernels == "cuda":  # the product is written over the gate, and lives as long as both
+        return sizes.bytes(2 * width, rows) + sizes.product(sizes.shape.hidden_size, rows)
     return max(
         sizes.product(2 * width, rows),
         sizes.bytes(3 * width, rows),
@@ -129,7 +131,7 @@ def _experts(sizes: PassSizes, experts: ExpertsShape) -> int:
     if active:
         group = min(rows, -(-_BUSIEST * rows * active // experts.num_experts))
     slab = sizes.workspace.expert_slab or sizes.workspace.row_slab
-    padded = padded_rows(group, slab or sizes.workspace.row_floor, slab)
+    padded = padded_rows(group, slab or sizes.workspace.row_floor, slab, sizes.workspace.row_grid)
     # The output of the expert before, a group's input, the same filled up, the block
     feeding = sizes.bytes(2 * hidden, group) + sizes.bytes(hidden, padded)
     feeding += _feeding(sizes, experts.intermediate_size, min(padded, slab) if slab else padded)

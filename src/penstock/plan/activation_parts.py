@@ -22,7 +22,8 @@ JOINED_TOKENS = 1024
 # given, tokens of a delta net's piece and of a block, the most rows of a chunk that is recorded.
 SPLITS, HEADS_AND_PARTS, QUERY_BUCKETS = 64, 32, (64, 128, 256, 512)
 PIECE_TOKENS, BLOCK_ROWS = 4096, 64
-GRAPH_ROWS = 2560
+GRAPH_ROWS = FINE_ROWS = 2560
+COARSER = 8
 # What is too small to be named: sums of norms, indices, lists of numbers.
 SMALL_BYTES = 256 << 10
 
@@ -58,7 +59,10 @@ class StepMemory:
 
 
 def padded_rows(num_rows: int, row_floor: int, row_slab: int, row_grid: int = ROW_GRID) -> int:
-    """As `penstock.kernels.protocol` has it, which this package must not import."""
+    """As `penstock.kernels.protocol` has it, which this package must not import; but for numbers of rows that a GPU's
+    products avoid, which are a little larger."""
+    if row_grid > ROW_GRID and num_rows > FINE_ROWS:
+        row_grid *= COARSER
     grid = row_slab or (row_grid if num_rows > FEW_ROWS else 1)
     return max(row_floor, rounded_up(num_rows, grid))
 
