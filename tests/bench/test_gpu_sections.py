@@ -105,16 +105,16 @@ def test_decodes() -> None:
 
 def test_mixed_steps() -> None:
     results = measured(Section.MIXED, repeats=2)
-    label = "8B, chunk 64 after 128 tokens, "
+    label = "8B, step of 64 tokens after 128, "
     assert all(figure.name.startswith(label) for figure in results.figures)
     by_name = {figure.name.removeprefix(label): figure.values for figure in results.figures}
-    both, chunk = by_name["3 decodes beside it"], by_name["alone"]
+    both, chunk = by_name["3 decodes among them"], by_name["of a prompt"]
     decodes = by_name["3 decodes alone"]
     assert len(both) == len(chunk) == len(decodes) == 8
-    assert by_name["3 decodes beside it, over alone"] == tuple(
+    assert by_name["3 decodes among them, over none"] == tuple(
         one / other for one, other in zip(both, chunk, strict=True)
     )
-    assert by_name["3 decodes beside it, over both apart"] == tuple(
+    assert by_name["3 decodes among them, over both apart"] == tuple(
         one / (first + second) for one, first, second in zip(both, chunk, decodes, strict=True)
     )
 

@@ -67,15 +67,14 @@ def _timed(job: GpuJob, step: Callable[[], object]) -> list[float]:
 
 
 def measure_mixed(job: GpuJob, case: MixedCase) -> None:
-    """A step with both, the chunk alone, the decodes alone, taking turns. None is committed: each is run again and
-    again where it stands."""
+    """A step with both, one of as many tokens of a prompt, the decodes alone, taking turns. None is committed: each
+    is run again and again where it stands."""
     subject = job.subject(case.model)
     # So many steps while the prompt is read up to there, then the one that is measured.
-    num_steps = -(-case.past // case.chunk) + 2
-    both = _decoding(
-        job, subject, case.model, case.num_decodes, case.decode_past, num_steps, case.chunk, _num_read(case)
-    )
-    decodes = _decoding(job, subject, case.model, case.num_decodes, case.decode_past, num_steps)
+    num_steps = -(-case.past // (case.chunk - case.num_decodes)) + 2
+    given = (job, subject, case.model, case.num_decodes, case.decode_past, num_steps)
+    both = _decoding(*given, case.chunk, _num_read(case), looks_ahead=False)
+    decodes = _decoding(*given, looks_ahead=False)
     chunk = Requests(subject, case.chunk, 1, _num_read(case))
     for requests in (both, chunk):
         reader = requests.add("reading", job.prompt(case.model, _num_read(case) - 1), 1)
@@ -92,13 +91,13 @@ def measure_mixed(job: GpuJob, case: MixedCase) -> None:
     def report(what: str, unit: Unit, values: list[float]) -> None:
         job.ledger.figure(Figure(Section.MIXED, f"{case.label}, {what}", unit, tuple(values)))
 
-    beside = f"{case.num_decodes} decodes"
-    report("alone", "ms", times["chunk"])
-    report(f"{beside} alone", "ms", times["decodes"])
-    report(f"{beside} beside it", "ms", times["both"])
-    report(f"{beside} beside it, over alone", "x", _over(times["both"], times["chunk"]))
+    decoding = f"{case.num_decodes} decodes"
+    report("of a prompt", "ms", times["chunk"])
+    report(f"{decoding} alone", "ms", times["decodes"])
+    report(f"{decoding} among them", "ms", times["both"])
+    report(f"{decoding} among them, over none", "x", _over(times["both"], times["chunk"]))
     apart = [first + second for first, second in zip(times["chunk"], times["decodes"], strict=True)]
-    report(f"{beside} beside it, over both apart", "x", _over(times["both"], apart))
+    report(f"{decoding} among them, over both apart", "x", _over(times["both"], apart))
 
 
 def _num_read(case: MixedCase) -> int:
@@ -115,11 +114,20 @@ def _decoding(
     num_steps: int,
     chunk: int = _CHUNK,
     other_tokens: int = 0,
+    looks_ahead: bool | None = None,
 ) -> Requests:
-    """Requests that all decode, and will for so many steps; with room for another, of `other_tokens`."""
+    """Requests that all decode, and will for so many steps; with room for another, of `other_tokens`, in steps of no
+    more tokens than its chunk."""
     max_tokens = tokens_to_last(num_steps, num_sequences, past, chunk)
     num_tokens = num_sequences * (past + max_tokens) + other_tokens
-    requests = Requests(subject, chunk, num_sequences + (other_tokens > 0), num_tokens)
+    requests = Requests(
+        subject,
+        chunk,
+        num_sequences + (other_tokens > 0),
+        num_tokens,
+        step_tokens=chunk if other_tokens else None,
+        looks_ahead=looks_ahead,
+    )
     requests.begin_decodes(job.prompt(model, num_sequences * past), num_sequences, max_tokens)
     return requests
 

@@ -36,12 +36,23 @@ J = TypeVar("J", bound=Job)
 class Requests:
     """All of one batcher, over a cache with room for them."""
 
-    def __init__(self, subject: Subject, chunk: int, num_requests: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        subject: Subject,
+        chunk: int,
+        num_requests: int,
+        num_tokens: int,
+        *,
+        step_tokens: int | None = None,
+        looks_ahead: bool | None = None,
+    ) -> None:
         """`num_tokens` is what their prompts and answers take together."""
         self.space = subject.space(num_tokens + num_requests * BLOCK_TOKENS, num_requests)
         grid = STATE_GRID if subject.model.config.has_state else 1
-        schedule = ScheduleConfig(chunk_size=chunk, max_running=num_requests, grid=grid)
-        self._batcher = Batcher(subject.model, subject.canon, self.space, schedule)
+        schedule = ScheduleConfig(
+            chunk_size=chunk, step_tokens=step_tokens, max_running=num_requests, grid=grid
+        )
+        self._batcher = Batcher(subject.model, subject.canon, self.space, schedule, looks_ahead=looks_ahead)
 
     def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> Job:
         return self._add(Job, name, prompt, max_tokens)

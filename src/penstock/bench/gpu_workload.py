@@ -64,7 +64,7 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class MixedCase:
-    """A chunk of a prompt after a past, and sequences that decode beside it."""
+    """A step of so many tokens of a prompt, after a past, of which some make room for sequences that decode."""
 
     model: GpuModel
     chunk: int
@@ -74,7 +74,7 @@ class MixedCase:
 
     @property
     def label(self) -> str:
-        return f"{self.model}, chunk {self.chunk:,} after {self.past:,} tokens"
+        return f"{self.model}, step of {self.chunk:,} tokens after {self.past:,}"
 
 
 @dataclass(frozen=True)
