@@ -55,6 +55,7 @@ from penstock.plan import (
     resolve_weights,
 )
 from penstock.plan.checks import check_int
+from penstock.plan.config import DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE
 from penstock.plan.device_settings import DeviceSetting, resolve_device, settle_device
 from penstock.plan.store_settings import resolve_store
 from penstock.plan.thread_settings import ThreadsSetting, resolve_threads
@@ -188,6 +189,7 @@ class LLM:
             weakref.finalize(self, self.store.close)  # at the latest when the interpreter ends
         self._kept = self._keep(reuse_tokens) if reuse_tokens else None
         self._recorded: CacheSpace | None = None  # a cache over which passes were recorded
+        self._last_run: weakref.ref[Run] | None = None  # which may still be in it
         self.load_s = time.perf_counter() - started
 
     @property
@@ -207,7 +209,11 @@ class LLM:
     def size_rules(self, free_bytes: int | None) -> SizeRules:
         """What chunks' sizes follow from, where so much memory is free."""
         tuned = self.chunk.effective if self._profile and self.chunk.is_auto else None
-        return self.size.rules(free_bytes=free_bytes, tuned=tuned)
+        return self.size.rules(free_bytes=free_bytes, tuned=tuned, default=self._default_chunk)
+
+    @property
+    def _default_chunk(self) -> int:
+        return GPU_CHUNK_SIZE if self.model.device.type == "cuda" else DEFAULT_CHUNK_SIZE
 
     def memory_estimate(self, prompt_tokens: int) -> PrefillMemoryEstimate:
         """The peak memory of a prompt of so many tokens, besides the weights, by arithmetic."""
@@ -285,6 +291,7 @@ class LLM:
             space=kept[0] if kept else self._recorded_space(len(token_ids) + max_tokens),
             reuse=kept[1] if kept else None,
         )
+        self._last_run = weakref.ref(run)
         return TextStream(self, run, stops, on_progress, time.perf_counter() - started)
 
     def generate(
@@ -333,11 +340,13 @@ class LLM:
 
     def _recorded_space(self, num_tokens: int) -> CacheSpace | None:
         """A cache for one request after the other, where passes are recorded over a cache; else None. A request that
-        begins before another has ended may find no room, and gets a cache that the next ones take."""
+        begins before another has ended gets a new one, which the next ones take."""
         if not self.model.kernels.can_capture:
             return None
         num_slots, kept = self._config.num_state_slots, self._recorded
-        if kept is None or not kept.has_room(num_tokens, num_slots):
+        last = self._last_run() if self._last_run is not None else None
+        is_taken = last is not None and last.finish_reason is None
+        if kept is None or is_taken or not kept.has_room(num_tokens, num_slots):
             rounded = min(-(-num_tokens // _RECORDED_GRID) * _RECORDED_GRID, self.context_length)
             kept = self._recorded = CacheSpace.for_tokens(self.model, rounded, num_slots=num_slots)
         return kept
@@ -359,7 +368,8 @@ class LLM:
         if not chunk.is_auto:
             return chunk
         if self._profile is None:
-            return replace(chunk, reason="auto: the default")
+            default = -(-self._default_chunk // chunk.grid) * chunk.grid
+            return replace(chunk, effective=default, reason="auto: the default")
         best = max(self._profile.best_chunk // chunk.grid, 1) * chunk.grid
         return replace(chunk, effective=best, reason="auto: tuned on this machine")
 

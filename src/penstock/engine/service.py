@@ -42,6 +42,8 @@ from penstock.plan.sizing import ChunkSizer
 from penstock.plan.step import RequestId
 
 _log = logging.getLogger("penstock.engine")
+# A chunk has room for decodes where it has so many tokens for each request that may run.
+_FEW_DECODES = 4
 
 
 @dataclass(frozen=True)
@@ -303,6 +305,10 @@ def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConf
             chunk_size=llm.most_chunk, grid=llm.chunk.grid, auto_chunk=llm.chunk.is_auto
         )
     check_schedule(llm.size, schedule)
+    if llm.model.device.type == "cuda" and schedule.step_tokens is None:
+        # A few rows more than a chunk has cost a product as much as 256: decodes take their place.
+        has_room = schedule.chunk_size >= _FEW_DECODES * schedule.max_running
+        schedule = replace(schedule, step_tokens=schedule.chunk_size) if has_room else schedule
     return schedule if schedule.grid >= llm.chunk.grid else replace(schedule, grid=llm.chunk.grid)
 
 

@@ -107,7 +107,10 @@ def serve(
     ] = "mixed",
     step_tokens: Annotated[
         int | None,
-        _steps(help="The most tokens of a step, decodes included; a chunk and all decodes by default."),
+        _steps(
+            help="The most tokens of a step, decodes included; by default a chunk and all "
+            "decodes, on a GPU a chunk."
+        ),
     ] = None,
     max_running: Annotated[int, _steps(help="Requests in progress at once.")] = 16,
     max_waiting: Annotated[

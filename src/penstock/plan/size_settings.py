@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import isfinite
 
 from penstock.errors import SettingError
+from penstock.plan.config import DEFAULT_CHUNK_SIZE
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.settings import CHUNK_VARIABLE, ChunkSetting, resolve_chunk_size
 from penstock.plan.size_rules import SizeRules
@@ -29,8 +30,15 @@ class SizeSettings:
     target_itl_s: float | None = None
     target_ttft_s: float | None = None
 
-    def rules(self, *, free_bytes: int | None = None, tuned: int | None = None) -> SizeRules:
-        """The rules for a chunk's size on a machine with so much memory free, and a profile of its best chunk."""
+    def rules(
+        self,
+        *,
+        free_bytes: int | None = None,
+        tuned: int | None = None,
+        default: int = DEFAULT_CHUNK_SIZE,
+    ) -> SizeRules:
+        """The rules for a chunk's size on a machine with so much memory free, and a profile of its best chunk;
+        `default` is for want of one."""
         return SizeRules(
             fixed=None if self.chunk.is_auto else self.chunk.effective,
             max_activation_bytes=self.max_activation_bytes,
@@ -39,6 +47,7 @@ class SizeSettings:
             target_ttft_s=self.target_ttft_s,
             grid=self.chunk.grid,
             tuned=tuned,
+            default=default,
         )
 
 
