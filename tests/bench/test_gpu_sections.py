@@ -142,9 +142,10 @@ def test_memory_is_what_the_allocator_had_at_most(monkeypatch: pytest.MonkeyPatc
 
 
 def test_start_is_of_a_process_of_its_own() -> None:
-    whole, imported = measured(Section.START).figures
-    assert whole.name == "8B, from the start of a process until ready"
-    assert 0.1 < imported.median < whole.median
+    first, again, imported = measured(Section.START).figures
+    assert first.name == "8B, from the start of a process until ready"
+    assert again.name == f"{first.name}, with kernels compiled before"
+    assert 0.1 < imported.median < again.median
 
 
 def test_bits() -> None:
