@@ -144,7 +144,7 @@ def test_a_cache_that_is_taken_at_once_is_predicted_whole() -> None:
 
     per_token = 2 * 2 * 8 * 128 * 2
     assert predicted(True).kv_cache_bytes == 1024 * per_token
-    assert predicted(True).activations == predicted(False).activations
+    assert predicted(True).activations.peak_bytes >= predicted(False).activations.peak_bytes
 
 
 def test_a_gpu_is_measured_by_its_allocator() -> None:

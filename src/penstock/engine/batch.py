@@ -25,7 +25,7 @@ class Canon:
     row_floor: int = 1  # fewer rows than this are padded up to it
     row_slab: int = 0  # rows are padded up to a multiple of this; 0: of the grid
     row_grid: int = ROW_GRID
-    avoided_rows: frozenset[int] = frozenset()
+    avoided_rows: tuple[int, ...] = ()
 
     def padded_rows(self, num_rows: int) -> int:
         return padded_rows(num_rows, self.row_floor, self.row_slab, self.row_grid, self.avoided_rows)
@@ -34,7 +34,7 @@ class Canon:
 def settle(kernels: Kernels, found: ProbeResult) -> Canon:
     """Set the kernels up as the probe found them to hold, and give the shapes to run them on."""
     kernels.row_floor, kernels.row_slab = found.row_floor or 1, found.row_slab
-    kernels.expert_slab, kernels.avoided_rows = found.expert_slab, frozenset(found.avoided_rows)
+    kernels.expert_slab, kernels.avoided_rows = found.expert_slab, found.avoided_rows
     return Canon(
         kernels.tile_size, kernels.row_floor, kernels.row_slab, kernels.row_grid, kernels.avoided_rows
     )

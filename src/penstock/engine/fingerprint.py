@@ -62,6 +62,7 @@ def cache_fingerprint(llm: HasWeights) -> bytes:
         "machine": machine,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "features": _processor_features(),
+        "libraries": kernels.libraries,
         "native": _native_name() if kernels.name == "native" else "",
         "code": _code_digest(),
         "canon": asdict(llm.canon),

@@ -1,5 +1,7 @@
 """Kernels for NVIDIA's GPUs: products by cuBLAS, attention to a long past by cuDNN, the rest in Triton."""
 
+from importlib.metadata import version
+
 import torch
 import triton
 from torch import Tensor
@@ -62,8 +64,11 @@ class CudaKernels(TorchKernels):
 
     def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         super().__init__(tile_size, row_slab)
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        self.libraries = f"triton {triton.__version__}, cudnn {cudnn}, cuda {torch.version.cuda}"
         if fla_delta.is_available():
             self.name = "cuda+fla"
+            self.libraries += f", fla-core {version('fla-core')}"
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight

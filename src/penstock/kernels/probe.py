@@ -361,6 +361,7 @@ def _result_path(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, devi
         "version": _VERSION,
         "torch": torch.__version__,
         "kernels": kernels.name,
+        "libraries": kernels.libraries,
         "tile_size": kernels.tile_size,
         "dtype": str(dtype),
         "machine": _machine(device),

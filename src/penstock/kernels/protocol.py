@@ -73,12 +73,13 @@ class Kernels(Protocol):
     """One implementation per kind of device; `TorchKernels` is the reference for all of them."""
 
     name: str
+    libraries: str  # beside torch, whose versions bits depend on
     tile_size: int
     row_floor: int  # products of fewer rows than this do not give a row the same bits as those of more
     row_slab: int  # products of more rows than this run as several, of this many rows each; 0: as one
     expert_slab: int  # the same for experts, which have few rows each; 0: as for all others
     row_grid: int  # rows are padded to a multiple of this, where there are more than a few
-    avoided_rows: frozenset[int]  # numbers of rows on the grid whose products have other bits
+    avoided_rows: tuple[int, ...]  # numbers of rows on the grid whose products have other bits
     activation_stride: int  # rows of an activation are so many times as far apart as they are long
     can_capture: bool  # whether passes can be kept as graphs of a device's own
     quantised: QuantisedProducts | None  # what makes weights of blocks, where `linear` takes them
@@ -142,7 +143,7 @@ def padded_rows(
     row_floor: int,
     row_slab: int,
     row_grid: int = ROW_GRID,
-    avoided: Collection[int] = frozenset(),
+    avoided: Collection[int] = (),
 ) -> int:
     """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
     grid = row_slab or (grid_of(num_rows, row_grid) if num_rows > FEW_ROWS else 1)

@@ -72,6 +72,7 @@ class TorchKernels:
     """Kernels for the CPU."""
 
     name = "torch"
+    libraries = ""
     row_grid = ROW_GRID
     activation_stride = 1
     can_capture = False
@@ -85,7 +86,7 @@ class TorchKernels:
         self.row_floor = 1
         self.row_slab = row_slab
         self.expert_slab = 0
-        self.avoided_rows: frozenset[int] = frozenset()
+        self.avoided_rows: tuple[int, ...] = ()
 
     def pack(self, weight: Tensor) -> Tensor:
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
