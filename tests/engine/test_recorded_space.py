@@ -43,3 +43,16 @@ def test_streams_at_the_same_time_have_caches_of_their_own(llm: LLM, monkeypatch
         for _ in stream:
             pass
         assert stream.result.token_ids == expected
+
+
+def test_a_request_in_the_kept_cache_does_not_free_another_s(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm.model.kernels, "can_capture", True)
+    monkeypatch.setattr("penstock.engine.llm._RECORDED_GRID", 64)
+    first = llm.stream(random_prompt(60, 256, 1), max_tokens=8)
+    llm._kept = llm._keep(100)
+    llm.generate(random_prompt(50, 256, 2), max_tokens=8)
+    llm._kept = None
+    second = llm.stream(random_prompt(60, 256, 3), max_tokens=8)
+    assert first._run.space is not second._run.space

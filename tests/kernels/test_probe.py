@@ -108,6 +108,8 @@ def test_rows_are_padded_past_what_is_avoided() -> None:
     avoided = frozenset({128, 576, 640})
     counts = [padded_rows(rows, 64, 0, 64, avoided) for rows in (1, 65, 513, 641, 2560, 2561, 3073)]
     assert counts == [64, 192, 704, 704, 2560, 3072, 3584]
+    # Only numbers that were tried are run: beyond the last of the fine grid comes the next of the coarse one.
+    assert padded_rows(2550, 64, 0, 64, (2560,)) == 3072
 
 
 @pytest.mark.parametrize(("below", "floor", "slab"), [(300, 320, 0), (513, 512, 512)])

@@ -39,7 +39,7 @@ def interpreted_kernels(tile_size: int) -> Iterator["CudaKernels"]:
         patch.setattr(InterpreterBuilder, "create_dot", _widened(InterpreterBuilder.create_dot))
         patch.setattr(cuda_kernels, "cudnn_attention", _attention)
         patch.setattr(
-            cuda_kernels, "_attend_in_float32", lambda q, k, v, scale: _attention(q, k, v, scale=scale)
+            cuda_kernels, "_attend_without_cudnn", lambda q, k, v, scale: _attention(q, k, v, scale=scale)
         )
         yield cuda_kernels.CudaKernels(tile_size=tile_size)
 

@@ -92,3 +92,10 @@ def test_an_absent_device_is_an_error_that_says_what_there_is(
 def test_the_reason_names_the_variable() -> None:
     setting = settle_device(resolve_device(environ={DEVICE_VARIABLE: "cuda"}), ONE)
     assert (setting.name, setting.reason) == ("cuda:0", "set by PENSTOCK_DEVICE")
+
+
+def test_auto_is_the_processor_where_nothing_else_has_what_was_asked_for() -> None:
+    found = DevicesFound(1)
+    settled = settle_device(resolve_device(environ={}), found, only_cpu="int4 weights")
+    assert (settled.name, settled.reason) == ("cpu", "auto: no GPU has int4 weights")
+    assert settle_device(resolve_device("cuda", environ={}), found, only_cpu="int4 weights").name == "cuda:0"

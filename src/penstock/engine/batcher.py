@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
@@ -120,7 +121,7 @@ class Batcher:
         self._in_flight: frozenset[RequestId] = frozenset()
         # Requests of a step that failed: each runs alone, so that only the one at fault ends.
         self._suspects: deque[RequestId] = deque()
-        wanted = model.kernels.can_capture if looks_ahead is None else looks_ahead
+        wanted = model.can_record if looks_ahead is None else looks_ahead
         self._looks_ahead = wanted and space.slots is None
         self._ahead: Ahead | None = None
         self._began_s = time.perf_counter()
@@ -197,6 +198,8 @@ class Batcher:
         except Exception as error:
             if is_out_of_memory(error):
                 release_memory(self.model.device, error)
+            elif isinstance(error, torch.AcceleratorError):
+                raise  # the device does nothing more, for anybody
             return StepOutcome(error=error)
         if self._looks_ahead:
             self._ahead = self._launch_next(step, jobs, choices)

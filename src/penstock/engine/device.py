@@ -11,8 +11,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def find_devices() -> DevicesFound:
-    """What torch sees."""
-    return DevicesFound(torch.cuda.device_count(), torch.backends.mps.is_available())
+    """What torch sees, and can use."""
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return DevicesFound(num_cuda, torch.backends.mps.is_available())
 
 
 def chosen_device(argument: str | None = None) -> torch.device:

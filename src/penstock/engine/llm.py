@@ -1,5 +1,6 @@
 """The Python interface: a model, and text in and out of it."""
 
+import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,7 +32,7 @@ from penstock.engine.text_stream import ProgressCallback, TextStream
 from penstock.engine.threads import in_own_thread
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError
 from penstock.kernels.probe import ProbeResult, probe
-from penstock.kernels.protocol import select_kernels
+from penstock.kernels.protocol import KERNELS_VARIABLE, select_kernels
 from penstock.models.decoder import Decoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder, settled_weights
@@ -141,7 +142,9 @@ class LLM:
                 f"overlap={overlap} contradicts {'cache_dir' if stored else 'reuse_tokens'}: leave one of them out"
             )
         asked = resolve_weights(weights, dtype=dtype)
-        self.device: DeviceSetting = settle_device(resolve_device(device), find_devices())
+        self.device: DeviceSetting = settle_device(
+            resolve_device(device), find_devices(), only_cpu=_only_on_a_processor(asked)
+        )
         torch_device = torch.device(self.device.name)
         torch_dtype = resolve_dtype(asked.dtype if dtype == "auto" else dtype, torch_device)
         self.threads: ThreadsSetting = resolve_threads(threads)
@@ -154,7 +157,7 @@ class LLM:
             ChunkedPrefillConfig(self.size.chunk.effective, overlap)
             self.tokenizer = opened.tokenizer
             self.skipped = opened.skipped.describe()
-            with _memory_for(opened.source.describe()):
+            with _memory_for(opened.source.describe(), self.device.name):
                 self.model, self.probe, self.weights = in_own_thread(
                     lambda: _load(opened.source, torch_dtype, torch_device, asked)
                 )
@@ -291,7 +294,8 @@ class LLM:
             space=kept[0] if kept else self._recorded_space(len(token_ids) + max_tokens),
             reuse=kept[1] if kept else None,
         )
-        self._last_run = weakref.ref(run)
+        if run.space is self._recorded:
+            self._last_run = weakref.ref(run)
         return TextStream(self, run, stops, on_progress, time.perf_counter() - started)
 
     def generate(
@@ -348,6 +352,7 @@ class LLM:
         is_taken = last is not None and last.finish_reason is None
         if kept is None or is_taken or not kept.has_room(num_tokens, num_slots):
             rounded = min(-(-num_tokens // _RECORDED_GRID) * _RECORDED_GRID, self.context_length)
+            kept = self._recorded = None  # what it held may be needed
             kept = self._recorded = CacheSpace.for_tokens(self.model, rounded, num_slots=num_slots)
         return kept
 
@@ -392,15 +397,23 @@ def _load(
 
 
 @contextmanager
-def _memory_for(what: str) -> Iterator[None]:
+def _memory_for(what: str, device: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         if is_out_of_memory(error):
             raise MemoryExhaustedError(
-                f"there is not enough memory to load {what}: free some, or use a smaller or quantised model"
+                f"there is not enough memory on {device} to load {what}: free some, or use a smaller or quantised "
+                f"model{'' if device == 'cpu' else ', or --device cpu'}"
             ) from error
         raise
+
+
+def _only_on_a_processor(weights: WeightsSetting) -> str:
+    """What was asked for that no GPU has; nothing, if so."""
+    if weights.name in ("int8", "int4"):
+        return f"{weights.name} weights"
+    return "native kernels" if os.environ.get(KERNELS_VARIABLE) == "native" else ""
 
 
 def _set_threads(setting: ThreadsSetting) -> None:

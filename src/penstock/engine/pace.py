@@ -11,12 +11,16 @@ class Pace(Protocol):
     def begin(self) -> None:
         """A pass is about to be launched."""
 
+    def launched(self) -> None:
+        """It was. There may be one that was launched before and is not told of yet."""
+
     def end(self, *, is_done: bool) -> list[float]:
-        """A pass was launched, and is known to be done or not. Returns the seconds of those that are done by now and
-        were not told of before, in order: all but the last, at least."""
+        """All that was launched belongs to steps that have ended, the last of which is known to be done or not.
+        Returns the seconds of those that are done by now and were not told of before, in order: of all but the last,
+        at least."""
 
     def abandon(self) -> None:
-        """The pass that was begun is not to be told of."""
+        """The pass that was begun last, if it is not told of yet, is not to be told of."""
 
 
 def pace_of(device: torch.device) -> Pace:
@@ -24,10 +28,13 @@ def pace_of(device: torch.device) -> Pace:
 
 
 class _HostPace:
-    """A pass that was launched is done."""
+    """A pass that was launched is done; what follows in its step counts, too."""
 
     def begin(self) -> None:
         self._began_s = time.perf_counter()
+
+    def launched(self) -> None:
+        pass
 
     def end(self, *, is_done: bool) -> list[float]:
         return [time.perf_counter() - self._began_s]
@@ -42,14 +49,19 @@ class _DevicePace:
     def __init__(self) -> None:
         self._passes: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._start: torch.cuda.Event | None = None
+        self._last: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # begun last, and not told of
 
     def begin(self) -> None:
-        self._start = _event()
+        self._start, self._last = _event(), None
+
+    def launched(self) -> None:
+        assert self._start is not None
+        self._last = (self._start, _event())
+        self._passes.append(self._last)
 
     def end(self, *, is_done: bool) -> list[float]:
-        assert self._start is not None
-        self._passes.append((self._start, _event()))
         seconds: list[float] = []
+        self._last = None
         while len(self._passes) > (0 if is_done else 1):
             start, end = self._passes.popleft()
             end.synchronize()
@@ -57,7 +69,9 @@ class _DevicePace:
         return seconds
 
     def abandon(self) -> None:
-        self._start = None
+        if self._last is not None:
+            self._passes.remove(self._last)
+        self._last = None
 
 
 def _event() -> torch.cuda.Event:

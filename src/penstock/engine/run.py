@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.engine.ahead import Ahead, next_decode
 from penstock.engine.batch import Canon, SpanInput, build_batch
-from penstock.engine.device import release_memory
+from penstock.engine.device import release_memory, use_device
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.pace import pace_of
 from penstock.engine.results import FinishReason
@@ -84,7 +84,7 @@ class Run:
         self._sampler = Sampler(sampling or SamplingParams())
         self._eos_ids = eos_ids
         # Where the device runs behind the host; a state would need a slot that is not set aside yet.
-        self._looks_ahead = model.kernels.can_capture and self.space.slots is None
+        self._looks_ahead = model.can_record and self.space.slots is None
         self._ahead: Ahead | None = None
         self._pace = pace_of(model.device)
         self._untimed: deque[tuple[Span, Prefill | None]] = deque()  # steps whose time is not known yet
@@ -96,21 +96,22 @@ class Run:
 
     def step(self) -> StepResult:
         """Schedule, build, run, sample, commit. Where memory runs out, the chunk is halved and tried again."""
+        use_device(self.model.device)
         while True:
             item, action = self._schedule()
             try:
                 state = self.cache.reserve(item.span.start, self._states_to_keep(item, action))
                 logits = self._logits_of(replace(item, state=state))
                 token = None if logits is None else sample_one(logits, self._sampler, self.tokens)
+                times = self._pace.end(is_done=token is not None)
             except BaseException as error:
                 self._pace.abandon()
                 self._abort(item.span, action, error)
             else:
                 self._untimed.append((item.span, action))
-                times = self._pace.end(is_done=token is not None)
+                self._commit(item.span, action, logits, token, times)
                 if token is not None and self._looks_ahead:
                     self._ahead = self._launch_next(item, token)
-                self._commit(item.span, action, logits, token, times)
                 return StepResult(item.span, item.is_prompt, token)
 
     def cancel(self) -> None:
@@ -127,16 +128,21 @@ class Run:
 
     def _logits_of(self, item: SpanInput) -> Tensor | None:
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead.is_of([item]):
-            return ahead.logits
+        if ahead is not None:
+            if ahead.is_of([item]):
+                return ahead.logits
+            self._pace.abandon()
         self._pace.begin()
-        return self.model.forward(build_batch([item], canon=self._canon), self.space.tensors)
+        logits = self.model.forward(build_batch([item], canon=self._canon), self.space.tensors)
+        self._pace.launched()
+        return logits
 
     def _launch_next(self, item: SpanInput, token: int) -> Ahead | None:
-        """Launch the decode of a token, unless it is the last one."""
-        following = next_decode(item, token)
-        is_last = len(self.generated) + 1 >= self.max_tokens or token in self._eos_ids
-        if following is None or is_last:
+        """Launch the decode of a token that is the sequence's now, unless it was the last one. The first token is
+        told of before anything is recorded for those after it."""
+        if self.finish_reason is not None or item.is_prompt:
+            return None
+        if (following := next_decode(item, token)) is None:
             return None
         try:
             logits = self._logits_of(following)

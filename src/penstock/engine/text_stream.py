@@ -41,6 +41,7 @@ class TextStream:
         self._wants_cancel = False
         self._clock = PrefillClock(run.prompt_length, run.prefill.total_chunks)
         self._clock.skip(run.num_cached)
+        self._num_noted = 0  # of the run's chunks
         self._prefill_s = 0.0
         self._decode_s = 0.0
         self._before_s = before_s  # what it took to tokenize the prompt and to find what is known of it
@@ -157,12 +158,19 @@ class TextStream:
         seconds = time.perf_counter() - started
         if step.is_prompt:
             self._prefill_s += seconds
-            self._clock.record(step.span.start, step.span.end, seconds)
-            if self._on_progress is not None:
-                self._on_progress(self.progress)
+            self._note_chunks()
         else:
             self._decode_s += seconds
         return step.token
+
+    def _note_chunks(self) -> None:
+        """Tell of the chunks that are known to be done. A GPU may still be at the last one."""
+        records = self._run.chunks[self._num_noted :]
+        self._num_noted += len(records)
+        for record in records:
+            self._clock.record(record.start, record.end, record.measured_s)
+            if self._on_progress is not None:
+                self._on_progress(self.progress)
 
 
 def keeps_bits(config: ModelConfig, prefill: PrefillScheduler) -> bool:

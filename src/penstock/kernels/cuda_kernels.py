@@ -1,10 +1,12 @@
 """Kernels for NVIDIA's GPUs: products by cuBLAS, attention to a long past by cuDNN, the rest in Triton."""
 
+from functools import cache
 from importlib.metadata import version
 
 import torch
 import triton
 from torch import Tensor
+from triton.runtime import driver
 
 from penstock.cache.kv import KV
 from penstock.kernels import cuda_delta, fla_delta
@@ -46,6 +48,8 @@ _FEW_ROWS_WEIGHT = 1 << 24
 _FEW_ROWS_OUTPUTS = 16
 _FEW_ROWS_BLOCK = 256
 _WIDTH_BLOCK = 1024
+_HOPPER = (9, 0)
+_HOPPER_SHARED_BYTES = 232_448
 _HEADS_TOGETHER = 16
 
 _tile_attention = KeptKernel(tile_attention_kernel)
@@ -268,15 +272,17 @@ def attend_past(queries: Tensor, past: KV, scale: float) -> tuple[Tensor, Tensor
     strides = (part * num_kv_heads * head_dim, head_dim, num_kv_heads * head_dim, 1)
     keys, values = past.keys.as_strided(shape, strides), past.values.as_strided(shape, strides)
     queries = queries.as_strided((num_parts, num_heads, size, head_dim), (0, head_dim, queries.stride(0), 1))
-    if queries.dtype == torch.float32:
-        out, lse = _attend_in_float32(queries, keys, values, scale)
-    else:
+    if _has_cudnn_attention(queries.device, queries.dtype, head_dim):
         out, lse = cudnn_attention(queries, keys, values, None, True, 0.0, False, False, scale=scale)[:2]
+    else:
+        out, lse = _attend_without_cudnn(queries, keys, values, scale)
     return out.transpose(1, 2), lse.view(num_parts, num_heads, -1)
 
 
-def _attend_in_float32(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """cuDNN has no attention in float32. All are [parts, heads or fewer, tokens, head_dim]."""
+def _attend_without_cudnn(
+    queries: Tensor, keys: Tensor, values: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """By torch's own kernel. All are [parts, heads or fewer, tokens, head_dim]."""
     group = queries.shape[1] // keys.shape[1]
     keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
     found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -289,7 +295,8 @@ def _has_few_rows(x: Tensor, weight: Tensor) -> bool:
     return (
         x.shape[0] <= _FEW_ROWS
         and weight.numel() <= _FEW_ROWS_WEIGHT
-        and x.stride(1) == weight.stride(1) == 1
+        and x.stride(1) == 1
+        and weight.is_contiguous()
     )
 
 
@@ -338,9 +345,33 @@ def _norm(
 
 
 def _num_stages(queries: Tensor) -> int:
-    """Blocks of keys and values that a program has on their way: as many as its memory holds."""
+    """Blocks of keys and values that a program has on their way: as many as its memory holds, and fewer where heads
+    are large, so that a multiprocessor has room for several programs."""
     bytes_per_token = queries.shape[-1] * queries.element_size()
-    return 3 if bytes_per_token <= 256 else 2 if bytes_per_token <= 512 else 1
+    wanted = 3 if bytes_per_token <= 256 else 2 if bytes_per_token <= 512 else 1
+    block_bytes = BLOCK_TOKENS * bytes_per_token
+    held = (
+        _shared_bytes(queries.device) // block_bytes - 1
+    ) // 2  # beside the queries, keys and values for each
+    return max(min(wanted, held), 1)
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """What a program may have of a multiprocessor's memory."""
+    if device.type != "cuda":
+        return _HOPPER_SHARED_BYTES
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+@cache
+def _has_cudnn_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+    """cuDNN has none in float32, and large heads on Hopper alone."""
+    if dtype == torch.float32:
+        return False
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else _HOPPER
+    return capability[0] >= 8 and (head_dim <= 128 or capability == _HOPPER)
 
 
 def _precision(x: Tensor) -> str:

@@ -149,7 +149,7 @@ def padded_rows(
     grid = row_slab or (grid_of(num_rows, row_grid) if num_rows > FEW_ROWS else 1)
     count = max(row_floor, -(-num_rows // grid) * grid)
     while count in avoided:
-        count += grid
+        count += row_slab or grid_of(count + 1, row_grid)
     return count
 
 

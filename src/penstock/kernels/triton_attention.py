@@ -126,7 +126,7 @@ def tile_attention_kernel(
     tl.store(out + own, result, mask=is_own[:, None] & in_head[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_attention_kernel(
     queries,  # [..., heads, head_dim]
     rows,  # which of them each is

@@ -158,7 +158,7 @@ def silu_and_mul_kernel(gate_up, row_stride, width, BLOCK: tl.constexpr):
     tl.store(gate_at, (activated * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     x,  # [rows, num_in]
     weight,  # [num_out, num_in]

@@ -68,7 +68,7 @@ class Decoder:
             self.device,
         )
         self.dense_layers = self._as_one_call()  # for decodes, where there is such a call
-        self._graphs = PassGraphs(self) if kernels.can_capture else None
+        self._graphs = PassGraphs(self) if self.can_record else None
 
     def _as_one_call(self) -> DenseLayers | None:
         """The layers for decodes, where all are dense and quantised."""
@@ -155,6 +155,11 @@ class Decoder:
                 yield layer.mlp.experts[0]
                 if layer.mlp.shared is not None:
                     yield layer.mlp.shared
+
+    @property
+    def can_record(self) -> bool:
+        """Whether passes are recorded. How many rows an expert has, the host must know before it is launched."""
+        return self.kernels.can_capture and all(isinstance(layer.mlp, GatedMLP) for layer in self.layers)
 
     @property
     def num_weight_bytes(self) -> int:

@@ -47,10 +47,13 @@ def resolve_device(argument: str | None = None, *, environ: Mapping[str, str] | 
     return DeviceSetting("auto", "default")
 
 
-def settle_device(setting: DeviceSetting, found: DevicesFound) -> DeviceSetting:
-    """The one device that it comes to, of those that were found: `auto` is the first of CUDA's, else the processor.
-    One that is absent is an error."""
+def settle_device(setting: DeviceSetting, found: DevicesFound, *, only_cpu: str = "") -> DeviceSetting:
+    """The one device that it comes to, of those that were found: `auto` is the first of CUDA's, else the processor;
+    or that at once, where `only_cpu` says what else was asked for that no other device has. One that is absent is an
+    error."""
     if setting.name == "auto":
+        if found.num_cuda and only_cpu:
+            return replace(setting, name="cpu", reason=f"auto: no GPU has {only_cpu}")
         if found.num_cuda:
             return replace(setting, name="cuda:0", reason="auto: the first GPU that torch sees")
         return replace(setting, name="cpu", reason="auto: torch sees no GPU of NVIDIA's")
