@@ -31,8 +31,12 @@ def test_auto_is_what_a_device_computes_natively(monkeypatch: pytest.MonkeyPatch
 
 def test_devices_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert find_devices().names == ("cpu", "cuda:0", "cuda:1")
+    # A card whose driver is too old is counted, and of no use.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert find_devices().names == ("cpu",)
 
 
 def test_a_processor_needs_no_waiting() -> None:
