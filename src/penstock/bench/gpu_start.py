@@ -2,15 +2,14 @@
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
 
+from penstock.bench.fresh_process import run_fresh
 from penstock.bench.gpu_job import GpuJob
 from penstock.bench.gpu_results import Figure
 from penstock.bench.gpu_workload import GpuModel, Section
-from penstock.errors import PenstockError
 
 READY = "from the start of a process until ready"
 _LONGEST_S = 240
@@ -36,20 +35,6 @@ def measure_start(job: GpuJob, model: GpuModel) -> None:
 
 
 def _in_fresh_process(order: str, home: str, kernels: str) -> str:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "penstock.bench.gpu_ready", order],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=_LONGEST_S,
-            env={**os.environ, "PENSTOCK_HOME": home, "TRITON_CACHE_DIR": kernels},
-        )
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or ["it said nothing"]
-        raise PenstockError(
-            f"a process that loads the model ended with {error.returncode}: {lines[-1]}"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise PenstockError(f"a process that loads the model took longer than {_LONGEST_S} s") from error
-    return done.stdout.splitlines()[-1]
+    command = [sys.executable, "-m", "penstock.bench.gpu_ready", order]
+    environment = {**os.environ, "PENSTOCK_HOME": home, "TRITON_CACHE_DIR": kernels}
+    return run_fresh(command, _LONGEST_S, environment).splitlines()[-1]

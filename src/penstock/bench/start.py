@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from penstock.bench.fresh_process import run_fresh
 from penstock.bench.machine import Machine, this_machine
 from penstock.bench.options import count
 from penstock.errors import PenstockError
@@ -64,7 +65,7 @@ def measure_start(path: Path, repeats: int, say: Callable[[str], None]) -> Start
         prompt.write_text(_PROMPT)
         for turn in range(repeats + 1):
             seconds.append(_seconds_to_progress(path, prompt))
-            resident.append(int(_run([sys.executable, "-c", _LOAD, str(path)]).stdout))
+            resident.append(int(run_fresh([sys.executable, "-c", _LOAD, str(path)], _LONGEST_S)))
             say(
                 f"{seconds[-1]:.2f} s to progress, {resident[-1] / 2**20:.0f} MiB"
                 + (" (warm-up)" * (not turn))
@@ -130,15 +131,3 @@ def _seconds_to_progress(path: Path, prompt: Path) -> float:
         while os.read(child.stderr.fileno(), 4096):
             pass
     return seconds
-
-
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_LONGEST_S)
-    except subprocess.CalledProcessError as error:
-        lines = error.stderr.strip().splitlines() or ["it said nothing"]
-        raise PenstockError(
-            f"a process that loads the model ended with {error.returncode}: {lines[-1]}"
-        ) from error
-    except subprocess.TimeoutExpired as error:
-        raise PenstockError(f"a process that loads the model took longer than {_LONGEST_S} s") from error

@@ -4,7 +4,7 @@ Nothing depends on it. Where the next step is not the one that was expected, wha
 keys and values behind the end of each sequence, where whatever comes next writes again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -32,6 +32,18 @@ class Ahead:
             and item.blocks.locate(0, item.span.end) == places
             for item, own, places in zip(inputs, self.inputs, self.places, strict=True)
         )
+
+
+def launch_ahead(
+    inputs: Sequence[SpanInput], forward: Callable[[Sequence[SpanInput]], Tensor | None]
+) -> Ahead | None:
+    """Launch a pass over decodes; None where it cannot be."""
+    try:
+        logits = forward(inputs)
+    except Exception:  # if it is more than a moment's, the step itself meets it
+        return None
+    assert logits is not None  # of a decode they are always wanted
+    return Ahead(tuple(inputs), tuple(item.blocks.locate(0, item.span.end) for item in inputs), logits)
 
 
 def next_decode(item: SpanInput, token: int) -> SpanInput | None:

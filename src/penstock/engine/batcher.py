@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
-from penstock.engine.ahead import Ahead, next_decode
+from penstock.engine.ahead import Ahead, launch_ahead, next_decode
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, wait_for
 from penstock.engine.events import Event, Failed
@@ -228,12 +228,7 @@ class Batcher:
             if (following := next_decode(item, choice.token)) is None:
                 return None
             inputs.append(following)
-        try:
-            logits = self._forward(inputs)
-        except Exception:  # if it is more than a moment's, the step itself meets it
-            return None
-        assert logits is not None
-        return Ahead(tuple(inputs), tuple(item.blocks.locate(0, item.span.end) for item in inputs), logits)
+        return launch_ahead(inputs, self._forward)
 
     def settle(self, step: Step, outcome: StepOutcome) -> None:
         """Commit the step, or undo it if it failed."""

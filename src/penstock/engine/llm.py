@@ -345,7 +345,7 @@ class LLM:
     def _recorded_space(self, num_tokens: int) -> CacheSpace | None:
         """A cache for one request after the other, where passes are recorded over a cache; else None. A request that
         begins before another has ended gets a new one, which the next ones take."""
-        if not self.model.kernels.can_capture:
+        if not self.model.can_record:
             return None
         num_slots, kept = self._config.num_state_slots, self._recorded
         last = self._last_run() if self._last_run is not None else None

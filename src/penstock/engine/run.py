@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.engine.ahead import Ahead, next_decode
+from penstock.engine.ahead import Ahead, launch_ahead, next_decode
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, use_device
 from penstock.engine.explain import ChunkRecord
@@ -132,8 +132,11 @@ class Run:
             if ahead.is_of([item]):
                 return ahead.logits
             self._pace.abandon()
+        return self._forward([item])
+
+    def _forward(self, inputs: Sequence[SpanInput]) -> Tensor | None:
         self._pace.begin()
-        logits = self.model.forward(build_batch([item], canon=self._canon), self.space.tensors)
+        logits = self.model.forward(build_batch(inputs, canon=self._canon), self.space.tensors)
         self._pace.launched()
         return logits
 
@@ -144,12 +147,7 @@ class Run:
             return None
         if (following := next_decode(item, token)) is None:
             return None
-        try:
-            logits = self._logits_of(following)
-        except Exception:  # if it is more than a moment's, the step itself meets it
-            return None
-        assert logits is not None
-        return Ahead((following,), (following.blocks.locate(0, following.span.end),), logits)
+        return launch_ahead([following], self._forward)
 
     def _schedule(self) -> tuple[SpanInput, Prefill | None]:
         if self.finish_reason is not None:

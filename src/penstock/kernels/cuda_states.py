@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.kernels.device_inputs import keep, made_once, to_device
 from penstock.kernels.spans import StateWork
 
 
@@ -43,11 +44,7 @@ class DeviceStates:
 
 def device_states(work: StateWork, device: torch.device) -> DeviceStates:
     """The work as a device's kernels take it, made once."""
-    found = work.__dict__.get("_on_device")
-    if found is None:
-        found = work.__dict__["_on_device"] = _prepare(work, device)
-    assert isinstance(found, DeviceStates)
-    return found
+    return made_once(work, lambda: _prepare(work, device))
 
 
 def static_decode_states(read: Tensor, write: Tensor) -> StateWork:
@@ -69,8 +66,8 @@ def static_span_states(ends: Sequence[int], read: Tensor, write: Tensor) -> Stat
 def _known(states: DeviceStates, end: int) -> StateWork:
     """Work that only the device knows the slots of."""
     work = StateWork()
-    work.__dict__["_on_device"] = states
-    work.__dict__["end"] = end
+    keep(work, states)
+    vars(work)["end"] = end
     return work
 
 
@@ -79,10 +76,7 @@ def _prepare(work: StateWork, device: torch.device) -> DeviceStates:
     decodes = [rows for rows in work.rows if not rows.is_prompt and rows.end - rows.start == 1]
     others = [rows for rows in work.rows if rows.is_prompt or rows.end - rows.start > 1]
     numbers = [(rows.start, rows.read, rows.write) for rows in (*decodes, *others)]
-    array = np.ascontiguousarray(np.array(numbers, dtype=np.int64).reshape(-1, 3).T)
-    table = torch.from_numpy(array)
-    if device.type == "cuda":
-        table = table.pin_memory().to(device, non_blocking=True)
+    table = to_device(np.array(numbers, dtype=np.int64).reshape(-1, 3).T, device)
     spans = tuple(
         SpanStates(rows.start, rows.end, table[1, at : at + 1], table[2, at : at + 1])
         for at, rows in enumerate(others, len(decodes))

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.cache import TokenRange
+from penstock.kernels.device_inputs import keep, made_once, to_device
 from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces
 from penstock.plan.request import Span
 from penstock.plan.tiles import cut_into_tiles
@@ -48,20 +49,12 @@ class DeviceWork:
 
 def device_work(work: AttentionWork, device: torch.device) -> DeviceWork:
     """The work as a device's kernels take it, made once."""
-    found = work.__dict__.get("_on_device")
-    if found is None:
-        found = work.__dict__["_on_device"] = _prepare(work, device)
-    assert isinstance(found, DeviceWork)
-    return found
+    return made_once(work, lambda: _prepare(work, device))
 
 
 def device_places(places: WrittenPlaces, device: torch.device) -> Tensor:
     """Where each row goes [num_tokens], made once."""
-    found = places.__dict__.get("_on_device")
-    if found is None:
-        found = places.__dict__["_on_device"] = _to_device(row_places(places), device)
-    assert isinstance(found, Tensor)
-    return found
+    return made_once(places, lambda: to_device(row_places(places), device))
 
 
 def row_places(places: WrittenPlaces) -> NDArray[np.int64]:
@@ -75,7 +68,8 @@ def row_places(places: WrittenPlaces) -> NDArray[np.int64]:
 def static_places(places: Tensor) -> WrittenPlaces:
     """For a graph: where rows go, below 0 for nowhere, as the device's tensor [rows] says at the time."""
     made = WrittenPlaces(())
-    made.__dict__.update(_on_device=places, num_tokens=len(places))
+    keep(made, places)
+    vars(made)["num_tokens"] = len(places)
     return made
 
 
@@ -84,7 +78,8 @@ def static_decodes(rows: Tensor, lengths: Tensor, tables: Tensor, most_blocks: i
     has more than `most_blocks`."""
     made = AttentionWork(())
     work = DecodeWork(rows, lengths, tables, most_blocks)
-    made.__dict__.update(_on_device=DeviceWork((), work), end=len(rows))
+    keep(made, DeviceWork((), work))
+    vars(made)["end"] = len(rows)
     return made
 
 
@@ -103,7 +98,7 @@ def _prepare(work: AttentionWork, device: torch.device) -> DeviceWork:
 
 
 def _tiles(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) -> list[TileWork]:
-    table = _to_device(starts, device)
+    table = to_device(starts, device)
     found = []
     for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size or TILE):
         own = starts[piece.tile_start // BLOCK_TOKENS : -(-piece.end // BLOCK_TOKENS)]
@@ -128,7 +123,7 @@ def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torc
     for index, (row, length, starts) in enumerate(decodes):
         table[index, :2] = row, length
         table[index, 2 : 2 + len(starts)] = starts
-    whole = _to_device(table, device)
+    whole = to_device(table, device)
     return DecodeWork(whole[:, 0].contiguous(), whole[:, 1].contiguous(), whole[:, 2:], width)
 
 
@@ -148,8 +143,3 @@ def part_of(places: Places, end: int) -> list[TokenRange]:
             part.append(TokenRange(place.start, place.start + size))
         end -= size
     return part
-
-
-def _to_device(array: NDArray[np.int64], device: torch.device) -> Tensor:
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

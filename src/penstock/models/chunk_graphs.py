@@ -16,10 +16,10 @@ from penstock.cache.tensors import CacheTensors
 from penstock.kernels.cuda_kernels import CudaKernels
 from penstock.kernels.cuda_states import static_span_states
 from penstock.kernels.cuda_work import row_places, static_places
+from penstock.kernels.device_inputs import fill, on_device
 from penstock.kernels.spans import AttentionWork, StateWork
 from penstock.layers.attention import Attention
 from penstock.layers.batch import ForwardBatch
-from penstock.models.device_inputs import on_device
 from penstock.models.recording import Recorder, borrowed
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class ChunkGraphs:
             nowhere,
             np.array(slots, np.int64),
         )
-        self._inputs.copy_(torch.from_numpy(np.concatenate(numbers)).pin_memory(), non_blocking=True)
+        fill(self._inputs, np.concatenate(numbers))
 
     def _static_batch(self, layout: ChunkLayout) -> ForwardBatch:
         """What the layers are told while they are recorded."""

@@ -10,6 +10,7 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
 from penstock.kernels.cuda_states import static_decode_states
 from penstock.kernels.cuda_work import block_starts, row_places, static_decodes, static_places
+from penstock.kernels.device_inputs import fill
 from penstock.layers.batch import ForwardBatch
 from penstock.models.recording import Recorder
 
@@ -84,6 +85,6 @@ class DecodeGraph:
         for index, span in enumerate(batch.all_layers.spans):
             starts = block_starts(span.places)
             tables[index, : len(starts)] = starts
-        self._inputs.copy_(torch.from_numpy(staged).pin_memory(), non_blocking=True)
+        fill(self._inputs, staged)
         self._graph.replay()
         return self._logits[:num_rows].clone()  # the next pass writes over them

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
+from penstock.kernels.device_inputs import on_device
 from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.kernels.protocol import HEAD_ROWS, Kernels
@@ -23,7 +24,6 @@ from penstock.layers.joined import FusedWeight, JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.rotary import Rotary
 from penstock.models.config import ModelConfig
-from penstock.models.device_inputs import on_device
 from penstock.models.graphs import PassGraphs
 from penstock.models.shape import model_shape
 
