@@ -78,7 +78,8 @@ def measure_mixed(job: GpuJob, case: MixedCase) -> None:
     chunk = Requests(subject, case.chunk, 1, _num_read(case))
     for requests in (both, chunk):
         reader = requests.add("reading", job.prompt(case.model, _num_read(case) - 1), 1)
-        while reader.cache.num_tokens < case.past:
+        # As near to that past as steps end: those that make room for decodes read less.
+        while reader.cache.num_tokens < case.past - case.chunk // 2:
             requests.step()
     turns = [("both", _again(both)), ("chunk", _again(chunk)), ("decodes", _again(decodes))]
     for _, work in _MIXED_WARM_UPS * turns:
@@ -101,8 +102,8 @@ def measure_mixed(job: GpuJob, case: MixedCase) -> None:
 
 
 def _num_read(case: MixedCase) -> int:
-    """Tokens of a prompt whose end is not in the chunk that is measured, and of the answer."""
-    return case.past + case.chunk + 2
+    """Tokens of a prompt whose end is not in the chunk that is measured, wherever that begins, and of the answer."""
+    return case.past + 2 * case.chunk + 2
 
 
 def _decoding(

@@ -30,8 +30,9 @@ from penstock.kernels.triton_rows import (
 )
 
 _LOG2_E = 1.4426950408889634
-# Positions that one program of a tile's attention has.
-_TILE_ROWS = 64
+# Positions that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes
+# a minute.
+_TILE_ROWS, _TILE_ROWS_FLOAT32 = 64, 16
 # A row's past is shared among so many programs, whatever its length: where it is cut must not depend on others.
 _SPLITS = 64
 # A program has no fewer blocks of a past than these, unless there are no more.
@@ -169,6 +170,7 @@ class CudaKernels(TorchKernels):
         if tile.past:
             past_out, past_lse = attend_past(queries, kv.read(tile.past), scale)
             num_parts, past_strides, lse_strides = len(past_out), past_out.stride(), past_lse.stride()
+        size = _TILE_ROWS_FLOAT32 if queries.dtype == torch.float32 else _TILE_ROWS
         constants = {
             "NUM_HEADS": num_heads,
             "NUM_KV_HEADS": kv.keys.shape[1],
@@ -176,14 +178,14 @@ class CudaKernels(TorchKernels):
             "COLUMNS": triton.next_power_of_2(head_dim),
             "NUM_PARTS": num_parts,
             "IS_CONTIGUOUS": tile.is_contiguous,
-            "ROWS": _TILE_ROWS,
+            "ROWS": size,
             "BLOCK": BLOCK_TOKENS,
             "PRECISION": _precision(queries),
         }
         strides = (queries.stride(0), *past_strides[:3], *lse_strides[:2])
         _tile_attention.launch(
             (queries.device, queries.dtype, strides, *constants.values()),
-            (triton.cdiv(tile.end, _TILE_ROWS) - tile.first // _TILE_ROWS, num_heads, 1),
+            (num_heads, triton.cdiv(tile.end, size) - tile.first // size, 1),
             (
                 queries,
                 kv.keys,

@@ -32,7 +32,7 @@ from penstock.kernels.quantised import BLOCK_FORMS, Weight
 from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
 from penstock.plan.shape import DeltaNetShape
 
-_VERSION = 18
+_VERSION = 19
 _EXPERT_SLAB = 32
 _PASS_ROWS = 512
 # If more than this share of counts is to be avoided, there is no rule in what the library does.

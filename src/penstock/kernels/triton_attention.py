@@ -56,9 +56,9 @@ def tile_attention_kernel(
 ):
     """Queries of ROWS positions, which begin on a multiple of that, of one head."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    head = tl.program_id(1)
-    # The last see the most: they begin first.
-    start = (first // ROWS + tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    head = tl.program_id(0)
+    # The last see the most: those of all heads begin first, so that the short ones fill what is left at the end.
+    start = (first // ROWS + tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
     positions = start + tl.arange(0, ROWS)
     rows = (positions - first).to(tl.int64)
     is_own = (positions >= first) & (positions < end)
@@ -69,20 +69,6 @@ def tile_attention_kernel(
     largest = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for part in tl.static_range(NUM_PARTS):
-        own_lse = past_lse + part * lse_part_stride + head * lse_stride
-        lse = tl.load(own_lse + rows, mask=is_own, other=0.0) * 1.4426950408889634
-        now = tl.maximum(largest, lse)
-        weight = tl.exp2(lse - now)
-        shrink = tl.exp2(largest - now)
-        own_past = past_out + part * past_part_stride + head * past_head_stride
-        past = rows[:, None] * past_stride + columns[None, :]
-        seen_before = tl.load(own_past + past, mask=is_own[:, None] & in_head[None, :], other=0.0).to(
-            tl.float32
-        )
-        total = total * shrink + weight
-        sums = sums * shrink[:, None] + seen_before * weight[:, None]
-        largest = now
     tokens = tl.arange(0, BLOCK)
     STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     own_head = head // GROUP * HEAD_DIM
@@ -121,6 +107,20 @@ def tile_attention_kernel(
         value = tl.load(values + offsets[:, None] + columns[None, :], mask=is_value, other=0.0)
         seen = token[None, :] <= positions[:, None]
         largest, total, sums = _see(query, key, value, seen, largest, total, sums, scale, PRECISION)
+    for part in tl.static_range(NUM_PARTS):
+        own_lse = past_lse + part * lse_part_stride + head * lse_stride
+        lse = tl.load(own_lse + rows, mask=is_own, other=0.0) * 1.4426950408889634
+        now = tl.maximum(largest, lse)
+        weight = tl.exp2(lse - now)
+        shrink = tl.exp2(largest - now)
+        own_past = past_out + part * past_part_stride + head * past_head_stride
+        past = rows[:, None] * past_stride + columns[None, :]
+        seen_before = tl.load(own_past + past, mask=is_own[:, None] & in_head[None, :], other=0.0).to(
+            tl.float32
+        )
+        total = total * shrink + weight
+        sums = sums * shrink[:, None] + seen_before * weight[:, None]
+        largest = now
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     own = rows[:, None] * (NUM_HEADS * HEAD_DIM) + head * HEAD_DIM + columns[None, :]
     tl.store(out + own, result, mask=is_own[:, None] & in_head[None, :])
