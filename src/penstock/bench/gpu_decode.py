@@ -10,6 +10,7 @@ from penstock.bench.gpu_results import Figure, Unit
 from penstock.bench.gpu_workload import DecodeCase, GpuModel, MixedCase, Section
 from penstock.bench.timing import rounds
 from penstock.engine.run import Run
+from penstock.errors import PenstockError
 from penstock.plan import ChunkedPrefillConfig
 
 _WARM_UP_STEPS = 10
@@ -81,7 +82,11 @@ def measure_mixed(job: GpuJob, case: MixedCase) -> None:
         # As near to that past as steps end: those that make room for decodes read less.
         while reader.cache.num_tokens < case.past - case.chunk // 2:
             requests.step()
-    turns = [("both", _again(both)), ("chunk", _again(chunk)), ("decodes", _again(decodes))]
+    turns = [
+        ("both", _again(both, case.chunk)),
+        ("chunk", _again(chunk, case.chunk)),
+        ("decodes", _again(decodes, case.num_decodes)),
+    ]
     for _, work in _MIXED_WARM_UPS * turns:
         work()
     times: dict[str, list[float]] = {name: [] for name, _ in turns}
@@ -133,8 +138,11 @@ def _decoding(
     return requests
 
 
-def _again(requests: Requests) -> Callable[[], object]:
+def _again(requests: Requests, num_tokens: int) -> Callable[[], object]:
     step = requests.begin()
+    found = sum(len(item.span) for item in step.inputs)
+    if found != num_tokens:
+        raise PenstockError(f"the step that is measured has {found} tokens; it should have {num_tokens}")
     return lambda: requests.run(step)
 
 
