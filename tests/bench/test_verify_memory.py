@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import weakref
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from penstock.bench import verify_memory
 from penstock.bench.memory import can_measure_growth
@@ -34,6 +31,7 @@ from penstock.plan import ChunkedPrefillConfig, Span
 from penstock.plan.activation_parts import SMALL_BYTES
 from penstock.plan.memory import weight_bytes
 from penstock.plan.step_shape import Workspace
+from tests.live_tensors import LiveTensors
 
 needs_linux = pytest.mark.skipif(not can_measure_growth(), reason="needs /proc/self/clear_refs")
 # The families' own shapes, an eighth to a quarter as wide, so that a run takes a moment.
@@ -53,34 +51,6 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
     | {"shared_expert_intermediate_size": 128, "num_attention_heads": 4}
     | {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
 }
-
-
-class LiveTensors(TorchDispatchMode):
-    """The most bytes of storage that operations made and somebody held, at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak_bytes = 0
-        self._live: dict[int, int] = {}
-        self._foreign: set[int] = set()  # weights and caches, which were there before and stay
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for storage in self._storages((args, kwargs)):
-            if storage._cdata not in self._live and storage._cdata not in self._foreign:
-                self._foreign.add(storage._cdata)
-                # Its address may be a new storage's once it is gone.
-                weakref.finalize(storage, self._foreign.discard, storage._cdata)
-        out = func(*args, **(kwargs or {}))
-        for storage in self._storages(out):
-            if storage._cdata not in self._live and storage._cdata not in self._foreign:
-                self._live[storage._cdata] = storage.nbytes()
-                weakref.finalize(storage, self._live.pop, storage._cdata, None)
-                self.peak_bytes = max(self.peak_bytes, sum(self._live.values()))
-        return out
-
-    def _storages(self, held: object) -> list[torch.UntypedStorage]:
-        tensors = (leaf for leaf in tree_leaves(held) if isinstance(leaf, torch.Tensor))
-        return [tensor.untyped_storage() for tensor in tensors if not tensor.is_mkldnn]
 
 
 def small_model(family: str, dtype: torch.dtype, kernels: Kernels) -> tuple[Decoder, Canon]:

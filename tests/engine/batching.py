@@ -8,13 +8,14 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.store import BlockStore
-from penstock.engine.batcher import Batcher, StepOutcome
+from penstock.engine.batcher import Batcher
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.sampling import Choice
 from penstock.engine.space import CacheSpace
+from penstock.engine.step import StepOutcome
 from penstock.models.decoder import Decoder
 from penstock.models.tokenizer import SpecialTokens, Tokenizer
 from penstock.plan.policy import ScheduleConfig

@@ -1,5 +1,8 @@
 """Small random models on the GPU, of the head sizes that published ones have, and transformers' answers to them."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -37,7 +40,21 @@ def gpu() -> torch.device:
 def oracle_of(name: str) -> Oracle:
     """In float32, on the CPU."""
     family, overrides = MODELS[name]
-    return make_oracle(family, **overrides)
+    with _without_fla():
+        return make_oracle(family, **overrides)
+
+
+@contextmanager
+def _without_fla() -> Iterator[None]:
+    """transformers, which looks for flash-linear-attention when it makes its first model of a kind, takes its own
+    code instead: that runs on the CPU, too."""
+    found = {name: sys.modules.pop(name) for name in ("fla",) if name in sys.modules}
+    sys.modules["fla"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["fla"]
+        sys.modules.update(found)
 
 
 @cache

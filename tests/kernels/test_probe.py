@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.cache.kv import KV
 from penstock.kernels import probe as probing
 from penstock.kernels.probe import ProbeResult, ProbeShapes, ProductShape, measure, probe
+from penstock.kernels.probe_rows import ON_CPU, ON_GPU, tried_on
 from penstock.kernels.protocol import padded_rows
 from penstock.kernels.quantised import Weight
 from penstock.kernels.torch_kernels import TorchKernels
@@ -97,8 +98,8 @@ class Erratic(TorchKernels):
 def test_on_a_gpu_every_count_is_tried(
     others: set[int], floor: int | None, avoided: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "_tried_on", lambda device: probing._ON_GPU)
-    monkeypatch.setattr(probing, "_slab_holds", lambda *given: False)
+    monkeypatch.setattr(probing, "tried_on", lambda device: ON_GPU)
+    monkeypatch.setattr(probing, "slab_holds", lambda *given: False)
     shapes = replace(SHAPES, products=(ProductShape(96, 64),), expert_products=())
     result = measure(Erratic(others), shapes, torch.float32, CPU)
     assert (result.row_floor, result.avoided_rows) == (floor, avoided)
@@ -116,7 +117,7 @@ def test_rows_are_padded_past_what_is_avoided() -> None:
 def test_on_a_gpu_a_floor_comes_before_slabs_and_the_largest_slab_first(
     below: int, floor: int, slab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "_tried_on", lambda device: probing._ON_GPU)
+    monkeypatch.setattr(probing, "tried_on", lambda device: ON_GPU)
     shapes = replace(SHAPES, products=(ProductShape(96, 64),))
     result = measure(RowDependent(below), shapes, torch.bfloat16, CPU)
     assert (result.row_floor, result.row_slab) == (floor, slab)
@@ -124,9 +125,9 @@ def test_on_a_gpu_a_floor_comes_before_slabs_and_the_largest_slab_first(
 
 
 def test_devices_are_tried_with_what_their_libraries_do() -> None:
-    assert probing._tried_on(torch.device("cuda:0")) is probing._ON_GPU
-    assert probing._tried_on(CPU) is probing._tried_on(torch.device("mps")) is probing._ON_CPU
-    for tried in (probing._ON_CPU, probing._ON_GPU):
+    assert tried_on(torch.device("cuda:0")) is ON_GPU
+    assert tried_on(CPU) is tried_on(torch.device("mps")) is ON_CPU
+    for tried in (ON_CPU, ON_GPU):
         assert list(tried.counts) == sorted(set(tried.counts))
         assert tried.reference in range(max(tried.floors), tried.counts[-1])
 

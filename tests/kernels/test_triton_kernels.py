@@ -1,12 +1,15 @@
 """The kernels for GPUs, interpreted: what they compute, and what must not change a row's bits."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from penstock.cache import BLOCK_TOKENS
 from penstock.kernels.protocol import Kernels
 from penstock.kernels.spans import AttendedSpan, AttentionWork
 from tests.kernels.parity import (
@@ -26,8 +29,12 @@ from tests.kernels.parity import (
     in_one_place,
     random_kv,
     scattered,
+    work_of,
 )
 from tests.kernels.triton_interpreter import interpreted_kernels
+
+if TYPE_CHECKING:
+    from penstock.kernels.cuda_kernels import CudaKernels
 
 TILE = 256
 LONGEST = 2 * TILE + 70
@@ -96,6 +103,42 @@ def test_attention_without_a_grid(kernels: Kernels) -> None:
     span = AttendedSpan(0, 50, 100, batch[0].places, is_prompt=True, tile_size=0, origin=100)
     ours = kernels.attend(queries, AttentionWork((span,)), kv, SCALE)
     check_close(ours, exact_attention(queries, batch, kv), 1e-5)
+
+
+@pytest.mark.parametrize("chunk", [100, TILE, 3 * TILE])
+def test_what_chunks_ask_of_a_library_was_prepared(
+    kernels: "CudaKernels", monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """A library makes a plan for every shape when it first comes."""
+    from penstock.kernels import cuda_kernels
+
+    asked: list[tuple[object, ...]] = []
+    attention = cuda_kernels.cudnn_attention
+
+    def listening(*inputs: object, scale: float) -> object:
+        tensors = (each for each in inputs if isinstance(each, Tensor))
+        asked.append((scale, *((each.shape, each.stride()) for each in tensors)))
+        return attention(*inputs, scale=scale)
+
+    monkeypatch.setattr(cuda_kernels, "cudnn_attention", listening)
+    subject, num_tokens = Subject(kernels, torch.bfloat16), 4 * TILE
+    kv = random_kv(subject, HEADS, num_tokens // BLOCK_TOKENS)
+    assert sum(1 for _ in kernels.preparations(chunk, HEADS.num_heads, kv, SCALE)) == 3
+    prepared = {*asked}
+    assert len(prepared) == 3
+    asked.clear()
+    # A chunk of all of a tile, or as much of it as a chunk has.
+    size = min(chunk, TILE)
+    for start in range(TILE, num_tokens, TILE):
+        queries = subject.normal(size, HEADS.num_heads, HEADS.head_dim)
+        work = work_of([in_one_place(start, start + size)], TILE)
+        kernels.attend(queries, work, kv, SCALE)
+    assert {*asked} == prepared
+
+
+def test_without_the_library_nothing_is_prepared(kernels: "CudaKernels") -> None:
+    kv = random_kv(Subject(kernels, torch.float32), HEADS, 3 * TILE // BLOCK_TOKENS)
+    assert not list(kernels.preparations(TILE, HEADS.num_heads, kv, SCALE))
 
 
 BATCHES = {

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from penstock.bench.gpu_models import Subject
 from penstock.cache import BLOCK_TOKENS
-from penstock.engine.batcher import Batcher, Step, StepOutcome
+from penstock.engine.batcher import Batcher
 from penstock.engine.events import GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.sampling import Choice
+from penstock.engine.step import Step, StepOutcome
 from penstock.models.tokenizer import SpecialTokens, Tokenizer
 from penstock.plan import STATE_GRID
 from penstock.plan.policy import ScheduleConfig

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from penstock.bench.verify_runs import Recorder, Subject, Trace
-from penstock.engine.batcher import Batcher, Step
+from penstock.engine.batcher import Batcher
 from penstock.engine.events import GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.sampling import Choice
 from penstock.engine.space import CacheSpace
+from penstock.engine.step import Step
 from penstock.plan import STATE_GRID
 from penstock.plan.policy import ScheduleConfig
 

@@ -5,42 +5,30 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
-import torch
-from torch import Tensor
-
 from penstock.cache import BLOCK_TOKENS
-from penstock.engine.ahead import Ahead, launch_ahead, next_decode
-from penstock.engine.batch import Canon, SpanInput, build_batch
-from penstock.engine.device import release_memory, wait_for
+from penstock.engine.batch import Canon, SpanInput
 from penstock.engine.events import Event, Failed
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
 from penstock.engine.ledger import PoolLedger
 from penstock.engine.results import FinishReason
-from penstock.engine.reuse import Prefix, Reuse
+from penstock.engine.reuse import Reuse
 from penstock.engine.run import is_out_of_memory
-from penstock.engine.sampling import Choice, sample_rows
+from penstock.engine.sampling import Choice
+from penstock.engine.sharing import PrefixSharing
 from penstock.engine.space import CacheSpace
-from penstock.engine.status import (
-    CacheStatus,
-    Observer,
-    ReuseStatus,
-    ServiceStatus,
-    SpanRecord,
-    StepRecord,
-)
+from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
+from penstock.engine.step import Step, StepOutcome, StepRunner
 from penstock.errors import MemoryExhaustedError, PenstockError, RequestFailedError
 from penstock.models.decoder import Decoder
 from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.request import Span
-from penstock.plan.size_rules import SizeDecision
 from penstock.plan.sizing import ChunkSizer, shape_of
-from penstock.plan.step import PlannedSpan, RequestId, SpanKind, StepPlan
+from penstock.plan.step import RequestId, SpanKind, StepPlan
 
 _log = logging.getLogger("penstock.engine")
 
@@ -48,27 +36,6 @@ _log = logging.getLogger("penstock.engine")
 STEPS_SHOWN = 240
 # The last requests that ended whose chunks can still be explained.
 ENDED_EXPLAINED = 64
-
-
-@dataclass(frozen=True)
-class Step:
-    """A step that was planned, and for which the cache has room set aside; why it reads as much as it does, and what
-    is expected of it."""
-
-    plan: StepPlan
-    inputs: tuple[SpanInput, ...]
-    started_s: float
-    decision: SizeDecision | None = None
-    predicted_s: float | None = None
-    predicted_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class StepOutcome:
-    """What a step gave: a choice, or an error of its own, for each request that samples; or the step's error."""
-
-    choices: dict[RequestId, Choice | Exception] = field(default_factory=dict)
-    error: Exception | None = None
 
 
 @dataclass(frozen=True)
@@ -100,30 +67,26 @@ class Batcher:
         looks_ahead: bool | None = None,
     ) -> None:
         """Where it looks ahead, decodes are launched before the step before them is settled: by default on devices
-        that run behind the host. A model with recurrent state has no slot to write to by then."""
-        self.model = model
+        that run behind the host."""
         self.space = space
         self.reuse = reuse
         self.notices: deque[Notice] = deque()
         limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.slots is None)
         self._jobs: dict[RequestId, Job] = {}  # in order of arrival
-        ledger = PoolLedger(space.blocks, self._jobs, self._leave, self._num_shared)
+        self._sharing = PrefixSharing(reuse, space.slots, self._skip)
+        ledger = PoolLedger(space.blocks, self._jobs, self._sharing.leave, self._sharing.num_shared)
         self._scheduler = BatchScheduler(schedule, limits, sizer, ledger)
         self._sizer = sizer
-        self._canon = canon
-        self._strict = strict
+        looks_ahead = model.can_record if looks_ahead is None else looks_ahead
+        self._runner = StepRunner(model, canon, space, strict=strict, looks_ahead=looks_ahead)
         self._observers = tuple(observers)
-        self._ended: OrderedDict[RequestId, tuple[ChunkRecord, ...]] = (
-            OrderedDict()
-        )  # chunks of the last ones
+        # Chunks of the last ones.
+        self._ended: OrderedDict[RequestId, tuple[ChunkRecord, ...]] = OrderedDict()
         self._steps: deque[StepRecord] = deque(maxlen=STEPS_SHOWN)
         self._num_steps = 0
         self._in_flight: frozenset[RequestId] = frozenset()
         # Requests of a step that failed: each runs alone, so that only the one at fault ends.
         self._suspects: deque[RequestId] = deque()
-        wanted = model.can_record if looks_ahead is None else looks_ahead
-        self._looks_ahead = wanted and space.slots is None
-        self._ahead: Ahead | None = None
         self._began_s = time.perf_counter()
 
     @property
@@ -167,9 +130,9 @@ class Batcher:
         for index, planned in enumerate(plan.spans):
             job, span = self._jobs[planned.request_id], planned.span
             is_chunk = planned.kind is SpanKind.CHUNK
-            if job.start(now) and self.reuse is not None:
-                self.reuse.count(job.num_cached)
-            kept = self._states_to_keep(job, span, len(plan.spans) - index) if is_chunk else []
+            if job.start(now):
+                self._sharing.start(job)
+            kept = self._sharing.states_to_keep(job, span, len(plan.spans) - index) if is_chunk else []
             state = job.cache.reserve(span.start, [*kept, span.end])
             tokens = job.tokens[span.start : span.end]
             inputs.append(SpanInput(span, tokens, job.cache.blocks, is_chunk, planned.samples, state))
@@ -186,49 +149,13 @@ class Batcher:
 
     def run(self, step: Step) -> StepOutcome:
         """The forward pass, and a token for each request that samples."""
-        try:
-            logits = self._run_ahead(step)
-            if logits is None:
-                logits = self._forward(step.inputs)
-            if logits is None:
-                wait_for(self.model.device)  # else a step that reads would seem to take no time
-                return StepOutcome()
-            jobs = [self._jobs[planned.request_id] for planned in step.plan.spans if planned.samples]
-            choices = sample_rows(logits, jobs)
-        except Exception as error:
-            if is_out_of_memory(error):
-                release_memory(self.model.device, error)
-            elif isinstance(error, torch.AcceleratorError):
-                raise  # the device does nothing more, for anybody
-            return StepOutcome(error=error)
-        if self._looks_ahead:
-            self._ahead = self._launch_next(step, jobs, choices)
-        return StepOutcome({job.id: choice for job, choice in zip(jobs, choices, strict=True)})
-
-    def _forward(self, inputs: Sequence[SpanInput]) -> Tensor | None:
-        batch = build_batch(inputs, canon=self._canon, strict=self._strict)
-        return self.model.forward(batch, self.space.tensors)
-
-    def _run_ahead(self, step: Step) -> Tensor | None:
-        """The logits of a step that was launched before it was planned."""
-        ahead, self._ahead = self._ahead, None
-        return ahead.logits if ahead is not None and ahead.is_of(step.inputs) else None
-
-    def _launch_next(
-        self, step: Step, jobs: Sequence[Job], choices: Sequence[Choice | Exception]
-    ) -> Ahead | None:
-        """Launch the step that follows one of decodes, if it is plain that they go on and nobody else waits."""
+        jobs = [self._jobs[planned.request_id] for planned in step.plan.spans if planned.samples]
+        outcome = self._runner.run(step, jobs)
         scheduler = self._scheduler
-        if scheduler.num_waiting or not len(jobs) == len(step.inputs) == scheduler.num_running:
-            return None
-        inputs: list[SpanInput] = []
-        for item, job, choice in zip(step.inputs, jobs, choices, strict=True):
-            if item.is_prompt or isinstance(choice, Exception) or not job.goes_on(choice.token):
-                return None
-            if (following := next_decode(item, choice.token)) is None:
-                return None
-            inputs.append(following)
-        return launch_ahead(inputs, self._forward)
+        # Where nobody else is here, the next step is as this one.
+        if not scheduler.num_waiting and len(jobs) == len(step.inputs) == scheduler.num_running:
+            self._runner.launch_next(step, jobs, outcome)
+        return outcome
 
     def settle(self, step: Step, outcome: StepOutcome) -> None:
         """Commit the step, or undo it if it failed."""
@@ -300,68 +227,15 @@ class Batcher:
             if suspect in self._jobs and (plan := self._scheduler.schedule(only=suspect)) is not None:
                 return plan
         self._scheduler.admit()
-        return self._scheduler.schedule(held=self._share())
+        reading = (job for job in self._jobs.values() if self._scheduler.view(job.id).phase == "prompt")
+        held = self._sharing.share(reading, in_pieces=len(self._jobs) > 1)
+        return self._scheduler.schedule(held=held)
 
-    def _share(self) -> set[RequestId]:
-        """Give running prompts what is there of them by now. Those that wait for more of it sit the next step out:
-        what is being copied from disk, and what a request before them is about to read."""
-        if self.reuse is None:
-            return set()
-        held: set[RequestId] = set()
-        reading: list[Job] = []
-        for job in self._jobs.values():
-            if job.prefix is None or self._scheduler.view(job.id).phase != "prompt":
-                continue
-            self._adopt(job)
-            num_blocks = job.cache.num_tokens // BLOCK_TOKENS
-            if job.prefix.needs_search or num_blocks < job.prefix.num_searched_from:
-                self.reuse.search(job.prefix, num_blocks)
-            if job.prefix.stored is not None:
-                others = len(self._jobs) > 1
-                self._gain(job, self.reuse.load(job.prefix, job.cache, in_pieces=others))
-            is_loading = job.prefix.stored is not None
-            if is_loading or any(self._follows(job, job.prefix, leader) for leader in reading):
-                held.add(job.id)
-            reading.append(job)
-        return held
-
-    def _follows(self, job: Job, prefix: Prefix, leader: Job) -> bool:
-        """Whether a request that is read before this one has yet to read some of what they have in common."""
-        assert leader.prefix is not None
-        common = prefix.num_common(leader.prefix) * BLOCK_TOKENS
-        if not job.cache.num_tokens <= leader.cache.num_tokens < common:
-            return False
-        if self.space.slots is not None and job.cache.num_tokens % BLOCK_TOKENS:
-            return False  # it could not go on from there
-        leader.prefix.keep_states.add(common)
-        return True
-
-    def _adopt(self, job: Job) -> None:
-        if self.reuse is not None and job.prefix is not None:
-            self._gain(job, self.reuse.adopt(job.prefix, job.cache))
-
-    def _gain(self, job: Job, num_tokens: int) -> None:
-        """So many tokens of a prompt were there, and are the request's now."""
-        if num_tokens:
-            self._scheduler.advance(job.id, job.cache.num_tokens)
-            if event := job.skip(job.cache.num_tokens):
-                self._tell(job, event)
-
-    def _states_to_keep(self, job: Job, span: Span, num_spans: int) -> list[int]:
-        """Where the state is to be kept within a chunk; the step needs a slot for the end of every span."""
-        if self.reuse is None or job.prefix is None or self.space.slots is None:
-            return []
-        num_free = self.space.slots.num_free - num_spans
-        return self.reuse.states_to_keep(job.prefix, span.start, span.end, num_free)
-
-    def _num_shared(self, job: Job) -> int:
-        """Blocks that a request which waits would share with others that hold them."""
-        return 0 if self.reuse is None or job.prefix is None else self.reuse.num_in_use(job.prefix)
-
-    def _leave(self, job: Job, num_kept: int) -> None:
-        """A request is about to give up all blocks but the first `num_kept`."""
-        if self.reuse is not None and job.prefix is not None:
-            self.reuse.leave(job.prefix, job.cache, num_kept)
+    def _skip(self, job: Job) -> None:
+        """More of a prompt was there, and is the request's now."""
+        self._scheduler.advance(job.id, job.cache.num_tokens)
+        if event := job.skip(job.cache.num_tokens):
+            self._tell(job, event)
 
     def _commit(self, step: Step, outcome: StepOutcome) -> None:
         now = time.perf_counter()
@@ -369,15 +243,14 @@ class Batcher:
         ended: dict[RequestId, FinishReason | Exception] = {}
         for planned in step.plan.spans:
             job, span = self._jobs[planned.request_id], planned.span
+            is_chunk = planned.kind is SpanKind.CHUNK
             job.cache.commit(span.end)
-            if self.reuse is not None and job.prefix is not None:
-                is_chunk = planned.kind is SpanKind.CHUNK
-                self.reuse.note(job.prefix, job.cache, job.tokens, span.start, is_chunk=is_chunk)
+            self._sharing.note(job, span.start, is_chunk=is_chunk)
             if job.wants_cancel:
                 ended[job.id] = "cancelled"
                 continue
-            if planned.kind is SpanKind.CHUNK:
-                job.chunks.append(_explained(step, planned, seconds, job.num_prompt))
+            if is_chunk:
+                job.chunks.append(step.explain(planned, job.num_prompt, seconds))
                 if event := job.read(span.start, span.end, now):
                     self._tell(job, event)
             if planned.samples and (reason := self._take(job, outcome.choices[job.id], now)) is not None:
@@ -385,19 +258,7 @@ class Batcher:
         self._scheduler.commit(step.plan, ended, seconds)
         for request_id, how in ended.items():
             self._end(self._jobs[request_id], how)
-        record = StepRecord(
-            index=self._num_steps,
-            start_s=step.started_s - self._began_s,
-            seconds=seconds,
-            spans=tuple(
-                SpanRecord(planned.request_id, planned.kind, planned.span.start, planned.span.end)
-                for planned in step.plan.spans
-            ),
-            num_held_decodes=step.plan.num_held_decodes,
-            preempted=tuple(
-                preemption.request_id for preemption in step.plan.preemptions if preemption.was_running
-            ),
-        )
+        record = step.record(self._num_steps, step.started_s - self._began_s, seconds)
         self._num_steps += 1
         self._steps.append(record)
         for observer in self._observers:
@@ -462,8 +323,7 @@ class Batcher:
         summary = job.summary("error" if isinstance(how, Exception) else how, now)
         for observer in self._observers:
             self._observe(partial(observer.on_end, summary))
-        if self.reuse is not None and job.prefix is not None:
-            self.reuse.end(job.prefix, job.cache)
+        self._sharing.end(job)
         job.cache.free()
 
     def _tell(self, job: Job, event: Event) -> None:
@@ -471,23 +331,6 @@ class Batcher:
 
     def _observe(self, tell: Callable[[], None]) -> None:
         self.notices.append(Notice(tell))
-
-
-def _explained(step: Step, planned: PlannedSpan, seconds: float, num_prompt: int) -> ChunkRecord:
-    span, decision = planned.span, step.decision
-    assert decision is not None  # of a step that reads
-    is_end = span.end == num_prompt and len(span) < decision.size
-    return ChunkRecord(
-        start=span.start,
-        end=span.end,
-        past=span.start,
-        rule="end" if is_end else decision.rule,
-        predicted_s=step.predicted_s,
-        measured_s=seconds,
-        predicted_bytes=step.predicted_bytes,
-        num_decodes=sum(other.kind is SpanKind.DECODE for other in step.plan.spans),
-        because=decision.because,
-    )
 
 
 def _as_failure(error: Exception) -> PenstockError:

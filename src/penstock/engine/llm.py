@@ -13,7 +13,6 @@ from typing import Literal, Self
 
 import torch
 
-from penstock.cache import BLOCK_TOKENS
 from penstock.cache.store import BlockStore
 from penstock.engine.batch import settle
 from penstock.engine.capacity import free_memory_bytes
@@ -22,11 +21,10 @@ from penstock.engine.device import find_devices, release_memory, resolve_dtype, 
 from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.memory import trim_heap
 from penstock.engine.profile import load_profile
+from penstock.engine.request_spaces import RequestSpaces
 from penstock.engine.results import Generation
-from penstock.engine.reuse import MAX_SNAPSHOTS, Reuse
 from penstock.engine.run import Run, check_request, is_out_of_memory
 from penstock.engine.sampler import SamplingParams
-from penstock.engine.space import CacheSpace
 from penstock.engine.stop import StopMatcher
 from penstock.engine.text_stream import ProgressCallback, TextStream
 from penstock.engine.threads import in_own_thread
@@ -63,8 +61,6 @@ from penstock.plan.thread_settings import ThreadsSetting, resolve_threads
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
-# A cache that is kept for the next request has room for a multiple of so many tokens.
-_RECORDED_GRID = 4096
 # What torch computes with as long as nobody tells it otherwise.
 _OWN_THREADS = torch.get_num_threads()
 
@@ -190,9 +186,9 @@ class LLM:
                 about=about,
             )
             weakref.finalize(self, self.store.close)  # at the latest when the interpreter ends
-        self._kept = self._keep(reuse_tokens) if reuse_tokens else None
-        self._recorded: CacheSpace | None = None  # a cache over which passes were recorded
-        self._last_run: weakref.ref[Run] | None = None  # which may still be in it
+        self._spaces = RequestSpaces(
+            self.model, self._config, self.store, self.fingerprint, reuse_tokens=reuse_tokens
+        )
         self.load_s = time.perf_counter() - started
 
     @property
@@ -279,7 +275,7 @@ class LLM:
         config = self.model.config
         check_request(token_ids, max_tokens, config.max_position, config.vocab_size)
         use_device(self.model.device)
-        kept = self._space_for(len(token_ids) + max_tokens)
+        taken = self._spaces.take(token_ids, max_tokens)
         rules = self.size_rules(free_memory_bytes(self.model.device))
         self.activations.check(rules, max(len(token_ids), 1))
         run = Run(
@@ -291,11 +287,10 @@ class LLM:
             sampling=sampling,
             eos_ids=self.eos_ids,
             sizer=ChunkSizer(rules, self.times, self.activations.step_bytes),
-            space=kept[0] if kept else self._recorded_space(len(token_ids) + max_tokens),
-            reuse=kept[1] if kept else None,
+            space=taken.space if taken else None,
+            reuse=taken.reuse if taken else None,
         )
-        if run.space is self._recorded:
-            self._last_run = weakref.ref(run)
+        self._spaces.enter(run)
         return TextStream(self, run, stops, on_progress, time.perf_counter() - started)
 
     def generate(
@@ -335,38 +330,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _space_for(self, num_tokens: int) -> tuple[CacheSpace, Reuse] | None:
-        """Where a request of so many tokens runs; None: in a cache of its own, of which nothing is kept."""
-        if self._kept is not None and self._kept[0].blocks.num_available * BLOCK_TOKENS >= num_tokens:
-            return self._kept
-        return None if self.store is None else self._keep(num_tokens)
-
-    def _recorded_space(self, num_tokens: int) -> CacheSpace | None:
-        """A cache for one request after the other, where passes are recorded over a cache; else None. A request that
-        begins before another has ended gets a new one, which the next ones take."""
-        if not self.model.can_record:
-            return None
-        num_slots, kept = self._config.num_state_slots, self._recorded
-        last = self._last_run() if self._last_run is not None else None
-        is_taken = last is not None and last.finish_reason is None
-        if kept is None or is_taken or not kept.has_room(num_tokens, num_slots):
-            rounded = min(-(-num_tokens // _RECORDED_GRID) * _RECORDED_GRID, self.context_length)
-            kept = self._recorded = None  # what it held may be needed
-            kept = self._recorded = CacheSpace.for_tokens(self.model, rounded, num_slots=num_slots)
-        return kept
-
-    def _keep(self, num_tokens: int) -> tuple[CacheSpace, Reuse]:
-        # A step reads a state and writes another, and some more that are kept.
-        num_slots = self._config.num_state_slots + 2 * MAX_SNAPSHOTS
-        space = CacheSpace.for_tokens(self.model, num_tokens, num_slots=num_slots)
-        return space, Reuse(
-            space,
-            fingerprint=self.fingerprint,
-            store=self.store,
-            clean_only=True,
-            max_snapshots=MAX_SNAPSHOTS,
-        )
 
     def _tuned(self, chunk: ChunkSetting) -> ChunkSetting:
         """An automatic size as this machine's profile has it, where there is one."""

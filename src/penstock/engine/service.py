@@ -4,7 +4,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
@@ -117,6 +117,10 @@ class Service:
         self._closes_at: float | None = None  # when what still runs is cancelled; None: not closing
         self._death: Exception | None = None
         self._has_logged_observer = False
+        # None: all is prepared.
+        self._preparations: Iterator[None] | None = llm.model.preparations(
+            space.tensors, self.schedule.chunk_size or llm.context_length
+        )
         self._num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._serve, name="penstock-engine", daemon=True)
         self._thread.start()
@@ -263,24 +267,38 @@ class Service:
             self._deliver()
 
     def _step(self) -> bool:
-        """Run a step, or wait for something to do. False: the service is closed, and nothing runs any more."""
+        """Run a step, or prepare for the next, or wait for something to do. False: the service is closed, and nothing
+        runs any more."""
         with self._changed:
             if not self._batcher.has_work and not self._batcher.notices:
                 if self.is_closing:
                     return False
-                self._changed.wait()
+                if self._preparations is None:
+                    self._changed.wait()
             if self._closes_at is not None and time.monotonic() >= self._closes_at:
                 self._batcher.cancel_all()
             step = self._batcher.begin()
-            if step is None:
-                return True
-            self._is_stepping = True
+            self._is_stepping = step is not None
+        if step is None:
+            self._prepare()
+            return True
         outcome = self._batcher.run(step)
         with self._changed:
             self._batcher.settle(step, outcome)
             self._is_stepping = False
             self._changed.notify_all()
         return True
+
+    def _prepare(self) -> None:
+        """A piece of what the first requests would wait for, while there are none."""
+        if self._preparations is None:
+            return
+        try:
+            if next(self._preparations, self) is self:
+                self._preparations = None
+        except Exception as error:  # a request that needs it meets it, too
+            _log.warning("preparing for requests failed", exc_info=error)
+            self._preparations = None
 
     def _deliver(self) -> None:
         """Tell what there is to tell, in order, without the lock: a listener may ask the service things."""

@@ -1,5 +1,6 @@
 """Kernels for NVIDIA's GPUs: products by cuBLAS, attention to a long past by cuDNN, the rest in Triton."""
 
+from collections.abc import Iterator
 from functools import cache
 from importlib.metadata import version
 
@@ -8,6 +9,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.kernels import cuda_delta, fla_delta
 from penstock.kernels.cuda_work import TILE, DecodeWork, TileWork, device_places, device_work
@@ -41,7 +43,8 @@ _LEAST_BLOCKS = 2
 _HEADS_AND_PARTS = 32
 # The matrix units take no fewer rows.
 _LEAST_ROWS = 16
-# cuDNN makes a plan for every number of queries that it meets: they are rounded up to few.
+# cuDNN makes a plan for every number of queries that it meets, and every length of a past, which takes it tens of
+# milliseconds: the former are rounded up to few.
 _QUERY_BUCKETS = (64, 128, 256, 512)
 # Products of no more rows than these, with weights no larger than this, are faster here than in cuBLAS.
 _FEW_ROWS = 32
@@ -161,6 +164,15 @@ class CudaKernels(TorchKernels):
             self._attend_tile(queries[tile.rows], tile, kv, scale, out[tile.rows])
         if found.decodes is not None:
             self._attend_decodes(queries, found.decodes, kv, scale, out)
+
+    def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
+        num_tokens, _, head_dim = kv.keys.shape
+        if not _has_cudnn_attention(kv.keys.device, kv.keys.dtype, head_dim):
+            return
+        queries = kv.keys.new_zeros(min(num_rows, self.tile_size), num_heads, head_dim)
+        for past in range(self.tile_size, num_tokens, self.tile_size):
+            attend_past(queries, kv.read([TokenRange(0, past)]), scale)
+            yield
 
     def _attend_tile(self, queries: Tensor, tile: TileWork, kv: KV, scale: float, out: Tensor) -> None:
         num_heads, head_dim = queries.shape[1:]

@@ -1,7 +1,7 @@
 """What a device must be able to compute. Plain tensors in, plain tensors out; no kernel knows a plan or a cache."""
 
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -126,6 +126,10 @@ class Kernels(Protocol):
     def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
         """Attention of queries [rows, heads, head_dim] to the tokens that each sees, in `kv`, a layer's whole cache.
         Returns [rows, heads * head_dim], with zeros where rows see nothing."""
+
+    def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
+        """What the first attention of so many rows to each length of a past waits for, done in advance: a piece at
+        each step. `kv` is a layer's whole cache, as long as the longest past; nothing is written to it."""
 
     def carry_states(
         self, projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates

@@ -1,6 +1,6 @@
 """The reference kernels, in plain torch. What they promise about bits is measured by `penstock.kernels.probe`."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -231,6 +231,9 @@ class TorchKernels:
             normed = torch.nn.functional.rms_norm(x[rows], weight.shape, weight, eps)
             out[rows] = activated.mul_(normed.flatten(1))
         return out
+
+    def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
+        return iter(())
 
     def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
         if len(work.spans) == 1 == len(queries) and not work.spans[0].is_prompt:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.cache.kv import KVSpec
+from penstock.cache.kv import KV, KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.kernels.device_inputs import on_device
@@ -166,6 +166,18 @@ class Decoder:
         """Bytes of the weights in memory."""
         parts = (self._embedding, self._head, self._final_norm, *self.layers)
         return sum(tensor.nbytes for tensor in {tensor for part in parts for tensor in _tensors(part)})
+
+    @torch.inference_mode()
+    def preparations(self, caches: CacheTensors, num_rows: int) -> Iterator[None]:
+        """What first chunks of so many tokens would wait for, done in advance: a piece at each step. Nothing is
+        written to the caches. Those who never ask for it have the same answers, some of them later."""
+        mixers = (layer.mixer for layer in self.layers)
+        attention = next((mixer for mixer in mixers if isinstance(mixer, Attention)), None)
+        if attention is None:
+            return
+        kv = caches.kv.layer(attention.index)
+        longest = KV(kv.keys[: self.config.max_position], kv.values[: self.config.max_position])
+        yield from self.kernels.preparations(num_rows, self.config.num_heads, longest, attention.scale)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> Tensor | None:

@@ -1,6 +1,8 @@
 """How graphs are recorded, and what of their memory is seen from outside."""
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -20,13 +22,25 @@ class Recorder:
         """What `work` launches, as a graph; nothing runs. All that it launches must have run once before."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._stream.device)
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), _without_garbage_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()
             finally:
                 graph.capture_end()
         return graph, result
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """What is collected may hold graphs and memory of a device's: giving those back spoils what is being recorded."""
+    is_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_on:
+            gc.enable()
 
 
 def borrowed(tensor: Tensor) -> Tensor:

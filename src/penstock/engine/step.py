@@ -1,0 +1,133 @@
+"""A step of many requests: what was planned of it, how it is run, and what it gave."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from penstock.engine.ahead import Ahead, launch_ahead, next_decode
+from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.device import release_memory, wait_for
+from penstock.engine.explain import ChunkRecord
+from penstock.engine.job import Job
+from penstock.engine.run import is_out_of_memory
+from penstock.engine.sampling import Choice, sample_rows
+from penstock.engine.space import CacheSpace
+from penstock.engine.status import SpanRecord, StepRecord
+from penstock.models.decoder import Decoder
+from penstock.plan.size_rules import SizeDecision
+from penstock.plan.step import PlannedSpan, RequestId, SpanKind, StepPlan
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that was planned, and for which the cache has room set aside; why it reads as much as it does, and what
+    is expected of it."""
+
+    plan: StepPlan
+    inputs: tuple[SpanInput, ...]
+    started_s: float
+    decision: SizeDecision | None = None
+    predicted_s: float | None = None
+    predicted_bytes: int | None = None
+
+    def record(self, index: int, start_s: float, seconds: float) -> StepRecord:
+        """What is kept of it once it is committed."""
+        return StepRecord(
+            index=index,
+            start_s=start_s,
+            seconds=seconds,
+            spans=tuple(
+                SpanRecord(planned.request_id, planned.kind, planned.span.start, planned.span.end)
+                for planned in self.plan.spans
+            ),
+            num_held_decodes=self.plan.num_held_decodes,
+            preempted=tuple(
+                preemption.request_id for preemption in self.plan.preemptions if preemption.was_running
+            ),
+        )
+
+    def explain(self, chunk: PlannedSpan, num_prompt: int, seconds: float) -> ChunkRecord:
+        """What is kept of one of its chunks, of a prompt of `num_prompt` tokens."""
+        span, decision = chunk.span, self.decision
+        assert decision is not None  # of a step that reads
+        is_end = span.end == num_prompt and len(span) < decision.size
+        return ChunkRecord(
+            start=span.start,
+            end=span.end,
+            past=span.start,
+            rule="end" if is_end else decision.rule,
+            predicted_s=self.predicted_s,
+            measured_s=seconds,
+            predicted_bytes=self.predicted_bytes,
+            num_decodes=sum(other.kind is SpanKind.DECODE for other in self.plan.spans),
+            because=decision.because,
+        )
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What a step gave: a choice, or an error of its own, for each request that samples; or the step's error."""
+
+    choices: dict[RequestId, Choice | Exception] = field(default_factory=dict)
+    error: Exception | None = None
+
+
+class StepRunner:
+    """Runs steps of one model over one cache. It changes nothing but the cache's tensors, and decides nothing.
+
+    The step after one of decodes can be launched before that one is settled. A model with recurrent state has no slot
+    to write to by then.
+    """
+
+    def __init__(
+        self, model: Decoder, canon: Canon, space: CacheSpace, *, strict: bool, looks_ahead: bool
+    ) -> None:
+        self._model = model
+        self._canon = canon
+        self._tensors = space.tensors
+        self._strict = strict
+        self._looks_ahead = looks_ahead and space.slots is None
+        self._ahead: Ahead | None = None
+
+    def run(self, step: Step, jobs: Sequence[Job]) -> StepOutcome:
+        """The forward pass, and a token for each of the jobs: those that sample, in the step's order."""
+        try:
+            logits = self._take_ahead(step)
+            if logits is None:
+                logits = self._forward(step.inputs)
+            if logits is None:
+                wait_for(self._model.device)  # else a step that reads would seem to take no time
+                return StepOutcome()
+            choices = sample_rows(logits, jobs)
+        except Exception as error:
+            if is_out_of_memory(error):
+                release_memory(self._model.device, error)
+            elif isinstance(error, torch.AcceleratorError):
+                raise  # the device does nothing more, for anybody
+            return StepOutcome(error=error)
+        return StepOutcome({job.id: choice for job, choice in zip(jobs, choices, strict=True)})
+
+    def launch_next(self, step: Step, jobs: Sequence[Job], outcome: StepOutcome) -> None:
+        """Launch the step that follows one in which all jobs sample, if it is plain that they decode on."""
+        if not self._looks_ahead:
+            return
+        inputs: list[SpanInput] = []
+        for item, job in zip(step.inputs, jobs, strict=True):
+            choice = outcome.choices.get(job.id)
+            if item.is_prompt or not isinstance(choice, Choice) or not job.goes_on(choice.token):
+                return
+            if (following := next_decode(item, choice.token)) is None:
+                return
+            inputs.append(following)
+        self._ahead = launch_ahead(inputs, self._forward)
+
+    def _take_ahead(self, step: Step) -> Tensor | None:
+        """The logits of a step that was launched before it was planned."""
+        ahead, self._ahead = self._ahead, None
+        return ahead.logits if ahead is not None and ahead.is_of(step.inputs) else None
+
+    def _forward(self, inputs: Sequence[SpanInput]) -> Tensor | None:
+        batch = build_batch(inputs, canon=self._canon, strict=self._strict)
+        return self._model.forward(batch, self._tensors)
