@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.models.chunk_graphs import ChunkLayout
     from penstock.models.decoder import Decoder
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("penstock.models")
 # Rows of decodes are rounded up to one of these. More than the last are launched one by one.
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 # The same for the blocks of the longest; more than the last are all that there are.
