@@ -5,7 +5,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.protocol import HEAD_ROWS
 from penstock.kernels.quantised import Weight
 from penstock.kernels.torch_kernels import TorchKernels
 from penstock.models.decoder import Decoder
@@ -134,7 +133,7 @@ class RowSensitive(TorchKernels):
     def linear(
         self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None, *, is_canonical: bool = True
     ) -> torch.Tensor:
-        if x.shape[0] < 16 and x.shape[0] != HEAD_ROWS and weight.shape[0] != VOCAB:
+        if x.shape[0] < 16 and x.shape[0] != self.head_rows and weight.shape[0] != VOCAB:
             padded = torch.zeros(16, x.shape[1], dtype=x.dtype)
             padded[: x.shape[0]] = x
             return super().linear(padded, weight, bias)[: x.shape[0]] * (1 + 2**-20 * x.shape[0])

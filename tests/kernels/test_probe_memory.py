@@ -9,7 +9,7 @@ from penstock.kernels.native_kernels import NativeKernels
 from penstock.kernels.probe import ProbeShapes, ProductShape, measure
 from penstock.kernels.probe_random import ROWS_TOGETHER, Random
 from penstock.kernels.probe_rows import slab_holds
-from penstock.kernels.protocol import HEAD_ROWS, Kernels, select_kernels
+from penstock.kernels.protocol import Kernels, select_kernels
 from penstock.kernels.quantised import BLOCK_FORMS
 from penstock.kernels.torch_kernels import TorchKernels
 from tests.live_tensors import LiveTensors
@@ -57,10 +57,11 @@ def test_a_quantised_head_is_held_once(form: str) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_real_head_is_held_once_on_a_gpu() -> None:
     device, head = torch.device("cuda:0"), ProductShape(151_936, 4096)
+    kernels = select_kernels(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     with torch.inference_mode():
-        assert slab_holds(select_kernels(device), (head,), HEAD_ROWS, Random(torch.bfloat16, device))
+        assert slab_holds(kernels, (head,), kernels.head_rows, Random(torch.bfloat16, device))
     peak_bytes = torch.cuda.max_memory_allocated(device) - before
     assert peak_bytes <= MOST * head.num_out * head.num_in * torch.bfloat16.itemsize
 
@@ -69,7 +70,7 @@ def test_several_products_are_held_one_at_a_time() -> None:
     products = tuple(ProductShape(16 * ROWS_TOGETHER, num_in) for num_in in (192, 256))
     live = LiveTensors()
     with torch.inference_mode(), live:
-        assert slab_holds(Unpacked(), products, HEAD_ROWS, Random(torch.float32, CPU))
+        assert slab_holds(Unpacked(), products, TorchKernels.head_rows, Random(torch.float32, CPU))
     assert live.peak_bytes <= 1.2 * 16 * ROWS_TOGETHER * 256 * torch.float32.itemsize
 
 

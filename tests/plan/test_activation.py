@@ -40,7 +40,8 @@ def peak(shape: ModelShape, step: StepShape, workspace: Workspace, dtype_bytes: 
 
 def test_what_layers_and_kernels_have_is_what_is_counted() -> None:
     assert (activation_parts.FEW_ROWS, activation_parts.ROW_GRID) == (protocol.FEW_ROWS, protocol.ROW_GRID)
-    assert (activation_parts.HEAD_ROWS, activation_parts.LANES) == (protocol.HEAD_ROWS, shares.LANES)
+    assert Workspace().head_rows == torch_kernels.TorchKernels.head_rows
+    assert activation_parts.LANES == shares.LANES
     assert (activation_parts.QUERY_GRID, activation_parts.SQUARE) == (
         torch_kernels.QUERY_GRID,
         torch_kernels.SQUARE,

@@ -57,6 +57,14 @@ class KV:
         start, end = (places[0].start, places[0].end) if places else (0, 0)
         return KV(self.keys[start:end], self.values[start:end])
 
+    def first(self, num_tokens: int) -> "KV":
+        """A view of the first so many tokens."""
+        return KV(self.keys[:num_tokens], self.values[:num_tokens])
+
+    def read_blocks(self, blocks: Tensor) -> "KV":
+        """A copy of whole blocks, by their numbers, one behind the other."""
+        return KV(_blocks(self.keys, blocks), _blocks(self.values, blocks))
+
     def read_padded(self, places: Sequence[TokenRange], num_tokens: int) -> "KV":
         """A copy of what is at these places, with zeros after it up to `num_tokens` tokens."""
         return KV(_padded(self.keys, places, num_tokens), _padded(self.values, places, num_tokens))
@@ -132,6 +140,10 @@ class KVCache:
         """The number of tokens at these places, which must lie in the cache."""
         self.check_places(places)
         return sum(place.end - place.start for place in places)
+
+
+def _blocks(cached: Tensor, blocks: Tensor) -> Tensor:
+    return cached.view(len(cached) // BLOCK_TOKENS, -1)[blocks].view(-1, *cached.shape[1:])
 
 
 def _padded(cached: Tensor, places: Sequence[TokenRange], num_tokens: int) -> Tensor:

@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.kernels import cuda_delta, fla_delta
 from penstock.kernels.cuda_work import TILE, DecodeWork, TileWork, device_places, device_work
@@ -66,6 +65,7 @@ class CudaKernels(TorchKernels):
 
     name = "cuda"  # and "cuda+fla", where prompts of delta nets run in flash-linear-attention's kernels
     row_grid = 64
+    head_rows = 32
     activation_stride = 2
     can_capture = True
     carry_states = staticmethod(cuda_delta.carry_states)
@@ -160,8 +160,11 @@ class CudaKernels(TorchKernels):
     def attend_into(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float, out: Tensor) -> None:
         """The same into `out` [rows, heads, head_dim], whose rows that see nothing stay as they are."""
         found = device_work(work, queries.device)
-        for tile in found.tiles:
-            self._attend_tile(queries[tile.rows], tile, kv, scale, out[tile.rows])
+        for chunk in found.chunks:
+            past = chunk.read_past(kv)
+            for tile in chunk.tiles:
+                own_past = past.first(tile.tile_start) if past is not None and tile.tile_start else None
+                self._attend_tile(queries[tile.rows], tile, own_past, kv, scale, out[tile.rows])
         if found.decodes is not None:
             self._attend_decodes(queries, found.decodes, kv, scale, out)
 
@@ -171,16 +174,18 @@ class CudaKernels(TorchKernels):
             return
         queries = kv.keys.new_zeros(min(num_rows, self.tile_size), num_heads, head_dim)
         for past in range(self.tile_size, num_tokens, self.tile_size):
-            attend_past(queries, kv.read([TokenRange(0, past)]), scale)
+            attend_past(queries, kv.first(past), scale)
             yield
 
-    def _attend_tile(self, queries: Tensor, tile: TileWork, kv: KV, scale: float, out: Tensor) -> None:
+    def _attend_tile(
+        self, queries: Tensor, tile: TileWork, past: KV | None, kv: KV, scale: float, out: Tensor
+    ) -> None:
         num_heads, head_dim = queries.shape[1:]
         num_parts, past_out, past_lse = 0, None, None
         past_strides: tuple[int, ...] = (0, 0, 0, 1)
         lse_strides: tuple[int, ...] = (0, 0, 1)
-        if tile.past:
-            past_out, past_lse = attend_past(queries, kv.read(tile.past), scale)
+        if past is not None:
+            past_out, past_lse = attend_past(queries, past, scale)
             num_parts, past_strides, lse_strides = len(past_out), past_out.stride(), past_lse.stride()
         size = _TILE_ROWS_FLOAT32 if queries.dtype == torch.float32 else _TILE_ROWS
         constants = {

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.cache import TokenRange
+from penstock.cache.kv import KV
 from penstock.kernels.device_inputs import keep, made_once, to_device
 from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces
 from penstock.plan.request import Span
@@ -26,9 +27,23 @@ class TileWork:
     tile_start: int
     first: int
     end: int
-    past: list[TokenRange]  # where all before the tile lies
     table: Tensor  # where the tile's blocks begin
     is_contiguous: bool  # whether they lie one behind the other
+
+
+@dataclass(frozen=True)
+class ChunkWork:
+    """The tiles of a chunk, and all that lies before the last of them: in one place, else in blocks."""
+
+    tiles: tuple[TileWork, ...]
+    past: TokenRange | None
+    past_blocks: Tensor | None
+
+    def read_past(self, kv: KV) -> KV | None:
+        """None where there is none."""
+        if self.past_blocks is not None:
+            return kv.read_blocks(self.past_blocks)
+        return kv.read([self.past]) if self.past is not None else None
 
 
 @dataclass(frozen=True)
@@ -43,7 +58,7 @@ class DecodeWork:
 
 @dataclass(frozen=True)
 class DeviceWork:
-    tiles: tuple[TileWork, ...]
+    chunks: tuple[ChunkWork, ...]
     decodes: DecodeWork | None
 
 
@@ -84,37 +99,40 @@ def static_decodes(rows: Tensor, lengths: Tensor, tables: Tensor, most_blocks: i
 
 
 def _prepare(work: AttentionWork, device: torch.device) -> DeviceWork:
-    tiles: list[TileWork] = []
+    chunks: list[ChunkWork] = []
     decodes: list[tuple[int, int, NDArray[np.int64]]] = []
     for span in work.spans:
         starts = block_starts(span.places)
         if span.is_prompt:
-            tiles += _tiles(span, starts, device)
+            chunks.append(_chunk(span, starts, device))
         else:
             decodes += [
                 (row, span.position + row - span.start + 1, starts) for row in range(span.start, span.end)
             ]
-    return DeviceWork(tuple(tiles), _decodes(decodes, device) if decodes else None)
+    return DeviceWork(tuple(chunks), _decodes(decodes, device) if decodes else None)
 
 
-def _tiles(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) -> list[TileWork]:
+def _chunk(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) -> ChunkWork:
     table = to_device(starts, device)
-    found = []
+    tiles: list[TileWork] = []
     for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size or TILE):
         own = starts[piece.tile_start // BLOCK_TOKENS : -(-piece.end // BLOCK_TOKENS)]
         shift = span.start - span.position
-        found.append(
+        tiles.append(
             TileWork(
                 slice(piece.start + shift, piece.end + shift),
                 piece.tile_start,
                 piece.start,
                 piece.end,
-                part_of(span.places, piece.tile_start),
                 table[piece.tile_start // BLOCK_TOKENS :],
                 bool(np.all(np.diff(own) == BLOCK_TOKENS)),
             )
         )
-    return found
+    num_before = tiles[-1].tile_start
+    past = part_of(span.places, num_before)
+    if len(past) <= 1:
+        return ChunkWork(tuple(tiles), past[0] if past else None, None)
+    return ChunkWork(tuple(tiles), None, table[: -(-num_before // BLOCK_TOKENS)] // BLOCK_TOKENS)
 
 
 def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torch.device) -> DecodeWork:

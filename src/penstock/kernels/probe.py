@@ -29,11 +29,11 @@ from penstock.kernels.probe_passes import passes_hold
 from penstock.kernels.probe_random import Random
 from penstock.kernels.probe_rows import EXPERT_SLAB, Tried, least_floor, other_counts, slab_holds, tried_on
 from penstock.kernels.probe_shapes import ProbeShapes, ProductShape
-from penstock.kernels.protocol import HEAD_ROWS, Kernels
+from penstock.kernels.protocol import Kernels
 
 __all__ = ["ProbeResult", "ProbeShapes", "ProductShape", "measure", "probe"]
 
-_VERSION = 19
+_VERSION = 20
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         row_slab=row_slab,
         attention_holds=attention_holds(kernels, shapes, tried, random),
         passes_hold=passes_hold(kernels, shapes, random),
-        head_holds=slab_holds(kernels, (shapes.head,), HEAD_ROWS, random),
+        head_holds=slab_holds(kernels, (shapes.head,), kernels.head_rows, random),
         recurrence_holds=shapes.delta_net is None
         or recurrence_holds(kernels, shapes.delta_net, random.normal),
         expert_slab=expert_slab,

@@ -16,8 +16,6 @@ from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork, StateWork, WrittenPlaces
 
-# The output head runs on so many rows at a time, where a row's bits must not depend on how many there are.
-HEAD_ROWS = 8
 # More rows than these few are padded to a multiple of the grid: libraries keep code and plans for every number that
 # they meet, and a service would meet all of them.
 FEW_ROWS = 16
@@ -80,6 +78,7 @@ class Kernels(Protocol):
     expert_slab: int  # the same for experts, which have few rows each; 0: as for all others
     row_grid: int  # rows are padded to a multiple of this, where there are more than a few
     avoided_rows: tuple[int, ...]  # numbers of rows on the grid whose products have other bits
+    head_rows: int  # the output head runs on so many rows at a time, where their number must not matter to their bits
     activation_stride: int  # rows of an activation are so many times as far apart as they are long
     can_capture: bool  # whether passes can be kept as graphs of a device's own
     quantised: QuantisedProducts | None  # what makes weights of blocks, where `linear` takes them

@@ -74,6 +74,7 @@ class TorchKernels:
     name = "torch"
     libraries = ""
     row_grid = ROW_GRID
+    head_rows = 8
     activation_stride = 1
     can_capture = False
     quantised: QuantisedProducts | None = None

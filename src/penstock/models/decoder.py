@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.cache.kv import KV, KVSpec
+from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.kernels.device_inputs import on_device
 from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
 from penstock.kernels.probe import ProbeShapes, ProductShape
-from penstock.kernels.protocol import HEAD_ROWS, Kernels
+from penstock.kernels.protocol import Kernels
 from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.layers.attention import Attention
 from penstock.layers.batch import ForwardBatch
@@ -176,7 +176,7 @@ class Decoder:
         if attention is None:
             return
         kv = caches.kv.layer(attention.index)
-        longest = KV(kv.keys[: self.config.max_position], kv.values[: self.config.max_position])
+        longest = kv.first(self.config.max_position)
         yield from self.kernels.preparations(num_rows, self.config.num_heads, longest, attention.scale)
 
     @torch.inference_mode()
@@ -255,8 +255,9 @@ class Decoder:
         """Of x [num_logits, hidden]. How many rows there are must not matter to any of them: they run in slabs."""
         if not batch.is_canonical:
             return self.kernels.linear(x, self._head, is_canonical=False)
-        padded = pad(x, (0, 0, 0, -len(x) % HEAD_ROWS))
-        slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, HEAD_ROWS)]
+        num_rows = self.kernels.head_rows
+        padded = pad(x, (0, 0, 0, -len(x) % num_rows))
+        slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, num_rows)]
         return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
 
 

@@ -104,6 +104,7 @@ def workspace_of(model: "Decoder") -> Workspace:
         row_slab=kernels.row_slab,
         row_grid=kernels.row_grid,
         expert_slab=kernels.expert_slab,
+        head_rows=kernels.head_rows,
         library_bytes=_library_bytes(model.device),
     )
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from penstock.plan.activation_mixing import attention_marks, delta_net_marks, mixed
 from penstock.plan.activation_parts import (
     FLOAT32,
-    HEAD_ROWS,
     INT64,
     LANES,
     REFERENCE,
@@ -153,8 +152,9 @@ def _experts(sizes: PassSizes, experts: ExpertsShape) -> int:
 def _head(sizes: PassSizes) -> StepMemory:
     """Rows run in slabs, in the model's dtype, are joined where there are several, and become float32."""
     vocab, wanted = sizes.shape.vocab_size, sizes.step.num_logits
-    slabs = rounded_up(wanted, HEAD_ROWS) if sizes.step.num_prompt_tokens else wanted
-    joined = slabs if slabs > HEAD_ROWS else 0
+    head_rows = sizes.workspace.head_rows
+    slabs = rounded_up(wanted, head_rows) if sizes.step.num_prompt_tokens else wanted
+    joined = slabs if slabs > head_rows else 0
     return StepMemory(
         "head",
         input_bytes=sizes.inputs + sizes.graphs,

@@ -12,7 +12,7 @@ REFERENCE = Workspace()
 FLOAT32 = 4
 INT64 = 8
 # As the layers and kernels have them; `tests/plan/test_activation.py` holds the two together.
-FEW_ROWS, ROW_GRID, HEAD_ROWS = 16, 8, 8
+FEW_ROWS, ROW_GRID = 16, 8
 LANES = 64
 ROTARY_PAGE = 1024
 QUERY_GRID, SQUARE, NORM_ROWS = 64, 256, 256
