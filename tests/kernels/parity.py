@@ -69,6 +69,12 @@ def check_norms(subject: Subject, num_rows: int, size: int) -> None:
             check_close(total, x.double() + delta.double(), most)
             assert normed.dtype == subject.dtype
             check_close(normed, exact_norm(total, weight), most)
+            # Written over what they are made of.
+            own, other = x.clone(), delta.clone()
+            into = kernels.add_norm(own, other, weight, EPS, into=(own, other))
+            assert [each.data_ptr() for each in into] == [own.data_ptr(), other.data_ptr()]
+            assert torch.equal(own, total)
+            assert torch.equal(other, normed)
 
 
 def check_activation(subject: Subject, num_rows: int, width: int) -> None:

@@ -161,6 +161,26 @@ def test_the_same_on_a_gpu() -> None:
     )
 
 
+def test_many_rows_are_fed_in_slabs() -> None:
+    """What one slab takes, and no more for each row than what stays of it."""
+    workspace = Workspace("cuda", 1024, head_norm=True, row_grid=64, feed_rows=2048)
+
+    def feeding(num_tokens: int, workspace: Workspace = workspace) -> StepMemory:
+        step = StepShape.of_chunk(num_tokens, 0, is_last=True)
+        phases = step_phases(QWEN, step, dtype_bytes=2, workspace=workspace)
+        return next(phase for phase in phases if phase.phase == "mlp")
+
+    slab = 2048 * 2 * (2 * 12_288 + 4096)
+    assert feeding(2048).mlp_bytes == slab
+    assert feeding(3584) == feeding(3584, replace(workspace, feed_rows=0))
+    for rows in (4096, 32_768):
+        found = feeding(rows)
+        assert found.mlp_bytes == slab
+        assert found.hidden_bytes == (rows + 2048) * 2 * 2 * 4096
+    # The last slab has what is left.
+    assert feeding(5120).mlp_bytes == 3072 * 2 * (2 * 12_288 + 4096)
+
+
 def test_on_a_gpu_pasts_are_copied_only_where_they_must_be() -> None:
     def attending(workspace: Workspace, step: StepShape, dtype_bytes: int = 2) -> int:
         """Beside queries and output."""

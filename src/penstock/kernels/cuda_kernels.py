@@ -66,6 +66,7 @@ class CudaKernels(TorchKernels):
     name = "cuda"  # and "cuda+fla", where prompts of delta nets run in flash-linear-attention's kernels
     row_grid = 64
     head_rows = 32
+    feed_rows = 2048
     activation_stride = 2
     can_capture = True
     carry_states = staticmethod(cuda_delta.carry_states)
@@ -99,9 +100,16 @@ class CudaKernels(TorchKernels):
         _norm(rows, None, None, out, weight, eps)
         return out.view(x.shape)
 
-    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         delta = delta.contiguous()
-        total, out = torch.empty_like(delta), torch.empty_like(delta)
+        total, out = into or (torch.empty_like(delta), torch.empty_like(delta))
         _norm(x if x.stride(1) == 1 else x.contiguous(), delta, total, out, weight, eps)
         return total, out
 

@@ -134,11 +134,18 @@ class NativeKernels(TorchKernels):
         )
         return out
 
-    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         if x.dtype not in _DTYPES:
-            return super().add_norm(x, delta, weight, eps)
+            return super().add_norm(x, delta, weight, eps, into)
         x, delta = x.contiguous(), delta.contiguous()
-        total, normed = torch.empty_like(x), torch.empty_like(x)
+        total, normed = into or (torch.empty_like(x), torch.empty_like(x))
         self._add_norm(
             x.dtype == torch.bfloat16,
             x.data_ptr(),

@@ -79,6 +79,7 @@ class Kernels(Protocol):
     row_grid: int  # rows are padded to a multiple of this, where there are more than a few
     avoided_rows: tuple[int, ...]  # numbers of rows on the grid whose products have other bits
     head_rows: int  # the output head runs on so many rows at a time, where their number must not matter to their bits
+    feed_rows: int  # feed-forward blocks run on so many rows at a time, where there are many more; 0: on all
     activation_stride: int  # rows of an activation are so many times as far apart as they are long
     can_capture: bool  # whether passes can be kept as graphs of a device's own
     quantised: QuantisedProducts | None  # what makes weights of blocks, where `linear` takes them
@@ -103,8 +104,16 @@ class Kernels(Protocol):
         """Root-mean-square norm over the last dimension, computed in float32. A float32 weight is applied before
         rounding to the dtype of x, any other after it."""
 
-    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x + delta, both [rows, size], and the norm of that."""
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta, both [rows, size], and the norm of that; `into` says where they go, if not to new tensors. It
+        may name x and delta."""
 
     def place_heads(
         self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces

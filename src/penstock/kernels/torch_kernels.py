@@ -75,6 +75,7 @@ class TorchKernels:
     libraries = ""
     row_grid = ROW_GRID
     head_rows = 8
+    feed_rows = 0
     activation_stride = 1
     can_capture = False
     quantised: QuantisedProducts | None = None
@@ -140,9 +141,17 @@ class TorchKernels:
             return torch.nn.functional.layer_norm(both, (2 * size,), doubled, eps=eps)[..., :size]
         return torch.nn.functional.layer_norm(both, (2 * size,), eps=eps)[..., :size] * weight
 
-    def add_norm(self, x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
         total = x + delta
-        return total, self.rms_norm(total, weight, eps)
+        normed = self.rms_norm(total, weight, eps)
+        return (total, normed) if into is None else (into[0].copy_(total), into[1].copy_(normed))
 
     def place_heads(
         self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces

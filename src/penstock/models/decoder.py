@@ -215,6 +215,10 @@ class Decoder:
                 return self.end(x, rows, logit_rows, batch, caches)
             mixed = layer.mixer.give_out(rows, batch.all_layers, batch, caches, kernels)
             del rows
+            if slabs := self._slabs(index, len(x)):
+                x, normed = self._feed_in_slabs(index, x, mixed, slabs, batch)
+                del mixed
+                continue
             x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, self.config.norm_eps)
             del mixed
             x, normed = self.feed(index, x, normed, batch.num_tokens, batch)
@@ -231,6 +235,28 @@ class Decoder:
         """A layer's second block. Returns what leaves the layer, and its norm for the next."""
         out = self.layers[index].mlp(normed, num_rows, batch, self.kernels)
         return self.kernels.add_norm(x, out, self._next_norms[index], self.config.norm_eps)
+
+    def _slabs(self, index: int, num_rows: int) -> list[slice]:
+        """The rows that a layer's second block has at a time; none: it has all of them."""
+        size = self.kernels.feed_rows
+        if not size or num_rows < 2 * size or not isinstance(self.layers[index].mlp, GatedMLP):
+            return []
+        starts = range(0, num_rows - size + 1, size)
+        slabs = [slice(start, start + size) for start in starts[:-1]] + [slice(starts[-1], num_rows)]
+        counts = {slab.stop - slab.start for slab in slabs}
+        return [] if counts & set(self.kernels.avoided_rows) else slabs
+
+    def _feed_in_slabs(
+        self, index: int, x: Tensor, mixed: Tensor, slabs: list[slice], batch: ForwardBatch
+    ) -> tuple[Tensor, Tensor]:
+        """Add `mixed` to x, and go on to the end of the layer; what leaves it is written over both. What a few rows
+        take is still in the device's own cache when it is read again."""
+        kernels, eps = self.kernels, self.config.norm_eps
+        for slab in slabs:
+            total, normed = kernels.add_norm(x[slab], mixed[slab], self.layers[index].mlp_norm, eps)
+            out = self.layers[index].mlp(normed, len(normed), batch, kernels)
+            kernels.add_norm(total, out, self._next_norms[index], eps, into=(x[slab], mixed[slab]))
+        return x, mixed
 
     def end(
         self,

@@ -105,6 +105,7 @@ def workspace_of(model: "Decoder") -> Workspace:
         row_grid=kernels.row_grid,
         expert_slab=kernels.expert_slab,
         head_rows=kernels.head_rows,
+        feed_rows=kernels.feed_rows,
         library_bytes=_library_bytes(model.device),
     )
 

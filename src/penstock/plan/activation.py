@@ -93,12 +93,24 @@ def _feed_forward(sizes: PassSizes) -> Iterator[StepMemory]:
         input_bytes=sizes.inputs + sizes.graphs,
         hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden),
     )
+    feed_rows = sizes.workspace.feed_rows
+    is_in_slabs = 0 < 2 * feed_rows <= sizes.rows
+    if sizes.shape.num_dense_layers and is_in_slabs:
+        # Sums and norms are written over what they are made of; the last slab has the rows that are left, too.
+        rows = feed_rows + sizes.rows % feed_rows
+        yield replace(
+            begun,
+            hidden_bytes=sizes.bytes(2 * hidden) + sizes.bytes(2 * hidden, rows),
+            mlp_bytes=_feeding(sizes, sizes.shape.intermediate_size, rows),
+        )
+        if not sizes.shape.experts:
+            return
     # A block's output is added to the residual and normed, with all three still there: and beside mixing's what it
     # was made of, beside this block's what it was fed with.
     adding = sizes.bytes(3 * hidden) + sizes.norm_peak(hidden)
     yield replace(mixed(sizes), phase="mlp", hidden_bytes=adding)
     yield replace(begun, hidden_bytes=adding + sizes.norm_held(hidden))
-    if sizes.shape.num_dense_layers:
+    if sizes.shape.num_dense_layers and not is_in_slabs:
         yield replace(begun, mlp_bytes=_feeding(sizes, sizes.shape.intermediate_size, sizes.rows))
     if sizes.shape.experts:
         yield replace(begun, mlp_bytes=_experts(sizes, sizes.shape.experts))
