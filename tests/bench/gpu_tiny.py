@@ -57,6 +57,7 @@ TINY = replace(
         DecodeCase(GpuModel.SMALL, 3, 20),
     ),
     decode_steps=4,
+    profiles=(PrefillCase(GpuModel.LARGE, 200, 64), PrefillCase(GpuModel.LARGE, 200, 0)),
     mixed=MixedCase(GpuModel.LARGE, 64, 128, num_decodes=3, decode_past=20),
     memory=PrefillCase(GpuModel.LARGE, 200, 64),
     bits=BitsCase(4, 200, (64, 128), (50,), num_decodes=2, decode_past=10),

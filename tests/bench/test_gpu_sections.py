@@ -1,17 +1,20 @@
 """Every section measures what it says, here on a processor with models of a few thousand weights."""
 
 import json
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from penstock.bench import gpu_benchmark, gpu_memory, gpu_prefill
+from penstock.bench import gpu_benchmark, gpu_memory, gpu_prefill, gpu_profile
 from penstock.bench.gpu_benchmark import run_sections
 from penstock.bench.gpu_job import GpuJob
 from penstock.bench.gpu_models import Subject, first_token, load_untiled, peer_first_token
+from penstock.bench.gpu_power import PowerSample, watch_power
 from penstock.bench.gpu_requests import Requests, tokens_to_last
 from penstock.bench.gpu_results import GpuResults, read_results
 from penstock.bench.gpu_workload import PLAN, GpuModel, Section
@@ -117,6 +120,62 @@ def test_mixed_steps() -> None:
     assert by_name["3 decodes among them, over both apart"] == tuple(
         one / (first + second) for one, first, second in zip(both, chunk, decodes, strict=True)
     )
+
+
+def test_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watched(work: Callable[[], object]) -> list[PowerSample]:
+        work()
+        return [PowerSample(1500.0, 690.0, 700.0), PowerSample(1600.0, 680.0, 700.0)]
+
+    monkeypatch.setattr(gpu_profile, "watch_power", watched)
+    results = measured(Section.PROFILE, repeats=2)
+    for label in ("8B, 200 tokens, chunk 64", "8B, 200 tokens, whole"):
+        found = {
+            figure.name.removeprefix(f"{label}, "): figure
+            for figure in results.figures
+            if figure.name.startswith(label)
+        }
+        assert len(found["without a rest"].values) == 4
+        assert (found["clock"].values, found["clock"].unit) == ((1500.0, 1600.0), "MHz")
+        assert found["power"].values == (690.0, 680.0)
+        assert found["power, at most"].values == (700.0,)
+        kernels = [figure for name, figure in found.items() if name.startswith("kernels: ")]
+        assert [each.values for each in kernels] == sorted((each.values for each in kernels), reverse=True)
+        assert kernels
+    monkeypatch.setattr(gpu_profile, "watch_power", lambda work: [work()][:0])
+    assert not [each for each in measured(Section.PROFILE).figures if "power" in each.name]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "group"),
+    [
+        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_TNT", "products"),
+        ("void cublasLt::splitKreduce_kernel<32, 16, int>", "products"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention to the past"),
+        ("tile_attention_kernel", "attention to a tile"),
+        ("join_parts_kernel", "attention of decodes"),
+        ("add_norm_kernel", "norms"),
+        ("silu_and_mul_kernel", "activation"),
+        ("place_heads_kernel", "heads"),
+        ("Memset (Device)", "others"),
+    ],
+)
+def test_kernels_are_told_by_their_names(kernel: str, group: str) -> None:
+    assert gpu_profile.group_of(kernel) == group
+
+
+def test_power_is_watched_while_something_runs() -> None:
+    told = "1980, 100.0, 700.00", "1500, 690.5, 700.00", "[N/A], 1, 2", "1515, 688.0, 700.00"
+    # What comes before the work begins is not its own; what is cut off is not told.
+    script = (
+        f"import time\nprint({told[0]!r}, flush=True)\ntime.sleep(0.5)\n"
+        f"print({chr(10).join(told[1:])!r}, flush=True)\nprint('1,2', end='', flush=True)\ntime.sleep(60)"
+    )
+    samples = watch_power(lambda: time.sleep(1.5), (sys.executable, "-c", script))
+    assert samples == [PowerSample(1500.0, 690.5, 700.0), PowerSample(1515.0, 688.0, 700.0)]
+    ran: list[bool] = []
+    assert watch_power(lambda: ran.append(True), ("no-such-program",)) == []
+    assert ran == [True]
 
 
 def test_memory_is_what_the_allocator_had_at_most(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from penstock.bench.gpu_device import free_memory, synchronize
 from penstock.bench.gpu_job import GpuJob
 from penstock.bench.gpu_memory import measure_memory
 from penstock.bench.gpu_prefill import measure_prefills, measure_sweep, measure_tiles
+from penstock.bench.gpu_profile import measure_profile
 from penstock.bench.gpu_start import measure_start
 from penstock.bench.gpu_workload import GpuModel, Section
 from penstock.errors import PenstockError
@@ -63,6 +64,8 @@ def _work(job: GpuJob, section: Section) -> Callable[[], None]:
             return lambda: _bits(job)
         case Section.TILES:
             return lambda: measure_tiles(job, plan.tiles)
+        case Section.PROFILE:
+            return lambda: measure_profile(job, plan.profiles)
         case Section.MIXED:
             return lambda: measure_mixed(job, plan.mixed)
 

@@ -13,7 +13,7 @@ from penstock.bench.spread import Spread
 from penstock.errors import SettingError
 
 GpuSystem = Literal["Penstock", "transformers"]
-Unit = Literal["ms", "s", "GiB", "x", "share"]
+Unit = Literal["ms", "s", "GiB", "MHz", "W", "x", "share"]
 
 
 @dataclass(frozen=True)

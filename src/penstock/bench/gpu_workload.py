@@ -24,6 +24,7 @@ class Section(StrEnum):
     BITS = "bits"
     TILES = "tiles"
     MIXED = "mixed"
+    PROFILE = "profile"
     SWEEP = "sweep"
 
 
@@ -102,6 +103,7 @@ class GpuPlan:
     start: GpuModel
     bits: BitsCase
     tiles: PrefillCase
+    profiles: tuple[PrefillCase, ...]  # all of one model
     sweeps: tuple[PrefillCase, ...]  # beside those of `prefills`
     sweep_repeats: int
     swept_peer_chunks: tuple[int, ...]  # of a sweep, those that transformers reads too
@@ -179,6 +181,7 @@ PLAN = GpuPlan(
         decode_past=100,
     ),
     tiles=PrefillCase(GpuModel.LARGE, _LONG, _CHUNK),
+    profiles=_cases(GpuModel.LARGE, (_LONG, _CHUNK), (_LONG, 0), (_SHORT, _CHUNK)),
     sweeps=(
         *(PrefillCase(model, _LONG, chunk) for model in GpuModel for chunk in (256, 1024, 4096, 8192)),
         PrefillCase(GpuModel.SMALL, _LONG, 0),
