@@ -1,7 +1,8 @@
 """A service prepares for requests while it has none, and is never kept from one by that."""
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,13 @@ class Pieces:
         self.ended.set()
 
 
+def wait_until(is_so: Callable[[], bool]) -> None:
+    gives_up_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < gives_up_s, "it did not come"
+        time.sleep(0.001)
+
+
 def serving(llm: LLM, pieces: Pieces, monkeypatch: pytest.MonkeyPatch) -> Service:
     monkeypatch.setattr(llm.model.kernels, "preparations", pieces)
     return Service(llm, CONFIG)
@@ -69,8 +77,7 @@ def test_a_request_waits_for_one_piece_at_most(llm: LLM, monkeypatch: pytest.Mon
         answers = []
         asking = threading.Thread(target=lambda: answers.append(service.run(REQUEST)))
         asking.start()
-        while not service.status().requests:
-            pass
+        wait_until(lambda: bool(service.status().requests))
         pieces.allowed.release(1)
         asking.join(PATIENCE_S)
         assert isinstance(answers[0][-1], Finished)
@@ -98,8 +105,7 @@ def test_a_service_closes_before_all_is_prepared(llm: LLM, monkeypatch: pytest.M
     assert pieces.begun.acquire(timeout=PATIENCE_S)
     closing = threading.Thread(target=service.close)
     closing.start()
-    while not service.is_closing:
-        pass
+    wait_until(lambda: service.is_closing)
     pieces.allowed.release(1)
     closing.join(PATIENCE_S)
     assert not closing.is_alive()

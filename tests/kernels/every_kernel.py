@@ -48,7 +48,7 @@ def heads() -> None:
 
 def attention() -> None:
     kernels = CudaKernels()
-    cuda_kernels.attend_past = _attend_past
+    vars(cuda_kernels)["attend_past"] = _attend_past
     here, split = (TokenRange(0, 2048),), (TokenRange(0, 1088), TokenRange(2048, 3008))
     for dtype, head_dim, places in (
         (torch.bfloat16, 64, split),

@@ -110,17 +110,17 @@ def test_what_chunks_ask_of_a_library_was_prepared(
     kernels: "CudaKernels", monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """A library makes a plan for every shape when it first comes."""
-    from penstock.kernels import cuda_kernels
+    from penstock.kernels import cuda_past
 
     asked: list[tuple[object, ...]] = []
-    attention = cuda_kernels.cudnn_attention
+    attention = cuda_past.cudnn_attention
 
     def listening(*inputs: object, scale: float) -> object:
         tensors = (each for each in inputs if isinstance(each, Tensor))
         asked.append((scale, *((each.shape, each.stride()) for each in tensors)))
         return attention(*inputs, scale=scale)
 
-    monkeypatch.setattr(cuda_kernels, "cudnn_attention", listening)
+    monkeypatch.setattr(cuda_past, "cudnn_attention", listening)
     subject, num_tokens = Subject(kernels, torch.bfloat16), 4 * TILE
     kv = random_kv(subject, HEADS, num_tokens // BLOCK_TOKENS)
     assert sum(1 for _ in kernels.preparations(chunk, HEADS.num_heads, kv, SCALE)) == 3

@@ -33,13 +33,13 @@ def interpreted_kernels(tile_size: int) -> Iterator["CudaKernels"]:
     require_interpreter()
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from penstock.kernels import cuda_kernels
+    from penstock.kernels import cuda_kernels, cuda_past
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", _widened(InterpreterBuilder.create_dot))
-        patch.setattr(cuda_kernels, "cudnn_attention", _attention)
+        patch.setattr(cuda_past, "cudnn_attention", _attention)
         patch.setattr(
-            cuda_kernels, "_attend_without_cudnn", lambda q, k, v, scale: _attention(q, k, v, scale=scale)
+            cuda_past, "_attend_without_cudnn", lambda q, k, v, scale: _attention(q, k, v, scale=scale)
         )
         yield cuda_kernels.CudaKernels(tile_size=tile_size)
 

@@ -56,14 +56,14 @@ def test_what_layers_and_kernels_have_is_what_is_counted() -> None:
 
 def test_what_a_gpu_has_is_what_is_counted() -> None:
     pytest.importorskip("triton")
-    from penstock.kernels import cuda_delta, cuda_kernels, triton_delta
+    from penstock.kernels import cuda_delta, cuda_kernels, cuda_past, triton_delta
     from penstock.models import graphs
 
     assert (activation_parts.SPLITS, activation_parts.HEADS_AND_PARTS) == (
         cuda_kernels._SPLITS,
-        cuda_kernels._HEADS_AND_PARTS,
+        cuda_past.HEADS_AND_PARTS,
     )
-    assert activation_parts.QUERY_BUCKETS == cuda_kernels._QUERY_BUCKETS
+    assert activation_parts.QUERY_BUCKETS == cuda_past.QUERY_BUCKETS
     assert (activation_parts.PIECE_TOKENS, activation_parts.BLOCK_ROWS) == (
         cuda_delta.PIECE_TOKENS,
         triton_delta.BLOCK_ROWS,
@@ -101,7 +101,8 @@ def test_more_work_never_needs_less(
     for name in ("longest_past", "num_decodes", "decode_pasts", "num_logits"):
         larger = replace(step, **{name: getattr(step, name) + more})
         assert peak(shape, larger, workspace, dtype_bytes) >= least, name
-    assert peak(shape, step, workspace, 2 * dtype_bytes) >= least
+    if workspace.kernels != "cuda" or shape.delta_net is None:  # which a GPU runs in another way in float32
+        assert peak(shape, step, workspace, 2 * dtype_bytes) >= least
 
 
 @given(any_shape, steps(), workspaces(), st.integers(1, 500))
@@ -163,22 +164,20 @@ def test_the_same_on_a_gpu() -> None:
 
 def test_many_rows_are_fed_in_slabs() -> None:
     """What one slab takes, and no more for each row than what stays of it."""
-    workspace = Workspace("cuda", 1024, head_norm=True, row_grid=64, feed_rows=2048)
+    workspace = Workspace("cuda", 1024, head_norm=True, row_grid=64, feed_rows=2560)
 
     def feeding(num_tokens: int, workspace: Workspace = workspace) -> StepMemory:
         step = StepShape.of_chunk(num_tokens, 0, is_last=True)
         phases = step_phases(QWEN, step, dtype_bytes=2, workspace=workspace)
         return next(phase for phase in phases if phase.phase == "mlp")
 
-    slab = 2048 * 2 * (2 * 12_288 + 4096)
-    assert feeding(2048).mlp_bytes == slab
-    assert feeding(3584) == feeding(3584, replace(workspace, feed_rows=0))
-    for rows in (4096, 32_768):
+    slab = 2560 * 2 * (2 * 12_288 + 4096)
+    assert feeding(2560) == feeding(2560, replace(workspace, feed_rows=0))
+    assert feeding(2560).mlp_bytes == slab
+    for rows in (3072, 5120, 32_768):
         found = feeding(rows)
         assert found.mlp_bytes == slab
-        assert found.hidden_bytes == (rows + 2048) * 2 * 2 * 4096
-    # The last slab has what is left.
-    assert feeding(5120).mlp_bytes == 3072 * 2 * (2 * 12_288 + 4096)
+        assert found.hidden_bytes == (rows + 2560) * 2 * 2 * 4096
 
 
 def test_on_a_gpu_pasts_are_copied_only_where_they_must_be() -> None:

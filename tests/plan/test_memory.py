@@ -44,6 +44,8 @@ def workspaces(draw: st.DrawFn) -> Workspace:
         row_slab=draw(st.sampled_from([0, 0, 64])),
         row_grid=draw(st.sampled_from([8, 64])),
         expert_slab=draw(st.sampled_from([0, 0, 32])),
+        head_rows=draw(st.sampled_from([8, 32])),
+        feed_rows=draw(st.sampled_from([0, 128, 2560])),
         head_norm=draw(st.booleans()),
         float32_norm=draw(st.booleans()),
         num_active_experts=draw(st.integers(0, 4)),

@@ -51,8 +51,8 @@ def load_subject(weights: RandomWeights, dtype: torch.dtype, device: torch.devic
 
 
 def load_untiled(weights: RandomWeights, dtype: torch.dtype, device: torch.device, chunk: int) -> Subject:
-    """The same kernels in the fastest way for chunks of this size: each is its own tile, and no product is padded or
-    cut. Its bits depend on the chunk."""
+    """The same kernels in the fastest way for chunks of this size: each is its own tile, and no product is padded.
+    Its bits depend on the chunk."""
     model = load_decoder(weights, kernels_of(device, chunk), dtype, device)
     as_it_is = ProbeResult(
         row_floor=1, row_slab=0, attention_holds=False, passes_hold=False, head_holds=False

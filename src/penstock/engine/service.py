@@ -270,17 +270,18 @@ class Service:
         """Run a step, or prepare for the next, or wait for something to do. False: the service is closed, and nothing
         runs any more."""
         with self._changed:
-            if not self._batcher.has_work and not self._batcher.notices:
-                if self.is_closing:
-                    return False
-                if self._preparations is None:
-                    self._changed.wait()
+            is_idle = not self._batcher.has_work and not self._batcher.notices
+            if is_idle and self.is_closing:
+                return False
+            if is_idle and self._preparations is None:
+                self._changed.wait()
             if self._closes_at is not None and time.monotonic() >= self._closes_at:
                 self._batcher.cancel_all()
             step = self._batcher.begin()
             self._is_stepping = step is not None
         if step is None:
-            self._prepare()
+            if is_idle:
+                self._prepare()
             return True
         outcome = self._batcher.run(step)
         with self._changed:
@@ -294,8 +295,9 @@ class Service:
         if self._preparations is None:
             return
         try:
-            if next(self._preparations, self) is self:
-                self._preparations = None
+            next(self._preparations)
+        except StopIteration:
+            self._preparations = None
         except Exception as error:  # a request that needs it meets it, too
             _log.warning("preparing for requests failed", exc_info=error)
             self._preparations = None

@@ -128,7 +128,13 @@ def expected_workspace(device: "torch.device") -> Workspace:
         return Workspace(kind, num_threads=num_threads)
     kernels = select_kernels(device)
     return Workspace(
-        kind, kernels.tile_size, num_threads, row_floor=_ROW_FLOOR_ON_GPU, row_grid=kernels.row_grid
+        kind,
+        kernels.tile_size,
+        num_threads,
+        row_floor=_ROW_FLOOR_ON_GPU,
+        row_grid=kernels.row_grid,
+        head_rows=kernels.head_rows,
+        feed_rows=kernels.feed_rows,
     )
 
 

@@ -11,7 +11,8 @@ from triton.runtime import driver
 
 from penstock.cache.kv import KV
 from penstock.kernels import cuda_delta, fla_delta
-from penstock.kernels.cuda_work import TILE, DecodeWork, TileWork, device_places, device_work
+from penstock.kernels.cuda_past import attend_past, prepare_past
+from penstock.kernels.cuda_work import TILE, ChunkWork, DecodeWork, TileWork, device_places, device_work
 from penstock.kernels.launches import KeptKernel
 from penstock.kernels.protocol import HeadLayout
 from penstock.kernels.quantised import Weight
@@ -38,26 +39,18 @@ _TILE_ROWS, _TILE_ROWS_FLOAT32 = 64, 16
 _SPLITS = 64
 # A program has no fewer blocks of a past than these, unless there are no more.
 _LEAST_BLOCKS = 2
-# A past is attended to in as many parts as it takes for 512 queries to give every multiprocessor something to do.
-_HEADS_AND_PARTS = 32
 # The matrix units take no fewer rows.
 _LEAST_ROWS = 16
-# cuDNN makes a plan for every number of queries that it meets, and every length of a past, which takes it tens of
-# milliseconds: the former are rounded up to few.
-_QUERY_BUCKETS = (64, 128, 256, 512)
 # Products of no more rows than these, with weights no larger than this, are faster here than in cuBLAS.
 _FEW_ROWS = 32
 _FEW_ROWS_WEIGHT = 1 << 24
 _FEW_ROWS_OUTPUTS = 16
 _FEW_ROWS_BLOCK = 256
 _WIDTH_BLOCK = 1024
-_HOPPER = (9, 0)
 _HOPPER_SHARED_BYTES = 232_448
 _HEADS_TOGETHER = 16
 
 _tile_attention = KeptKernel(tile_attention_kernel)
-
-cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
 
 
 class CudaKernels(TorchKernels):
@@ -66,7 +59,7 @@ class CudaKernels(TorchKernels):
     name = "cuda"  # and "cuda+fla", where prompts of delta nets run in flash-linear-attention's kernels
     row_grid = 64
     head_rows = 32
-    feed_rows = 2048
+    feed_rows = 2560
     activation_stride = 2
     can_capture = True
     carry_states = staticmethod(cuda_delta.carry_states)
@@ -169,21 +162,18 @@ class CudaKernels(TorchKernels):
         """The same into `out` [rows, heads, head_dim], whose rows that see nothing stay as they are."""
         found = device_work(work, queries.device)
         for chunk in found.chunks:
-            past = chunk.read_past(kv)
-            for tile in chunk.tiles:
-                own_past = past.first(tile.tile_start) if past is not None and tile.tile_start else None
-                self._attend_tile(queries[tile.rows], tile, own_past, kv, scale, out[tile.rows])
+            self._attend_chunk(queries, chunk, kv, scale, out)
         if found.decodes is not None:
             self._attend_decodes(queries, found.decodes, kv, scale, out)
 
+    def _attend_chunk(self, queries: Tensor, chunk: ChunkWork, kv: KV, scale: float, out: Tensor) -> None:
+        past = chunk.read_past(kv)
+        for tile in chunk.tiles:
+            own_past = past.first(tile.tile_start) if past is not None and tile.tile_start else None
+            self._attend_tile(queries[tile.rows], tile, own_past, kv, scale, out[tile.rows])
+
     def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
-        num_tokens, _, head_dim = kv.keys.shape
-        if not _has_cudnn_attention(kv.keys.device, kv.keys.dtype, head_dim):
-            return
-        queries = kv.keys.new_zeros(min(num_rows, self.tile_size), num_heads, head_dim)
-        for past in range(self.tile_size, num_tokens, self.tile_size):
-            attend_past(queries, kv.first(past), scale)
-            yield
+        return prepare_past(min(num_rows, self.tile_size), num_heads, kv, scale, self.tile_size)
 
     def _attend_tile(
         self, queries: Tensor, tile: TileWork, past: KV | None, kv: KV, scale: float, out: Tensor
@@ -279,45 +269,6 @@ class CudaKernels(TorchKernels):
         )
 
 
-def attend_past(queries: Tensor, past: KV, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of queries [n, heads, head_dim] to all of a past, in parts: [parts, n or more, heads, head_dim] and
-    [parts, heads, n or more], the logarithms of the sums of exponentials."""
-    num_rows, num_heads, head_dim = queries.shape
-    num_tokens, num_kv_heads = past.keys.shape[:2]
-    # How many parts there are must follow from the model and the past alone.
-    num_parts = max(_HEADS_AND_PARTS // num_heads, 1)
-    if num_tokens % (num_parts * BLOCK_TOKENS):
-        num_parts = 1
-    size = next((size for size in _QUERY_BUCKETS if num_rows <= size), -(-num_rows // 512) * 512)
-    if size != num_rows:
-        padded = queries.new_empty(size, num_heads, head_dim)
-        padded[:num_rows] = queries
-        queries = padded
-    # One view each, since every call on a tensor costs the host as much as a launch.
-    part = num_tokens // num_parts
-    shape = (num_parts, num_kv_heads, part, head_dim)
-    strides = (part * num_kv_heads * head_dim, head_dim, num_kv_heads * head_dim, 1)
-    keys, values = past.keys.as_strided(shape, strides), past.values.as_strided(shape, strides)
-    queries = queries.as_strided((num_parts, num_heads, size, head_dim), (0, head_dim, queries.stride(0), 1))
-    if _has_cudnn_attention(queries.device, queries.dtype, head_dim):
-        out, lse = cudnn_attention(queries, keys, values, None, True, 0.0, False, False, scale=scale)[:2]
-    else:
-        out, lse = _attend_without_cudnn(queries, keys, values, scale)
-    return out.transpose(1, 2), lse.view(num_parts, num_heads, -1)
-
-
-def _attend_without_cudnn(
-    queries: Tensor, keys: Tensor, values: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
-    """By torch's own kernel. All are [parts, heads or fewer, tokens, head_dim]."""
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
-    found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_efficient_attention(
-        queries, keys, values, None, True, 0.0, False, scale=scale
-    )[:2]
-    return found
-
-
 def _has_few_rows(x: Tensor, weight: Tensor) -> bool:
     return (
         x.shape[0] <= _FEW_ROWS
@@ -390,15 +341,6 @@ def _shared_bytes(device: torch.device) -> int:
         return _HOPPER_SHARED_BYTES
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
-
-
-@cache
-def _has_cudnn_attention(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """cuDNN has none in float32, and large heads on Hopper alone."""
-    if dtype == torch.float32:
-        return False
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else _HOPPER
-    return capability[0] >= 8 and (head_dim <= 128 or capability == _HOPPER)
 
 
 def _precision(x: Tensor) -> str:

@@ -79,7 +79,7 @@ class Kernels(Protocol):
     row_grid: int  # rows are padded to a multiple of this, where there are more than a few
     avoided_rows: tuple[int, ...]  # numbers of rows on the grid whose products have other bits
     head_rows: int  # the output head runs on so many rows at a time, where their number must not matter to their bits
-    feed_rows: int  # feed-forward blocks run on so many rows at a time, where there are many more; 0: on all
+    feed_rows: int  # feed-forward blocks run on no more rows than this at a time; 0: on all
     activation_stride: int  # rows of an activation are so many times as far apart as they are long
     can_capture: bool  # whether passes can be kept as graphs of a device's own
     quantised: QuantisedProducts | None  # what makes weights of blocks, where `linear` takes them
@@ -163,6 +163,20 @@ def padded_rows(
     while count in avoided:
         count += row_slab or grid_of(count + 1, row_grid)
     return count
+
+
+def slabs_of(num_rows: int, kernels: Kernels) -> list[slice]:
+    """Rows in parts of `feed_rows` or a little fewer, all of them of numbers whose products have a row's usual bits;
+    none where there are no such parts."""
+    most, grid = kernels.feed_rows, kernels.row_grid
+    num_parts = -(-num_rows // most)
+    least = -(-num_rows // num_parts // grid) * grid
+    for size in range(least, most + 1, grid):
+        slabs = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+        sizes = {slab.stop - slab.start for slab in slabs}
+        if min(sizes) >= kernels.row_floor and not sizes & set(kernels.avoided_rows):
+            return slabs
+    return []
 
 
 def grid_of(num_rows: int, row_grid: int) -> int:

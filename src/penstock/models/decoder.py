@@ -14,7 +14,7 @@ from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.kernels.device_inputs import on_device
 from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
 from penstock.kernels.probe import ProbeShapes, ProductShape
-from penstock.kernels.protocol import Kernels
+from penstock.kernels.protocol import Kernels, slabs_of
 from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.layers.attention import Attention
 from penstock.layers.batch import ForwardBatch
@@ -238,13 +238,10 @@ class Decoder:
 
     def _slabs(self, index: int, num_rows: int) -> list[slice]:
         """The rows that a layer's second block has at a time; none: it has all of them."""
-        size = self.kernels.feed_rows
-        if not size or num_rows < 2 * size or not isinstance(self.layers[index].mlp, GatedMLP):
+        kernels = self.kernels
+        if not 0 < kernels.feed_rows < num_rows or not isinstance(self.layers[index].mlp, GatedMLP):
             return []
-        starts = range(0, num_rows - size + 1, size)
-        slabs = [slice(start, start + size) for start in starts[:-1]] + [slice(starts[-1], num_rows)]
-        counts = {slab.stop - slab.start for slab in slabs}
-        return [] if counts & set(self.kernels.avoided_rows) else slabs
+        return slabs_of(num_rows, kernels)
 
     def _feed_in_slabs(
         self, index: int, x: Tensor, mixed: Tensor, slabs: list[slice], batch: ForwardBatch
@@ -256,6 +253,7 @@ class Decoder:
             total, normed = kernels.add_norm(x[slab], mixed[slab], self.layers[index].mlp_norm, eps)
             out = self.layers[index].mlp(normed, len(normed), batch, kernels)
             kernels.add_norm(total, out, self._next_norms[index], eps, into=(x[slab], mixed[slab]))
+            del total, normed, out  # before the next are made
         return x, mixed
 
     def end(

@@ -5,7 +5,6 @@ rows, over one cache; what differs from pass to pass lies in tensors that stay w
 Which kernels run, and on what shapes, is as without graphs, and so are the bits.
 """
 
-import logging
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from penstock.models.chunk_graphs import ChunkLayout
     from penstock.models.decoder import Decoder
 
-_log = logging.getLogger("penstock.models")
 # Rows of decodes are rounded up to one of these. More than the last are launched one by one.
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 # The same for the blocks of the longest; more than the last are all that there are.
@@ -62,7 +60,7 @@ class _CacheGraphs:
     def __init__(self, caches: CacheTensors) -> None:
         self._caches = weakref.ref(caches)
         self._recorder = Recorder(caches.kv.device)
-        # By what they depend on; None: it could not be recorded.
+        # By what they depend on; None: memory did not allow it.
         self._decodes: dict[tuple[int, int], RecordedPass | None] = {}
         self._chunks: dict[object, RecordedPass | None] = {}
         self._seen: set[object] = set()  # layouts of chunks that came once
@@ -90,7 +88,9 @@ class _CacheGraphs:
         most = min(caches.kv.num_blocks, -(-model.config.max_position // BLOCK_TOKENS))
         shape = (num_rows, min(next((size for size in DECODE_BLOCKS if longest <= size), most), most))
         if shape not in self._decodes:
-            self._decodes[shape] = _recorded(lambda: DecodeGraph(model, caches, *shape, self._recorder))
+            self._decodes[shape] = _unless_memory_ends(
+                lambda: DecodeGraph(model, caches, *shape, self._recorder)
+            )
         return self._decodes[shape]
 
     def _chunk(self, layout: "ChunkLayout", model: "Decoder", caches: CacheTensors) -> RecordedPass | None:
@@ -102,19 +102,17 @@ class _CacheGraphs:
                 if len(self._seen) < _MOST_SEEN:
                     self._seen.add(layout)
                 return None
-            self._chunks[layout] = _recorded(lambda: ChunkGraphs(model, caches, layout, self._recorder))
+            self._chunks[layout] = _unless_memory_ends(
+                lambda: ChunkGraphs(model, caches, layout, self._recorder)
+            )
         return self._chunks[layout]
 
 
-def _recorded(record: Callable[[], RecordedPass]) -> RecordedPass | None:
-    """What is recorded takes memory that stays. Where there is none for it, or something spoils the recording, passes
-    are launched instead."""
+def _unless_memory_ends(record: Callable[[], RecordedPass]) -> RecordedPass | None:
+    """What is recorded takes memory that stays. Where there is none for it, passes are launched instead."""
     torch.cuda.empty_cache()  # a recording can take nothing back
     try:
         return record()
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
-    except torch.AcceleratorError as error:
-        torch.cuda.synchronize()  # raises, where the device does nothing more
-        _log.warning("a pass could not be recorded; its kernels are launched one by one", exc_info=error)
-    return None
+        return None

@@ -1,6 +1,7 @@
 """How graphs are recorded, and what of their memory is seen from outside."""
 
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 _Result = TypeVar("_Result")
+_recording = threading.Lock()  # one at a time, whoever records
 
 
 class Recorder:
@@ -22,7 +24,7 @@ class Recorder:
         """What `work` launches, as a graph; nothing runs. All that it launches must have run once before."""
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._stream.device)
-        with torch.cuda.stream(self._stream), _without_garbage_collection():
+        with _recording, torch.cuda.stream(self._stream), _without_garbage_collection():
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 result = work()

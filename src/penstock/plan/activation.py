@@ -94,14 +94,13 @@ def _feed_forward(sizes: PassSizes) -> Iterator[StepMemory]:
         hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden),
     )
     feed_rows = sizes.workspace.feed_rows
-    is_in_slabs = 0 < 2 * feed_rows <= sizes.rows
+    is_in_slabs = 0 < feed_rows < sizes.rows
     if sizes.shape.num_dense_layers and is_in_slabs:
-        # Sums and norms are written over what they are made of; the last slab has the rows that are left, too.
-        rows = feed_rows + sizes.rows % feed_rows
+        # Sums and norms are written over what they are made of.
         yield replace(
             begun,
-            hidden_bytes=sizes.bytes(2 * hidden) + sizes.bytes(2 * hidden, rows),
-            mlp_bytes=_feeding(sizes, sizes.shape.intermediate_size, rows),
+            hidden_bytes=sizes.bytes(2 * hidden) + sizes.bytes(2 * hidden, feed_rows),
+            mlp_bytes=_feeding(sizes, sizes.shape.intermediate_size, feed_rows),
         )
         if not sizes.shape.experts:
             return

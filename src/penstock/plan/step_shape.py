@@ -63,7 +63,7 @@ class Workspace:
     row_grid: int = 8  # more than a few rows are padded to a multiple of this, where there is no slab
     expert_slab: int = 0
     head_rows: int = 8  # that the output head has at a time
-    feed_rows: int = 0  # that feed-forward blocks have at a time, where there are many more; 0: all
+    feed_rows: int = 0  # the most that feed-forward blocks have at a time; 0: all
     head_norm: bool = False  # queries and keys are normed
     float32_norm: bool = False  # norms have their weights in float32
     rotary_dim: int = 0  # elements of each head that are rotated; 0: all
