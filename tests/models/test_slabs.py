@@ -48,7 +48,7 @@ def logits_of(family: str, kernels: Watched, num_tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 @pytest.mark.parametrize(
-    ("num_tokens", "sizes"), [(64, [64]), (65, [40, 25]), (128, [64, 64]), (170, [64, 64, 42])]
+    ("num_tokens", "sizes"), [(64, [64]), (65, [64, 1]), (128, [64, 64]), (170, [64, 64, 42])]
 )
 def test_slabs_change_no_bit(family: str, num_tokens: int, sizes: list[int]) -> None:
     slabs, whole = Watched(64), Watched(0)
@@ -62,6 +62,22 @@ def test_slabs_change_no_bit(family: str, num_tokens: int, sizes: list[int]) -> 
 
 def test_models_of_experts_feed_all_rows() -> None:
     assert torch.equal(logits_of("qwen3_moe", Watched(16), 40), logits_of("qwen3_moe", Watched(0), 40))
+
+
+def test_parts_are_whole_powers_of_two_where_that_may_be() -> None:
+    kernels = Watched(2560)
+    kernels.row_grid, kernels.row_floor = 64, 192
+
+    def sizes(num_rows: int) -> list[int]:
+        return [slab.stop - slab.start for slab in slabs_of(num_rows, kernels)]
+
+    assert sizes(32_768) == [2048] * 16
+    assert sizes(3072) == [2048, 1024]
+    kernels.avoided_rows = (1024,)
+    assert sizes(3072) == [1536, 1536]
+    kernels.avoided_rows = ()
+    kernels.row_floor = 1100
+    assert sizes(3072) == [1536, 1536]
 
 
 @given(

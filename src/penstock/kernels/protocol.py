@@ -166,12 +166,13 @@ def padded_rows(
 
 
 def slabs_of(num_rows: int, kernels: Kernels) -> list[slice]:
-    """Rows in parts of `feed_rows` or a little fewer, all of them of numbers whose products have a row's usual bits;
-    none where there are no such parts."""
+    """Rows in parts of `feed_rows` or fewer, all of them of numbers whose products have a row's usual bits; none
+    where there are no such parts."""
     most, grid = kernels.feed_rows, kernels.row_grid
     num_parts = -(-num_rows // most)
     least = -(-num_rows // num_parts // grid) * grid
-    for size in range(least, most + 1, grid):
+    # The largest power of two is what a GPU's processors share out best.
+    for size in (1 << most.bit_length() - 1, *range(least, most + 1, grid)):
         slabs = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
         sizes = {slab.stop - slab.start for slab in slabs}
         if min(sizes) >= kernels.row_floor and not sizes & set(kernels.avoided_rows):
