@@ -1,11 +1,22 @@
 """Decodes that are launched before they are planned: used where they are what comes, and forgotten where not."""
 
+import gc
+import weakref
+from dataclasses import replace
+
 import pytest
+from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
+from penstock.engine.ahead import expect
+from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.job import Job
+from penstock.engine.sampling import Choice
+from penstock.engine.space import CacheSpace
 from penstock.layers.batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.policy import ScheduleConfig
+from penstock.plan.request import Span
 from tests.engine.batching import Wish, new_batcher, new_job, serve
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
 
@@ -76,3 +87,74 @@ def test_a_pass_that_nobody_wants_is_forgotten(model: Decoder) -> None:
     ours = serve(model, wishes, SCHEDULE, looks_ahead=True)
     theirs = serve(model, wishes, SCHEDULE)
     assert [job.generated for job in ours] == [job.generated for job in theirs]
+
+
+def test_it_is_made_ready_while_the_step_before_is_computed(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once the tokens are there, nothing is built any more."""
+    said: list[str] = []
+
+    def telling(name: str, told: str) -> None:
+        work = getattr(type(model), name)
+
+        def listening(self: Decoder, batch: ForwardBatch, caches: CacheTensors) -> object:
+            said.append(told)
+            return work(self, batch, caches)
+
+        monkeypatch.setattr(type(model), name, listening)
+
+    telling("prepare", "made ready")
+    telling("forward", "launched")
+    choose = Job.choose
+
+    def chosen(self: Job, logits: Tensor) -> Choice:
+        said.append("chosen")
+        return choose(self, logits)
+
+    monkeypatch.setattr(Job, "choose", chosen)
+    monkeypatch.setattr(Job, "needs_logits", True)
+    batcher = new_batcher(model, SCHEDULE, 1024, strict=False, looks_ahead=True)
+    batcher.add(new_job(batcher, "one", WISHES[0]))
+    for _ in range(3):
+        step = batcher.begin()
+        assert step is not None
+        batcher.settle(step, batcher.run(step))
+    assert said == [
+        *("launched", "chosen"),  # the chunk
+        *("launched", "made ready", "chosen", "launched"),
+        *("made ready", "chosen", "launched"),
+    ]
+
+
+def test_what_is_expected_and_never_comes_keeps_no_cache(model: Decoder) -> None:
+    batcher = new_batcher(model, SCHEDULE, 1024, strict=False, looks_ahead=True)
+    tensors = weakref.ref(batcher.space.tensors)
+    batcher.add(new_job(batcher, "one", WISHES[0]))
+    for _ in range(3):
+        step = batcher.begin()
+        assert step is not None
+        batcher.settle(step, batcher.run(step))
+    expected = batcher._runner._expected
+    ahead = batcher._runner._ahead
+    assert expected is None
+    assert ahead is not None
+    batch = build_batch(ahead.inputs, canon=Canon(512))
+    model.prepare(batch, batcher.space.tensors)
+    del batcher, ahead, step
+    gc.collect()
+    assert tensors() is None
+    assert batch.num_tokens == 1
+
+
+@pytest.mark.parametrize("num_tokens", [63, 64, 65])
+def test_a_sequence_without_room_is_not_expected(model: Decoder, num_tokens: int) -> None:
+    """The step that sets room aside for it comes first."""
+    space = CacheSpace.for_tokens(model, 1024)
+    cache = space.new_sequence()
+    cache.reserve(0, [num_tokens])
+    span = SpanInput(Span(num_tokens - 1, num_tokens), (5,), cache.blocks, is_prompt=False, wants_logits=True)
+    found = expect([span], lambda inputs: build_batch(inputs, canon=Canon(512)))
+    assert (found is None) == (num_tokens == 64)
+    chunk = replace(span, is_prompt=True)
+    assert expect([span, chunk], lambda inputs: build_batch(inputs, canon=Canon(512))) is None

@@ -1,16 +1,18 @@
-"""Decodes that were launched before the step before them was settled: the device computes while the host does books.
+"""Decodes that are made ready while the step before them is computed, and launched before it is settled: the device
+computes while the host does books.
 
 Nothing depends on it. Where the next step is not the one that was expected, what was launched is forgotten: it wrote
 keys and values behind the end of each sequence, where whatever comes next writes again.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from penstock.cache import TokenRange
 from penstock.engine.batch import SpanInput
+from penstock.layers.batch import ForwardBatch
 from penstock.plan.request import Span
 
 
@@ -34,21 +36,42 @@ class Ahead:
         )
 
 
-def launch_ahead(
-    inputs: Sequence[SpanInput], forward: Callable[[Sequence[SpanInput]], Tensor | None]
-) -> Ahead | None:
-    """Launch a pass over decodes; None where it cannot be."""
+@dataclass(frozen=True)
+class Expected:
+    """A pass over decodes of tokens that are not chosen yet."""
+
+    inputs: tuple[SpanInput, ...]
+    places: tuple[list[TokenRange], ...]
+    batch: ForwardBatch
+
+    def launch(self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]) -> Ahead | None:
+        """With the tokens that were chosen; None where it cannot be."""
+        self.batch.token_ids[: len(tokens)] = tokens
+        try:
+            logits = forward(self.batch)
+        except Exception:  # if it is more than a moment's, the step itself meets it
+            return None
+        assert logits is not None  # of a decode they are always wanted
+        inputs = zip(self.inputs, tokens, strict=True)
+        return Ahead(tuple(replace(item, token_ids=(token,)) for item, token in inputs), self.places, logits)
+
+
+def expect(
+    inputs: Sequence[SpanInput], prepare: Callable[[Sequence[SpanInput]], ForwardBatch]
+) -> Expected | None:
+    """The pass that follows one over these decodes, made ready; None where one of them is none, or a sequence has no
+    room for its next token yet."""
+    following: list[SpanInput] = []
+    for item in inputs:
+        start = item.span.end
+        if item.is_prompt or not item.wants_logits or start + 1 > item.blocks.capacity_tokens:
+            return None
+        following.append(
+            SpanInput(Span(start, start + 1), (0,), item.blocks, is_prompt=False, wants_logits=True)
+        )
     try:
-        logits = forward(inputs)
-    except Exception:  # if it is more than a moment's, the step itself meets it
+        batch = prepare(following)
+    except Exception:  # as above
         return None
-    assert logits is not None  # of a decode they are always wanted
-    return Ahead(tuple(inputs), tuple(item.blocks.locate(0, item.span.end) for item in inputs), logits)
-
-
-def next_decode(item: SpanInput, token: int) -> SpanInput | None:
-    """The decode of a token that was sampled after a span; None where the sequence has no room for it yet."""
-    start = item.span.end
-    if start + 1 > item.blocks.capacity_tokens:
-        return None
-    return SpanInput(Span(start, start + 1), (token,), item.blocks, is_prompt=False, wants_logits=True)
+    places = tuple(item.blocks.locate(0, item.span.end) for item in following)
+    return Expected(tuple(following), places, batch)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from penstock.engine.ahead import Ahead, launch_ahead, next_decode
+from penstock.engine.ahead import Ahead, Expected, expect
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, use_device
 from penstock.engine.explain import ChunkRecord
@@ -18,6 +18,7 @@ from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import sample_one
 from penstock.engine.space import CacheSpace
 from penstock.errors import ContextLengthError, MemoryExhaustedError, PromptError, SettingError
+from penstock.layers.batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ChunkSizer, Prefill, PrefillScheduler, Span
 from penstock.plan.step_shape import StepShape
@@ -85,6 +86,7 @@ class Run:
         self._eos_ids = eos_ids
         # Where the device runs behind the host; a state would need a slot that is not set aside yet.
         self._looks_ahead = model.can_record and self.space.slots is None
+        self._expected: Expected | None = None
         self._ahead: Ahead | None = None
         self._pace = pace_of(model.device)
         self._untimed: deque[tuple[Span, Prefill | None]] = deque()  # steps whose time is not known yet
@@ -102,7 +104,7 @@ class Run:
             try:
                 state = self.cache.reserve(item.span.start, self._states_to_keep(item, action))
                 logits = self._logits_of(replace(item, state=state))
-                token = None if logits is None else sample_one(logits, self._sampler, self.tokens)
+                token = None if logits is None else self._sample(logits, item)
                 times = self._pace.end(is_done=token is not None)
             except BaseException as error:
                 self._pace.abandon()
@@ -110,8 +112,8 @@ class Run:
             else:
                 self._untimed.append((item.span, action))
                 self._commit(item.span, action, logits, token, times)
-                if token is not None and self._looks_ahead:
-                    self._ahead = self._launch_next(item, token)
+                if token is not None:
+                    self._launch_next(token)
                 return StepResult(item.span, item.is_prompt, token)
 
     def cancel(self) -> None:
@@ -132,22 +134,33 @@ class Run:
             if ahead.is_of([item]):
                 return ahead.logits
             self._pace.abandon()
-        return self._forward([item])
+        return self._forward(build_batch([item], canon=self._canon))
 
-    def _forward(self, inputs: Sequence[SpanInput]) -> Tensor | None:
+    def _forward(self, batch: ForwardBatch) -> Tensor | None:
         self._pace.begin()
-        logits = self.model.forward(build_batch(inputs, canon=self._canon), self.space.tensors)
+        logits = self.model.forward(batch, self.space.tensors)
         self._pace.launched()
         return logits
 
-    def _launch_next(self, item: SpanInput, token: int) -> Ahead | None:
+    def _sample(self, logits: Tensor, item: SpanInput) -> int:
+        """The token after a span. Meanwhile its decode is made ready."""
+
+        def meanwhile() -> None:
+            self._expected = expect([item], self._prepare) if self._looks_ahead else None
+
+        return sample_one(logits, self._sampler, self.tokens, meanwhile)
+
+    def _prepare(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
+        batch = build_batch(inputs, canon=self._canon)
+        self.model.prepare(batch, self.space.tensors)
+        return batch
+
+    def _launch_next(self, token: int) -> None:
         """Launch the decode of a token that is the sequence's now, unless it was the last one. The first token is
         told of before anything is recorded for those after it."""
-        if self.finish_reason is not None or item.is_prompt:
-            return None
-        if (following := next_decode(item, token)) is None:
-            return None
-        return launch_ahead([following], self._forward)
+        expected, self._expected = self._expected, None
+        if expected is not None and self.finish_reason is None:
+            self._ahead = expected.launch([token], self._forward)
 
     def _schedule(self) -> tuple[SpanInput, Prefill | None]:
         if self.finish_reason is not None:

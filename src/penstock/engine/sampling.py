@@ -54,8 +54,11 @@ class PlainRow:
         return Choice(self.sampler.sample(logits, self.tokens), None)
 
 
-def sample_rows(logits: Tensor, rows: Sequence[SampledRow]) -> list[Choice | Exception]:
-    """A choice for each row of logits [rows, vocab], float32; or the error that there was in making it."""
+def sample_rows(
+    logits: Tensor, rows: Sequence[SampledRow], meanwhile: Callable[[], None] = lambda: None
+) -> list[Choice | Exception]:
+    """A choice for each row of logits [rows, vocab], float32; or the error that there was in making it. `meanwhile`
+    is done while the device computes, before the host waits for it."""
     ways = [_way_of(row, logits.device) for row in rows]
     choices: dict[int, Choice | Exception] = {}
     places: list[int] = []
@@ -64,6 +67,7 @@ def sample_rows(logits: Tensor, rows: Sequence[SampledRow]) -> list[Choice | Exc
         if own := [place for place, other in enumerate(ways) if other == way]:
             places += own
             found.append(choose(_rows_of(logits, own), [rows[place].sampler for place in own]))
+    meanwhile()
     if found:
         on_host = (torch.cat(found, dim=1) if len(found) > 1 else found[0]).cpu()
         largest = on_host[1].view(torch.float32).tolist()
@@ -80,9 +84,11 @@ def sample_rows(logits: Tensor, rows: Sequence[SampledRow]) -> list[Choice | Exc
     return [choices[place] for place in range(len(rows))]
 
 
-def sample_one(logits: Tensor, sampler: Sampler, tokens: Sequence[int]) -> int:
+def sample_one(
+    logits: Tensor, sampler: Sampler, tokens: Sequence[int], meanwhile: Callable[[], None] = lambda: None
+) -> int:
     """A token out of logits [1, vocab], given all tokens of the sequence so far."""
-    (choice,) = sample_rows(logits, [PlainRow(sampler, tokens)])
+    (choice,) = sample_rows(logits, [PlainRow(sampler, tokens)], meanwhile)
     if isinstance(choice, Exception):
         raise choice
     return choice.token

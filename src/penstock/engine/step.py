@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.ahead import Ahead, launch_ahead, next_decode
+from penstock.engine.ahead import Ahead, Expected, expect
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, wait_for
 from penstock.engine.explain import ChunkRecord
@@ -15,6 +15,7 @@ from penstock.engine.run import is_out_of_memory
 from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.space import CacheSpace
 from penstock.engine.status import SpanRecord, StepRecord
+from penstock.layers.batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.size_rules import SizeDecision
 from penstock.plan.step import PlannedSpan, RequestId, SpanKind, StepPlan
@@ -77,8 +78,8 @@ class StepOutcome:
 class StepRunner:
     """Runs steps of one model over one cache. It changes nothing but the cache's tensors, and decides nothing.
 
-    The step after one of decodes can be launched before that one is settled. A model with recurrent state has no slot
-    to write to by then.
+    The step after one of decodes is made ready while that one is computed, and can be launched before it is settled.
+    A model with recurrent state has no slot to write to by then.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class StepRunner:
         self._tensors = space.tensors
         self._strict = strict
         self._looks_ahead = looks_ahead and space.slots is None
+        self._expected: Expected | None = None
         self._ahead: Ahead | None = None
 
     def run(self, step: Step, jobs: Sequence[Job]) -> StepOutcome:
@@ -96,11 +98,11 @@ class StepRunner:
         try:
             logits = self._take_ahead(step)
             if logits is None:
-                logits = self._forward(step.inputs)
+                logits = self._forward_batch(self._batch(step.inputs))
             if logits is None:
                 wait_for(self._model.device)  # else a step that reads would seem to take no time
                 return StepOutcome()
-            choices = sample_rows(logits, jobs)
+            choices = sample_rows(logits, jobs, lambda: self._expect_after(step))
         except Exception as error:
             if is_out_of_memory(error):
                 release_memory(self._model.device, error)
@@ -111,23 +113,33 @@ class StepRunner:
 
     def launch_next(self, step: Step, jobs: Sequence[Job], outcome: StepOutcome) -> None:
         """Launch the step that follows one in which all jobs sample, if it is plain that they decode on."""
-        if not self._looks_ahead:
+        expected, self._expected = self._expected, None
+        if expected is None:
             return
-        inputs: list[SpanInput] = []
-        for item, job in zip(step.inputs, jobs, strict=True):
+        tokens: list[int] = []
+        for job in jobs:
             choice = outcome.choices.get(job.id)
-            if item.is_prompt or not isinstance(choice, Choice) or not job.goes_on(choice.token):
+            if not isinstance(choice, Choice) or not job.goes_on(choice.token):
                 return
-            if (following := next_decode(item, choice.token)) is None:
-                return
-            inputs.append(following)
-        self._ahead = launch_ahead(inputs, self._forward)
+            tokens.append(choice.token)
+        self._ahead = expected.launch(tokens, self._forward_batch)
+
+    def _expect_after(self, step: Step) -> None:
+        """Make the step after one of decodes ready, while that is computed."""
+        self._expected = expect(step.inputs, self._prepare) if self._looks_ahead else None
 
     def _take_ahead(self, step: Step) -> Tensor | None:
         """The logits of a step that was launched before it was planned."""
         ahead, self._ahead = self._ahead, None
         return ahead.logits if ahead is not None and ahead.is_of(step.inputs) else None
 
-    def _forward(self, inputs: Sequence[SpanInput]) -> Tensor | None:
-        batch = build_batch(inputs, canon=self._canon, strict=self._strict)
+    def _prepare(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
+        batch = self._batch(inputs)
+        self._model.prepare(batch, self._tensors)
+        return batch
+
+    def _batch(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
+        return build_batch(inputs, canon=self._canon, strict=self._strict)
+
+    def _forward_batch(self, batch: ForwardBatch) -> Tensor | None:
         return self._model.forward(batch, self._tensors)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from penstock.models.decoder import Decoder
 
 
+_NOTHING_STAGED: tuple[ForwardBatch | None, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
 # What a graph is told of each row: token, position, place, tokens seen, slots read and written; then its blocks.
 _COLUMNS = 6
 
@@ -34,6 +36,7 @@ class DecodeGraph:
         self, model: "Decoder", caches: CacheTensors, num_rows: int, num_blocks: int, recorder: Recorder
     ) -> None:
         self._num_rows = num_rows
+        self._staged = _NOTHING_STAGED
         self._end = min(model.config.max_position, caches.kv.num_blocks * BLOCK_TOKENS)
         # The graph reads these tables: they are kept even when longer ones are made.
         self._tables = model.rotary.reserve(self._end)
@@ -68,11 +71,23 @@ class DecodeGraph:
         assert logits is not None
         self._logits = logits
 
+    def prepare(self, batch: ForwardBatch) -> None:
+        self._staged = (batch, self._stage(batch))
+
     def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor:
+        (prepared, staged), self._staged = self._staged, _NOTHING_STAGED
+        if prepared is not batch:
+            staged = self._stage(batch)
+        staged[: batch.num_tokens] = batch.token_ids
+        fill(self._inputs, staged)
+        self._graph.replay()
+        return self._logits[: batch.num_tokens].clone()  # the next pass writes over them
+
+    def _stage(self, batch: ForwardBatch) -> NDArray[np.int64]:
+        """All that the graph is told, but for tokens."""
         num_rows, num_all = batch.num_tokens, self._num_rows
         staged = np.zeros(len(self._inputs), dtype=np.int64)
-        tokens, positions, places, lengths, *slots = staged[: _COLUMNS * num_all].reshape(_COLUMNS, num_all)
-        tokens[:num_rows] = batch.token_ids
+        _, positions, places, lengths, *slots = staged[: _COLUMNS * num_all].reshape(_COLUMNS, num_all)
         positions[:num_rows] = batch.positions
         places[:num_rows], places[num_rows:] = row_places(batch.places), -1
         lengths[:num_rows] = batch.positions + 1
@@ -85,6 +100,4 @@ class DecodeGraph:
         for index, span in enumerate(batch.all_layers.spans):
             starts = block_starts(span.places)
             tables[index, : len(starts)] = starts
-        fill(self._inputs, staged)
-        self._graph.replay()
-        return self._logits[:num_rows].clone()  # the next pass writes over them
+        return staged

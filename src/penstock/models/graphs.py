@@ -33,6 +33,9 @@ _MOST_SEEN = 1024
 
 
 class RecordedPass(Protocol):
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Do what can be done before a pass's tokens are known."""
+
     def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor | None:
         """What the model's forward pass gives."""
 
