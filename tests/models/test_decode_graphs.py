@@ -1,0 +1,107 @@
+"""Decodes that are recorded, on a processor: what a graph is told of a pass. Triton's interpreter runs the kernels,
+and a graph that runs again is the same code again, on the same tensors."""
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from penstock.engine.batch import Canon
+from penstock.models import decode_graphs, graphs
+from penstock.models.decoder import Decoder
+from penstock.models.folder import HfFolder
+from penstock.models.loading import load_decoder
+from penstock.plan.policy import ScheduleConfig
+from tests.engine import batching
+from tests.engine.batching import RecordingJob, Wish, serve
+from tests.kernels.triton_interpreter import interpreted_kernels
+from tests.oracle import make_oracle, random_prompt
+
+TILE = 64
+SCHEDULE = ScheduleConfig(chunk_size=64, max_running=3)
+# Sequences that begin a block while they decode, come while others decode, and end one after the other.
+WISHES = [
+    Wish(tuple(random_prompt(62, seed=1)), 5),
+    Wish(tuple(random_prompt(5, seed=2)), 6),
+    Wish(tuple(random_prompt(3, seed=3)), 4, arrives=3),
+]
+
+
+class Replayed:
+    """Stands for a graph: runs what was recorded, and leaves what it gives where the first run left it."""
+
+    def __init__(self, work: Callable[[], Tensor], logits: Tensor) -> None:
+        self._work, self._logits = work, logits
+        self.num_runs = 0
+
+    def replay(self) -> None:
+        self.num_runs += 1
+        self._logits.copy_(self._work())
+
+
+class Rerecorder:
+    """Stands for a recorder."""
+
+    made: ClassVar[list[Replayed]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Replayed, Tensor]:
+        logits = work()
+        self.made.append(Replayed(work, logits))
+        return self.made[-1], logits
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[Decoder]:
+    with interpreted_kernels(TILE) as kernels:
+        yield load_decoder(HfFolder(make_oracle("llama").folder), kernels, torch.float32, torch.device("cpu"))
+
+
+@pytest.fixture
+def recorded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    """The graphs that are made from now on."""
+    made: list[Replayed] = []
+    monkeypatch.setattr(batching, "canon_of", lambda model: Canon(TILE))  # a probe would take a minute here
+    monkeypatch.setattr(graphs, "Recorder", Rerecorder)
+    monkeypatch.setattr(graphs, "_MOST_CHUNK_ROWS", 0)  # decodes alone
+    monkeypatch.setattr(Rerecorder, "made", made)
+    monkeypatch.setattr(model, "_graphs", graphs.PassGraphs(model))
+    return made
+
+
+def launched(model: Decoder) -> list[RecordingJob]:
+    """Without graphs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "_graphs", None)
+        return serve(model, WISHES, SCHEDULE)
+
+
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_recorded_is_launched(model: Decoder, recorded: list[Replayed], looks_ahead: bool) -> None:
+    ours = serve(model, WISHES, SCHEDULE, looks_ahead=looks_ahead)
+    for job, other in zip(ours, launched(model), strict=True):
+        assert job.generated == other.generated
+        for one, another in zip(job.logits, other.logits, strict=True):
+            torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-5)
+    assert sum(graph.num_runs for graph in recorded) >= 4
+
+
+def test_a_pass_that_was_prepared_is_staged_once(
+    model: Decoder, recorded: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staged: list[object] = []
+    stage = decode_graphs.DecodeGraph._stage
+
+    def counted(self: decode_graphs.DecodeGraph, batch: object) -> object:
+        staged.append(batch)
+        return stage(self, batch)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(decode_graphs.DecodeGraph, "_stage", counted)
+    serve(model, WISHES[:1], SCHEDULE, looks_ahead=True)
+    # One token comes with the prompt. The pass after the last one was made ready, too, and never came.
+    assert sum(graph.num_runs for graph in recorded) == 4
+    assert len({id(batch) for batch in staged}) == len(staged) == 5
