@@ -95,6 +95,7 @@ class StepRunner:
 
     def run(self, step: Step, jobs: Sequence[Job]) -> StepOutcome:
         """The forward pass, and a token for each of the jobs: those that sample, in the step's order."""
+        self._expected = None
         try:
             logits = self._take_ahead(step)
             if logits is None:
