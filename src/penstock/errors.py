@@ -43,3 +43,23 @@ class ServiceClosedError(PenstockError):
 
 class RequestFailedError(PenstockError):
     """A request that could not be run to its end, for a reason that is not the user's."""
+
+
+# What torch and the libraries under it say where they have no type of their own for it: on a processor, and on a GPU
+# whose driver, and not torch's allocator, was asked for memory.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "CUDA error: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a processor or a device."""
+    # By name, since this module does without torch.
+    if isinstance(error, MemoryError) or any(
+        kind.__name__ == "OutOfMemoryError" for kind in type(error).__mro__
+    ):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)

@@ -121,7 +121,15 @@ def limit_rows(monkeypatch: pytest.MonkeyPatch, most: int, error: Exception) -> 
 
 @pytest.mark.parametrize("overlap", [0, 5])
 @pytest.mark.parametrize(
-    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")], ids=str
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+        torch.AcceleratorError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=repr,
 )
 def test_running_out_of_memory_halves_the_chunk(error: Exception, overlap: int) -> None:
     model, prompt = small_model(), random_prompt(300)
@@ -137,6 +145,25 @@ def test_running_out_of_memory_halves_the_chunk(error: Exception, overlap: int) 
     assert {len(span) for span in spans} == {25}
     assert run.prefill.progress() == 1.0
     assert_same_bits(run, run_prompt(model, prompt))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("CUDA error: an illegal memory access was encountered"),
+        torch.AcceleratorError("CUDA error: misaligned address"),
+        ValueError("CUDA error: out of memory"),
+    ],
+    ids=repr,
+)
+def test_other_errors_are_not_taken_for_a_lack_of_memory(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit_rows(monkeypatch, 40, error)
+    run = start(random_prompt(300), 100)
+    with pytest.raises(type(error), match=str(error)):
+        run.step()
+    assert run.num_shrinks == 0
 
 
 def test_no_memory_for_a_single_token_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,13 +16,12 @@ from penstock.engine.job import Job
 from penstock.engine.ledger import PoolLedger
 from penstock.engine.results import FinishReason
 from penstock.engine.reuse import Reuse
-from penstock.engine.run import is_out_of_memory
 from penstock.engine.sampling import Choice
 from penstock.engine.sharing import PrefixSharing
 from penstock.engine.space import CacheSpace
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
 from penstock.engine.step import Step, StepOutcome, StepRunner
-from penstock.errors import MemoryExhaustedError, PenstockError, RequestFailedError
+from penstock.errors import MemoryExhaustedError, PenstockError, RequestFailedError, is_out_of_memory
 from penstock.models.decoder import Decoder
 from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler

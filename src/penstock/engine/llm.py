@@ -23,12 +23,12 @@ from penstock.engine.memory import trim_heap
 from penstock.engine.profile import load_profile
 from penstock.engine.request_spaces import RequestSpaces
 from penstock.engine.results import Generation
-from penstock.engine.run import Run, check_request, is_out_of_memory
+from penstock.engine.run import Run, check_request
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.stop import StopMatcher
 from penstock.engine.text_stream import ProgressCallback, TextStream
 from penstock.engine.threads import in_own_thread
-from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError
+from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
 from penstock.kernels.probe import ProbeResult, probe
 from penstock.kernels.protocol import KERNELS_VARIABLE, select_kernels
 from penstock.models.decoder import Decoder

@@ -4,11 +4,10 @@ from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, wait_for
 from penstock.engine.memory import memory_bytes, peak_memory_bytes, reset_peak_memory
-from penstock.engine.run import is_out_of_memory
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
 from penstock.engine.space import CacheSpace
-from penstock.errors import CacheFullError
+from penstock.errors import CacheFullError, is_out_of_memory
 from penstock.models.decoder import Decoder
 from penstock.plan.request import Span
 

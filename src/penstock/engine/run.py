@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from penstock.engine.ahead import Ahead, Expected, expect
@@ -17,7 +16,13 @@ from penstock.engine.reuse import Prefix, Reuse
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import sample_one
 from penstock.engine.space import CacheSpace
-from penstock.errors import ContextLengthError, MemoryExhaustedError, PromptError, SettingError
+from penstock.errors import (
+    ContextLengthError,
+    MemoryExhaustedError,
+    PromptError,
+    SettingError,
+    is_out_of_memory,
+)
 from penstock.layers.batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ChunkSizer, Prefill, PrefillScheduler, Span
@@ -251,13 +256,6 @@ class Run:
                 because=decision.because if decision else "",
             )
         )
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed. torch has no type of its own for that on CPU."""
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
 def check_request(prompt: Sequence[int], max_tokens: int, context: int, vocab_size: int) -> None:

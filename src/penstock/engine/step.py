@@ -11,10 +11,10 @@ from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, wait_for
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
-from penstock.engine.run import is_out_of_memory
 from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.space import CacheSpace
 from penstock.engine.status import SpanRecord, StepRecord
+from penstock.errors import is_out_of_memory
 from penstock.layers.batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.size_rules import SizeDecision

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
+from penstock.errors import is_out_of_memory
 from penstock.layers.batch import ForwardBatch
 from penstock.models.recording import Recorder
 
@@ -116,6 +117,8 @@ def _unless_memory_ends(record: Callable[[], RecordedPass]) -> RecordedPass | No
     torch.cuda.empty_cache()  # a recording can take nothing back
     try:
         return record()
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         torch.cuda.empty_cache()
         return None
