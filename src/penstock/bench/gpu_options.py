@@ -24,8 +24,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m penstock.bench {GPU}",
         description="Penstock on one NVIDIA GPU, in bfloat16, with random weights of published shapes: time to the "
-        "first token beside transformers, decodes, memory, starting, the same bits, what tiles cost, and where the time "
-        "goes. Takes about eight minutes on an H200.",
+        "first token beside transformers, decodes, memory, starting, the same bits, what tiles cost, and where "
+        "the time goes. Takes about eight minutes on an H200.",
     )
     add = parser.add_argument
     add(
