@@ -73,11 +73,12 @@ def test_same_bits(model: Decoder, prompt: list[int]) -> None:
 
 
 def test_same_bits_in_tiny_chunks(model: Decoder, prompt: list[int]) -> None:
+    """A size of 7 goes through two tiles' edges, smaller ones, of hundreds of steps, through one."""
+    prompt = prompt[:1160]
     whole = run_prompt(model, prompt)
-    # Thousands of steps: a size of 7 goes through the whole prompt, smaller ones through a part with a tile's edge.
     assert_same_bits(run_prompt(model, prompt, chunk_size=7), whole)
     for chunk_size in (1, 2, 3):
-        ends = [960, *range(960 + chunk_size, 1160, chunk_size), 1160, 2000]
+        ends = [960, *range(960 + chunk_size, 1160, chunk_size), 1160]
         assert_same_bits(run_prompt(model, prompt, chunk_ends=ends), whole)
 
 
