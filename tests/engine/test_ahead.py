@@ -135,8 +135,8 @@ def test_what_is_expected_and_never_comes_keeps_no_cache(model: Decoder) -> None
         step = batcher.begin()
         assert step is not None
         batcher.settle(step, batcher.run(step))
-    expected = batcher._runner._expected
-    ahead = batcher._runner._ahead
+    expected = batcher._runner._ahead._expected
+    ahead = batcher._runner._ahead._ahead
     assert expected is None
     assert ahead is not None
     batch = build_batch(ahead.inputs, canon=Canon(512))
@@ -158,3 +158,17 @@ def test_a_sequence_without_room_is_not_expected(model: Decoder, num_tokens: int
     assert (found is None) == (num_tokens == 64)
     chunk = replace(span, is_prompt=True)
     assert expect([span, chunk], lambda inputs: build_batch(inputs, canon=Canon(512))) is None
+
+
+def test_a_run_that_is_dropped_is_gone_at_once(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache is free for the next one, and does not wait for garbage to be collected."""
+    monkeypatch.setattr(model.kernels, "can_capture", True)
+    gc.collect()
+    gc.disable()
+    try:
+        run = run_prompt(model, list(WISHES[0].prompt), num_tokens=3, max_tokens=40)
+        dropped = weakref.ref(run)
+        del run
+        assert dropped() is None
+    finally:
+        gc.enable()

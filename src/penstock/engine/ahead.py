@@ -12,7 +12,9 @@ from torch import Tensor
 
 from penstock.cache import TokenRange
 from penstock.engine.batch import SpanInput
+from penstock.engine.space import CacheSpace
 from penstock.layers.batch import ForwardBatch
+from penstock.models.decoder import Decoder
 from penstock.plan.request import Span
 
 
@@ -75,3 +77,42 @@ def expect(
         return None
     places = tuple(item.blocks.locate(0, item.span.end) for item in following)
     return Expected(tuple(following), places, batch)
+
+
+class LookAhead:
+    """What is under way of the step after one of decodes, over one cache. A model with recurrent state has no slot to
+    write to by then: nothing is expected of it. Whoever has this is not held by it."""
+
+    def __init__(self, model: Decoder, space: CacheSpace, *, is_wanted: bool) -> None:
+        self._model = model
+        self._tensors = space.tensors
+        self._is_on = is_wanted and space.slots is None
+        self._expected: Expected | None = None
+        self._ahead: Ahead | None = None
+
+    def expect_after(
+        self, inputs: Sequence[SpanInput], build: Callable[[Sequence[SpanInput]], ForwardBatch]
+    ) -> None:
+        """Make ready what follows these, while they are computed."""
+
+        def prepare(following: Sequence[SpanInput]) -> ForwardBatch:
+            batch = build(following)
+            self._model.prepare(batch, self._tensors)
+            return batch
+
+        self._expected = expect(inputs, prepare) if self._is_on else None
+
+    def forget(self) -> None:
+        """Nothing is expected any more."""
+        self._expected = None
+
+    def launch(self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]) -> None:
+        """What is expected, with the tokens that were chosen."""
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            self._ahead = expected.launch(tokens, forward)
+
+    def take(self, inputs: Sequence[SpanInput]) -> Tensor | None:
+        """The logits of these, where they are what was launched; that is forgotten in any case."""
+        ahead, self._ahead = self._ahead, None
+        return ahead.logits if ahead is not None and ahead.is_of(inputs) else None

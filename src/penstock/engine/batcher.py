@@ -153,7 +153,7 @@ class Batcher:
         scheduler = self._scheduler
         # Where nobody else is here, the next step is as this one.
         if not scheduler.num_waiting and len(jobs) == len(step.inputs) == scheduler.num_running:
-            self._runner.launch_next(step, jobs, outcome)
+            self._runner.launch_next(jobs, outcome)
         return outcome
 
     def settle(self, step: Step, outcome: StepOutcome) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from penstock.engine.ahead import Ahead, Expected, expect
+from penstock.engine.ahead import LookAhead
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, use_device
 from penstock.engine.explain import ChunkRecord
@@ -89,10 +89,8 @@ class Run:
         self._sizer = sizer
         self._sampler = Sampler(sampling or SamplingParams())
         self._eos_ids = eos_ids
-        # Where the device runs behind the host; a state would need a slot that is not set aside yet.
-        self._looks_ahead = model.can_record and self.space.slots is None
-        self._expected: Expected | None = None
-        self._ahead: Ahead | None = None
+        # Where the device runs behind the host.
+        self._ahead = LookAhead(model, self.space, is_wanted=model.can_record)
         self._pace = pace_of(model.device)
         self._untimed: deque[tuple[Span, Prefill | None]] = deque()  # steps whose time is not known yet
 
@@ -117,8 +115,8 @@ class Run:
             else:
                 self._untimed.append((item.span, action))
                 self._commit(item.span, action, logits, token, times)
-                if token is not None:
-                    self._launch_next(token)
+                if token is not None and self.finish_reason is None:
+                    self._ahead.launch([token], self._forward)
                 return StepResult(item.span, item.is_prompt, token)
 
     def cancel(self) -> None:
@@ -134,12 +132,14 @@ class Run:
             self.cache.free()
 
     def _logits_of(self, item: SpanInput) -> Tensor | None:
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            if ahead.is_of([item]):
-                return ahead.logits
-            self._pace.abandon()
-        return self._forward(build_batch([item], canon=self._canon))
+        logits = self._ahead.take([item])
+        if logits is not None:
+            return logits
+        self._pace.abandon()  # what was launched ahead, if anything was
+        return self._forward(self._batch([item]))
+
+    def _batch(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
+        return build_batch(inputs, canon=self._canon)
 
     def _forward(self, batch: ForwardBatch) -> Tensor | None:
         self._pace.begin()
@@ -148,24 +148,11 @@ class Run:
         return logits
 
     def _sample(self, logits: Tensor, item: SpanInput) -> int:
-        """The token after a span. Meanwhile its decode is made ready."""
-
-        def meanwhile() -> None:
-            self._expected = expect([item], self._prepare) if self._looks_ahead else None
-
-        return sample_one(logits, self._sampler, self.tokens, meanwhile)
-
-    def _prepare(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
-        batch = build_batch(inputs, canon=self._canon)
-        self.model.prepare(batch, self.space.tensors)
-        return batch
-
-    def _launch_next(self, token: int) -> None:
-        """Launch the decode of a token that is the sequence's now, unless it was the last one. The first token is
-        told of before anything is recorded for those after it."""
-        expected, self._expected = self._expected, None
-        if expected is not None and self.finish_reason is None:
-            self._ahead = expected.launch([token], self._forward)
+        """The token after a span. Meanwhile its decode is made ready; but the first token is told of before anything
+        is recorded for those after it."""
+        return sample_one(
+            logits, self._sampler, self.tokens, lambda: self._ahead.expect_after([item], self._batch)
+        )
 
     def _schedule(self) -> tuple[SpanInput, Prefill | None]:
         if self.finish_reason is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.ahead import Ahead, Expected, expect
+from penstock.engine.ahead import LookAhead
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, wait_for
 from penstock.engine.explain import ChunkRecord
@@ -79,7 +79,6 @@ class StepRunner:
     """Runs steps of one model over one cache. It changes nothing but the cache's tensors, and decides nothing.
 
     The step after one of decodes is made ready while that one is computed, and can be launched before it is settled.
-    A model with recurrent state has no slot to write to by then.
     """
 
     def __init__(
@@ -89,21 +88,19 @@ class StepRunner:
         self._canon = canon
         self._tensors = space.tensors
         self._strict = strict
-        self._looks_ahead = looks_ahead and space.slots is None
-        self._expected: Expected | None = None
-        self._ahead: Ahead | None = None
+        self._ahead = LookAhead(model, space, is_wanted=looks_ahead)
 
     def run(self, step: Step, jobs: Sequence[Job]) -> StepOutcome:
         """The forward pass, and a token for each of the jobs: those that sample, in the step's order."""
-        self._expected = None
+        self._ahead.forget()
         try:
-            logits = self._take_ahead(step)
+            logits = self._ahead.take(step.inputs)
             if logits is None:
-                logits = self._forward_batch(self._batch(step.inputs))
+                logits = self._forward(self._batch(step.inputs))
             if logits is None:
                 wait_for(self._model.device)  # else a step that reads would seem to take no time
                 return StepOutcome()
-            choices = sample_rows(logits, jobs, lambda: self._expect_after(step))
+            choices = sample_rows(logits, jobs, lambda: self._ahead.expect_after(step.inputs, self._batch))
         except Exception as error:
             if is_out_of_memory(error):
                 release_memory(self._model.device, error)
@@ -112,35 +109,19 @@ class StepRunner:
             return StepOutcome(error=error)
         return StepOutcome({job.id: choice for job, choice in zip(jobs, choices, strict=True)})
 
-    def launch_next(self, step: Step, jobs: Sequence[Job], outcome: StepOutcome) -> None:
-        """Launch the step that follows one in which all jobs sample, if it is plain that they decode on."""
-        expected, self._expected = self._expected, None
-        if expected is None:
-            return
+    def launch_next(self, jobs: Sequence[Job], outcome: StepOutcome) -> None:
+        """Launch the step that follows the one in which these jobs sampled, all that it had, if it is plain that they
+        decode on."""
         tokens: list[int] = []
         for job in jobs:
             choice = outcome.choices.get(job.id)
             if not isinstance(choice, Choice) or not job.goes_on(choice.token):
                 return
             tokens.append(choice.token)
-        self._ahead = expected.launch(tokens, self._forward_batch)
-
-    def _expect_after(self, step: Step) -> None:
-        """Make the step after one of decodes ready, while that is computed."""
-        self._expected = expect(step.inputs, self._prepare) if self._looks_ahead else None
-
-    def _take_ahead(self, step: Step) -> Tensor | None:
-        """The logits of a step that was launched before it was planned."""
-        ahead, self._ahead = self._ahead, None
-        return ahead.logits if ahead is not None and ahead.is_of(step.inputs) else None
-
-    def _prepare(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
-        batch = self._batch(inputs)
-        self._model.prepare(batch, self._tensors)
-        return batch
+        self._ahead.launch(tokens, self._forward)
 
     def _batch(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
         return build_batch(inputs, canon=self._canon, strict=self._strict)
 
-    def _forward_batch(self, batch: ForwardBatch) -> Tensor | None:
+    def _forward(self, batch: ForwardBatch) -> Tensor | None:
         return self._model.forward(batch, self._tensors)

@@ -81,9 +81,6 @@ class ChunkGraphs:
             model, caches, self._batch, self._inputs, self._tables, self._attended
         ).pieces(recorder)
 
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Chunks are launched once their tokens are known."""
-
     def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor | None:
         kernels = model.kernels
         assert isinstance(kernels, CudaKernels)

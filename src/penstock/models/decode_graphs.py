@@ -72,6 +72,7 @@ class DecodeGraph:
         self._logits = logits
 
     def prepare(self, batch: ForwardBatch) -> None:
+        """Do all for a pass that does not take its tokens."""
         self._staged = (batch, self._stage(batch))
 
     def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor:

@@ -1,6 +1,5 @@
 """The decoder that all families share. What differs between them is in `ModelConfig`."""
 
-import weakref
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass, fields, is_dataclass
 from functools import cached_property
@@ -12,7 +11,7 @@ from torch.nn.functional import pad
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
-from penstock.kernels.device_inputs import made_once, on_device
+from penstock.kernels.device_inputs import on_device
 from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.kernels.protocol import Kernels, slabs_of
@@ -184,32 +183,21 @@ class Decoder:
     def prepare(self, batch: ForwardBatch, caches: CacheTensors) -> None:
         """Do what can be done of a pass over decodes before their tokens are known, which may still be changed in
         `batch`. Nothing is launched."""
-        self._check(batch, caches)
-        if self._graphs is None or batch.is_canonical:
-            return
-        if (graph := self._graphs.find(batch, caches)) is not None:
-            graph.prepare(batch)
+        if self._graphs is not None:
+            self._graphs.prepare(batch, caches)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, caches: CacheTensors) -> Tensor | None:
         """Run a batch: what later tokens need of it goes into the caches. Returns logits [num_logits, vocab] in
         float32, or None where none are wanted."""
-        self._check(batch, caches)
-        if self._graphs is not None and (graph := self._graphs.find(batch, caches)) is not None:
-            return graph.run(batch, self, caches)
-        numbers = (batch.token_ids, batch.positions, batch.logit_rows)
-        return self.launch(batch, caches, *on_device(numbers, self.device))
-
-    def _check(self, batch: ForwardBatch, caches: CacheTensors) -> None:
-        """Whether all places lie in the cache: once, where a pass is prepared."""
-        checked: list[weakref.ref[CacheTensors]] = made_once(batch, list)
-        if any(each() is caches for each in checked):
-            return
         works = {id(work): work for work in (batch.all_layers, batch.last_layer)}
         for work in works.values():
             caches.kv.check_places(place for span in work.spans for place in span.places)
         caches.kv.check_places(batch.places.ranges)
-        checked.append(weakref.ref(caches))
+        if self._graphs is not None and (graph := self._graphs.find(batch, caches)) is not None:
+            return graph.run(batch, self, caches)
+        numbers = (batch.token_ids, batch.positions, batch.logit_rows)
+        return self.launch(batch, caches, *on_device(numbers, self.device))
 
     def launch(
         self,

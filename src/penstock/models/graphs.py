@@ -7,7 +7,7 @@ Which kernels run, and on what shapes, is as without graphs, and so are the bits
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from penstock.models.recording import Recorder
 
 if TYPE_CHECKING:
     from penstock.models.chunk_graphs import ChunkLayout
+    from penstock.models.decode_graphs import DecodeGraph
     from penstock.models.decoder import Decoder
 
 # Rows of decodes are rounded up to one of these. More than the last are launched one by one.
@@ -33,10 +34,10 @@ _MOST_CHUNK_GRAPHS = 16
 _MOST_SEEN = 1024
 
 
-class RecordedPass(Protocol):
-    def prepare(self, batch: ForwardBatch) -> None:
-        """Do what can be done before a pass's tokens are known."""
+_Pass = TypeVar("_Pass")
 
+
+class RecordedPass(Protocol):
     def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor | None:
         """What the model's forward pass gives."""
 
@@ -51,11 +52,18 @@ class PassGraphs:
     def find(self, batch: ForwardBatch, caches: CacheTensors) -> RecordedPass | None:
         """The graphs for a batch, recorded now where it is worth it; None where it is to be launched."""
         model = self._model()
-        if model is None:
-            return None
+        return None if model is None else self._over(caches).find(batch, model)
+
+    def prepare(self, batch: ForwardBatch, caches: CacheTensors) -> None:
+        """Make what a batch of decodes is recorded as ready for it, whose tokens may still change."""
+        model = self._model()
+        if model is not None:
+            self._over(caches).prepare(batch, model)
+
+    def _over(self, caches: CacheTensors) -> "_CacheGraphs":
         if caches not in self._of_cache:
             self._of_cache[caches] = _CacheGraphs(caches)
-        return self._of_cache[caches].find(batch, model)
+        return self._of_cache[caches]
 
 
 class _CacheGraphs:
@@ -65,7 +73,7 @@ class _CacheGraphs:
         self._caches = weakref.ref(caches)
         self._recorder = Recorder(caches.kv.device)
         # By what they depend on; None: memory did not allow it.
-        self._decodes: dict[tuple[int, int], RecordedPass | None] = {}
+        self._decodes: dict[tuple[int, int], DecodeGraph | None] = {}
         self._chunks: dict[object, RecordedPass | None] = {}
         self._seen: set[object] = set()  # layouts of chunks that came once
 
@@ -82,7 +90,15 @@ class _CacheGraphs:
         layout = chunk_layout(batch)
         return None if layout is None else self._chunk(layout, model, caches)
 
-    def _decode(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> RecordedPass | None:
+    def prepare(self, batch: ForwardBatch, model: "Decoder") -> None:
+        from penstock.models.decode_graphs import is_decode
+
+        caches = self._caches()
+        assert caches is not None
+        if is_decode(batch) and (graph := self._decode(batch, model, caches)) is not None:
+            graph.prepare(batch)
+
+    def _decode(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> "DecodeGraph | None":
         from penstock.models.decode_graphs import DecodeGraph
 
         num_rows = next((size for size in DECODE_ROWS if batch.num_tokens <= size), None)
@@ -112,7 +128,7 @@ class _CacheGraphs:
         return self._chunks[layout]
 
 
-def _unless_memory_ends(record: Callable[[], RecordedPass]) -> RecordedPass | None:
+def _unless_memory_ends(record: Callable[[], _Pass]) -> _Pass | None:
     """What is recorded takes memory that stays. Where there is none for it, passes are launched instead."""
     torch.cuda.empty_cache()  # a recording can take nothing back
     try:
