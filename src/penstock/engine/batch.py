@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
 from penstock.cache import SequenceBlocks, StateStep, TokenRange
 from penstock.kernels.probe import ProbeResult
@@ -55,22 +57,20 @@ class SpanInput:
 def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, strict: bool = False) -> ForwardBatch:
     """Lay the spans out as rows, one after the other, and pad them where a prompt is among them; or always, if
     `strict`: then the bits of a decode do not depend on what runs beside it either."""
-    token_ids: list[int] = []
-    positions: list[int] = []
+    num_tokens = 0
     places: list[TokenRange] = []
     spans: list[AttendedSpan] = []
     logit_rows: list[int] = []
     last_spans: list[AttendedSpan] = []
     states: list[StateRows] = []
     for item in inputs:
-        row_of_start = len(token_ids)
-        token_ids.extend(item.token_ids)
-        positions.extend(range(item.span.start, item.span.end))
+        row_of_start = num_tokens
+        num_tokens += len(item.span)
         places.extend(item.blocks.locate(item.span.start, item.span.end))
         states += _state_rows(item, row_of_start)
         span = AttendedSpan(
             start=row_of_start,
-            end=len(token_ids),
+            end=num_tokens,
             position=item.span.start,
             places=item.blocks.locate(0, item.span.end),
             is_prompt=item.is_prompt,
@@ -81,25 +81,28 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, strict: bool = Fal
         spans.append(span)
         if item.wants_logits:
             row = len(logit_rows)
-            logit_rows.append(len(token_ids) - 1)
+            logit_rows.append(num_tokens - 1)
             is_alike = span.start == row and len(item.span) == 1  # a decode among decodes
             last_spans.append(
                 span if is_alike else replace(span, start=row, end=row + 1, position=item.span.end - 1)
             )
 
-    num_tokens, num_logits = len(token_ids), len(logit_rows)
+    num_rows, num_logits = num_tokens, len(logit_rows)
     is_canonical = strict or any(item.is_prompt for item in inputs)
     if is_canonical:
-        padding = canon.padded_rows(num_tokens) - num_tokens
-        token_ids += [0] * padding
-        positions += [0] * padding
+        num_rows = canon.padded_rows(num_tokens)
         if num_logits:
             logit_rows += [0] * (canon.padded_rows(num_logits) - num_logits)
+    token_ids, positions = np.zeros((2, num_rows), dtype=np.int64)
+    token_ids[:num_tokens] = np.fromiter(
+        chain.from_iterable(item.token_ids for item in inputs), np.int64, num_tokens
+    )
+    positions[:num_tokens] = _positions(spans)
     work = AttentionWork(tuple(spans))
     return ForwardBatch(
-        token_ids=np.array(token_ids, dtype=np.int64),
-        positions=np.array(positions, dtype=np.int64),
-        end_position=max(positions) + 1,
+        token_ids=token_ids,
+        positions=positions,
+        end_position=max(item.span.end for item in inputs),
         num_tokens=num_tokens,
         places=WrittenPlaces(places),
         all_layers=work,
@@ -109,6 +112,14 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, strict: bool = Fal
         is_canonical=is_canonical,
         states=StateWork(tuple(states)),
     )
+
+
+def _positions(spans: Sequence[AttendedSpan]) -> NDArray[np.int64]:
+    """Of each row, in its sequence."""
+    firsts = np.array([span.position - span.start for span in spans])
+    lengths = [span.end - span.start for span in spans]
+    positions: NDArray[np.int64] = np.arange(spans[-1].end) + np.repeat(firsts, lengths)
+    return positions
 
 
 def _state_rows(item: SpanInput, row_of_start: int) -> list[StateRows]:
