@@ -142,6 +142,7 @@ def test_profile(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels = [figure for name, figure in found.items() if name.startswith("kernels: ")]
         assert [each.values for each in kernels] == sorted((each.values for each in kernels), reverse=True)
         assert kernels
+        assert found["between kernels"].values[0] >= 0
     monkeypatch.setattr(gpu_profile, "watch_power", lambda work: [work()][:0])
     assert not [each for each in measured(Section.PROFILE).figures if "power" in each.name]
 
@@ -162,6 +163,18 @@ def test_profile(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_kernels_are_told_by_their_names(kernel: str, group: str) -> None:
     assert gpu_profile.group_of(kernel) == group
+
+
+def test_time_of_kernels_and_between_them() -> None:
+    launches = [
+        gpu_profile.Launch("nvjet_1", 1000.0, 3000.0),
+        gpu_profile.Launch("add_norm_kernel", 2500.0, 2800.0),  # beside it
+        gpu_profile.Launch("nvjet_2", 3200.0, 4200.0),
+        gpu_profile.Launch("add_norm_kernel", 5000.0, 5100.0),
+    ]
+    assert gpu_profile.grouped(launches) == pytest.approx({"products": 3.0, "norms": 0.4})
+    assert gpu_profile.milliseconds_between(launches) == pytest.approx(1.0)
+    assert gpu_profile.milliseconds_between([]) == 0
 
 
 def test_power_is_watched_while_something_runs() -> None:

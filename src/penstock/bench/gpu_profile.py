@@ -1,7 +1,8 @@
 """Where the time of a prompt goes on a GPU: kernel by kernel, and what the card draws and how fast it runs then."""
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -25,6 +26,15 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "products": ("nvjet", "gemm", "cutlass", "cublas", "few_rows"),
 }
 OTHERS = "others"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and when it ran, in microseconds."""
+
+    kernel: str
+    start: float
+    end: float
 
 
 def measure_profile(job: GpuJob, cases: tuple[PrefillCase, ...]) -> None:
@@ -56,29 +66,42 @@ def _measure(job: GpuJob, subject: Subject, case: PrefillCase) -> None:
         report("clock", "MHz", [sample.clock_mhz for sample in samples])
         report("power", "W", [sample.watts for sample in samples])
         report("power, at most", "W", [samples[-1].most_watts])
-    for group, milliseconds_spent in _grouped(_kernel_times(job.device, read)).items():
+    launches = _launches(job.device, read)
+    for group, milliseconds_spent in grouped(launches).items():
         report(f"kernels: {group}", "ms", [milliseconds_spent])
+    report("between kernels", "ms", [milliseconds_between(launches)])
     free_memory(job.device)
 
 
-def _kernel_times(device: torch.device, work: Callable[[], object]) -> dict[str, float]:
-    """Milliseconds of each kernel, all its launches together."""
+def _launches(device: torch.device, work: Callable[[], object]) -> list[Launch]:
+    """Of the work, in the order in which they began."""
     is_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if is_gpu else ProfilerActivity.CPU]) as found:
         work()
         synchronize(device)
-    return {
-        event.key: (event.self_device_time_total if is_gpu else event.self_cpu_time_total) / 1e3
-        for event in found.key_averages()
-    }
+    launches = [
+        Launch(event.name, event.time_range.start, event.time_range.end)
+        for event in found.events() or ()
+        if event.device_type.name == device.type.upper() and event.time_range.end > event.time_range.start
+    ]
+    return sorted(launches, key=lambda launch: launch.start)
 
 
-def _grouped(times: Mapping[str, float]) -> dict[str, float]:
-    """The groups that took any time, the longest first."""
+def grouped(launches: Sequence[Launch]) -> dict[str, float]:
+    """The milliseconds of each group, the longest first."""
     spent: dict[str, float] = defaultdict(float)
-    for kernel, duration in times.items():
-        spent[group_of(kernel)] += duration
-    return dict(sorted(((name, total) for name, total in spent.items() if total), key=lambda each: -each[1]))
+    for launch in launches:
+        spent[group_of(launch.kernel)] += (launch.end - launch.start) / 1e3
+    return dict(sorted(spent.items(), key=lambda each: -each[1]))
+
+
+def milliseconds_between(launches: Sequence[Launch]) -> float:
+    """In which nothing ran, from the first of them to the last."""
+    idle, done = 0.0, launches[0].start if launches else 0.0
+    for launch in launches:
+        idle += max(launch.start - done, 0.0)
+        done = max(launch.end, done)
+    return idle / 1e3
 
 
 def group_of(kernel: str) -> str:
