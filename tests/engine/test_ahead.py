@@ -5,6 +5,7 @@ import weakref
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
@@ -158,6 +159,35 @@ def test_a_sequence_without_room_is_not_expected(model: Decoder, num_tokens: int
     assert (found is None) == (num_tokens == 64)
     chunk = replace(span, is_prompt=True)
     assert expect([span, chunk], lambda inputs: build_batch(inputs, canon=Canon(512))) is None
+
+
+def test_it_is_taken_only_by_who_it_was_launched_for(model: Decoder) -> None:
+    """The same tokens, at the same positions of the same sequences, where they lay by then."""
+    space = CacheSpace.for_tokens(model, 1024)
+    cache, other = space.new_sequence(), space.new_sequence()
+    for each in (cache, other):
+        each.reserve(0, [10])
+        each.commit(10)
+    step = SpanInput(Span(8, 9), (5,), cache.blocks, is_prompt=False, wants_logits=True)
+    expected = expect([step], lambda inputs: build_batch(inputs, canon=Canon(512)))
+    assert expected is not None
+    ahead = expected.launch([7], lambda batch: torch.zeros(1, 300))
+    assert ahead is not None
+    own = replace(step, span=Span(9, 10), token_ids=[7])
+    assert ahead.is_of([own])
+    for different in (
+        [],
+        [own, own],
+        [replace(own, token_ids=[8])],
+        [replace(own, span=Span(10, 11))],
+        [replace(own, blocks=other.blocks)],
+        [replace(own, is_prompt=True)],
+    ):
+        assert not ahead.is_of(different)
+    cache.free()
+    space.new_sequence().reserve(0, [10])
+    cache.reserve(0, [10])
+    assert not ahead.is_of([own])
 
 
 def test_a_run_that_is_dropped_is_gone_at_once(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ class SequenceBlocks:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._extents: tuple[Extent, ...] = ()
+        self._num_blocks = 0  # of the extents
         self._num_tokens = 0
 
     @property
@@ -49,18 +50,18 @@ class SequenceBlocks:
 
     @property
     def num_blocks(self) -> int:
-        return sum([extent.end - extent.start for extent in self._extents])
+        return self._num_blocks
 
     @property
     def capacity_tokens(self) -> int:
-        return self.num_blocks * BLOCK_TOKENS
+        return self._num_blocks * BLOCK_TOKENS
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for at least `num_tokens` tokens in total, or raise CacheFullError and change nothing."""
         missing = _num_blocks_for(num_tokens) - self.num_blocks
         if missing > 0:
             after = self._extents[-1].end if self._extents else None
-            self._extents = _merged((*self._extents, *self._pool.allocate(missing, after)))
+            self._hold((*self._extents, *self._pool.allocate(missing, after)))
 
     def adopt(self, blocks: Sequence[int]) -> None:
         """Go on with the tokens in these blocks, which are in use or idle and full. All or nothing.
@@ -78,7 +79,7 @@ class SequenceBlocks:
             )
         adopted = extents_of(blocks)
         self._pool.retain(adopted)
-        self._extents = _merged((*self._extents, *adopted))
+        self._hold((*self._extents, *adopted))
         self._num_tokens += len(blocks) * BLOCK_TOKENS
 
     def commit(self, end: int) -> None:
@@ -113,7 +114,7 @@ class SequenceBlocks:
                 released.append(Extent(cut, extent.end))
             to_keep -= cut - extent.start
         self._pool.release(released)
-        self._extents = tuple(kept)
+        self._hold(kept)
         self._num_tokens = num_tokens
 
     def free(self) -> None:
@@ -130,13 +131,17 @@ class SequenceBlocks:
         places: list[TokenRange] = []
         extent_start = 0
         for extent in self._extents:
-            extent_end = extent_start + len(extent) * BLOCK_TOKENS
+            extent_end = extent_start + (extent.end - extent.start) * BLOCK_TOKENS
             first, last = max(start, extent_start), min(end, extent_end)
             if first < last:
                 shift = extent.start * BLOCK_TOKENS - extent_start
                 places.append(TokenRange(first + shift, last + shift))
             extent_start = extent_end
         return places
+
+    def _hold(self, extents: Sequence[Extent]) -> None:
+        self._extents = _merged(extents)
+        self._num_blocks = sum(map(len, self._extents))
 
     def _check_can_write(self, position: int) -> None:
         """Raise ValueError unless the block with this token may be written over."""
@@ -154,7 +159,7 @@ def _num_blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
 
 
-def _merged(extents: tuple[Extent, ...]) -> tuple[Extent, ...]:
+def _merged(extents: Sequence[Extent]) -> tuple[Extent, ...]:
     """The same blocks in the same order, with extents that continue each other joined."""
     merged: list[Extent] = []
     for extent in extents:

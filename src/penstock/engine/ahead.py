@@ -6,11 +6,11 @@ keys and values behind the end of each sequence, where whatever comes next write
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.cache import TokenRange
+from penstock.cache import Extent
 from penstock.engine.batch import SpanInput
 from penstock.engine.space import CacheSpace
 from penstock.layers.batch import ForwardBatch
@@ -20,10 +20,11 @@ from penstock.plan.request import Span
 
 @dataclass(frozen=True)
 class Ahead:
-    """A pass over decodes, and where all that they see lay when it was launched."""
+    """A pass over decodes of these tokens, and where all that they see lay when it was launched."""
 
     inputs: tuple[SpanInput, ...]
-    places: tuple[list[TokenRange], ...]
+    tokens: tuple[int, ...]
+    extents: tuple[tuple[Extent, ...], ...]
     logits: Tensor
 
     def is_of(self, inputs: Sequence[SpanInput]) -> bool:
@@ -32,9 +33,9 @@ class Ahead:
             item.blocks is own.blocks
             and item.span == own.span
             and not item.is_prompt
-            and list(item.token_ids) == list(own.token_ids)
-            and item.blocks.locate(0, item.span.end) == places
-            for item, own, places in zip(inputs, self.inputs, self.places, strict=True)
+            and item.token_ids[0] == token
+            and item.blocks.extents == extents
+            for item, own, token, extents in zip(inputs, self.inputs, self.tokens, self.extents, strict=True)
         )
 
 
@@ -43,7 +44,7 @@ class Expected:
     """A pass over decodes of tokens that are not chosen yet."""
 
     inputs: tuple[SpanInput, ...]
-    places: tuple[list[TokenRange], ...]
+    extents: tuple[tuple[Extent, ...], ...]
     batch: ForwardBatch
 
     def launch(self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]) -> Ahead | None:
@@ -54,8 +55,7 @@ class Expected:
         except Exception:  # if it is more than a moment's, the step itself meets it
             return None
         assert logits is not None  # of a decode they are always wanted
-        inputs = zip(self.inputs, tokens, strict=True)
-        return Ahead(tuple(replace(item, token_ids=(token,)) for item, token in inputs), self.places, logits)
+        return Ahead(self.inputs, tuple(tokens), self.extents, logits)
 
 
 def expect(
@@ -75,8 +75,7 @@ def expect(
         batch = prepare(following)
     except Exception:  # as above
         return None
-    places = tuple(item.blocks.locate(0, item.span.end) for item in following)
-    return Expected(tuple(following), places, batch)
+    return Expected(tuple(following), tuple(item.blocks.extents for item in following), batch)
 
 
 class LookAhead:
