@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.torch_kernels import plain_attention
+from penstock.kernels.torch_attention import plain_attention
 
 if TYPE_CHECKING:
     from penstock.kernels.cuda_kernels import CudaKernels

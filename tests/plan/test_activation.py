@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine import batch
 from penstock.errors import SettingError
-from penstock.kernels import protocol, shares, torch_delta, torch_kernels
+from penstock.kernels import protocol, shares, torch_attention, torch_delta, torch_kernels
 from penstock.layers import rotary
 from penstock.plan import DeltaNetShape, ModelShape, activation_parts
 from penstock.plan.activation import step_memory, step_phases
@@ -43,8 +43,8 @@ def test_what_layers_and_kernels_have_is_what_is_counted() -> None:
     assert Workspace().head_rows == torch_kernels.TorchKernels.head_rows
     assert activation_parts.LANES == shares.LANES
     assert (activation_parts.QUERY_GRID, activation_parts.SQUARE) == (
-        torch_kernels.QUERY_GRID,
-        torch_kernels.SQUARE,
+        torch_attention.QUERY_GRID,
+        torch_attention.SQUARE,
     )
     assert activation_parts.NORM_ROWS == torch_kernels._NORM_ROWS
     assert activation_parts.ROTARY_PAGE == rotary._PAGE

@@ -1,7 +1,6 @@
 """The reference kernels, in plain torch. What they promise about bits is measured by `penstock.kernels.probe`."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -9,7 +8,7 @@ from torch import Tensor
 from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.cache.recurrent import LayerStates
-from penstock.kernels import torch_delta
+from penstock.kernels import torch_attention, torch_delta
 from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.native_quantised import QuantisedProducts
 from penstock.kernels.protocol import ROW_GRID, DeltaHeads, HeadLayout
@@ -26,46 +25,10 @@ from penstock.kernels.spans import (
 from penstock.plan.request import Span
 from penstock.plan.tiles import cut_into_tiles
 
-# A query keeps its bits as long as it keeps its place modulo this many rows of the attention kernel's input.
-QUERY_GRID = 64
-
-# The causal part of a tile is cut into squares of this size: what lies left of a square needs no mask, and the kernel
-# computes a masked score as dearly as any other.
-SQUARE = 256
-# Rows of a square's causal piece, for queries that end before the square does. A smaller one gives the same bits as
-# the whole one at these sizes (not at 192 of 256, where the library's products take another path).
-PREFIX_SIZES = (64, 128)
-# A decode's past is not split into parts of fewer tokens than this: merging costs more than it gains.
-_SPLIT_TOKENS = 512
 # Rows of a gated norm that are taken at once: what it holds in float32 then stays in a processor's cache.
 _NORM_ROWS = 256
 # The number of rows that packed weights are laid out for.
 _PACKED_FOR_ROWS = 512
-
-
-def flash_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, dropout: float, is_causal: bool, *, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Attention of [batch, heads, n, head_dim], and the logarithms of the sums of exponentials [batch, heads, n]."""
-    if queries.device.type == "cpu":
-        found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries, keys, values, dropout, is_causal, scale=scale
-        )
-        return found
-    return plain_attention(queries, keys, values, is_causal=is_causal, scale=scale)
-
-
-def plain_attention(
-    queries: Tensor, keys: Tensor, values: Tensor, *, is_causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The same on any device, with all scores in memory."""
-    group = queries.shape[1] // keys.shape[1]
-    keys, values = (part.repeat_interleave(group, dim=1).float() for part in (keys, values))
-    scores = queries.float() @ keys.transpose(2, 3) * scale
-    if is_causal:
-        hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return (scores.softmax(dim=-1) @ values).to(queries.dtype), scores.logsumexp(dim=-1)
 
 
 class TorchKernels:
@@ -79,6 +42,8 @@ class TorchKernels:
     activation_stride = 1
     can_capture = False
     quantised: QuantisedProducts | None = None
+    attend_tile = staticmethod(torch_attention.attend_tile)
+    attend_one = staticmethod(torch_attention.attend_one)
     causal_conv = staticmethod(torch_delta.causal_conv)
     gated_delta_rule = staticmethod(torch_delta.gated_delta_rule)
     gated_delta_steps = staticmethod(torch_delta.gated_delta_steps)
@@ -280,53 +245,6 @@ class TorchKernels:
         pieces = [places] if span.is_joined else [[place] for place in places]
         return self.attend_one(query, [kv.read(piece) for piece in pieces], scale)
 
-    def attend_tile(self, queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:
-        """Attention of queries [n, heads, head_dim] that stand at `offset` in their tile.
-
-        `past` is all that lies before the tile, seen by every query; `own` is the tile, whole (its keys after
-        the last query may hold anything finite). Returns [n, heads, head_dim]."""
-        end = offset + queries.shape[0]
-        tile_size = own.keys.shape[0]
-        past_piece = None if past is None else _attend_all(queries, offset, past, scale)
-        attended = torch.empty_like(queries, memory_format=torch.contiguous_format)
-        for square in range(offset // SQUARE * SQUARE, end, SQUARE):
-            square_size = min(SQUARE, tile_size - square)  # smaller only where a tile is a chunk of any size
-            first, last = max(offset, square), min(end, square + square_size)
-            rows = slice(first - offset, last - offset)
-            pieces = [] if past_piece is None else [past_piece.rows(rows)]
-            if square:
-                before = KV(own.keys[:square], own.values[:square])
-                pieces.append(_attend_all(queries[rows], first, before, scale))
-            square_kv = KV(own.keys[square:], own.values[square:])
-            pieces.append(_attend_square(queries[rows], first - square, square_kv, square_size, scale))
-            _merge(pieces, first - square, square_size, out=attended[rows])
-        return attended
-
-    def attend_one(self, query: Tensor, past: Sequence[KV], scale: float) -> Tensor:
-        """Attention of one query [heads, head_dim] to everything in `past`, in any number of pieces."""
-        num_heads, head_dim = query.shape
-        num_kv_heads = past[0].keys.shape[1]
-        group = num_heads // num_kv_heads
-        # A group's queries are the rows: [1, KV, G, D].
-        grouped = query.view(1, num_kv_heads, group, head_dim)
-        if group == 1 and query.dtype == torch.bfloat16:
-            # The kernel is several times slower on a single row than on two.
-            grouped = torch.nn.functional.pad(grouped, (0, 0, 0, 1))
-        parts = [part for piece in past for part in _split(piece, num_kv_heads)]
-        outs: list[Tensor] = []
-        lses: list[Tensor] = []
-        for keys, values in parts:  # [B, KV, tokens, D]
-            out, lse = flash_attention(
-                grouped.expand(keys.shape[0], -1, -1, -1), keys, values, 0.0, False, scale=scale
-            )
-            outs.append(out[:, :, :group])
-            lses.append(lse[:, :, :group])
-        if len(outs) == 1 and outs[0].shape[0] == 1:
-            return outs[0].reshape(num_heads, head_dim)
-        weights = torch.softmax(torch.cat(lses), dim=0)[..., None]  # [pieces, KV, G, 1]
-        merged = (torch.cat(outs) * weights).sum(dim=0).to(query.dtype)
-        return merged.reshape(num_heads, head_dim)
-
 
 def _part(places: Places, start: int, end: int) -> list[TokenRange]:
     """Tokens [start, end) of a sequence whose tokens lie at `places`."""
@@ -342,109 +260,7 @@ def _part(places: Places, start: int, end: int) -> list[TokenRange]:
     return part
 
 
-def _split(past: KV, num_kv_heads: int) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values as [B, KV, tokens, D]: a long past in B equal parts, so that there is work for every thread,
-    and what is left over in one of its own."""
-    num_tokens = past.keys.shape[0]
-    num_parts = 1
-    while num_kv_heads * num_parts < 4 * torch.get_num_threads():
-        num_parts *= 2
-    num_parts = max(min(num_parts, num_tokens // _SPLIT_TOKENS), 1)
-    size = num_tokens // num_parts
-    parts = [(slice(0, size * num_parts), num_parts)]
-    if size * num_parts < num_tokens:
-        parts.append((slice(size * num_parts, num_tokens), 1))
-    return [
-        (
-            past.keys[tokens].view(count, -1, *past.keys.shape[1:]).transpose(1, 2),
-            past.values[tokens].view(count, -1, *past.values.shape[1:]).transpose(1, 2),
-        )
-        for tokens, count in parts
-    ]
-
-
 def _can_pack(dtype: torch.dtype) -> bool:
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """Queries' attention to a part of their keys, to be merged with that to the others."""
-
-    out: Tensor  # [n, H, D]
-    lse: Tensor  # [H, n], the logarithm of the sum of the exponentials of the scores
-
-    def rows(self, rows: slice) -> "_Piece":
-        return _Piece(self.out[rows], self.lse[:, rows])
-
-
-def _attend_all(queries: Tensor, offset: int, kv: KV, scale: float) -> _Piece:
-    """Queries [n, H, D] that stand at `offset` in their tile, each to all of the keys.
-
-    The queries of a group of heads are stacked as rows: keys are read once a group, and the kernel works on larger
-    blocks. The bits are those of head by head."""
-    num_queries, num_heads, head_dim = queries.shape
-    num_kv_heads = kv.keys.shape[1]
-    group = num_heads // num_kv_heads
-    padded = _padded(
-        queries, offset % QUERY_GRID, -(-(offset % QUERY_GRID + num_queries) // QUERY_GRID) * QUERY_GRID
-    )
-    num_rows = padded.shape[0]
-    stacked = padded.view(num_rows, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
-    out, lse = flash_attention(
-        stacked.reshape(1, num_kv_heads, group * num_rows, head_dim),
-        kv.keys.transpose(0, 1)[None],
-        kv.values.transpose(0, 1)[None],
-        0.0,
-        False,
-        scale=scale,
-    )
-    out = out.view(num_kv_heads, group, num_rows, head_dim).permute(2, 0, 1, 3)
-    piece = _Piece(out.reshape(num_rows, num_heads, head_dim), lse.reshape(num_heads, num_rows))
-    return piece.rows(slice(offset % QUERY_GRID, offset % QUERY_GRID + num_queries))
-
-
-def _attend_square(queries: Tensor, offset: int, kv: KV, square_size: int, scale: float) -> _Piece:
-    """Queries [n, H, D] that stand at `offset` in their square, each to the keys up to its own."""
-    end = offset + queries.shape[0]
-    size = min((size for size in PREFIX_SIZES if end <= size < square_size), default=square_size)
-    padded = _padded(queries, offset, size)
-    out, lse = flash_attention(
-        padded.transpose(0, 1)[None],
-        kv.keys[:size].transpose(0, 1)[None],
-        kv.values[:size].transpose(0, 1)[None],
-        0.0,
-        True,
-        scale=scale,
-    )
-    return _Piece(out[0].transpose(0, 1), lse[0]).rows(slice(offset, end))
-
-
-def _padded(queries: Tensor, offset: int, num_rows: int) -> Tensor:
-    """[num_rows, H, D] with the queries at `offset` and zeros around them."""
-    if queries.shape[0] == num_rows:
-        return queries
-    padded = queries.new_zeros(num_rows, *queries.shape[1:])
-    padded[offset : offset + queries.shape[0]] = queries
-    return padded
-
-
-def _merge(pieces: list[_Piece], offset: int, square_size: int, *, out: Tensor) -> None:
-    """Write the pieces' common result, for queries that stand at `offset` in their square, to `out` [n, H, D]."""
-    if len(pieces) == 1:
-        out.copy_(pieces[0].out)
-        return
-    num_queries, num_heads, _ = out.shape
-    # The weights are computed on the square's full shape: a vectorised exponential and its scalar tail differ in
-    # the last bit, so where a row stands among them must not depend on the chunk.
-    rows = slice(offset, offset + num_queries)
-    lse = pieces[0].lse.new_zeros(len(pieces), num_heads, square_size)
-    for index, piece in enumerate(pieces):
-        lse[index, :, rows] = piece.lse
-    weights = lse.softmax(dim=0).transpose(1, 2)[:, rows, :, None]  # [pieces, n, H, 1]
-    total = pieces[0].out * weights[0]
-    for piece, weight in zip(pieces[1:-1], weights[1:-1], strict=True):
-        total += piece.out * weight
-    torch.add(total, pieces[-1].out * weights[-1], out=out)
