@@ -64,6 +64,7 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, strict: bool = Fal
     last_spans: list[AttendedSpan] = []
     states: list[StateRows] = []
     for item in inputs:
+        assert len(item.token_ids) == len(item.span), "a span has all of its tokens"
         row_of_start = num_tokens
         num_tokens += len(item.span)
         places.extend(item.blocks.locate(item.span.start, item.span.end))
@@ -116,10 +117,10 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, strict: bool = Fal
 
 def _positions(spans: Sequence[AttendedSpan]) -> NDArray[np.int64]:
     """Of each row, in its sequence."""
-    firsts = np.array([span.position - span.start for span in spans])
+    firsts = np.array([span.position - span.start for span in spans], dtype=np.int64)
     lengths = [span.end - span.start for span in spans]
-    positions: NDArray[np.int64] = np.arange(spans[-1].end) + np.repeat(firsts, lengths)
-    return positions
+    rows = np.arange(spans[-1].end, dtype=np.int64)
+    return rows + np.repeat(firsts, lengths)
 
 
 def _state_rows(item: SpanInput, row_of_start: int) -> list[StateRows]:

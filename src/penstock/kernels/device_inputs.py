@@ -48,6 +48,6 @@ def _staged(array: NDArray[np.int64], device: torch.device) -> Tensor:
     """Where a GPU can copy it from by itself."""
     if device.type != "cuda":
         return torch.from_numpy(np.ascontiguousarray(array))
-    pinned = torch.empty(array.shape, dtype=torch.int64, pin_memory=True)
+    pinned = torch.empty(array.shape, dtype=torch.int64, device="cpu", pin_memory=True)
     pinned.numpy()[...] = array  # torch would wake all its threads for a long one, which takes longer
     return pinned
