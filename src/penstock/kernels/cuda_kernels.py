@@ -9,6 +9,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
+from penstock.cache import BLOCK_TOKENS
 from penstock.cache.kv import KV
 from penstock.kernels import cuda_delta, fla_delta
 from penstock.kernels.cuda_past import attend_past, prepare_past
@@ -19,7 +20,6 @@ from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
 from penstock.kernels.torch_kernels import TorchKernels
 from penstock.kernels.triton_attention import (
-    BLOCK_TOKENS,
     decode_attention_kernel,
     join_parts_kernel,
     tile_attention_kernel,

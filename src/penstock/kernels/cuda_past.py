@@ -6,8 +6,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from penstock.cache import BLOCK_TOKENS
 from penstock.cache.kv import KV
-from penstock.kernels.cuda_work import BLOCK_TOKENS
 
 # A past is attended to in as many parts as it takes for 512 queries to give every multiprocessor something to do.
 HEADS_AND_PARTS = 32

@@ -8,14 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.cache import TokenRange
+from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.kv import KV
 from penstock.kernels.device_inputs import keep, made_once, to_device
-from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces
+from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces, part_of
 from penstock.plan.request import Span
 from penstock.plan.tiles import cut_into_tiles
 
-BLOCK_TOKENS = 64
 TILE = 1024
 
 
@@ -129,7 +128,7 @@ def _chunk(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) 
             )
         )
     num_before = tiles[-1].tile_start
-    past = part_of(span.places, num_before)
+    past = part_of(span.places, 0, num_before)
     if len(past) <= 1:
         return ChunkWork(tuple(tiles), past[0] if past else None, None)
     return ChunkWork(tuple(tiles), None, table[: -(-num_before // BLOCK_TOKENS)] // BLOCK_TOKENS)
@@ -150,14 +149,3 @@ def block_starts(places: Places) -> NDArray[np.int64]:
     return np.concatenate(
         [np.arange(place.start, place.end, BLOCK_TOKENS, dtype=np.int64) for place in places]
     )
-
-
-def part_of(places: Places, end: int) -> list[TokenRange]:
-    """The first `end` tokens of a sequence."""
-    part: list[TokenRange] = []
-    for place in places:
-        size = min(len(place), end)
-        if size > 0:
-            part.append(TokenRange(place.start, place.start + size))
-        end -= size
-    return part

@@ -97,6 +97,20 @@ class StateWork:
         return max((rows.end for rows in self.rows), default=0)
 
 
+def part_of(places: Places, start: int, end: int) -> list[TokenRange]:
+    """Tokens [start, end) of a sequence whose tokens lie at `places`."""
+    part: list[TokenRange] = []
+    first = 0
+    for place in places:
+        after = first + len(place)
+        if first < end and start < after:
+            part.append(
+                TokenRange(place.start + max(start - first, 0), place.start + min(end, after) - first)
+            )
+        first = after
+    return part
+
+
 def _as_array(places: Places) -> NDArray[np.int64]:
     pairs = [(place.start, place.end - place.start) for place in places]
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)

@@ -61,8 +61,7 @@ def attend_tile(queries: Tensor, offset: int, past: KV | None, own: KV, scale: f
         rows = slice(first - offset, last - offset)
         pieces = [] if past_piece is None else [past_piece.rows(rows)]
         if square:
-            before = KV(own.keys[:square], own.values[:square])
-            pieces.append(_attend_all(queries[rows], first, before, scale))
+            pieces.append(_attend_all(queries[rows], first, own.first(square), scale))
         square_kv = KV(own.keys[square:], own.values[square:])
         pieces.append(_attend_square(queries[rows], first - square, square_kv, square_size, scale))
         _merge(pieces, first - square, square_size, out=attended[rows])

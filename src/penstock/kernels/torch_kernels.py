@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.cache.recurrent import LayerStates
 from penstock.kernels import torch_attention, torch_delta
@@ -17,10 +16,10 @@ from penstock.kernels.shares import in_shares
 from penstock.kernels.spans import (
     AttendedSpan,
     AttentionWork,
-    Places,
     StateRows,
     StateWork,
     WrittenPlaces,
+    part_of,
 )
 from penstock.plan.request import Span
 from penstock.plan.tiles import cut_into_tiles
@@ -234,30 +233,16 @@ class TorchKernels:
             cuts = [(span.origin, span.position, end)]
         for tile_start, piece_start, piece_end in cuts:
             rows = slice(span.start + piece_start - span.position, span.start + piece_end - span.position)
-            past = kv.read(_part(span.places, 0, tile_start)) if tile_start else None
+            past = kv.read(part_of(span.places, 0, tile_start)) if tile_start else None
             own = kv.read_padded(
-                _part(span.places, tile_start, piece_end), span.tile_size or piece_end - tile_start
+                part_of(span.places, tile_start, piece_end), span.tile_size or piece_end - tile_start
             )
             out[rows] = self.attend_tile(queries[rows], piece_start - tile_start, past, own, scale)
 
     def _attend_decode(self, query: Tensor, span: AttendedSpan, index: int, kv: KV, scale: float) -> Tensor:
-        places = _part(span.places, 0, span.position + index + 1)
+        places = part_of(span.places, 0, span.position + index + 1)
         pieces = [places] if span.is_joined else [[place] for place in places]
         return self.attend_one(query, [kv.read(piece) for piece in pieces], scale)
-
-
-def _part(places: Places, start: int, end: int) -> list[TokenRange]:
-    """Tokens [start, end) of a sequence whose tokens lie at `places`."""
-    part: list[TokenRange] = []
-    first = 0
-    for place in places:
-        after = first + len(place)
-        if first < end and start < after:
-            part.append(
-                TokenRange(place.start + max(start - first, 0), place.start + min(end, after) - first)
-            )
-        first = after
-    return part
 
 
 def _can_pack(dtype: torch.dtype) -> bool:

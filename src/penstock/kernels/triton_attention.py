@@ -7,9 +7,6 @@ are formed in the order of its sequence's blocks, in one and the same way whatev
 import triton
 import triton.language as tl
 
-# Tokens that lie side by side in the cache, and are read together.
-BLOCK_TOKENS = 64
-
 
 @triton.jit
 def _see(query, keys, values, seen, largest, total, sums, scale, PRECISION: tl.constexpr):
