@@ -48,13 +48,14 @@ def oracle_of(name: str) -> Oracle:
 def _without_fla() -> Iterator[None]:
     """transformers, which looks for flash-linear-attention when it makes its first model of a kind, takes its own
     code instead: that runs on the CPU, too."""
-    found = {name: sys.modules.pop(name) for name in ("fla",) if name in sys.modules}
+    found = sys.modules.get("fla")
     sys.modules["fla"] = None  # type: ignore[assignment]
     try:
         yield
     finally:
         del sys.modules["fla"]
-        sys.modules.update(found)
+        if found is not None:
+            sys.modules["fla"] = found
 
 
 @cache

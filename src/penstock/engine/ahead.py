@@ -101,10 +101,6 @@ class LookAhead:
 
         self._expected = expect(inputs, prepare) if self._is_on else None
 
-    def forget(self) -> None:
-        """Nothing is expected any more."""
-        self._expected = None
-
     def launch(self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]) -> None:
         """What is expected, with the tokens that were chosen."""
         expected, self._expected = self._expected, None
@@ -112,6 +108,6 @@ class LookAhead:
             self._ahead = expected.launch(tokens, forward)
 
     def take(self, inputs: Sequence[SpanInput]) -> Tensor | None:
-        """The logits of these, where they are what was launched; that is forgotten in any case."""
-        ahead, self._ahead = self._ahead, None
+        """The logits of these, where they are what was launched; all that was expected is forgotten in any case."""
+        ahead, self._ahead, self._expected = self._ahead, None, None
         return ahead.logits if ahead is not None and ahead.is_of(inputs) else None

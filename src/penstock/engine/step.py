@@ -92,7 +92,6 @@ class StepRunner:
 
     def run(self, step: Step, jobs: Sequence[Job]) -> StepOutcome:
         """The forward pass, and a token for each of the jobs: those that sample, in the step's order."""
-        self._ahead.forget()
         try:
             logits = self._ahead.take(step.inputs)
             if logits is None:

@@ -215,6 +215,8 @@ class Decoder:
             kvs = [caches.kv.layer(index) for index in range(len(self.layers))]
             normed = self.dense_layers.run(x, normed, cos, sin, kvs, batch.places, batch.all_layers)
             return self._logits(normed, batch).float()
+        # What a layer's second block has at a time; none: all rows.
+        slabs = slabs_of(len(x), kernels) if 0 < kernels.feed_rows < len(x) else []
         for index, layer in enumerate(self.layers):
             rows = layer.mixer.take_in(normed, cos, sin, batch, caches, kernels)
             del normed  # what is not needed any more is not held at the next high-water mark
@@ -222,7 +224,7 @@ class Decoder:
                 return self.end(x, rows, logit_rows, batch, caches)
             mixed = layer.mixer.give_out(rows, batch.all_layers, batch, caches, kernels)
             del rows
-            if slabs := self._slabs(index, len(x)):
+            if slabs and isinstance(layer.mlp, GatedMLP):
                 x, normed = self._feed_in_slabs(index, x, mixed, slabs, batch)
                 del mixed
                 continue
@@ -242,13 +244,6 @@ class Decoder:
         """A layer's second block. Returns what leaves the layer, and its norm for the next."""
         out = self.layers[index].mlp(normed, num_rows, batch, self.kernels)
         return self.kernels.add_norm(x, out, self._next_norms[index], self.config.norm_eps)
-
-    def _slabs(self, index: int, num_rows: int) -> list[slice]:
-        """The rows that a layer's second block has at a time; none: it has all of them."""
-        kernels = self.kernels
-        if not 0 < kernels.feed_rows < num_rows or not isinstance(self.layers[index].mlp, GatedMLP):
-            return []
-        return slabs_of(num_rows, kernels)
 
     def _feed_in_slabs(
         self, index: int, x: Tensor, mixed: Tensor, slabs: list[slice], batch: ForwardBatch
