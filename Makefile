@@ -17,7 +17,7 @@ help:
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,bench]'
-	$(BIN)/python -m penstock.kernels.native_build
+	$(BIN)/python -m penstock.kernels.native.build
 	touch $@
 
 setup: .venv/.ready

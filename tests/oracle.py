@@ -22,10 +22,10 @@ from transformers import (
 from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
-from penstock.kernels.probe import measure
-from penstock.kernels.protocol import select_kernels
+from penstock.kernels.interface import select_kernels
+from penstock.kernels.probe.probe import measure
 from penstock.models.decoder import Decoder
-from penstock.models.folder import HfFolder
+from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig
 

@@ -17,7 +17,7 @@ from penstock.bench.systems import SystemName, load_systems
 from penstock.bench.transformers_model import load_transformers
 from penstock.bench.workload import text_tokens
 from penstock.models.opened import open_weights
-from penstock.models.tokenizer import SpecialTokens, Tokenizer
+from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
 from tests.oracle import make_oracle, random_prompt
 
 # Keys and values of 64 tokens, 2 layers, 2 heads of 16, in float32.

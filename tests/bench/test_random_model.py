@@ -10,8 +10,8 @@ from penstock.bench.random_model import HYBRID, random_hybrid
 from penstock.bench.transformers_model import load_transformers
 from penstock.errors import ModelError
 from penstock.models.fields import Fields
-from penstock.models.folder import HfFolder
-from penstock.models.hf_config import hf_model_config
+from penstock.models.hf.config import hf_model_config
+from penstock.models.hf.folder import HfFolder
 from tests.models.hybrids import hybrid_settings
 from tests.oracle import random_prompt
 

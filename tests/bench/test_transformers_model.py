@@ -8,7 +8,7 @@ import torch
 
 from penstock.bench.transformers_model import load_transformers
 from penstock.errors import ModelError
-from penstock.models.folder import HfFolder
+from penstock.models.hf.folder import HfFolder
 from tests.models.hybrids import (
     CLASSES,
     MIXTURES,

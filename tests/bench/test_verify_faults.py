@@ -12,8 +12,8 @@ from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.engine.llm import LLM
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
-from penstock.kernels.torch_kernels import TorchKernels
 from tests.bench.verifying import Found, home, plant
 from tests.bench.verifying import verify as run_verify
 

@@ -19,12 +19,12 @@ from penstock.bench.verify_memory_report import MemoryCase, render
 from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.errors import SettingError
-from penstock.kernels.probe import ProbeResult
-from penstock.kernels.protocol import Kernels, select_kernels
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.interface import Kernels, select_kernels
+from penstock.kernels.probe.probe import ProbeResult
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields
-from penstock.models.hf_config import hf_model_config
+from penstock.models.hf.config import hf_model_config
 from penstock.models.loading import load_decoder
 from penstock.models.shape import model_shape, workspace_of
 from penstock.plan import ChunkedPrefillConfig, Span

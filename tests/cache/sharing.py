@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from penstock.cache.store_file import find_damage
-from penstock.cache.store_folder import scan
+from penstock.cache.store.file import find_damage
+from penstock.cache.store.folder import scan
 from tests.cache.storing import fill, keys_of, num_found, open_store
 
 NUM_BLOCKS = 6

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
-from penstock.cache.store import BlockStore, StoredPrefix
+from penstock.cache.store.block_store import BlockStore, StoredPrefix
 from penstock.cache.tensors import CacheSpec
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()

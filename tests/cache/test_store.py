@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from penstock.cache.store import BlockStore
+from penstock.cache.store.block_store import BlockStore
 from penstock.cache.tensors import CacheSpec
 from tests.cache.storing import (
     ABOUT,

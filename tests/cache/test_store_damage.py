@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cache.store_file import FileName, find_damage
+from penstock.cache.store.file import FileName, find_damage
 from penstock.cache.tensors import CacheSpec
 from tests.cache.storing import HYBRID, PLAIN, files_in, fill, keys_of, num_found, open_store
 

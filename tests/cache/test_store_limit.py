@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.cache.store_file import FileKind, FileName
-from penstock.cache.store_folder import ModelFiles, StoredFile, scan
-from penstock.cache.store_limit import eviction_order
+from penstock.cache.store.file import FileKind, FileName
+from penstock.cache.store.folder import ModelFiles, StoredFile, scan
+from penstock.cache.store.limit import eviction_order
 from tests.cache.storing import (
     HYBRID,
     files_in,

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-import penstock.cache.store as stores
-from penstock.cache.store_writer import StoreWriter
+import penstock.cache.store.block_store as stores
+from penstock.cache.store.writer import StoreWriter
 from tests.cache.storing import files_in, fill, keys_of, kv_of, num_found, open_store
 
 KEYS = keys_of(4)

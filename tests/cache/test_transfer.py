@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cache.store import StoredBlock, StoredState
+from penstock.cache.store.block_store import StoredBlock, StoredState
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out
 from tests.cache.storing import HYBRID, PLAIN, bytes_in, keys_of, kv_of, state_of

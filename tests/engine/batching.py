@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
-from penstock.cache.store import BlockStore
+from penstock.cache.store.block_store import BlockStore
 from penstock.engine.batcher import Batcher
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest
 from penstock.engine.job import Job
@@ -17,7 +17,7 @@ from penstock.engine.sampling import Choice
 from penstock.engine.space import CacheSpace
 from penstock.engine.step import StepOutcome
 from penstock.models.decoder import Decoder
-from penstock.models.tokenizer import SpecialTokens, Tokenizer
+from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
 from penstock.plan.policy import ScheduleConfig
 from tests.byte_models import byte_backend
 from tests.oracle import canon_of

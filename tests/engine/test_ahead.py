@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
-from penstock.engine.ahead import expect
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.job import Job
+from penstock.engine.lookahead import expect
 from penstock.engine.sampling import Choice
 from penstock.engine.space import CacheSpace
-from penstock.layers.batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.request import Span

@@ -6,9 +6,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.kernels.quantised import Weight
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
-from penstock.models.folder import HfFolder
+from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from tests.engine.batching import RecordingJob, Wish, serve

@@ -23,7 +23,7 @@ from penstock.engine.constraint import NUM_KEPT, ConstraintFactory, TokenConstra
 from penstock.engine.events import JsonFormat
 from penstock.errors import ModelError, SettingError
 from penstock.models.opened import open_model
-from penstock.models.tokenizer import SpecialTokens, Tokenizer
+from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
 from tests.byte_models import byte_backend
 from tests.oracle import make_oracle, random_prompt
 

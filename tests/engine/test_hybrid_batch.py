@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.engine.batch import Canon, build_batch, settle
 from penstock.engine.space import CacheSpace
-from penstock.kernels.probe import ProbeResult
+from penstock.kernels.probe.probe import ProbeResult
 from penstock.models.decoder import Decoder
 from penstock.plan import Span
 from tests.engine.hybrids import (

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.engine.batch import settle
-from penstock.kernels import torch_delta
-from penstock.kernels.probe import ProbeResult, measure
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.probe.probe import ProbeResult, measure
+from penstock.kernels.reference import delta as torch_delta
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from tests.engine.hybrids import MIXTURES, MODELS, Tape, assert_all_equal, hybrid, hybrid_oracle
 from tests.oracle import load_model, random_prompt, run_prompt

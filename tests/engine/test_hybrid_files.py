@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.kernels.protocol import select_kernels
+from penstock.kernels.interface import select_kernels
 from penstock.models.decoder import Decoder
 from penstock.models.expected import check_source
-from penstock.models.folder import HfFolder
-from penstock.models.gguf_file import GgufFile
+from penstock.models.gguf.file import GgufFile
+from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.models.skipped import skipped_weights
 from penstock.models.source import WeightSource

@@ -12,15 +12,15 @@ import torch
 from penstock.bench.transformers_model import load_transformers
 from penstock.bench.workload import text_tokens
 from penstock.errors import SettingError
-from penstock.kernels.protocol import select_kernels
+from penstock.kernels.interface import select_kernels
 from penstock.kernels.quantised import QuantisedWeight
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.layers.attention import Attention
-from penstock.layers.joined import JoinedWeight
+from penstock.layers.fused_weight import JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.models.decoder import Decoder
-from penstock.models.folder import HfFolder
-from penstock.models.gguf_file import GgufFile
+from penstock.models.gguf.file import GgufFile
+from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model
 from penstock.models.shape import model_shape, stored_bits

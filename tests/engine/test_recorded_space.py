@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock import LLM
 from penstock.cache import BLOCK_TOKENS, Extent
-from penstock.engine.request_spaces import RequestSpace
+from penstock.engine.cache_choice import RequestSpace
 from penstock.engine.reuse import Reuse
 from penstock.engine.space import CacheSpace
 from penstock.engine.text_stream import TextStream
@@ -48,7 +48,7 @@ def load(
     folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., LLM]:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path_factory.getbasetemp() / "recorded-home"))
-    monkeypatch.setattr("penstock.engine.request_spaces._RECORDED_GRID", GRID)
+    monkeypatch.setattr("penstock.engine.cache_choice._RECORDED_GRID", GRID)
 
     def load(*, records: bool, **options: Any) -> LLM:
         llm = LLM(folder, dtype="float32", chunk=64, threads=1, **options)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from penstock.cache import BLOCK_TOKENS
-from penstock.cache.store import BlockStore
+from penstock.cache.store.block_store import BlockStore
 from penstock.models.decoder import Decoder
 from penstock.plan.policy import ScheduleConfig
 from tests.engine.batching import RecordingJob, Sharing, Wish, new_batcher, serve_with

@@ -10,8 +10,8 @@ from penstock.cache.kv import KV
 from penstock.engine.batch import settle
 from penstock.engine.run import Run
 from penstock.engine.space import CacheSpace
-from penstock.kernels.probe import ProbeResult
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.probe.probe import ProbeResult
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
 

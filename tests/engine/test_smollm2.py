@@ -10,8 +10,8 @@ import torch
 from penstock.bench.transformers_model import load_transformers
 from penstock.bench.workload import text_tokens
 from penstock.engine.batch import Canon
-from penstock.kernels.protocol import select_kernels
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.interface import select_kernels
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from tests.engine.hybrids import MODELS, Tape, hybrid
 from tests.oracle import canon_of, random_prompt

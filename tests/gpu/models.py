@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from penstock.engine.batch import Canon, settle
-from penstock.kernels.probe import ProbeResult, measure
-from penstock.kernels.protocol import select_kernels
+from penstock.kernels.interface import select_kernels
+from penstock.kernels.probe.probe import ProbeResult, measure
 from penstock.models.decoder import Decoder
-from penstock.models.folder import HfFolder
+from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from tests.oracle import Oracle, make_oracle
 

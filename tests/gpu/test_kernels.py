@@ -8,9 +8,9 @@ from torch import Tensor
 
 from penstock.cache.recurrent import LayerStates, RecurrentCache, RecurrentSpec
 from penstock.cache.slots import EMPTY
-from penstock.kernels.protocol import DeltaHeads, select_kernels
+from penstock.kernels.interface import DeltaHeads, select_kernels
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import StateRows, StateWork
-from penstock.kernels.torch_kernels import TorchKernels
 from tests.gpu.cases import over
 from tests.gpu.models import gpu
 from tests.kernels.parity import (

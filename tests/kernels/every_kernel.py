@@ -9,10 +9,11 @@ from torch import Tensor
 from penstock.cache import TokenRange
 from penstock.cache.kv import KV
 from penstock.cache.recurrent import LayerStates
-from penstock.kernels import cuda_kernels, fla_delta
-from penstock.kernels.cuda_delta import carry_states
-from penstock.kernels.cuda_kernels import CudaKernels
-from penstock.kernels.protocol import DeltaHeads, HeadLayout
+from penstock.kernels.cuda import fla as fla_delta
+from penstock.kernels.cuda import kernels as cuda_kernels
+from penstock.kernels.cuda.delta import carry_states
+from penstock.kernels.cuda.kernels import CudaKernels
+from penstock.kernels.interface import DeltaHeads, HeadLayout
 from penstock.kernels.spans import AttendedSpan, AttentionWork, StateRows, StateWork, WrittenPlaces
 
 _DTYPES = (torch.bfloat16, torch.float32)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.kv import KV
-from penstock.kernels.protocol import HeadLayout, Kernels
+from penstock.kernels.interface import HeadLayout, Kernels
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
-from penstock.kernels.torch_kernels import TorchKernels
 
 EPS = 1e-5
 SCALE = 0.3

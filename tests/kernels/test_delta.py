@@ -8,9 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels import torch_delta
-from penstock.kernels.torch_delta import BLOCK, STEP_TOKENS, _inverse
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.reference import delta as torch_delta
+from penstock.kernels.reference.delta import BLOCK, STEP_TOKENS, _inverse
+from penstock.kernels.reference.kernels import TorchKernels
 
 KERNELS = TorchKernels()
 FORMS = {"rule": KERNELS.gated_delta_rule, "steps": KERNELS.gated_delta_steps}

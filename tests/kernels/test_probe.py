@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from penstock.cache.kv import KV
-from penstock.kernels import probe as probing
-from penstock.kernels.probe import ProbeResult, ProbeShapes, ProductShape, measure, probe
-from penstock.kernels.probe_rows import ON_CPU, ON_GPU, tried_on
-from penstock.kernels.protocol import padded_rows
+from penstock.kernels.interface import padded_rows
+from penstock.kernels.probe import probe as probing
+from penstock.kernels.probe.probe import ProbeResult, ProbeShapes, ProductShape, measure, probe
+from penstock.kernels.probe.rows import ON_CPU, ON_GPU, tried_on
 from penstock.kernels.quantised import Weight
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.reference.kernels import TorchKernels
 
 CPU = torch.device("cpu")
 SHAPES = ProbeShapes(

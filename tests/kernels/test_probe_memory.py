@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.native_build import NativeUnavailableError
-from penstock.kernels.native_kernels import NativeKernels
-from penstock.kernels.probe import ProbeShapes, ProductShape, measure
-from penstock.kernels.probe_random import ROWS_TOGETHER, Random
-from penstock.kernels.probe_rows import slab_holds
-from penstock.kernels.protocol import Kernels, select_kernels
+from penstock.kernels.interface import Kernels, select_kernels
+from penstock.kernels.native.build import NativeUnavailableError
+from penstock.kernels.native.kernels import NativeKernels
+from penstock.kernels.probe.probe import ProbeShapes, ProductShape, measure
+from penstock.kernels.probe.random import ROWS_TOGETHER, Random
+from penstock.kernels.probe.rows import slab_holds
 from penstock.kernels.quantised import BLOCK_FORMS
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.reference.kernels import TorchKernels
 from tests.live_tensors import LiveTensors
 
 CPU = torch.device("cpu")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.errors import SettingError
-from penstock.kernels.protocol import KERNELS_VARIABLE, select_kernels
+from penstock.kernels.interface import KERNELS_VARIABLE, select_kernels
 
 CUDA, MPS = torch.device("cuda:0"), torch.device("mps")
 
@@ -40,7 +40,7 @@ def test_native_kernels_are_of_a_cpu(device: torch.device, monkeypatch: pytest.M
 def test_without_triton_there_are_no_kernels_for_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KERNELS_VARIABLE, raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "penstock.kernels.cuda_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "penstock.kernels.cuda.kernels", raising=False)
     with pytest.raises(SettingError, match="needs triton, which is not installed: pip install triton"):
         select_kernels(CUDA)
     monkeypatch.setenv(KERNELS_VARIABLE, "torch")

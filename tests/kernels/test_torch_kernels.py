@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 from penstock.cache.kv import KV
 from penstock.errors import SettingError
-from penstock.kernels.protocol import select_kernels
-from penstock.kernels.shares import LANES, even_shares
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.elementwise import LANES, even_shares
+from penstock.kernels.interface import select_kernels
+from penstock.kernels.reference.kernels import TorchKernels
 
 KERNELS = TorchKernels()
 TILE = KERNELS.tile_size

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from penstock.cache.recurrent import LayerStates, RecurrentCache, RecurrentSpec
 from penstock.cache.slots import EMPTY
-from penstock.kernels.cuda_states import static_decode_states, static_span_states
-from penstock.kernels.protocol import DeltaHeads
+from penstock.kernels.cuda.states import static_decode_states, static_span_states
+from penstock.kernels.interface import DeltaHeads
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import StateRows, StateWork
-from penstock.kernels.torch_kernels import TorchKernels
 from tests.kernels.triton_interpreter import require_interpreter
 
 REFERENCE = TorchKernels()
@@ -27,7 +27,7 @@ def interpreter() -> None:
 
 
 def carry(projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates) -> Tensor:
-    from penstock.kernels.cuda_delta import carry_states
+    from penstock.kernels.cuda.delta import carry_states
 
     return carry_states(projected, net, work, states)
 
@@ -132,7 +132,7 @@ def test_spans_and_decodes_beside_each_other() -> None:
 
 
 def test_pieces_change_no_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.kernels import cuda_delta
+    from penstock.kernels.cuda import delta as cuda_delta
 
     net, projected = random_net(), random_rows(random_net(), 70)
     work = StateWork((StateRows(0, 70, 1, 4, is_prompt=True),))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
-from penstock.kernels.protocol import Kernels
+from penstock.kernels.interface import Kernels
 from penstock.kernels.spans import AttendedSpan, AttentionWork
 from tests.kernels.parity import (
     SCALE,
@@ -34,7 +34,7 @@ from tests.kernels.parity import (
 from tests.kernels.triton_interpreter import interpreted_kernels
 
 if TYPE_CHECKING:
-    from penstock.kernels.cuda_kernels import CudaKernels
+    from penstock.kernels.cuda.kernels import CudaKernels
 
 TILE = 256
 LONGEST = 2 * TILE + 70
@@ -110,7 +110,7 @@ def test_what_chunks_ask_of_a_library_was_prepared(
     kernels: "CudaKernels", monkeypatch: pytest.MonkeyPatch, chunk: int
 ) -> None:
     """A library makes a plan for every shape when it first comes."""
-    from penstock.kernels import cuda_past
+    from penstock.kernels.cuda import past as cuda_past
 
     asked: list[tuple[object, ...]] = []
     attention = cuda_past.cudnn_attention

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.kernels.torch_attention import plain_attention
+from penstock.kernels.reference.attention import plain_attention
 
 if TYPE_CHECKING:
-    from penstock.kernels.cuda_kernels import CudaKernels
+    from penstock.kernels.cuda.kernels import CudaKernels
 
 
 def require_interpreter() -> None:
@@ -33,7 +33,8 @@ def interpreted_kernels(tile_size: int) -> Iterator["CudaKernels"]:
     require_interpreter()
     from triton.runtime.interpreter import InterpreterBuilder
 
-    from penstock.kernels import cuda_kernels, cuda_past
+    from penstock.kernels.cuda import kernels as cuda_kernels
+    from penstock.kernels.cuda import past as cuda_past
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(InterpreterBuilder, "create_dot", _widened(InterpreterBuilder.create_dot))

@@ -8,7 +8,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.errors import ModelFileError, PromptError
-from penstock.models.chat import ChatTemplate
+from penstock.models.text.chat import ChatTemplate
 
 MESSAGES = [
     {"role": "system", "content": "Be <b>brief</b> & kind."},

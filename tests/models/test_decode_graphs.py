@@ -11,7 +11,7 @@ from torch import Tensor
 from penstock.engine.batch import Canon
 from penstock.models import decode_graphs, graphs
 from penstock.models.decoder import Decoder
-from penstock.models.folder import HfFolder
+from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.plan.policy import ScheduleConfig
 from tests.engine import batching

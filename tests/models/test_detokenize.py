@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.models.detokenize import StreamDecoder
-from penstock.models.folder_tokenizer import folder_tokenizer
+from penstock.models.hf.tokenizer import folder_tokenizer
 from penstock.models.opened import open_model
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.detokenize import StreamDecoder
+from penstock.models.text.tokenizer import Tokenizer
 from tests.models.test_tokenizer import TEXTS, byte_level_backend, save_folder, sentence_piece_backend
 
 

@@ -9,7 +9,7 @@ import torch
 
 from penstock.errors import ModelFileError
 from penstock.models.expected import check_source, expected_shapes
-from penstock.models.folder import HfFolder
+from penstock.models.hf.folder import HfFolder
 from penstock.models.opened import open_model
 from penstock.models.skipped import SkippedWeights, skipped_weights
 from tests.models.builders import hf_model, load_tensor

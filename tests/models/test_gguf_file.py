@@ -10,10 +10,10 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models import gguf_file
 from penstock.models.config import ModelConfig, RotaryConfig
 from penstock.models.expected import check_source
-from penstock.models.gguf_file import ACCEPTED_KINDS, GgufFile
+from penstock.models.gguf import file as gguf_file
+from penstock.models.gguf.file import ACCEPTED_KINDS, GgufFile
 from penstock.models.opened import open_model
 from tests.models.builders import (
     SHAPE,

@@ -15,7 +15,7 @@ import pytest
 from gguf import GGMLQuantizationType as Kind
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.gguf_header import read_header
+from penstock.models.gguf.header import read_header
 from penstock.models.opened import open_model
 from tests.models.builders import TOKENIZER, gguf_metadata, hf_model, load_tensor, write_gguf
 from tests.models.test_gguf_file import float_tensors

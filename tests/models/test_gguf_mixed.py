@@ -12,14 +12,14 @@ from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from penstock.engine.run import Run
-from penstock.kernels.protocol import Kernels, select_kernels
+from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.quantised import BLOCK_FORMS, QuantisedWeight, Weight
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
-from penstock.layers.joined import FusedWeight, JoinedWeight
+from penstock.layers.fused_weight import FusedWeight, JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.models.decoder import Decoder
-from penstock.models.gguf_file import GgufFile
+from penstock.models.gguf.file import GgufFile
 from penstock.models.loading import load_decoder
 from penstock.plan.weight_settings import WeightsName
 from tests.engine.test_same_bits import assert_same_bits

@@ -16,8 +16,8 @@ from penstock.errors import ModelError, ModelFileError
 from penstock.layers.rotary import Rotary, rotary_frequencies
 from penstock.models.config import ModelConfig, RotaryConfig
 from penstock.models.fields import Fields
-from penstock.models.folder import read_folder_config
-from penstock.models.hf_config import hf_model_config
+from penstock.models.hf.config import hf_model_config
+from penstock.models.hf.folder import read_folder_config
 from tests.models.hybrids import CLASSES, HYBRIDS, MIXTURES, hybrid_settings
 from tests.models.test_hf_config import ROPES
 

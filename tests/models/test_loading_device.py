@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.errors import SettingError
-from penstock.kernels.protocol import select_kernels
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.interface import select_kernels
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models import bytefile
 from penstock.models.bytefile import ByteFile, copy_plain
 from penstock.models.decoder import _tensors
-from penstock.models.folder import HfFolder
+from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder, settled_weights
 from penstock.models.opened import open_weights
 from penstock.models.source import WeightSource

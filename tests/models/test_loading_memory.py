@@ -10,7 +10,7 @@ SCRIPT = """
 import sys, torch
 from pathlib import Path
 from penstock.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_model
 

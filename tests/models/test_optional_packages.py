@@ -17,7 +17,7 @@ import importlib, pkgutil
 for layer in {LAYERS}:
     package = importlib.import_module(f"penstock.{{layer}}")
     for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        if not module.name.startswith("penstock.models.gguf_"):
+        if not module.name.startswith("penstock.models.gguf."):
             importlib.import_module(module.name)
 """
 OPEN_GGUF = """

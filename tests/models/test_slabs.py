@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.batch import Canon
-from penstock.kernels.protocol import slabs_of
+from penstock.kernels.interface import slabs_of
 from penstock.kernels.quantised import Weight
-from penstock.kernels.torch_kernels import TorchKernels
-from penstock.models.folder import HfFolder
+from penstock.kernels.reference.kernels import TorchKernels
+from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from tests.oracle import make_oracle, random_prompt, run_prompt
 

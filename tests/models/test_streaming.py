@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 MEASURE = """
 import resource, sys, torch
 from pathlib import Path
-from penstock.models.folder import HfFolder
-from penstock.models.gguf_file import GgufFile
+from penstock.models.hf.folder import HfFolder
+from penstock.models.gguf.file import GgufFile
 
 def peak_bytes():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -14,12 +14,12 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2_SPLIT
 
 from penstock.errors import ModelError, ModelFileError, PromptError
-from penstock.models import gguf_tokenizer as gguf_tokenizer_module
-from penstock.models.folder_tokenizer import folder_tokenizer
-from penstock.models.gguf_header import read_header
-from penstock.models.gguf_tokenizer import gguf_tokenizer
+from penstock.models.gguf import tokenizer as gguf_tokenizer_module
+from penstock.models.gguf.header import read_header
+from penstock.models.gguf.tokenizer import gguf_tokenizer
+from penstock.models.hf.tokenizer import folder_tokenizer
 from penstock.models.opened import open_model
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import Tokenizer
 from tests.models.builders import SCORES, TOKENIZER, TOKENS, write_gguf
 
 TEXTS = [

@@ -9,7 +9,11 @@ from hypothesis import strategies as st
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine import batch
 from penstock.errors import SettingError
-from penstock.kernels import protocol, shares, torch_attention, torch_delta, torch_kernels
+from penstock.kernels import elementwise as shares
+from penstock.kernels import interface as protocol
+from penstock.kernels.reference import attention as torch_attention
+from penstock.kernels.reference import delta as torch_delta
+from penstock.kernels.reference import kernels as torch_kernels
 from penstock.layers import rotary
 from penstock.plan import DeltaNetShape, ModelShape, activation_parts
 from penstock.plan.activation import step_memory, step_phases
@@ -56,7 +60,10 @@ def test_what_layers_and_kernels_have_is_what_is_counted() -> None:
 
 def test_what_a_gpu_has_is_what_is_counted() -> None:
     pytest.importorskip("triton")
-    from penstock.kernels import cuda_delta, cuda_kernels, cuda_past, triton_delta
+    from penstock.kernels.cuda import delta as cuda_delta
+    from penstock.kernels.cuda import kernels as cuda_kernels
+    from penstock.kernels.cuda import past as cuda_past
+    from penstock.kernels.triton import delta as triton_delta
     from penstock.models import graphs
 
     assert (activation_parts.SPLITS, activation_parts.HEADS_AND_PARTS) == (

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from penstock.bench.cache_workload import CacheWorkload
 from penstock.bench.workload import text_tokens
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from penstock.bench.verify_memory_models import RandomWeights
 from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.engine.space import CacheSpace
-from penstock.kernels.probe import ProbeResult, probe
-from penstock.kernels.protocol import Kernels
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.interface import Kernels
+from penstock.kernels.probe.probe import ProbeResult, probe
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields
-from penstock.models.hf_config import hf_model_config
+from penstock.models.hf.config import hf_model_config
 from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig
 
@@ -64,7 +64,7 @@ def kernels_of(device: torch.device, tile_size: int | None = None) -> Kernels:
     """The device's kernels, with their own tile unless another is given."""
     if device.type != "cuda":
         return TorchKernels() if tile_size is None else TorchKernels(tile_size)
-    from penstock.kernels.cuda_kernels import CudaKernels  # needs Triton
+    from penstock.kernels.cuda.kernels import CudaKernels  # needs Triton
 
     return CudaKernels() if tile_size is None else CudaKernels(tile_size)
 

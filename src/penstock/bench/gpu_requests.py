@@ -15,7 +15,7 @@ from penstock.engine.events import GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.sampling import Choice
 from penstock.engine.step import Step, StepOutcome
-from penstock.models.tokenizer import SpecialTokens, Tokenizer
+from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
 from penstock.plan import STATE_GRID
 from penstock.plan.policy import ScheduleConfig
 

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from penstock.bench.workload import text_tokens
 from penstock.errors import ContextLengthError, SettingError
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from penstock.bench.workload import text_tokens
 from penstock.errors import ContextLengthError, SettingError
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan.size_rules import SMALLEST_CHUNK
 
 # What the benchmark is called on the command line and in the results.

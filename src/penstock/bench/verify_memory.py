@@ -29,9 +29,9 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.engine.batch import settle
 from penstock.engine.device import resolve_dtype, use_device
 from penstock.errors import PenstockError, SettingError
-from penstock.kernels.probe import ProbeResult, probe
-from penstock.kernels.protocol import Kernels, select_kernels
-from penstock.kernels.torch_kernels import TorchKernels
+from penstock.kernels.interface import Kernels, select_kernels
+from penstock.kernels.probe.probe import ProbeResult, probe
+from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_weights

@@ -8,7 +8,7 @@ from math import isfinite
 from typing import Any
 
 from penstock.bench.machine import Machine
-from penstock.kernels.probe import ProbeResult
+from penstock.kernels.probe.probe import ProbeResult
 
 # A list of numbers, truth values and nulls.
 _FLAT_LIST = re.compile(r"\[[^\[\]{}\"]*\]")

@@ -14,7 +14,7 @@ from penstock.engine.batch import Canon
 from penstock.engine.run import Run
 from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig
 
 # Logits that are kept of one way, at most. Keys and values are compared at every token, whatever this is.

@@ -11,7 +11,7 @@ from penstock.cache import TokenRange
 from penstock.cache.tensors import CacheTensors
 from penstock.engine.batch import Canon
 from penstock.kernels.spans import AttendedSpan, AttentionWork
-from penstock.layers.batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 
 

@@ -10,7 +10,7 @@ from penstock.bench.suites import Suite
 from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass
 from penstock.models.config import ModelConfig
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import Tokenizer
 
 DEFAULT_DECODE_TOKENS = 32
 DEFAULT_MEMORY_REPEATS = 3

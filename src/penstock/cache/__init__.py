@@ -2,10 +2,10 @@
 sequence holds, and an index of what could be held again. The tensors are in `penstock.cache.tensors`."""
 
 from penstock.cache.blocks import BLOCK_TOKENS, BlockPool, Extent
-from penstock.cache.held import SequenceCache, SequenceSnapshot
 from penstock.cache.keys import BlockKey, KeyChain, root_key
 from penstock.cache.prefix import PrefixHit, PrefixIndex
 from penstock.cache.sequence import SequenceBlocks, TokenRange
+from penstock.cache.sequence_cache import SequenceCache, SequenceSnapshot
 from penstock.cache.slots import EMPTY, SlotPool
 from penstock.cache.state import SequenceState, StateSnapshot, StateStep, StateWrite
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache.blocks import BLOCK_TOKENS
-from penstock.cache.store import StoredBlock, StoredState
+from penstock.cache.store.block_store import StoredBlock, StoredState
 from penstock.cache.tensors import CacheTensors
 
 

@@ -8,10 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.cache import SequenceBlocks, StateStep, TokenRange
-from penstock.kernels.probe import ProbeResult
-from penstock.kernels.protocol import ROW_GRID, Kernels, padded_rows
+from penstock.kernels.interface import ROW_GRID, Kernels, padded_rows
+from penstock.kernels.probe.probe import ProbeResult
 from penstock.kernels.spans import AttendedSpan, AttentionWork, StateRows, StateWork, WrittenPlaces
-from penstock.layers.batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.plan.request import Span
 
 # A decode's past of no more tokens than this is copied together where it lies in several places: that takes less time

@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.engine.events import JsonFormat
 from penstock.engine.schema_limits import check_counts, schema_text
 from penstock.errors import ModelError, SettingError
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer

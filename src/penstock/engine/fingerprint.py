@@ -18,7 +18,7 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.engine.batch import Canon
 from penstock.engine.profile import profile_key
 from penstock.home import cache_home
-from penstock.kernels.native_build import native_library
+from penstock.kernels.native.build import native_library
 from penstock.models.decoder import Decoder
 from penstock.plan.weight_settings import WeightsSetting
 

@@ -20,8 +20,8 @@ from penstock.engine.sampler import Sampler
 from penstock.engine.sampling import Choice
 from penstock.engine.status import Outcome, RequestStatus, RequestSummary
 from penstock.engine.stop import StopMatcher
-from penstock.models.detokenize import StreamDecoder
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.detokenize import StreamDecoder
+from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan.batch_scheduler import RequestView
 from penstock.plan.progress import PrefillClock
 from penstock.plan.step import RequestId

@@ -13,15 +13,15 @@ from typing import Literal, Self
 
 import torch
 
-from penstock.cache.store import BlockStore
+from penstock.cache.store.block_store import BlockStore
 from penstock.engine.batch import settle
+from penstock.engine.cache_choice import RequestSpaces
 from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
 from penstock.engine.device import find_devices, release_memory, resolve_dtype, use_device
 from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.memory import trim_heap
 from penstock.engine.profile import load_profile
-from penstock.engine.request_spaces import RequestSpaces
 from penstock.engine.results import Generation
 from penstock.engine.run import Run, check_request
 from penstock.engine.sampler import SamplingParams
@@ -29,8 +29,8 @@ from penstock.engine.stop import StopMatcher
 from penstock.engine.text_stream import ProgressCallback, TextStream
 from penstock.engine.threads import in_own_thread
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
-from penstock.kernels.probe import ProbeResult, probe
-from penstock.kernels.protocol import KERNELS_VARIABLE, select_kernels
+from penstock.kernels.interface import KERNELS_VARIABLE, select_kernels
+from penstock.kernels.probe.probe import ProbeResult, probe
 from penstock.models.decoder import Decoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder, settled_weights

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from penstock.cache import BLOCK_TOKENS, Extent, SequenceCache
 from penstock.cache.keys import KeyChain, root_key
 from penstock.cache.prefix import PrefixHit, PrefixIndex
-from penstock.cache.store import BlockStore, StoredPrefix
+from penstock.cache.store.block_store import BlockStore, StoredPrefix
 from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out, copy_tokens
 from penstock.engine.space import CacheSpace
 from penstock.engine.status import ReuseStatus

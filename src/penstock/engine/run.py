@@ -6,16 +6,16 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from penstock.engine.ahead import LookAhead
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, use_device
 from penstock.engine.explain import ChunkRecord
-from penstock.engine.pace import pace_of
+from penstock.engine.lookahead import LookAhead
 from penstock.engine.results import FinishReason
 from penstock.engine.reuse import Prefix, Reuse
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import sample_one
 from penstock.engine.space import CacheSpace
+from penstock.engine.step_clock import pace_of
 from penstock.errors import (
     ContextLengthError,
     MemoryExhaustedError,
@@ -23,7 +23,7 @@ from penstock.errors import (
     SettingError,
     is_out_of_memory,
 )
-from penstock.layers.batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ChunkSizer, Prefill, PrefillScheduler, Span
 from penstock.plan.step_shape import StepShape

@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.ahead import LookAhead
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import release_memory, wait_for
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
+from penstock.engine.lookahead import LookAhead
 from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.space import CacheSpace
 from penstock.engine.status import SpanRecord, StepRecord
 from penstock.errors import is_out_of_memory
-from penstock.layers.batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.size_rules import SizeDecision
 from penstock.plan.step import PlannedSpan, RequestId, SpanKind, StepPlan

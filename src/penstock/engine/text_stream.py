@@ -13,7 +13,7 @@ from penstock.engine.run import Run
 from penstock.engine.stop import StopMatcher
 from penstock.errors import SettingError
 from penstock.models.config import ModelConfig
-from penstock.models.detokenize import StreamDecoder
+from penstock.models.text.detokenize import StreamDecoder
 from penstock.plan import STATE_GRID, PrefillScheduler
 from penstock.plan.progress import PrefillClock, Progress
 

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from penstock.cache.store_file import find_damage
-from penstock.cache.store_folder import clear_model, scan, set_aside
+from penstock.cache.store.file import find_damage
+from penstock.cache.store.folder import clear_model, scan, set_aside
 from penstock.errors import PenstockError, SettingError
 from penstock.frontends.cache_table import show, summarise
 from penstock.frontends.exits import MEANINGS, reported

@@ -8,8 +8,8 @@ from datetime import UTC, datetime
 import typer
 
 from penstock.cache import BLOCK_TOKENS
-from penstock.cache.store_file import FileKind
-from penstock.cache.store_folder import ABOUT, ModelFiles
+from penstock.cache.store.file import FileKind
+from penstock.cache.store.folder import ABOUT, ModelFiles
 from penstock.plan.units import format_bytes
 
 _MOST_ABOUT_BYTES = 1 << 16

@@ -65,7 +65,7 @@ class PlannedModel:
 
 def read_model(model: str) -> PlannedModel:
     """What is known of a folder, a config.json, a GGUF file or a Hugging Face name; weights are not needed."""
-    from penstock.models.folder import read_folder_config
+    from penstock.models.hf.folder import read_folder_config
 
     path = Path(model).expanduser()
     if path.is_dir():
@@ -85,8 +85,8 @@ def read_model(model: str) -> PlannedModel:
 
 def _read_config_file(path: Path) -> "ModelConfig":
     from penstock.models.fields import Fields
-    from penstock.models.folder import read_json
-    from penstock.models.hf_config import hf_model_config
+    from penstock.models.hf.config import hf_model_config
+    from penstock.models.hf.folder import read_json
 
     return hf_model_config(Fields(str(path), read_json(path)), Fields(str(path), {}))
 
@@ -120,7 +120,7 @@ def expected_workspace(device: "torch.device") -> Workspace:
     """Of the kernels that would be chosen on this machine, as far as can be told without building any."""
     import torch
 
-    from penstock.kernels.protocol import select_kernels
+    from penstock.kernels.interface import select_kernels
 
     num_threads = resolve_threads().within(torch.get_num_threads())
     kind = _expected_kernels(device)
@@ -141,7 +141,7 @@ def expected_workspace(device: "torch.device") -> Workspace:
 def _expected_kernels(device: "torch.device") -> KernelKind:
     import torch
 
-    from penstock.kernels.protocol import KERNELS_VARIABLE
+    from penstock.kernels.interface import KERNELS_VARIABLE
 
     is_reference = os.environ.get(KERNELS_VARIABLE, "auto") == "torch"
     if device.type != "cpu":

@@ -7,11 +7,11 @@ from functools import cached_property
 from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
-from penstock.kernels.protocol import HeadLayout, Kernels
+from penstock.kernels.interface import HeadLayout, Kernels
 from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork
-from penstock.layers.batch import ForwardBatch
-from penstock.layers.joined import FusedWeight, project
+from penstock.layers.forward_batch import ForwardBatch
+from penstock.layers.fused_weight import FusedWeight, project
 
 
 @dataclass(frozen=True)

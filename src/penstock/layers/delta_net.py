@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
-from penstock.kernels.protocol import DeltaHeads, Kernels
+from penstock.kernels.interface import DeltaHeads, Kernels
 from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork
-from penstock.layers.batch import ForwardBatch
-from penstock.layers.joined import FusedWeight, project
+from penstock.layers.forward_batch import ForwardBatch
+from penstock.layers.fused_weight import FusedWeight, project
 
 
 @dataclass(frozen=True)

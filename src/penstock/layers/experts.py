@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.kernels.protocol import Kernels, padded_rows
+from penstock.kernels.interface import Kernels, padded_rows
 from penstock.kernels.quantised import Weight
-from penstock.layers.batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.layers.mlp import GatedMLP
 
 

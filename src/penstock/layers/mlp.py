@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.protocol import Kernels
+from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import Weight
-from penstock.layers.batch import ForwardBatch
-from penstock.layers.joined import FusedWeight, project
+from penstock.layers.forward_batch import ForwardBatch
+from penstock.layers.fused_weight import FusedWeight, project
 
 
 @dataclass(frozen=True)

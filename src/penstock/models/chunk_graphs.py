@@ -13,13 +13,13 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
-from penstock.kernels.cuda_kernels import CudaKernels
-from penstock.kernels.cuda_states import static_span_states
-from penstock.kernels.cuda_work import row_places, static_places
-from penstock.kernels.device_inputs import fill, on_device
+from penstock.kernels.cuda.inputs import fill, on_device
+from penstock.kernels.cuda.kernels import CudaKernels
+from penstock.kernels.cuda.states import static_span_states
+from penstock.kernels.cuda.work import row_places, static_places
 from penstock.kernels.spans import AttentionWork, StateWork
 from penstock.layers.attention import Attention
-from penstock.layers.batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.recording import Recorder, borrowed
 
 if TYPE_CHECKING:

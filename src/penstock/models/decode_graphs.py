@@ -9,10 +9,10 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
-from penstock.kernels.cuda_states import static_decode_states
-from penstock.kernels.cuda_work import block_starts, row_places, static_decodes, static_places
-from penstock.kernels.device_inputs import fill
-from penstock.layers.batch import ForwardBatch
+from penstock.kernels.cuda.inputs import fill
+from penstock.kernels.cuda.states import static_decode_states
+from penstock.kernels.cuda.work import block_starts, row_places, static_decodes, static_places
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.recording import Recorder
 
 if TYPE_CHECKING:

@@ -11,16 +11,16 @@ from torch.nn.functional import pad
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
-from penstock.kernels.device_inputs import on_device
-from penstock.kernels.native_layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
-from penstock.kernels.probe import ProbeShapes, ProductShape
-from penstock.kernels.protocol import Kernels, slabs_of
+from penstock.kernels.cuda.inputs import on_device
+from penstock.kernels.interface import Kernels, slabs_of
+from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
+from penstock.kernels.probe.probe import ProbeShapes, ProductShape
 from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.layers.attention import Attention
-from penstock.layers.batch import ForwardBatch
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.experts import ExpertMLP
-from penstock.layers.joined import FusedWeight, JoinedWeight
+from penstock.layers.forward_batch import ForwardBatch
+from penstock.layers.fused_weight import FusedWeight, JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.layers.rotary import Rotary
 from penstock.models.config import ModelConfig

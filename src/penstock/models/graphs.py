@@ -15,7 +15,7 @@ from torch import Tensor
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
 from penstock.errors import is_out_of_memory
-from penstock.layers.batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.recording import Recorder
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.folder import PICKLE_REASON, PICKLE_SUFFIXES
+from penstock.models.hf.folder import PICKLE_REASON, PICKLE_SUFFIXES
 from penstock.models.pull import Note, Report, pull_smollm2
 from penstock.models.reading import first_line, shortened
 

@@ -5,13 +5,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.errors import SettingError
-from penstock.kernels.protocol import DeltaHeads, Kernels
+from penstock.kernels.elementwise import whole_lanes
+from penstock.kernels.interface import DeltaHeads, Kernels
 from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
-from penstock.kernels.shares import whole_lanes
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.experts import ExpertMLP
-from penstock.layers.joined import FusedWeight, JoinedWeight
+from penstock.layers.fused_weight import FusedWeight, JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.models.config import DeltaNetConfig, ExpertsConfig
 from penstock.models.decoder import Decoder, DecoderLayer

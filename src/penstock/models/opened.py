@@ -6,12 +6,12 @@ from pathlib import Path
 
 from penstock.errors import ModelError
 from penstock.models.expected import check_source
-from penstock.models.folder import HfFolder
-from penstock.models.folder_tokenizer import folder_tokenizer
+from penstock.models.hf.folder import HfFolder
+from penstock.models.hf.tokenizer import folder_tokenizer
 from penstock.models.reading import reading
 from penstock.models.skipped import SkippedWeights, skipped_weights
 from penstock.models.source import WeightSource
-from penstock.models.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
@@ -42,15 +42,15 @@ def open_weights(path: Path) -> WeightSource:
     if is_folder:
         return HfFolder(path)
     try:  # where the package is absent, everything but GGUF files works
-        from penstock.models.gguf_file import GgufFile
+        from penstock.models.gguf.file import GgufFile
     except ImportError as error:
         raise ModelError("reading GGUF files needs the gguf package: pip install gguf") from error
     return GgufFile(path)
 
 
 def _gguf_tokenizer(source: WeightSource, origin: str) -> Tokenizer:
-    from penstock.models.gguf_file import GgufFile
-    from penstock.models.gguf_tokenizer import gguf_tokenizer
+    from penstock.models.gguf.file import GgufFile
+    from penstock.models.gguf.tokenizer import gguf_tokenizer
 
     assert isinstance(source, GgufFile)
     return gguf_tokenizer(source.metadata, origin)

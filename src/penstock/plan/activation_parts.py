@@ -59,7 +59,7 @@ class StepMemory:
 
 
 def padded_rows(num_rows: int, row_floor: int, row_slab: int, row_grid: int = ROW_GRID) -> int:
-    """As `penstock.kernels.protocol` has it, which this package must not import; but for numbers of rows that a GPU's
+    """As `kernels.interface` has it, which this package must not import; but for numbers of rows that a GPU's
     products avoid, which are a little larger."""
     if row_grid > ROW_GRID and num_rows > FINE_ROWS:
         row_grid *= COARSER

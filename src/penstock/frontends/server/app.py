@@ -29,7 +29,7 @@ from penstock.frontends.server.settings import ServerSettings
 from penstock.frontends.server.shapes import ChatShape, CompletionShape, Envelope, Shape
 from penstock.frontends.server.telemetry import Telemetry
 from penstock.frontends.server.writing import Writer
-from penstock.models.pieces import TokenPieces
+from penstock.models.text.pieces import TokenPieces
 
 _Body = TypeVar("_Body", bound=Body)
 

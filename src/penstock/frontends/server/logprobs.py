@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from penstock.engine.events import RankedToken, TokenGenerated
-from penstock.models.pieces import TokenPieces
+from penstock.models.text.pieces import TokenPieces
 
 # What stands for a probability of 0, since JSON has no infinity.
 LEAST = -9999.0

@@ -1,0 +1,198 @@
+"""Gated delta nets on a GPU: decodes in one launch, prompts in a few.
+
+Slots are read on the device, and no launch depends on what they are: a pass can be captured in a graph.
+"""
+
+import torch
+import triton
+from torch import Tensor
+
+from penstock.cache.recurrent import LayerStates
+from penstock.kernels.cuda import fla as fla_delta
+from penstock.kernels.cuda.states import DecodeStates, SpanStates, device_states
+from penstock.kernels.interface import DeltaHeads
+from penstock.kernels.spans import StateWork
+from penstock.kernels.triton.delta import (
+    BLOCK_ROWS,
+    decode_states_kernel,
+    delta_steps_kernel,
+    gated_norm_kernel,
+    prepare_span_kernel,
+    read_state_kernel,
+    write_state_kernel,
+)
+
+# A span runs in pieces of so many tokens, which bounds what it takes beside its inputs and outputs.
+PIECE_TOKENS = 64 * BLOCK_ROWS
+# Columns of a head's state that one program carries from token to token.
+_STEP_COLUMNS = 32
+_COPY_BLOCK = 4096
+_NORM_HEADS = 16
+
+
+def carry_states(projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates) -> Tensor:
+    found = device_states(work, projected.device)
+    out = projected.new_empty(projected.shape[0], net.value_size)
+    for span in found.spans:
+        rows = slice(span.start, span.end)
+        _carry_span(projected[rows], net, span, states, out[rows])
+    if found.decodes is not None:
+        _carry_decodes(projected, net, found.decodes, states, out)
+    if work.end < out.shape[0]:
+        out[work.end :] = 0
+    return out
+
+
+def _carry_decodes(
+    projected: Tensor, net: DeltaHeads, work: DecodeStates, states: LayerStates, out: Tensor
+) -> None:
+    decode_states_kernel[(len(work.rows), net.num_value_heads)](
+        projected,
+        work.rows,
+        work.read,
+        work.write,
+        net.conv_weight,
+        net.decay_rate,
+        net.decay_bias,
+        net.norm,
+        states.tails,
+        states.matrices,
+        out,
+        projected.stride(0),
+        states.tails.stride(0),
+        states.matrices.stride(0),
+        net.key_head_dim**-0.5,
+        net.norm_eps,
+        **_heads(net),
+        LANES=len(net.decay_rate),
+        TAPS=len(net.conv_weight),
+        KEY_BLOCK=triton.next_power_of_2(net.key_head_dim),
+        VALUE_BLOCK=triton.next_power_of_2(net.value_head_dim),
+        num_warps=8,
+    )
+
+
+def _carry_span(
+    projected: Tensor, net: DeltaHeads, work: SpanStates, states: LayerStates, out: Tensor
+) -> None:
+    num_tokens = len(projected)
+    in_blocks = fla_delta.can_run(projected.dtype, net.key_head_dim)
+    matrices = states.matrices
+    state = torch.empty(matrices.shape[1:], dtype=matrices.dtype, device=matrices.device)
+    grid = (triton.cdiv(state.numel(), _COPY_BLOCK),)
+    read_state_kernel[grid](
+        matrices, work.read, state, matrices.stride(0), state.numel(), BLOCK=_COPY_BLOCK, num_warps=8
+    )
+    for start in range(0, num_tokens, PIECE_TOKENS):
+        end = min(start + PIECE_TOKENS, num_tokens)
+        inputs = _prepare(projected, start, end, net, work, states, is_summed=in_blocks)
+        rule = fla_delta.gated_delta_blocks if in_blocks else _delta_steps
+        attended, state = rule(*inputs, state, net.key_head_dim**-0.5)
+        gated_norm_kernel[(end - start, triton.cdiv(net.num_value_heads, _NORM_HEADS))](
+            attended,
+            projected[start:, net.conv_size :],
+            net.norm,
+            out[start:],
+            projected.stride(0),
+            net.norm_eps,
+            NUM_HEADS=net.num_value_heads,
+            DIM=net.value_head_dim,
+            HEADS=_NORM_HEADS,
+            BLOCK=triton.next_power_of_2(net.value_head_dim),
+            num_warps=4,
+        )
+    write_state_kernel[grid](
+        state, matrices, work.write, matrices.stride(0), state.numel(), BLOCK=_COPY_BLOCK, num_warps=8
+    )
+
+
+def _prepare(
+    projected: Tensor,
+    start: int,
+    end: int,
+    net: DeltaHeads,
+    work: SpanStates,
+    states: LayerStates,
+    *,
+    is_summed: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys, values, log decays and beta of a span's tokens [start, end)."""
+    num_tokens = end - start
+    queries, keys = projected.new_empty(2, num_tokens, net.num_key_heads, net.key_head_dim)
+    values = projected.new_empty(num_tokens, net.num_value_heads, net.value_head_dim)
+    log_decay, beta = torch.empty(
+        2, num_tokens, net.num_value_heads, dtype=torch.float32, device=projected.device
+    )
+    num_parts = 2 * net.num_key_heads + net.num_value_heads + 1
+    prepare_span_kernel[(triton.cdiv(num_tokens, BLOCK_ROWS), num_parts)](
+        projected,
+        queries,
+        keys,
+        values,
+        log_decay,
+        beta,
+        net.conv_weight,
+        net.decay_rate,
+        net.decay_bias,
+        states.tails,
+        work.read,
+        work.write,
+        projected.stride(0),
+        states.tails.stride(0),
+        start,
+        end,
+        len(projected),
+        **_heads(net),
+        LANES=len(net.decay_rate),
+        TAPS=len(net.conv_weight),
+        IS_SUMMED=is_summed,
+        ROWS=BLOCK_ROWS,
+        HEAD_BLOCK=triton.next_power_of_2(max(net.key_head_dim, net.value_head_dim)),
+        LANE_BLOCK=triton.next_power_of_2(net.num_value_heads),
+        num_warps=4,
+    )
+    return queries, keys, values, log_decay, beta
+
+
+def _delta_steps(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """One token after the other, in float32: slow, and with the same bits wherever a span is cut."""
+    num_tokens, num_heads, value_dim = values.shape
+    out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    next_state = torch.empty_like(state)
+    delta_steps_kernel[(num_heads, triton.cdiv(value_dim, _STEP_COLUMNS))](
+        queries,
+        keys,
+        values,
+        log_decay,
+        beta,
+        state,
+        next_state,
+        out,
+        num_tokens,
+        scale,
+        KEY_HEADS=keys.shape[1],
+        VALUE_HEADS=num_heads,
+        KEY_DIM=keys.shape[2],
+        VALUE_DIM=value_dim,
+        KEY_BLOCK=triton.next_power_of_2(keys.shape[2]),
+        VALUE_BLOCK=_STEP_COLUMNS,
+        num_warps=4,
+    )
+    return out, next_state
+
+
+def _heads(net: DeltaHeads) -> dict[str, int]:
+    return {
+        "KEY_HEADS": net.num_key_heads,
+        "VALUE_HEADS": net.num_value_heads,
+        "KEY_DIM": net.key_head_dim,
+        "VALUE_DIM": net.value_head_dim,
+    }

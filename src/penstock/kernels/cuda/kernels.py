@@ -1,0 +1,348 @@
+"""Kernels for NVIDIA's GPUs: products by cuBLAS, attention to a long past by cuDNN, the rest in Triton."""
+
+from collections.abc import Iterator
+from functools import cache
+from importlib.metadata import version
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+from penstock.cache import BLOCK_TOKENS
+from penstock.cache.kv import KV
+from penstock.kernels.cuda import delta as cuda_delta
+from penstock.kernels.cuda import fla as fla_delta
+from penstock.kernels.cuda.launches import KeptKernel
+from penstock.kernels.cuda.past import attend_past, prepare_past
+from penstock.kernels.cuda.work import TILE, ChunkWork, DecodeWork, TileWork, device_places, device_work
+from penstock.kernels.interface import HeadLayout
+from penstock.kernels.quantised import Weight
+from penstock.kernels.reference.kernels import TorchKernels
+from penstock.kernels.spans import AttentionWork, WrittenPlaces
+from penstock.kernels.triton.attention import (
+    decode_attention_kernel,
+    join_parts_kernel,
+    tile_attention_kernel,
+)
+from penstock.kernels.triton.rows import (
+    add_norm_kernel,
+    few_rows_kernel,
+    place_heads_kernel,
+    silu_and_mul_kernel,
+)
+
+_LOG2_E = 1.4426950408889634
+# Positions that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes
+# a minute.
+_TILE_ROWS, _TILE_ROWS_FLOAT32 = 64, 16
+# A row's past is shared among so many programs, whatever its length: where it is cut must not depend on others.
+_SPLITS = 64
+# A program has no fewer blocks of a past than these, unless there are no more.
+_LEAST_BLOCKS = 2
+# The matrix units take no fewer rows.
+_LEAST_ROWS = 16
+# Products of no more rows than these, with weights no larger than this, are faster here than in cuBLAS.
+_FEW_ROWS = 32
+_FEW_ROWS_WEIGHT = 1 << 24
+_FEW_ROWS_OUTPUTS = 16
+_FEW_ROWS_BLOCK = 256
+_WIDTH_BLOCK = 1024
+_HOPPER_SHARED_BYTES = 232_448
+_HEADS_TOGETHER = 16
+
+_tile_attention = KeptKernel(tile_attention_kernel)
+
+
+class CudaKernels(TorchKernels):
+    """What is not here is the reference's."""
+
+    name = "cuda"  # and "cuda+fla", where prompts of delta nets run in flash-linear-attention's kernels
+    row_grid = 64
+    head_rows = 32
+    feed_rows = 2560
+    activation_stride = 2
+    can_capture = True
+    carry_states = staticmethod(cuda_delta.carry_states)
+
+    def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
+        super().__init__(tile_size, row_slab)
+        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        self.libraries = f"triton {triton.__version__}, cudnn {cudnn}, cuda {torch.version.cuda}"
+        if fla_delta.is_available():
+            self.name = "cuda+fla"
+            self.libraries += f", fla-core {version('fla-core')}"
+
+    def pack(self, weight: Tensor) -> Tensor:
+        return weight
+
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
+        if not is_canonical and isinstance(weight, Tensor) and _has_few_rows(x, weight):
+            return _few_rows_product(x, weight, bias)
+        return super().linear(x, weight, bias, is_canonical=is_canonical)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dim() != 2 or x.stride(1) != 1:
+            x = x.contiguous()
+        rows = x.view(-1, x.shape[-1])
+        out = torch.empty(rows.shape, dtype=x.dtype, device=x.device)
+        _norm(rows, None, None, out, weight, eps)
+        return out.view(x.shape)
+
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        delta = delta.contiguous()
+        total, out = into or (torch.empty_like(delta), torch.empty_like(delta))
+        _norm(x if x.stride(1) == 1 else x.contiguous(), delta, total, out, weight, eps)
+        return total, out
+
+    def place_heads(
+        self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces
+    ) -> Tensor:
+        num_rows = projected.shape[0]
+        queries = projected.new_empty(num_rows, heads.num_heads, heads.head_dim)
+        norm = heads.query_norm
+        rotary_dim = cos.shape[1]
+        num_rest = heads.head_dim - rotary_dim
+        grid = (num_rows, triton.cdiv(heads.num_heads + 2 * heads.num_kv_heads, _HEADS_TOGETHER))
+        place_heads_kernel[grid](
+            projected,
+            queries,
+            kv.keys,
+            kv.values,
+            device_places(places, projected.device),
+            cos,
+            sin,
+            norm,
+            heads.key_norm,
+            projected.stride(0),
+            places.num_tokens,
+            heads.norm_eps,
+            NUM_HEADS=heads.num_heads,
+            NUM_KV_HEADS=heads.num_kv_heads,
+            HEAD_DIM=heads.head_dim,
+            ROTARY_DIM=rotary_dim,
+            HAS_NORM=norm is not None,
+            IS_NORM_FLOAT32=norm is not None and norm.dtype == torch.float32,
+            HEADS=_HEADS_TOGETHER,
+            HALF_BLOCK=triton.next_power_of_2(rotary_dim // 2),
+            REST_BLOCK=triton.next_power_of_2(num_rest) if num_rest else 0,
+            num_warps=4,
+        )
+        return queries
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        # Written over the gate: the largest tensor of a pass is not joined by half as large a one.
+        num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+        grid = (num_rows, triton.cdiv(width, _WIDTH_BLOCK))
+        silu_and_mul_kernel[grid](gate_up, gate_up.stride(0), width, BLOCK=_WIDTH_BLOCK, num_warps=4)
+        return gate_up[:, :width]
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return torch.sigmoid(x)
+
+    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
+        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
+        self.attend_into(queries, work, kv, scale, out)
+        if work.end < len(queries):
+            out[work.end :] = 0
+        return out.flatten(1)
+
+    def attend_into(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float, out: Tensor) -> None:
+        """The same into `out` [rows, heads, head_dim], whose rows that see nothing stay as they are."""
+        found = device_work(work, queries.device)
+        for chunk in found.chunks:
+            self._attend_chunk(queries, chunk, kv, scale, out)
+        if found.decodes is not None:
+            self._attend_decodes(queries, found.decodes, kv, scale, out)
+
+    def _attend_chunk(self, queries: Tensor, chunk: ChunkWork, kv: KV, scale: float, out: Tensor) -> None:
+        past = chunk.read_past(kv)
+        for tile in chunk.tiles:
+            own_past = past.first(tile.tile_start) if past is not None and tile.tile_start else None
+            self._attend_tile(queries[tile.rows], tile, own_past, kv, scale, out[tile.rows])
+
+    def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
+        return prepare_past(min(num_rows, self.tile_size), num_heads, kv, scale, self.tile_size)
+
+    def _attend_tile(
+        self, queries: Tensor, tile: TileWork, past: KV | None, kv: KV, scale: float, out: Tensor
+    ) -> None:
+        num_heads, head_dim = queries.shape[1:]
+        num_parts, past_out, past_lse = 0, None, None
+        past_strides: tuple[int, ...] = (0, 0, 0, 1)
+        lse_strides: tuple[int, ...] = (0, 0, 1)
+        if past is not None:
+            past_out, past_lse = attend_past(queries, past, scale)
+            num_parts, past_strides, lse_strides = len(past_out), past_out.stride(), past_lse.stride()
+        size = _TILE_ROWS_FLOAT32 if queries.dtype == torch.float32 else _TILE_ROWS
+        constants = {
+            "NUM_HEADS": num_heads,
+            "NUM_KV_HEADS": kv.keys.shape[1],
+            "HEAD_DIM": head_dim,
+            "COLUMNS": triton.next_power_of_2(head_dim),
+            "NUM_PARTS": num_parts,
+            "IS_CONTIGUOUS": tile.is_contiguous,
+            "ROWS": size,
+            "BLOCK": BLOCK_TOKENS,
+            "PRECISION": _precision(queries),
+        }
+        strides = (queries.stride(0), *past_strides[:3], *lse_strides[:2])
+        _tile_attention.launch(
+            (queries.device, queries.dtype, strides, *constants.values()),
+            (num_heads, triton.cdiv(tile.end, size) - tile.first // size, 1),
+            (
+                queries,
+                kv.keys,
+                kv.values,
+                tile.table,
+                past_out,
+                past_lse,
+                out,
+                tile.first,
+                tile.end,
+                tile.tile_start,
+                scale * _LOG2_E,
+                *strides,
+            ),
+            constants,
+            num_warps=4,
+            num_stages=_num_stages(queries),
+        )
+
+    def _attend_decodes(self, queries: Tensor, work: DecodeWork, kv: KV, scale: float, out: Tensor) -> None:
+        num_heads, head_dim = queries.shape[1:]
+        num_rows, num_kv_heads = len(work.rows), kv.keys.shape[1]
+        part_out = torch.empty(
+            num_rows, num_heads, _SPLITS, head_dim, dtype=torch.float32, device=queries.device
+        )
+        part_lse = torch.empty(num_rows, num_heads, _SPLITS, dtype=torch.float32, device=queries.device)
+        # Programs that would have nothing to do in any row are not launched.
+        num_splits = min(triton.cdiv(work.most_blocks, _LEAST_BLOCKS), _SPLITS)
+        decode_attention_kernel[(num_rows, num_kv_heads, num_splits)](
+            queries,
+            work.rows,
+            kv.keys,
+            kv.values,
+            work.tables,
+            work.lengths,
+            part_out,
+            part_lse,
+            scale * _LOG2_E,
+            queries.stride(0),
+            work.tables.stride(0),
+            NUM_HEADS=num_heads,
+            NUM_KV_HEADS=num_kv_heads,
+            HEAD_DIM=head_dim,
+            COLUMNS=triton.next_power_of_2(head_dim),
+            SPLITS=_SPLITS,
+            LEAST_BLOCKS=_LEAST_BLOCKS,
+            GROUP_ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
+            BLOCK=BLOCK_TOKENS,
+            PRECISION=_precision(queries),
+            num_warps=4,
+            num_stages=_num_stages(queries),
+        )
+        join_parts_kernel[(num_rows, num_heads)](
+            part_out,
+            part_lse,
+            work.rows,
+            work.lengths,
+            out,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            COLUMNS=triton.next_power_of_2(head_dim),
+            SPLITS=_SPLITS,
+            LEAST_BLOCKS=_LEAST_BLOCKS,
+            BLOCK=BLOCK_TOKENS,
+            num_warps=4,
+        )
+
+
+def _has_few_rows(x: Tensor, weight: Tensor) -> bool:
+    return (
+        x.shape[0] <= _FEW_ROWS
+        and weight.numel() <= _FEW_ROWS_WEIGHT
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+    )
+
+
+def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    num_rows, (num_out, num_in) = len(x), weight.shape
+    out = x.new_empty(num_rows, num_out)
+    few_rows_kernel[(triton.cdiv(num_out, _FEW_ROWS_OUTPUTS),)](
+        x,
+        weight,
+        bias,
+        out,
+        x.stride(0),
+        num_rows,
+        num_out,
+        num_in,
+        HAS_BIAS=bias is not None,
+        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_rows)),
+        OUTPUTS=_FEW_ROWS_OUTPUTS,
+        BLOCK=_FEW_ROWS_BLOCK,
+        PRECISION=_precision(x),
+        num_warps=4,
+        num_stages=3,
+    )
+    return out
+
+
+def _norm(
+    x: Tensor, delta: Tensor | None, total: Tensor | None, out: Tensor, weight: Tensor, eps: float
+) -> None:
+    num_rows, size = x.shape
+    block = triton.next_power_of_2(size)
+    add_norm_kernel[(num_rows,)](
+        x,
+        delta,
+        total,
+        out,
+        weight,
+        x.stride(0),
+        size,
+        eps,
+        HAS_DELTA=delta is not None,
+        IS_WEIGHT_FLOAT32=weight.dtype == torch.float32,
+        BLOCK=block,
+        num_warps=min(max(block // 512, 1), 8),
+    )
+
+
+def _num_stages(queries: Tensor) -> int:
+    """Blocks of keys and values that a program has on their way: as many as its memory holds, and fewer where heads
+    are large, so that a multiprocessor has room for several programs."""
+    bytes_per_token = queries.shape[-1] * queries.element_size()
+    wanted = 3 if bytes_per_token <= 256 else 2 if bytes_per_token <= 512 else 1
+    block_bytes = BLOCK_TOKENS * bytes_per_token
+    held = (
+        _shared_bytes(queries.device) // block_bytes - 1
+    ) // 2  # beside the queries, keys and values for each
+    return max(min(wanted, held), 1)
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int:
+    """What a program may have of a multiprocessor's memory."""
+    if device.type != "cuda":
+        return _HOPPER_SHARED_BYTES
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def _precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -1,0 +1,234 @@
+"""What a device must be able to compute. Plain tensors in, plain tensors out; no kernel knows a plan or a cache."""
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from penstock.cache.kv import KV
+from penstock.cache.recurrent import LayerStates
+from penstock.errors import SettingError
+from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers
+from penstock.kernels.native.quantised import QuantisedProducts
+from penstock.kernels.quantised import Weight
+from penstock.kernels.spans import AttentionWork, StateWork, WrittenPlaces
+
+# More rows than these few are padded to a multiple of the grid: libraries keep code and plans for every number that
+# they meet, and a service would meet all of them.
+FEW_ROWS = 16
+ROW_GRID = 8
+# On a device with a grid of its own, that is so many times coarser beyond so many rows.
+COARSER = 8
+FINE_ROWS = 2560
+
+
+KERNELS_VARIABLE = "PENSTOCK_KERNELS"
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The heads of an attention layer. Both norms are there, or neither."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_norm: Tensor | None = None  # [head_dim]
+    key_norm: Tensor | None = None
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """The heads of a gated delta net, and all it has beside its products."""
+
+    num_key_heads: int
+    num_value_heads: int  # a multiple of the key heads, each of which has as many in a row
+    key_head_dim: int
+    value_head_dim: int
+    norm_eps: float
+    conv_weight: Tensor  # [taps, 2 * key_size + value_size], float32; the tap of the token itself is last
+    decay_rate: Tensor  # [lanes], float32, negative
+    decay_bias: Tensor  # [lanes], float32
+    norm: Tensor  # [value_head_dim], float32
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def conv_size(self) -> int:
+        return 2 * self.key_size + self.value_size
+
+
+class Kernels(Protocol):
+    """One implementation per kind of device; `TorchKernels` is the reference for all of them."""
+
+    name: str
+    libraries: str  # beside torch, whose versions bits depend on
+    tile_size: int
+    row_floor: int  # products of fewer rows than this do not give a row the same bits as those of more
+    row_slab: int  # products of more rows than this run as several, of this many rows each; 0: as one
+    expert_slab: int  # the same for experts, which have few rows each; 0: as for all others
+    row_grid: int  # rows are padded to a multiple of this, where there are more than a few
+    avoided_rows: tuple[int, ...]  # numbers of rows on the grid whose products have other bits
+    head_rows: int  # the output head runs on so many rows at a time, where their number must not matter to their bits
+    feed_rows: int  # feed-forward blocks run on no more rows than this at a time; 0: on all
+    activation_stride: int  # rows of an activation are so many times as far apart as they are long
+    can_capture: bool  # whether passes can be kept as graphs of a device's own
+    quantised: QuantisedProducts | None  # what makes weights of blocks, where `linear` takes them
+
+    def pack(self, weight: Tensor) -> Tensor:
+        """A weight [out, in] in the form that `linear` takes it in, of the same size."""
+
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
+        """x [rows, in] times a packed weight [out, in], plus bias [out]. What is not canonical may be computed in the
+        way that is fastest for a few rows, whose bits may differ."""
+
+    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+        """Such layers as one call, which gives the bits of products that are not canonical; None where there is none
+        for them."""
+
+    def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
+        """Rows [n, hidden] of an embedding [vocab, hidden], which is not packed unless it is quantised."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dimension, computed in float32. A float32 weight is applied before
+        rounding to the dtype of x, any other after it."""
+
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """x + delta, both [rows, size], and the norm of that; `into` says where they go, if not to new tensors. It
+        may name x and delta."""
+
+    def place_heads(
+        self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces
+    ) -> Tensor:
+        """Queries [rows, heads, head_dim] out of projected [rows, queries | keys | values | ...], normed where the
+        heads have norms and rotated; keys, treated alike, and values of the first rows go to their places in `kv`,
+        a layer's whole cache.
+
+        cos and sin are [rows, rotary_dim], sin with its sign. What of a head lies beyond rotary_dim is not
+        rotated."""
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, for gate_up [rows, 2 * width] with the gate in the first half. It may be written over."""
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        """The logistic function of x [rows, width]."""
+
+    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
+        """Attention of queries [rows, heads, head_dim] to the tokens that each sees, in `kv`, a layer's whole cache.
+        Returns [rows, heads * head_dim], with zeros where rows see nothing."""
+
+    def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
+        """What the first attention of so many rows to each length of a past waits for, done in advance: a piece at
+        each step. `kv` is a layer's whole cache, as long as the longest past; nothing is written to it."""
+
+    def carry_states(
+        self, projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates
+    ) -> Tensor:
+        """A gated delta net from its inputs to its gated, normed outputs [rows, value_size], with zeros where rows
+        carry no state. Spans cut at multiples of 64 tokens give the same bits.
+
+        `projected` is [rows, queries | keys | values | gates of the output | beta | decay], the last two of as many
+        columns as `net` has lanes. Queries, keys and values first go through a causal convolution of each channel and
+        silu; queries and keys are then scaled to unit length, queries by key_head_dim ** -0.5 too."""
+
+
+def padded_rows(
+    num_rows: int,
+    row_floor: int,
+    row_slab: int,
+    row_grid: int = ROW_GRID,
+    avoided: Collection[int] = (),
+) -> int:
+    """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
+    grid = row_slab or (grid_of(num_rows, row_grid) if num_rows > FEW_ROWS else 1)
+    count = max(row_floor, -(-num_rows // grid) * grid)
+    while count in avoided:
+        count += row_slab or grid_of(count + 1, row_grid)
+    return count
+
+
+def slabs_of(num_rows: int, kernels: Kernels) -> list[slice]:
+    """Rows in parts of `feed_rows` or fewer, all of them of numbers whose products have a row's usual bits; none
+    where there are no such parts."""
+    most, grid = kernels.feed_rows, kernels.row_grid
+    num_parts = -(-num_rows // most)
+    least = -(-num_rows // num_parts // grid) * grid
+    # The largest power of two is what a GPU's processors share out best.
+    for size in (1 << most.bit_length() - 1, *range(least, most + 1, grid)):
+        slabs = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
+        sizes = {slab.stop - slab.start for slab in slabs}
+        if min(sizes) >= kernels.row_floor and not sizes & set(kernels.avoided_rows):
+            return slabs
+    return []
+
+
+def grid_of(num_rows: int, row_grid: int) -> int:
+    """What many rows are padded to a multiple of: where the grid is a device's, whose products were tried on all of
+    it, to a coarser one from some number on."""
+    return COARSER * row_grid if row_grid > ROW_GRID and num_rows > FINE_ROWS else row_grid
+
+
+def select_kernels(device: torch.device) -> Kernels:
+    """The kernels for a device; a device without any is an error.
+
+    `PENSTOCK_KERNELS` may be `torch`, which is the reference on every device, `auto`, or, on a CPU, `native` (an
+    error where they cannot be had, while `auto` is native where they can). On a GPU of NVIDIA's `auto` is its own
+    kernels, on one of Apple's the reference."""
+    choice = os.environ.get(KERNELS_VARIABLE, "auto")
+    if choice not in ("auto", "native", "torch"):
+        raise SettingError(f"{KERNELS_VARIABLE}={choice!r} is not accepted: give auto, native or torch")
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise SettingError(f"device {str(device)!r}: there are no kernels for it; accepted: cpu, cuda, mps")
+    if choice == "native" and device.type != "cpu":
+        raise SettingError(
+            f"{KERNELS_VARIABLE}=native is not accepted on {device.type}: they are a CPU's; give auto or torch"
+        )
+    from penstock.kernels.reference.kernels import TorchKernels
+
+    if choice == "torch" or device.type == "mps":
+        return TorchKernels()
+    return _cuda_kernels() if device.type == "cuda" else _cpu_kernels(is_required=choice == "native")
+
+
+def _cuda_kernels() -> Kernels:
+    try:
+        from penstock.kernels.cuda.kernels import CudaKernels
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            raise
+        raise SettingError(
+            "device='cuda' needs triton, which is not installed: pip install triton, or set "
+            f"{KERNELS_VARIABLE}=torch for the reference kernels"
+        ) from error
+    return CudaKernels()
+
+
+def _cpu_kernels(*, is_required: bool) -> Kernels:
+    from penstock.kernels.native.build import NativeUnavailableError
+    from penstock.kernels.native.kernels import NativeKernels
+    from penstock.kernels.reference.kernels import TorchKernels
+
+    try:
+        return NativeKernels()
+    except NativeUnavailableError as error:
+        if is_required:
+            raise SettingError(f"{KERNELS_VARIABLE}=native is not accepted here: {error}") from error
+        return TorchKernels()

@@ -1,0 +1,231 @@
+"""Kernels of our own for processors with AVX-512, beside torch's products.
+
+Attention needs no grid: a query's sums are formed in one order whatever its chunk (see `native/attention.cpp`).
+Decodes of all sequences, and chunks beside them, are one call.
+"""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.cache.kv import KV
+from penstock.kernels.interface import HeadLayout
+from penstock.kernels.native.build import native_library
+from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers
+from penstock.kernels.native.quantised import QuantisedProducts
+from penstock.kernels.quantised import QuantisedWeight, Weight
+from penstock.kernels.reference.kernels import TorchKernels
+from penstock.kernels.spans import AttentionWork, WrittenPlaces
+
+_DTYPES = (torch.float32, torch.bfloat16)
+_MOST_HEAD_DIM = 1024
+
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_float
+
+
+class _Heads(ctypes.Structure):
+    _fields_ = (
+        ("queries", _pointer),
+        ("out", _pointer),
+        ("keys", _pointer),
+        ("values", _pointer),
+        ("query_stride", _long),
+        ("out_stride", _long),
+        ("kv_stride", _long),
+        ("num_kv_heads", _long),
+        ("group", _long),
+        ("scale", _float),
+    )
+
+
+class _HeadRows(ctypes.Structure):
+    _fields_ = (
+        ("projected", _pointer),
+        ("queries", _pointer),
+        ("keys", _pointer),
+        ("values", _pointer),
+        ("cos", _pointer),
+        ("sin", _pointer),
+        ("query_norm", _pointer),
+        ("key_norm", _pointer),
+        ("places", _pointer),
+        ("num_rows", _long),
+        ("num_tokens", _long),
+        ("row_stride", _long),
+        ("num_heads", _long),
+        ("num_kv_heads", _long),
+        ("head_dim", _long),
+        ("rotary_dim", _long),
+        ("norm_is_float32", ctypes.c_int32),
+        ("eps", _float),
+    )
+
+
+class NativeKernels(TorchKernels):
+    """What the library has no code for (other dtypes and head sizes) and products with plain weights are torch's."""
+
+    name = "native"
+
+    def __init__(self, tile_size: int = 512, row_slab: int = 0) -> None:
+        super().__init__(tile_size, row_slab)
+        library = native_library()
+        products = QuantisedProducts(library)
+        self.quantised = products if products.is_available else None
+        self._can_attend: dict[tuple[torch.dtype, int], bool] = {}
+        self._attend = library.penstock_attend
+        self._attend.argtypes = [_int, _long, _pointer, _pointer, _long, _pointer, _int]
+        self._norm = library.penstock_norm
+        self._norm.argtypes = [_int, _pointer, _pointer, *[_long] * 5, _pointer, _int, _float]
+        self._add_norm = library.penstock_add_norm
+        self._add_norm.argtypes = [_int, *[_pointer] * 4, _long, _long, _pointer, _int, _float]
+        self._silu_and_mul = library.penstock_silu_and_mul
+        self._silu_and_mul.argtypes = [_int, _pointer, _pointer, _long, _long]
+        self._place_heads = library.penstock_place_heads
+        self._place_heads.argtypes = [_int, _pointer]
+        for function in (self._norm, self._add_norm, self._silu_and_mul, self._place_heads):
+            function.restype = None
+
+    def can_attend(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether the library has code for such heads."""
+        key = (dtype, head_dim)
+        if key not in self._can_attend:
+            # Without spans, it does nothing but tell.
+            self._can_attend[key] = dtype in _DTYPES and bool(
+                self._attend(dtype == torch.bfloat16, head_dim, ctypes.byref(_Heads()), None, 0, None, 1)
+            )
+        return self._can_attend[key]
+
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
+        if self.quantised is None or not isinstance(weight, QuantisedWeight):
+            return super().linear(x, weight, bias, is_canonical=is_canonical)
+        return self.quantised.linear(x, weight, bias, is_canonical)
+
+    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+        if self.quantised is None or not self.can_attend(torch.bfloat16, heads.head_dim):
+            return None
+        return DenseLayers(native_library(), layers, heads)
+
+    def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
+        if self.quantised is None or not isinstance(embedding, QuantisedWeight):
+            return super().embed(token_ids, embedding)
+        return self.quantised.rows(embedding, token_ids, torch.bfloat16)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype not in _DTYPES or x.stride(-1) != 1 or x.dim() not in (2, 3):
+            return super().rms_norm(x, weight, eps)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        num_parts, part_stride = (x.shape[1], x.stride(1)) if x.dim() == 3 else (1, 0)
+        self._norm(
+            x.dtype == torch.bfloat16,
+            x.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            num_parts,
+            x.stride(0),
+            part_stride,
+            x.shape[-1],
+            weight.data_ptr(),
+            weight.dtype == torch.float32,
+            eps,
+        )
+        return out
+
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if x.dtype not in _DTYPES:
+            return super().add_norm(x, delta, weight, eps, into)
+        x, delta = x.contiguous(), delta.contiguous()
+        total, normed = into or (torch.empty_like(x), torch.empty_like(x))
+        self._add_norm(
+            x.dtype == torch.bfloat16,
+            x.data_ptr(),
+            delta.data_ptr(),
+            total.data_ptr(),
+            normed.data_ptr(),
+            x.shape[0],
+            x.shape[1],
+            weight.data_ptr(),
+            weight.dtype == torch.float32,
+            eps,
+        )
+        return total, normed
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        if gate_up.dtype not in _DTYPES:
+            return super().silu_and_mul(gate_up)
+        gate_up = gate_up.contiguous()
+        out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
+        self._silu_and_mul(gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), out.data_ptr(), *out.shape)
+        return out
+
+    def place_heads(
+        self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces
+    ) -> Tensor:
+        if projected.dtype not in _DTYPES or heads.head_dim > _MOST_HEAD_DIM:
+            return super().place_heads(projected, heads, cos, sin, kv, places)
+        queries = torch.empty((projected.shape[0], heads.num_heads, heads.head_dim), dtype=projected.dtype)
+        query_norm, key_norm = heads.query_norm, heads.key_norm
+        rows = _HeadRows(
+            projected.data_ptr(),
+            queries.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None if query_norm is None else query_norm.data_ptr(),
+            None if key_norm is None else key_norm.data_ptr(),
+            places.array.ctypes.data,
+            projected.shape[0],
+            places.num_tokens,
+            projected.stride(0),
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            cos.shape[1],
+            query_norm is not None and query_norm.dtype == torch.float32,
+            heads.norm_eps,
+        )
+        self._place_heads(projected.dtype == torch.bfloat16, ctypes.byref(rows))
+        return queries
+
+    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
+        head_dim = queries.shape[2]
+        if not self.can_attend(queries.dtype, head_dim):
+            return super().attend(queries, work, kv, scale)
+        out = torch.empty((queries.shape[0], queries.shape[1] * head_dim), dtype=queries.dtype)
+        num_kv_heads = kv.keys.shape[1]
+        heads = _Heads(
+            queries.data_ptr(),
+            out.data_ptr(),
+            kv.keys.data_ptr(),
+            kv.values.data_ptr(),
+            queries.stride(0),
+            out.stride(0),
+            kv.keys.stride(0),
+            num_kv_heads,
+            queries.shape[1] // num_kv_heads,
+            scale,
+        )
+        spans, places = work.arrays
+        self._attend(
+            queries.dtype == torch.bfloat16,
+            head_dim,
+            ctypes.byref(heads),
+            spans.ctypes.data,
+            len(spans),
+            places.ctypes.data,
+            torch.get_num_threads(),
+        )
+        if work.end < out.shape[0]:
+            out[work.end :] = 0
+        return out

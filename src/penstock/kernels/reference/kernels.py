@@ -1,0 +1,252 @@
+"""The reference kernels, in plain torch. What they promise about bits is measured by `penstock.kernels.probe`."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from penstock.cache.kv import KV
+from penstock.cache.recurrent import LayerStates
+from penstock.kernels.elementwise import in_shares
+from penstock.kernels.interface import ROW_GRID, DeltaHeads, HeadLayout
+from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers
+from penstock.kernels.native.quantised import QuantisedProducts
+from penstock.kernels.quantised import QuantisedWeight, Weight
+from penstock.kernels.reference import attention as torch_attention
+from penstock.kernels.reference import delta as torch_delta
+from penstock.kernels.spans import (
+    AttendedSpan,
+    AttentionWork,
+    StateRows,
+    StateWork,
+    WrittenPlaces,
+    part_of,
+)
+from penstock.plan.request import Span
+from penstock.plan.tiles import cut_into_tiles
+
+# Rows of a gated norm that are taken at once: what it holds in float32 then stays in a processor's cache.
+_NORM_ROWS = 256
+# The number of rows that packed weights are laid out for.
+_PACKED_FOR_ROWS = 512
+
+
+class TorchKernels:
+    """Kernels for the CPU."""
+
+    name = "torch"
+    libraries = ""
+    row_grid = ROW_GRID
+    head_rows = 8
+    feed_rows = 0
+    activation_stride = 1
+    can_capture = False
+    quantised: QuantisedProducts | None = None
+    attend_tile = staticmethod(torch_attention.attend_tile)
+    attend_one = staticmethod(torch_attention.attend_one)
+    causal_conv = staticmethod(torch_delta.causal_conv)
+    gated_delta_rule = staticmethod(torch_delta.gated_delta_rule)
+    gated_delta_steps = staticmethod(torch_delta.gated_delta_steps)
+
+    def __init__(self, tile_size: int = 512, row_slab: int = 0) -> None:
+        self.tile_size = tile_size
+        self.row_floor = 1
+        self.row_slab = row_slab
+        self.expert_slab = 0
+        self.avoided_rows: tuple[int, ...] = ()
+
+    def pack(self, weight: Tensor) -> Tensor:
+        # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
+        # time, and fewer rows are enough for row-invariance than with the default float32 library.
+        if weight.device.type != "cpu" or not _can_pack(weight.dtype):
+            return weight
+        packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
+        return packed
+
+    def linear(
+        self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
+    ) -> Tensor:
+        if isinstance(weight, QuantisedWeight):
+            raise TypeError("these kernels have no products with quantised weights")
+        if 0 < self.row_slab < x.shape[0]:
+            return torch.cat([self._product(slab, weight, bias) for slab in torch.split(x, self.row_slab)])
+        return self._product(x, weight, bias)
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if not weight.is_mkldnn:
+            return torch.nn.functional.linear(x, weight, bias)
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+        return out
+
+    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+        return None
+
+    def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
+        if isinstance(embedding, QuantisedWeight):
+            raise TypeError("these kernels cannot read quantised weights")
+        return embedding[token_ids]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype == torch.float32:
+            return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+        if x.device.type != "cpu":
+            wide = x.float()
+            normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+            return (
+                (normed * weight).to(x.dtype)
+                if weight.dtype == torch.float32
+                else normed.to(x.dtype) * weight
+            )
+        # On a processor a decode feels that these are nine calls. The layer norm of (x, -x), whose mean is
+        # zero and whose variance is the mean square of x, is five.
+        size = weight.shape[0]
+        both = torch.cat((x, x.neg()), dim=-1)
+        if weight.dtype == torch.float32:
+            doubled = torch.cat((weight, weight))
+            return torch.nn.functional.layer_norm(both, (2 * size,), doubled, eps=eps)[..., :size]
+        return torch.nn.functional.layer_norm(both, (2 * size,), eps=eps)[..., :size] * weight
+
+    def add_norm(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        weight: Tensor,
+        eps: float,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        total = x + delta
+        normed = self.rms_norm(total, weight, eps)
+        return (total, normed) if into is None else (into[0].copy_(total), into[1].copy_(normed))
+
+    def place_heads(
+        self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces
+    ) -> Tensor:
+        rows = projected.view(projected.shape[0], -1, heads.head_dim)
+        num_heads, num_rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
+        if heads.query_norm is not None and heads.key_norm is not None:
+            queries = self.rms_norm(rows[:, :num_heads], heads.query_norm, heads.norm_eps)
+            keys = self.rms_norm(rows[:, num_heads:num_rotated], heads.key_norm, heads.norm_eps)
+            queries, keys = self.rotate(queries, cos, sin), self.rotate(keys, cos, sin)
+        else:
+            rotated = self.rotate(rows[:, :num_rotated], cos, sin)
+            queries, keys = rotated[:, :num_heads], rotated[:, num_heads:]
+        num_tokens = places.num_tokens
+        values = rows[:num_tokens, num_rotated : num_rotated + heads.num_kv_heads]
+        kv.write(places.ranges, keys[:num_tokens], values)
+        return queries
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Rotary embedding of x [rows, heads, head_dim]."""
+        # The two halves of a head are the pairs' first and second parts. `sin` is negative in its first half, so
+        # that a rotation is two products and a sum, which round alike in vector and scalar code.
+        size = cos.shape[-1]
+        part = x[..., :size]
+        rotated = torch.roll(part, size // 2, dims=-1).mul_(sin[:, None]).add_(part * cos[:, None])
+        return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return in_shares(torch.ops.aten.silu.out, gate).mul_(up)
+
+    def sigmoid(self, x: Tensor) -> Tensor:
+        return in_shares(torch.ops.aten.sigmoid.out, x)
+
+    def carry_states(
+        self, projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates
+    ) -> Tensor:
+        lanes = net.decay_rate.shape[0]
+        qkv, gate, beta, decay = torch.split(projected, [net.conv_size, net.value_size, lanes, lanes], dim=-1)
+        log_decay, beta = self.delta_gates(decay, beta, net.decay_rate, net.decay_bias)
+        gates = log_decay[:, : net.num_value_heads], beta[:, : net.num_value_heads]
+        out = torch.zeros_like(gate) if work.end < gate.shape[0] else torch.empty_like(gate)
+        for rows in work.rows:
+            span = slice(rows.start, rows.end)
+            attended = self._carry(qkv[span], gates[0][span], gates[1][span], rows, net, states)
+            out[span] = self.gated_norm(attended, gate[span], net.norm, net.norm_eps)
+        return out
+
+    def _carry(
+        self,
+        qkv: Tensor,
+        log_decay: Tensor,
+        beta: Tensor,
+        rows: StateRows,
+        net: DeltaHeads,
+        states: LayerStates,
+    ) -> Tensor:
+        """One state through its rows: [n, heads, value_dim] in float32."""
+        mixed = self.causal_conv(qkv, states.tail(rows.read), net.conv_weight, states.tail_out(rows.write))
+        queries, keys, values = torch.split(mixed, [net.key_size, net.key_size, net.value_size], dim=-1)
+        num_rows = rows.end - rows.start
+        rule = self.gated_delta_rule if rows.is_prompt else self.gated_delta_steps
+        return rule(
+            queries.view(num_rows, net.num_key_heads, -1),
+            keys.view(num_rows, net.num_key_heads, -1),
+            values.view(num_rows, net.num_value_heads, -1),
+            log_decay,
+            beta,
+            states.matrix(rows.read),
+            states.matrix_out(rows.write),
+        )
+
+    def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The logarithm of the decay, rate * softplus(a + bias), and beta, sigmoid(b), in float32.
+
+        a and b are [n, lanes], rate and bias [lanes] in float32."""
+        log_decay = in_shares(torch.ops.aten.softplus.out, a.float() + bias).mul_(rate)
+        return log_decay, self.sigmoid(b.float())
+
+    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The norm of each head of x [n, heads, dim], float32, times silu of gate [n, heads * dim]; in the dtype of
+        the gate, and of its shape. The weight [dim] is float32."""
+        out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+        for start in range(0, x.shape[0], _NORM_ROWS):
+            rows = slice(start, start + _NORM_ROWS)
+            activated = in_shares(torch.ops.aten.silu.out, gate[rows].float())
+            normed = torch.nn.functional.rms_norm(x[rows], weight.shape, weight, eps)
+            out[rows] = activated.mul_(normed.flatten(1))
+        return out
+
+    def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
+        return iter(())
+
+    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
+        if len(work.spans) == 1 == len(queries) and not work.spans[0].is_prompt:
+            return self._attend_decode(queries[0], work.spans[0], 0, kv, scale).reshape(1, -1)
+        attended = queries.new_empty(queries.shape)
+        for span in work.spans:
+            if span.is_prompt:
+                self._attend_prompt(queries, span, kv, scale, out=attended)
+                continue
+            for row in range(span.start, span.end):
+                attended[row] = self._attend_decode(queries[row], span, row - span.start, kv, scale)
+        attended[work.end :] = 0
+        return attended.flatten(1)
+
+    def _attend_prompt(
+        self, queries: Tensor, span: AttendedSpan, kv: KV, scale: float, *, out: Tensor
+    ) -> None:
+        end = span.num_tokens
+        if span.tile_size:
+            pieces = cut_into_tiles(Span(span.position, end), span.tile_size)
+            cuts = [(piece.tile_start, piece.start, piece.end) for piece in pieces]
+        else:
+            cuts = [(span.origin, span.position, end)]
+        for tile_start, piece_start, piece_end in cuts:
+            rows = slice(span.start + piece_start - span.position, span.start + piece_end - span.position)
+            past = kv.read(part_of(span.places, 0, tile_start)) if tile_start else None
+            own = kv.read_padded(
+                part_of(span.places, tile_start, piece_end), span.tile_size or piece_end - tile_start
+            )
+            out[rows] = self.attend_tile(queries[rows], piece_start - tile_start, past, own, scale)
+
+    def _attend_decode(self, query: Tensor, span: AttendedSpan, index: int, kv: KV, scale: float) -> Tensor:
+        places = part_of(span.places, 0, span.position + index + 1)
+        pieces = [places] if span.is_joined else [[place] for place in places]
+        return self.attend_one(query, [kv.read(piece) for piece in pieces], scale)
+
+
+def _can_pack(dtype: torch.dtype) -> bool:
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,171 @@
+"""Weights in a GGUF file: dequantised a slice at a time into transformers' layout."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from penstock.errors import ModelError, ModelFileError
+from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
+from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
+from penstock.models.config import ModelConfig
+from penstock.models.fields import Fields
+from penstock.models.gguf.config import gguf_model_config
+from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
+from penstock.models.gguf.layout import Place, tensor_places
+from penstock.models.source import require_shape
+
+_PLAIN = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+_QUANTISED = (
+    GGMLQuantizationType.Q8_0,
+    GGMLQuantizationType.Q4_0,
+    GGMLQuantizationType.Q4_1,
+    GGMLQuantizationType.Q4_K,
+    GGMLQuantizationType.Q5_K,
+    GGMLQuantizationType.Q6_K,
+)
+ACCEPTED_KINDS = (*_PLAIN, *_QUANTISED)
+
+_ROTARY_DIVISORS = "rope_freqs.weight"
+
+# Elements that are dequantised at once: the temporaries of a slice stay in a CPU's cache.
+_SLICE_ELEMENTS = 1 << 18
+
+
+class GgufFile:
+    """A `WeightSource` over one GGUF file; `metadata` holds the tokenizer too."""
+
+    def __init__(self, path: Path) -> None:
+        header = read_header(path)
+        self.metadata: dict[str, GgufValue] = header.metadata
+        if Fields(str(path), header.metadata).integer("split.count", 1) > 1:
+            raise ModelError(
+                f"{path} is a part of a split model; join the parts with llama-gguf-split --merge"
+            )
+        self._path = path
+        divisors = header.tensors.get(_ROTARY_DIVISORS)
+        tensors = {name: tensor for name, tensor in header.tensors.items() if tensor is not divisors}
+        self._kinds = [tensor.kind for tensor in tensors.values()]
+        self._file = ByteFile(path)
+        try:
+            self._config = gguf_model_config(
+                header, str(path), None if divisors is None else self._read_divisors(divisors)
+            )
+            self._places = tensor_places(tensors, self._config, str(path))
+            for name, place in self._places.items():
+                if name != place.tensor.name:
+                    self._require_accepted(place.tensor)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._places)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._places[name].shape
+
+    @torch.no_grad()
+    def load_into(self, name: str, out: torch.Tensor) -> None:
+        place = self._places[name]
+        require_shape(name, place.shape, out)
+        self._require_accepted(place.tensor)
+        if place.restore is None:
+            self._fill(out, place)
+        else:  # a row of a few thousand values
+            values = torch.empty(out.shape, dtype=torch.float32)
+            self._fill(values, place)
+            out.copy_(place.restore(values))
+
+    def block_form(self, name: str) -> BlockForm | None:
+        place = self._places[name]
+        is_by_rows = len(place.shape) == 2 and place.restore is None and not place.moves_columns
+        return BLOCK_FORMS.get(place.tensor.kind.name) if is_by_rows else None
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        place, form = self._places[name], self.block_form(name)
+        assert form is not None
+        num_rows, row_bytes = place.shape[0], form.row_bytes(place.shape[1])
+        start = place.tensor.start + form.row_bytes(place.first)
+        if place.order is not None:
+            rows = torch.empty(num_rows, row_bytes, dtype=torch.uint8)
+            for part in place.order(rows):
+                copy_plain(self._file, start, torch.uint8, part)
+                start += part.numel()
+            yield rows
+            return
+        at_once = max(1, SLICE_BYTES // row_bytes)
+        buffer = torch.empty(min(at_once, num_rows), row_bytes, dtype=torch.uint8)
+        for first in range(0, num_rows, at_once):
+            part = buffer[: num_rows - first]
+            self._file.read_into(start + first * row_bytes, part.view(-1))
+            yield part
+
+    def describe(self) -> str:
+        common = max(set(self._kinds), key=self._kinds.count).name if self._kinds else "empty"
+        return f"{self._path.name} (GGUF, {self._config.family}, {common})"
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _fill(self, out: torch.Tensor, place: Place) -> None:
+        kind = place.tensor.kind
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        start = place.tensor.start + place.first // block * block_bytes
+        for part in place.order(out) if place.order else [out]:
+            for rows in _in_slices(part, block):
+                if kind in _PLAIN:
+                    copy_plain(self._file, start, _PLAIN[kind], rows)
+                else:
+                    self._copy_quantised(start, kind, rows)
+                start += rows.numel() // block * block_bytes
+
+    def _copy_quantised(self, start: int, kind: GGMLQuantizationType, rows: torch.Tensor) -> None:
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        rows = rows if rows.dim() > 1 else rows.unsqueeze(0)
+        row_elements = rows[0].numel()
+        row_bytes = row_elements // block * block_bytes
+        num_rows = max(1, _SLICE_ELEMENTS // row_elements)
+        buffer = torch.empty(min(num_rows, rows.shape[0]) * row_bytes, dtype=torch.uint8)
+        for first in range(0, rows.shape[0], num_rows):
+            part = rows[first : first + num_rows]
+            raw = buffer[: part.shape[0] * row_bytes]
+            self._file.read_into(start + first * row_bytes, raw)
+            # As one row: gguf works in groups of rows, and this way the slice is the group.
+            values = dequantize(raw.numpy().reshape(1, -1), kind)
+            part.copy_(torch.from_numpy(values).view(part.shape))
+
+    def _read_divisors(self, tensor: GgufTensor) -> tuple[float, ...]:
+        if tensor.kind is not GGMLQuantizationType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 16:
+            raise ModelFileError(f"{self._path}: {_ROTARY_DIVISORS} is not a short row of F32")
+        values = torch.empty(tensor.shape)
+        copy_plain(self._file, tensor.start, torch.float32, values)
+        return tuple(values.tolist())
+
+    def _require_accepted(self, tensor: GgufTensor) -> None:
+        if tensor.kind not in ACCEPTED_KINDS:
+            accepted = ", ".join(kind.name for kind in ACCEPTED_KINDS)
+            raise ModelFileError(
+                f"{self._path}: tensor {tensor.name} is {tensor.kind.name}; accepted are {accepted}"
+            )
+
+
+def _in_slices(part: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
+    """The tensor in parts, one after the other, whose rows are as small as they get in whole blocks, or small enough
+    to be converted at once."""
+    row = part[0]
+    if row.dim() > 1 and row.numel() > _SLICE_ELEMENTS and row[0].numel() % block == 0:
+        for row in part:
+            yield from _in_slices(row, block)
+    else:
+        yield part

@@ -1,0 +1,221 @@
+"""The tokenizer that a GGUF file carries in its metadata, as llama.cpp defines it."""
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+
+from penstock.errors import ModelError, ModelFileError
+from penstock.models.fields import Fields
+from penstock.models.gguf.config import END_KEYS, token_id
+from penstock.models.gguf.header import GgufValue
+from penstock.models.reading import trusting
+from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
+
+_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
+_SPACE = "▁"
+# SentencePiece's tokens are much shorter; the search for pairs in long ones would take long.
+_MAX_MERGED = 128
+# Real vocabularies have about two pairs for each token: Llama 2 has 61 thousand for 32, Gemma 581 for 256.
+_MAX_PAIRS_PER_TOKEN = 16
+
+# As the models' own tokenizer.json have them; llama.cpp spells out the cases.
+_MODERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Marks belong to words.
+_QWEN35 = _MODERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r" ?[^\s\p{L}\p{N}]", r" ?[^\s\p{L}\p{M}\p{N}]"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+# Each expression splits what those before it left whole.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
+    "gpt-2": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "llama3": (_MODERN % "{1,3}",),
+    "qwen2": (_MODERN % "",),
+    "qwen35": (_QWEN35 % "",),
+}
+_ALIASES = {
+    "gpt2": "gpt-2",
+    "llama-bpe": "llama3",
+    "llama-v3": "llama3",
+    "deepseek-r1-qwen": "qwen2",
+    "starcoder": "smollm",
+    "refact": "smollm",
+    "command-r": "smollm",
+}
+# Names that end a turn. llama.cpp stops at them too, whether or not the metadata says so.
+_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<end_of_turn>")
+
+
+def gguf_tokenizer(metadata: Mapping[str, GgufValue], origin: str) -> Tokenizer:
+    """Raises an error that names what is missing or unknown."""
+    prefix = "tokenizer.ggml."
+    fields = Fields(
+        origin, {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    )
+    vocabulary = _Vocabulary(fields)
+    kind = fields.text("model")
+    if kind not in ("gpt2", "llama"):
+        raise ModelError(f"{origin} has a tokenizer of kind {kind!r}; supported in GGUF are gpt2 and llama")
+    with trusting(f"{origin} holds an unusable tokenizer"):
+        backend, adds_bos = _byte_level(vocabulary) if kind == "gpt2" else _sentence_piece(vocabulary)
+        backend.add_special_tokens(vocabulary.added(_CONTROL, _UNKNOWN))
+        backend.add_tokens(vocabulary.added(_USER_DEFINED))
+
+    bos, eos = vocabulary.named("bos_token_id"), vocabulary.named("eos_token_id")
+    _add_by_itself(
+        backend,
+        bos=bos[1] if bos and fields.boolean("add_bos_token", adds_bos) else None,
+        eos=eos[1] if eos and fields.boolean("add_eos_token", False) else None,
+    )
+    ends = [vocabulary.named(key) for key in END_KEYS]
+    ends += [(name, vocabulary.ids[name]) for name in _ENDS if vocabulary.is_control(name)]
+    names = {
+        "bos_token": bos,
+        "eos_token": eos,
+        "unk_token": vocabulary.named("unknown_token_id"),
+        "pad_token": vocabulary.named("padding_token_id"),
+    }
+    special = SpecialTokens(
+        eos_ids=tuple(dict.fromkeys(token[1] for token in ends if token)),
+        names={role: token[0] for role, token in names.items() if token},
+    )
+    whole = Fields(origin, metadata)
+    key = "tokenizer.chat_template"
+    return Tokenizer(backend, special, whole.text(key) if whole.has(key) else None)
+
+
+class _Vocabulary:
+    """Tokens, their kinds and their ids, checked."""
+
+    def __init__(self, fields: Fields) -> None:
+        self.fields = fields
+        self.tokens = _strings(fields, "tokens")
+        self.ids = {token: index for index, token in enumerate(self.tokens)}
+        if not self.tokens or len(self.ids) != len(self.tokens):
+            raise ModelFileError(f"{fields.origin}: the vocabulary is empty or has a token twice")
+        kinds = fields.values.get("token_type")
+        if kinds is None:
+            kinds = np.ones(len(self.tokens), dtype=np.int32)
+        if not isinstance(kinds, np.ndarray) or len(kinds) != len(self.tokens):
+            raise fields.error("token_type", kinds, f"an array of {len(self.tokens)} integers")
+        self.kinds: list[int] = kinds.tolist()
+
+    def of_kind(self, *kinds: int) -> list[str]:
+        return [token for token, kind in zip(self.tokens, self.kinds, strict=True) if kind in kinds]
+
+    def added(self, *kinds: int) -> list[AddedToken]:
+        return [
+            AddedToken(token, normalized=False, special=_USER_DEFINED not in kinds)
+            for token in self.of_kind(*kinds)
+            if token
+        ]
+
+    def is_control(self, token: str) -> bool:
+        return token in self.ids and self.kinds[self.ids[token]] == _CONTROL
+
+    def named(self, key: str) -> tuple[str, int] | None:
+        """The token whose id is under a key, where there is one."""
+        index = token_id(self.fields, key)
+        if index is None:
+            return None
+        if index >= len(self.tokens):
+            raise self.fields.error(key, index, f"a token of the {len(self.tokens)} in the vocabulary")
+        return self.tokens[index], index
+
+
+def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    fields = vocabulary.fields
+    name = fields.text("pre", "default")
+    splits = _SPLITS.get(_ALIASES.get(name, name))
+    if splits is None:
+        known = ", ".join(sorted([*_SPLITS, *_ALIASES]))
+        raise ModelError(f"{fields.origin}: the pre-tokenizer {name!r} is not supported; known are {known}")
+    is_llama3 = splits is _SPLITS["llama3"]
+    merges = []
+    for merge in _strings(fields, "merges"):
+        left, _, right = merge.partition(" ")
+        if not (left in vocabulary.ids and right in vocabulary.ids and left + right in vocabulary.ids):
+            raise fields.error("merges", merge, "a pair of tokens that make a token")
+        merges.append((left, right))
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=is_llama3))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    return backend, is_llama3
+
+
+def _sentence_piece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+    fields = vocabulary.fields
+    unknown = vocabulary.of_kind(_UNKNOWN)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocabulary.ids,
+            _merges_by_score(vocabulary),
+            unk_token=unknown[0] if unknown else None,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = fields.boolean("add_space_prefix", True)
+    spaces = normalizers.Replace(" ", _SPACE)
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), spaces]) if prefixed else spaces
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace(_SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *([decoders.Strip(" ", 1, 0)] if prefixed else []),
+        ]
+    )
+    return backend, True
+
+
+def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    """The pairs that make a token, best score first: SentencePiece merges by the score of what comes out."""
+    fields, ids = vocabulary.fields, vocabulary.ids
+    scores = fields.values.get("scores")
+    if not isinstance(scores, np.ndarray) or len(scores) != len(vocabulary.tokens):
+        raise fields.error("scores", scores, f"an array of {len(vocabulary.tokens)} numbers")
+    unmergeable = {_UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE}
+    max_pairs = _MAX_PAIRS_PER_TOKEN * len(ids)
+    ranked: list[tuple[float, int, tuple[str, str]]] = []
+    for token, kind, score in zip(vocabulary.tokens, vocabulary.kinds, scores.tolist(), strict=True):
+        if kind in unmergeable or len(token) > _MAX_MERGED or not math.isfinite(score):
+            continue
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in ids and right in ids:
+                ranked.append((-score, len(ranked), (left, right)))
+        if len(ranked) > max_pairs:
+            raise ModelFileError(
+                f"{fields.origin}: the vocabulary's {len(ids)} tokens are made of more than {max_pairs} pairs, "
+                "which is absurd"
+            )
+    ranked.sort()
+    return [pair for _, _, pair in ranked]
+
+
+def _strings(fields: Fields, key: str) -> list[str]:
+    value = fields.values.get(key)
+    if not isinstance(value, list):
+        raise fields.error(key, value, "an array of strings")
+    return value
+
+
+def _add_by_itself(backend: tokenizers.Tokenizer, *, bos: int | None, eos: int | None) -> None:
+    """Let encoding put these tokens, and no others, before and after a text."""
+    pieces = [*(["BOS"] if bos is not None else []), "$A", *(["EOS"] if eos is not None else [])]
+    tokens = [(name, token) for name, token in (("BOS", bos), ("EOS", eos)) if token is not None]
+    backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=tokens)

@@ -1,0 +1,175 @@
+"""Weights in a Hugging Face folder: safetensors, in one file or in shards."""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from penstock.errors import ModelError, ModelFileError
+from penstock.models.bytefile import ByteFile, copy_plain
+from penstock.models.config import ModelConfig
+from penstock.models.fields import Fields
+from penstock.models.hf.config import hf_model_config
+from penstock.models.reading import first_line, reading, shortened
+from penstock.models.source import require_shape
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+PICKLE_REASON = "loading a pickle runs whatever code it contains; convert it to safetensors"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 64 << 20
+_TEXT_PREFIX = "model.language_model."  # of the text model within a multimodal one
+
+
+@dataclass(frozen=True)
+class _Stored:
+    file: ByteFile
+    start: int  # byte in the file
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class HfFolder:
+    """A `WeightSource` over a folder as transformers' `save_pretrained` writes it. The text model of a multimodal
+    one has the names it would have alone."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._config = read_folder_config(path)
+        self._files: list[ByteFile] = []
+        self._tensors: dict[str, _Stored] = {}
+        try:
+            with reading(path):
+                shards = _weight_files(path)
+            for shard in shards:
+                self._add_file(shard)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def config(self) -> ModelConfig:
+        return self._config
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors[name].shape
+
+    def load_into(self, name: str, out: torch.Tensor) -> None:
+        stored = self._tensors[name]
+        require_shape(name, stored.shape, out)
+        dtype = _DTYPES.get(stored.dtype)
+        if dtype is None:
+            raise ModelFileError(
+                f"{stored.file.path}: tensor {name} is {stored.dtype}; accepted are {', '.join(_DTYPES)}"
+            )
+        copy_plain(stored.file, stored.start, dtype, out)
+
+    def block_form(self, name: str) -> None:
+        return None
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        raise NotImplementedError(f"{name} is not quantised")
+
+    def describe(self) -> str:
+        kinds = [stored.dtype for stored in self._tensors.values()]
+        common = max(set(kinds), key=kinds.count) if kinds else "empty"
+        return f"{self._path.name} (safetensors, {self._config.family}, {common})"
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
+
+    def _add_file(self, path: Path) -> None:
+        # The library checks the whole table: offsets inside the file, no overlaps, sizes that fit the shapes.
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ModelFileError(f"{path} is not a usable safetensors file: {first_line(error)}") from error
+        with reading(path), path.open("rb") as stream:
+            (header_bytes,) = struct.unpack("<Q", stream.read(8))
+            table = json.loads(stream.read(header_bytes))
+        file = ByteFile(path)
+        self._files.append(file)
+        for name, entry in table.items():
+            if name == "__metadata__":
+                continue
+            start = 8 + header_bytes + entry["data_offsets"][0]
+            self._add(name, _Stored(file, start, entry["dtype"], tuple(entry["shape"])))
+
+    def _add(self, stored_name: str, stored: _Stored) -> None:
+        name = stored_name
+        if name.startswith(_TEXT_PREFIX):
+            name = "model." + name.removeprefix(_TEXT_PREFIX)
+        if name in self._tensors:
+            other = self._tensors[name].file.path
+            where = f"in {other.name} too" if other != stored.file.path else "there twice, under two prefixes"
+            raise ModelFileError(f"{stored.file.path}: tensor {shortened(stored_name)} is {where}")
+        self._tensors[name] = stored
+
+
+def read_folder_config(path: Path) -> ModelConfig:
+    """The configuration alone, without opening any weights."""
+    generation = path / "generation_config.json"
+    with reading(path):
+        if not (path / "config.json").is_file():
+            raise ModelError(f"{path} is not a model folder: it has no config.json")
+        generation_values = read_json(generation) if generation.is_file() else {}
+    config = Fields(str(path / "config.json"), read_json(path / "config.json"))
+    return hf_model_config(config, Fields(str(generation), generation_values))
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file that may hold anything."""
+    with reading(path):
+        if path.stat().st_size > _MAX_JSON_BYTES:
+            raise ModelFileError(f"{path} is absurdly large for a JSON file")
+        content = path.read_bytes()
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path} is not valid JSON: {first_line(error)}") from error
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path} does not hold a JSON object")
+    return value
+
+
+def _weight_files(path: Path) -> list[Path]:
+    if (path / _SINGLE).is_file():
+        return [path / _SINGLE]
+    if (path / _INDEX).is_file():
+        return _shards(path)
+    pickles = sorted(file.name for file in path.iterdir() if file.suffix in PICKLE_SUFFIXES)
+    if pickles:
+        raise ModelFileError(
+            f"{path} holds only pickled weights ({pickles[0]}), which are refused: {PICKLE_REASON}"
+        )
+    raise ModelError(f"{path} holds no weights: neither {_SINGLE} nor {_INDEX}")
+
+
+def _shards(path: Path) -> list[Path]:
+    index = Fields(str(path / _INDEX), read_json(path / _INDEX))
+    names: set[str] = set()
+    for name in index.nested("weight_map").values.values():
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
+            raise index.error("weight_map", name, "the name of a safetensors file in the same folder")
+        names.add(name)
+    if not names:
+        raise ModelFileError(f"{index.origin}: weight_map is empty")
+    for name in names:
+        if not (path / name).is_file():
+            raise ModelFileError(f"{path}: the shard {name} is missing; {_INDEX} calls for {len(names)}")
+    return [path / name for name in sorted(names)]
