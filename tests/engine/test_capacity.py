@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from penstock import machine
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec
@@ -65,10 +66,13 @@ def test_this_machine_has_memory() -> None:
     assert 1 << 20 < free < 1 << 50
 
 
-@pytest.mark.parametrize(("limit", "expected"), [("1000000", 750_000), ("max", None), ("nonsense", None)])
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path, limit: str, expected: int | None) -> None:
-    (tmp_path / "memory.max").write_text(limit + "\n")
-    (tmp_path / "memory.current").write_text("300000\n")
-    (tmp_path / "memory.stat").write_text("anon 1\ninactive_file 50000\nactive_file 7\n")
-    assert capacity._free_in_container(tmp_path) == expected
-    assert capacity._free_in_container(tmp_path / "nowhere") is None
+def test_a_limit_of_a_nested_slice_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slices = tmp_path / "sys/fs/cgroup/user.slice"
+    (slices / "job").mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/user.slice/job\n")
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 16777216 kB\n")
+    (slices / "memory.max").write_text(f"{1 << 30}\n")
+    (slices / "memory.current").write_text(f"{1 << 28}\n")
+    monkeypatch.setattr(machine.free_memory_bytes, "__kwdefaults__", {"root": tmp_path})
+    assert capacity.free_memory_bytes(CPU) == (1 << 30) - (1 << 28)

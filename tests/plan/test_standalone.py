@@ -60,7 +60,7 @@ def imported_modules(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize("path", sorted(PLAN.rglob("*.py")), ids=lambda path: path.name)
 def test_it_imports_the_standard_library_and_itself_only(path: Path) -> None:
     for module in imported_modules(path):
-        own = module == "penstock.errors" or module.startswith("penstock.plan.")
+        own = module in ("penstock.errors", "penstock.machine") or module.startswith("penstock.plan.")
         assert own or module.partition(".")[0] in sys.stdlib_module_names, f"{path.name} imports {module}"
 
 

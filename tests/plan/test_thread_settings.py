@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import SettingError
-from penstock.plan.machine import usable_cores
+from penstock.machine import usable_cores
 from penstock.plan.settings import SettingSource
 from penstock.plan.thread_settings import THREADS_VARIABLE, ThreadsSetting, resolve_threads
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import penstock
+from penstock.machine import processor_name
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Machine:
 
 def this_machine() -> Machine:
     return Machine(
-        cpu=_cpu_model(),
+        cpu=processor_name(),
         num_cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         num_threads=torch.get_num_threads(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -44,15 +45,6 @@ def this_machine() -> Machine:
         date=datetime.now(UTC).isoformat(timespec="seconds"),
         load_average=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
     )
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor() or 'unknown'} ({platform.machine()})"
 
 
 def _commit() -> str | None:

@@ -1,10 +1,8 @@
 """How large a cache may be, where nobody says it."""
 
-import os
-from pathlib import Path
-
 import torch
 
+from penstock import machine
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheSpec
 from penstock.errors import MemoryExhaustedError
@@ -48,33 +46,4 @@ def free_memory_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    known = [found for found in (_free_on_machine(), _free_in_container()) if found is not None]
-    return min(known, default=None)
-
-
-def _free_in_container(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What is left of a container's limit; what it holds of files can be given up."""
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((folder / "memory.current").read_text())
-        lines = (line.split() for line in (folder / "memory.stat").read_text().splitlines())
-        files = next((int(value) for name, value in lines if name == "inactive_file"), 0)
-        return max(int(limit) - used + files, 0)
-    except (OSError, ValueError):
-        return None
-
-
-def _free_on_machine() -> int | None:
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError):
-        return None
+    return machine.free_memory_bytes()

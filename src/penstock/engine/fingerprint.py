@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import tempfile
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -17,6 +16,7 @@ import penstock
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine.batch import Canon
 from penstock.engine.profile import profile_key
+from penstock.files import replace_json
 from penstock.home import cache_home
 from penstock.kernels.native.build import native_library
 from penstock.models.decoder import Decoder
@@ -134,19 +134,8 @@ def _read_memos() -> dict[str, Any]:
 
 
 def _write_memos(memos: dict[str, Any]) -> None:
-    kept = dict(list(memos.items())[-_MOST_MEMOS:])
     with suppress(OSError):
-        path = _memo_path()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".digests-", delete=False) as file:
-            try:
-                json.dump(kept, file)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                with suppress(OSError):
-                    os.unlink(file.name)
-                raise
+        replace_json(_memo_path(), dict(list(memos.items())[-_MOST_MEMOS:]))
 
 
 def _native_name() -> str:

@@ -3,11 +3,7 @@
 import hashlib
 import json
 import math
-import os
-import platform
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
@@ -16,7 +12,9 @@ import torch
 
 from penstock import __version__
 from penstock.errors import SettingError
+from penstock.files import replace_json
 from penstock.home import cache_home
+from penstock.machine import processor_name
 from penstock.models.decoder import Decoder
 from penstock.plan.step_shape import StepShape
 from penstock.plan.step_time import StepTimeCoefficients
@@ -142,10 +140,8 @@ def load_profile(llm: HasModel) -> TuneProfile | None:
 def save_profile(profile: TuneProfile) -> Path:
     """Keep a profile in place of the one of the same key. Readers see the old one or the new one, whole."""
     path = profile_path(profile.key)
-    text = json.dumps({"schema": _SCHEMA, **asdict(profile)}, indent=1) + "\n"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _replace(path, text)
+        replace_json(path, {"schema": _SCHEMA, **asdict(profile)}, indent=1)
     except OSError as error:
         raise SettingError(
             f"cannot keep the profile in {path.parent}: {error.strerror or error}; "
@@ -154,28 +150,10 @@ def save_profile(profile: TuneProfile) -> Path:
     return path
 
 
-def _replace(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".tune-", delete=False) as file:
-        try:
-            file.write(text)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(file.name)
-            raise
-
-
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    name = names[0] if names else platform.processor()
-    return f"{device.type}: {name or 'unknown'} ({platform.machine()})"
+    return f"{device.type}: {processor_name()}"
 
 
 def _parse(plain: Any) -> TuneProfile:

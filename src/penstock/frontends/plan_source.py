@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from penstock.errors import ModelError
-from penstock.plan.machine import has_fast_bfloat16, memory_bytes, processor_flags
+from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.plan.memory import WeightBits, weight_bytes
 from penstock.plan.step_shape import KernelKind, Workspace
 from penstock.plan.thread_settings import resolve_threads

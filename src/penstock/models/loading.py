@@ -13,13 +13,13 @@ from penstock.layers.delta_net import DeltaNet
 from penstock.layers.experts import ExpertMLP
 from penstock.layers.fused_weight import FusedWeight, JoinedWeight
 from penstock.layers.mlp import GatedMLP
+from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.models.config import DeltaNetConfig, ExpertsConfig
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.expected import check_source
 from penstock.models.fused import Part, Run, interleaved, runs_of
 from penstock.models.shape import model_shape
 from penstock.models.source import WeightSource
-from penstock.plan.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.plan.memory import weight_bytes
 from penstock.plan.weight_settings import (
     QUANTISED_WEIGHTS,

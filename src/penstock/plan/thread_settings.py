@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import SettingError
-from penstock.plan.machine import usable_cores
+from penstock.machine import usable_cores
 from penstock.plan.settings import SettingSource
 
 THREADS_VARIABLE = "PENSTOCK_THREADS"

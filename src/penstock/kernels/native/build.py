@@ -9,7 +9,6 @@ import ctypes
 import functools
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.home import cache_home
+from penstock.machine import processor_flags
 
 SOURCES = Path(__file__).parent
 # Products and sums are contracted nowhere but where the source says so: a row's bits must not depend on what the
@@ -46,7 +46,7 @@ class NativeUnavailableError(PenstockError):
 @functools.cache
 def native_library() -> ctypes.CDLL:
     """The compiled kernels; built first if they are not there."""
-    flags = _processor_flags()
+    flags = processor_flags()
     missing = [flag for flag in _NEEDED if flag not in flags]
     if missing:
         raise NativeUnavailableError(f"the processor has no {', '.join(missing)}")
@@ -63,16 +63,6 @@ def native_library() -> ctypes.CDLL:
             _build(compiler, folder / name)
             return _load(folder / name)
     raise NativeUnavailableError(f"neither {folders[0]} nor {folders[1]} can be written")
-
-
-def _processor_flags() -> frozenset[str]:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return frozenset()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return frozenset()
-    return frozenset(next((line.split(":")[1].split() for line in lines if line.startswith("flags")), ()))
 
 
 def _digest(compiler: str, flags: frozenset[str]) -> str:

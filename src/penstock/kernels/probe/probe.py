@@ -14,14 +14,14 @@ None is assumed. The result is kept in the cache folder, under a key of everythi
 
 import hashlib
 import json
-import os
 import platform
-import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from penstock.files import replace_json
 from penstock.home import cache_home
 from penstock.kernels.interface import Kernels
 from penstock.kernels.probe.attention import attention_holds
@@ -30,6 +30,7 @@ from penstock.kernels.probe.passes import passes_hold
 from penstock.kernels.probe.random import Random
 from penstock.kernels.probe.rows import EXPERT_SLAB, Tried, least_floor, other_counts, slab_holds, tried_on
 from penstock.kernels.probe.shapes import ProbeShapes, ProductShape
+from penstock.machine import processor_lines
 
 __all__ = ["ProbeResult", "ProbeShapes", "ProductShape", "measure", "probe"]
 
@@ -126,13 +127,7 @@ def _machine(device: torch.device) -> str:
         return f"{about.name}, {size}, CUDA {torch.version.cuda}, cuDNN {cudnn}"
     if device.type != "cpu":
         return f"{device.type}, {platform.platform()}"
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    facts = sorted(
-        {line for line in lines if line.startswith(("model name", "model\t", "flags", "Features"))}
-    )
+    facts = sorted(set(processor_lines("model name", "model\t", "flags", "Features")))
     return "|".join(
         [platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *facts]
     )
@@ -160,10 +155,5 @@ def _read(path: Path, tried: Tried) -> ProbeResult | None:
 
 def _write(path: Path, result: ProbeResult) -> None:
     """Keep a result; a folder that cannot be written costs only the next start's time."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(asdict(result), file)
-        os.replace(file.name, path)
-    except OSError:
-        pass
+    with suppress(OSError):
+        replace_json(path, asdict(result))

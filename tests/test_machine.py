@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.plan.machine import has_fast_bfloat16, memory_bytes, processor_flags, usable_cores
+from penstock.machine import (
+    free_memory_bytes,
+    has_fast_bfloat16,
+    memory_bytes,
+    processor_flags,
+    processor_name,
+    usable_cores,
+)
 
 AMX = ("avx512f", "amx_bf16", "amx_tile", "amx_int8")
 
@@ -68,6 +75,37 @@ def test_the_strictest_group_counts(tmp_path: Path) -> None:
 def test_memory_of_the_whole_machine(tmp_path: Path) -> None:
     assert memory_bytes(root=tmp_path) is None
     assert memory_bytes(root=system(tmp_path, {"proc/meminfo": "MemTotal: 2048 kB\n"})) == 2 << 20
+
+
+@pytest.mark.parametrize(("limit", "expected"), [("1000000", 750_000), ("max", None), ("nonsense", None)])
+def test_a_group_has_what_its_limit_leaves(tmp_path: Path, limit: str, expected: int | None) -> None:
+    group = "sys/fs/cgroup/slice"
+    assert free_memory_bytes(root=tmp_path) is None
+    files = {
+        "proc/self/cgroup": "0::/slice\n",
+        f"{group}/memory.max": f"{limit}\n",
+        f"{group}/memory.current": "300000\n",
+        f"{group}/memory.stat": "anon 1\ninactive_file 50000\nactive_file 7\n",
+    }
+    assert free_memory_bytes(root=system(tmp_path, files)) == expected
+
+
+def test_free_memory_is_the_least_of_machine_and_groups(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/slice/job\n",
+        "proc/meminfo": "MemTotal: 4096 kB\nMemAvailable: 2048 kB\n",
+        "sys/fs/cgroup/slice/memory.max": f"{3 << 20}\n",
+        "sys/fs/cgroup/slice/memory.current": "4096\n",
+    }
+    assert free_memory_bytes(root=system(tmp_path, files)) == 2 << 20
+    system(tmp_path, {"sys/fs/cgroup/slice/memory.current": f"{2 << 20}\n"})
+    assert free_memory_bytes(root=tmp_path) == 1 << 20
+
+
+def test_the_name_of_the_processor(tmp_path: Path) -> None:
+    assert "(" in processor_name(root=tmp_path)
+    text = "processor : 0\nmodel name : A fast one\nprocessor : 1\nmodel name : A fast one\n"
+    assert processor_name(root=system(tmp_path, {"proc/cpuinfo": text})).startswith("A fast one (")
 
 
 def test_flags_of_the_processor(tmp_path: Path) -> None:

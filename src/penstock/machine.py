@@ -1,6 +1,7 @@
-"""What the system tells of this machine: cores, memory, the processor's features. `root` is where it tells."""
+"""This machine as the system describes it: cores, memory, control groups, processor. `root` is its file system's."""
 
 import os
+import platform
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
@@ -23,21 +24,37 @@ def usable_cores(allowed: Collection[int] | None = None, *, root: Path = _ROOT) 
 
 def memory_bytes(*, root: Path = _ROOT) -> int | None:
     """The machine's memory, or as much of it as a container may have; None where nobody tells."""
-    sizes = [size for folder in _group_folders(root) if (size := _group_memory(folder)) is not None]
-    for line in _text(root / "proc/meminfo").splitlines():
-        words = line.split()
-        if len(words) >= 2 and words[0] == "MemTotal:" and words[1].isdigit():
-            sizes.append(1024 * int(words[1]))
-    return min(sizes, default=None)
+    sizes = [size for folder in _group_folders(root) if (size := _number(folder / "memory.max")) is not None]
+    total = _meminfo("MemTotal", root)
+    return min(sizes if total is None else [*sizes, total], default=None)
+
+
+def free_memory_bytes(*, root: Path = _ROOT) -> int | None:
+    """Memory that could be taken without others having to give it up: of the machine, and of every control group that
+    this process is in. None where nobody tells."""
+    sizes = [size for folder in _group_folders(root) if (size := _group_free(folder)) is not None]
+    available = _meminfo("MemAvailable", root)
+    if available is None and root == _ROOT:
+        available = _free_pages()
+    return min(sizes if available is None else [*sizes, available], default=None)
 
 
 def processor_flags(*, root: Path = _ROOT) -> frozenset[str]:
     """The features of the first processor; none where the system does not list them."""
-    for line in _text(root / "proc/cpuinfo").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == "flags":
-            return frozenset(value.split())
-    return frozenset()
+    return frozenset(
+        next((line.partition(":")[2].split() for line in processor_lines("flags", root=root)), ())
+    )
+
+
+def processor_name(*, root: Path = _ROOT) -> str:
+    """The processor's model and its architecture."""
+    names = [line.partition(":")[2].strip() for line in processor_lines("model name", root=root)]
+    return f"{names[0] if names else platform.processor() or 'unknown'} ({platform.machine()})"
+
+
+def processor_lines(*beginnings: str, root: Path = _ROOT) -> list[str]:
+    """The lines about all processors that begin with one of these."""
+    return [line for line in _text(root / "proc/cpuinfo").splitlines() if line.startswith(beginnings)]
 
 
 def has_fast_bfloat16(flags: Collection[str], environ: Mapping[str, str] | None = None) -> bool:
@@ -77,9 +94,34 @@ def _time_share(folder: Path) -> float | None:
     return None
 
 
-def _group_memory(folder: Path) -> int | None:
-    limit = _text(folder / "memory.max").strip()
-    return int(limit) if limit.isdigit() else None
+def _group_free(folder: Path) -> int | None:
+    """What is left of a group's limit, None: no limit. Pages of files that nobody uses can be evicted."""
+    limit, used = _number(folder / "memory.max"), _number(folder / "memory.current")
+    if limit is None or used is None:
+        return None
+    lines = (line.split() for line in _text(folder / "memory.stat").splitlines())
+    files = next((int(value) for name, value in lines if name == "inactive_file"), 0)
+    return max(limit - used + files, 0)
+
+
+def _meminfo(field: str, root: Path) -> int | None:
+    for line in _text(root / "proc/meminfo").splitlines():
+        match line.split():
+            case [name, kibibytes, *_] if name == f"{field}:" and kibibytes.isdigit():
+                return 1024 * int(kibibytes)
+    return None
+
+
+def _free_pages() -> int | None:
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = _text(path).strip()
+    return int(text) if text.isdigit() else None
 
 
 def _text(path: Path) -> str:
