@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 
-from penstock.bench.machine import Machine
 from penstock.bench.memory import Growth
 from penstock.bench.results import Results, Settings
 from penstock.bench.suites import SUITES, SuiteName
 from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass
+from penstock.measure.machine import Machine
 
 MACHINE = Machine(
     cpu="A processor (x86_64)",

@@ -9,13 +9,14 @@ import torch
 
 from penstock.bench import benchmark
 from penstock.bench.benchmark import run_benchmark
-from penstock.bench.memory import Growth, Job, MeasurementError, can_measure_growth, growth_in_fresh_process
+from penstock.bench.memory import Growth, Job, growth_in_fresh_process
 from penstock.bench.report import render
 from penstock.bench.results import Settings
 from penstock.bench.suites import SUITES, SuiteName
 from penstock.bench.systems import SystemName, load_systems
-from penstock.bench.transformers_model import load_transformers
-from penstock.bench.workload import text_tokens
+from penstock.measure.growth import MeasurementError, can_measure_growth
+from penstock.measure.prompts import text_tokens
+from penstock.measure.transformers_model import load_transformers
 from penstock.models.opened import open_weights
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
 from tests.oracle import make_oracle, random_prompt

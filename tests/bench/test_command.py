@@ -10,13 +10,13 @@ import pytest
 import torch
 
 import penstock.bench.__main__ as command
-from penstock.bench.memory import can_measure_growth
 from penstock.bench.options import parse_options
 from penstock.bench.plot import can_plot
 from penstock.bench.random_model import random_hybrid
 from penstock.bench.results import Results
 from penstock.bench.suites import SUITES, SuiteName
 from penstock.bench.systems import SystemName
+from penstock.measure.growth import can_measure_growth
 from tests.bench.made_up import good_results, made_up_results
 from tests.bench.test_workload import CONFIG
 from tests.models.hybrids import hybrid_settings

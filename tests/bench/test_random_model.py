@@ -7,8 +7,8 @@ import torch
 from transformers import Qwen3_5TextConfig
 
 from penstock.bench.random_model import HYBRID, random_hybrid
-from penstock.bench.transformers_model import load_transformers
 from penstock.errors import ModelError
+from penstock.measure.transformers_model import load_transformers
 from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.hf.folder import HfFolder

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from penstock.bench.memory import MeasurementError
 from penstock.bench.serve_results import Arrival
 from penstock.bench.serve_runs import Watch, run_burst, run_stall
 from penstock.bench.serve_workload import Prompts, Variant, Workload
@@ -13,6 +12,7 @@ from penstock.engine.events import GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import ContextLengthError
+from penstock.measure.growth import MeasurementError
 from tests.bench.punctual import make_punctual
 from tests.byte_models import model_of_bytes
 from tests.oracle import random_prompt

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.bench.__main__ import main
-from penstock.bench.memory import can_measure_growth
+from penstock.measure.growth import can_measure_growth
 
 needs_linux = pytest.mark.skipif(not can_measure_growth(), reason="needs /proc/self/clear_refs")
 

@@ -9,13 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench.machine import this_machine
 from penstock.bench.sweep import time_cells
 from penstock.bench.sweep_report import render
 from penstock.bench.sweep_results import SweepResults, SweepSettings, Timed
-from penstock.bench.sweep_workload import Cell, Configuration, configurations, shuffled_rounds
+from penstock.bench.sweep_workload import Cell, Configuration, configurations
 from penstock.bench.systems import OnToken, SystemName
 from penstock.bench.timing import Pass
+from penstock.measure.machine import this_machine
+from penstock.measure.prompts import shuffled_rounds
 
 SETTINGS = SweepSettings(
     model="a model",

@@ -14,10 +14,11 @@ import torch
 
 import penstock.bench.__main__ as command
 from penstock.bench import sweep, sweep_llama
-from penstock.bench.memory import Growth, Job, can_measure_growth, measure_growth
+from penstock.bench.memory import Growth, Job, measure_growth
 from penstock.bench.plot import can_plot
 from penstock.bench.sweep_options import parse_sweep_options
 from penstock.bench.systems import SystemName, load_systems
+from penstock.measure.growth import can_measure_growth
 from penstock.models.opened import open_weights
 from tests.byte_models import model_of_bytes
 

@@ -6,7 +6,6 @@ from itertools import accumulate, pairwise
 
 import pytest
 
-from penstock.bench.memory import MeasurementError
 from penstock.bench.serve_gaps import Gap
 from penstock.bench.target_bars import check_bars
 from penstock.bench.target_benchmark import contenders, lone_contenders
@@ -15,6 +14,7 @@ from penstock.bench.target_results import ArrivalRun, LoneRun, TargetResults, Ta
 from penstock.bench.target_runs import reading_gaps
 from penstock.bench.target_workload import Sizing, TargetWorkload
 from penstock.engine.explain import ChunkRecord
+from penstock.measure.growth import MeasurementError
 from tests.bench.made_up import MACHINE
 
 CHUNK = ChunkRecord(0, 64, 0, "latency", 0.1, 0.11, None)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench.transformers_model import load_transformers
 from penstock.errors import ModelError
+from penstock.measure.transformers_model import load_transformers
 from penstock.models.hf.folder import HfFolder
 from tests.models.hybrids import (
     CLASSES,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from penstock.bench import tune, tune_measure
 from penstock.bench.tune_measure import best_chunk, fit, fit_error, measure_steps, slowdowns
-from penstock.bench.tune_plan import MIN_ROUNDS, MOST_ROUNDS, StepSpec, plan_tuning
-from penstock.bench.tune_steps import StepBench
+from penstock.bench.tune_plan import MIN_ROUNDS, MOST_ROUNDS, plan_tuning
 from penstock.engine.llm import LLM
 from penstock.engine.profile import PrefillSample, StepSample, load_profile
+from penstock.measure.steps import StepSpec, StepTimer
 from penstock.plan.step_shape import StepShape
 from penstock.plan.step_time import StepTimeCoefficients
 from tests.byte_models import CONTEXT, model_of_bytes
@@ -79,7 +79,7 @@ def test_a_timed_step_holds_nothing_afterwards(family: str) -> None:
     model = load_model(make_oracle(family).folder)
     canon, prompt = canon_of(model), random_prompt(700)
     specs = [StepSpec(128, 512), StepSpec(64, 0, 3, 60), StepSpec(0, 0, 1, 256), StepSpec(64, 576)]
-    bench = StepBench(model, canon, prompt, specs)
+    bench = StepTimer(model, canon, prompt, specs)
     for spec in (*specs, *reversed(specs)):
         assert bench.seconds(spec) > 0
         bench.check_integrity()
@@ -124,12 +124,12 @@ def test_every_step_has_a_turn_in_every_round(folder: Path, monkeypatch: pytest.
     plan = plan_tuning(300, 1.0, 1.0, quick=True)
     diary: list[StepSpec] = []
 
-    class Diary(StepBench):
+    class Diary(StepTimer):
         def seconds(self, spec: StepSpec) -> float:
             diary.append(spec)
             return super().seconds(spec)
 
-    monkeypatch.setattr(tune_measure, "StepBench", Diary)
+    monkeypatch.setattr(tune_measure, "StepTimer", Diary)
     samples = measure_steps(llm, random_prompt(300), plan, lambda line: None)
     count = len(plan.steps)
     rounds = [diary[index : index + count] for index in range(count, len(diary), count)]  # after the warm-up

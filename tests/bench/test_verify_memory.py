@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from penstock.bench import verify_memory
-from penstock.bench.memory import can_measure_growth
 from penstock.bench.verify_memory import PredictedGrowth, main, measure_in_fresh_process, predict_growth
 from penstock.bench.verify_memory_cases import MemoryJob, plan_jobs
-from penstock.bench.verify_memory_models import FAMILIES, RandomWeights, family_config
 from penstock.bench.verify_memory_report import MemoryCase, render
 from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
@@ -22,6 +20,8 @@ from penstock.errors import SettingError
 from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.probe.probe import ProbeResult
 from penstock.kernels.reference.kernels import TorchKernels
+from penstock.measure.growth import can_measure_growth
+from penstock.measure.random_weights import FAMILIES, RandomWeights, family_config
 from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config

@@ -5,7 +5,8 @@ import pytest
 from penstock.bench.suites import SUITES, Suite, SuiteName
 from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass
-from penstock.bench.workload import DECODING, estimate_s, plan_memory, plan_timings, random_tokens
+from penstock.bench.workload import DECODING, estimate_s, plan_memory, plan_timings
+from penstock.measure.prompts import random_tokens
 from penstock.models.config import ModelConfig
 
 CONFIG = ModelConfig(

@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench.transformers_model import load_transformers
-from penstock.bench.workload import text_tokens
 from penstock.errors import SettingError
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.quantised import QuantisedWeight
@@ -18,6 +16,8 @@ from penstock.kernels.reference.kernels import TorchKernels
 from penstock.layers.attention import Attention
 from penstock.layers.fused_weight import JoinedWeight
 from penstock.layers.mlp import GatedMLP
+from penstock.measure.prompts import text_tokens
+from penstock.measure.transformers_model import load_transformers
 from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
 from penstock.models.hf.folder import HfFolder

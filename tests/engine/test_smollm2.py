@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench.transformers_model import load_transformers
-from penstock.bench.workload import text_tokens
 from penstock.engine.batch import Canon
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.reference.kernels import TorchKernels
+from penstock.measure.prompts import text_tokens
+from penstock.measure.transformers_model import load_transformers
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model

@@ -50,8 +50,6 @@ from penstock.bench.gpu_options import parse_gpu_options
 from penstock.bench.gpu_results import GpuResults, Ledger, read_results
 from penstock.bench.gpu_targets import judge
 from penstock.bench.gpu_workload import GPU, PLAN
-from penstock.bench.machine import this_machine
-from penstock.bench.memory import can_measure_growth
 from penstock.bench.options import parse_options
 from penstock.bench.peers_benchmark import run_peers_benchmark
 from penstock.bench.peers_options import left_out, parse_peers_options
@@ -76,10 +74,12 @@ from penstock.bench.target_benchmark import run_target_benchmark
 from penstock.bench.target_options import parse_target_options
 from penstock.bench.target_results import TargetSettings
 from penstock.bench.target_workload import TARGETS
-from penstock.bench.workload import random_tokens, text_tokens
 from penstock.engine.device import chosen_device
 from penstock.engine.llm import LLM
 from penstock.errors import ContextLengthError, PenstockError, SettingError
+from penstock.measure.growth import can_measure_growth
+from penstock.measure.machine import this_machine
+from penstock.measure.prompts import random_tokens, text_tokens
 from penstock.models.config import ModelConfig
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_model, open_weights

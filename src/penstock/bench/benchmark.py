@@ -7,13 +7,14 @@ from pathlib import Path
 
 import torch
 
-from penstock.bench.machine import this_machine
-from penstock.bench.memory import WARM_UP_TOKENS, Growth, Job, growth_in_fresh_process
+from penstock.bench.memory import Growth, Job, growth_in_fresh_process
 from penstock.bench.results import Results, Settings
 from penstock.bench.suites import SUITES
 from penstock.bench.systems import System, SystemName, load_systems
 from penstock.bench.timing import Pass, Turn, take_turns, time_pass
 from penstock.bench.workload import DECODING, SLOW, Case, estimate_s, plan_memory, plan_timings
+from penstock.measure.growth import WARM_UP_TOKENS
+from penstock.measure.machine import this_machine
 from penstock.models.config import ModelConfig
 from penstock.models.opened import open_weights
 

@@ -15,10 +15,10 @@ from penstock.bench.cache_prompts import CachePrompts, make_prompts
 from penstock.bench.cache_results import CacheResults, CacheRun, CacheSettings
 from penstock.bench.cache_runs import ask, warm_service
 from penstock.bench.cache_workload import Way
-from penstock.bench.machine import this_machine
-from penstock.bench.memory import MeasurementError
 from penstock.bench.timing import rounds
 from penstock.engine.llm import LLM
+from penstock.measure.growth import MeasurementError
+from penstock.measure.machine import this_machine
 
 Say = Callable[[str], None]
 

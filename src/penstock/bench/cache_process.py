@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.bench.cache_child import ProcessJob
 from penstock.bench.cache_runs import Answer
-from penstock.bench.memory import MeasurementError
+from penstock.measure.growth import MeasurementError
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.bench.cache_workload import CacheWorkload
-from penstock.bench.workload import text_tokens
+from penstock.measure.prompts import text_tokens
 from penstock.models.text.tokenizer import Tokenizer
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from penstock.bench.cache_runs import Answer
 from penstock.bench.cache_workload import CACHE, CacheWorkload, Way
-from penstock.bench.machine import Machine
 from penstock.bench.spread import Spread
 from penstock.engine.llm import Dtype
+from penstock.measure.machine import Machine
 
 SCHEMA = 1
 WRITING_OVER_COLD = "time to first token, written to disk over cold"

@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 
 from penstock.bench.options import add_device, count, counts
-from penstock.bench.tune_plan import StepSpec
-from penstock.bench.tune_steps import StepBench
 from penstock.engine.llm import LLM
+from penstock.measure.steps import StepSpec, StepTimer
 from penstock.models.hub import DEFAULT_MODEL
 
 DECODE = "decode"
@@ -75,7 +74,7 @@ def profile_decodes(
 ) -> list[StepShares]:
     """Steps of a sequence alone, after each of the pasts; `prompt` is longer than any of them."""
     specs = [StepSpec(0, 0, num_decodes=1, decode_past=past) for past in pasts]
-    bench = StepBench(llm.model, llm.canon, prompt, specs)
+    bench = StepTimer(llm.model, llm.canon, prompt, specs)
     model, kernels = llm.model, llm.model.kernels
     try:
         return [_shares(bench, llm, spec, num_steps) for spec in specs]
@@ -85,7 +84,7 @@ def profile_decodes(
             model.dense_layers.spent = None
 
 
-def _shares(bench: StepBench, llm: LLM, spec: StepSpec, num_steps: int) -> StepShares:
+def _shares(bench: StepTimer, llm: LLM, spec: StepSpec, num_steps: int) -> StepShares:
     model, kernels = llm.model, llm.model.kernels
     rows = []
     for _ in range(_WARM_UP_STEPS + num_steps):

@@ -12,8 +12,8 @@ from penstock.bench.gpu_device import free_memory
 from penstock.bench.gpu_models import Subject, load_subject, random_weights
 from penstock.bench.gpu_results import Ledger
 from penstock.bench.gpu_workload import GpuModel, GpuPlan
-from penstock.bench.verify_memory_models import RandomWeights
-from penstock.bench.workload import random_tokens
+from penstock.measure.prompts import random_tokens
+from penstock.measure.random_weights import RandomWeights
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from penstock.bench.verify_memory_models import RandomWeights
 from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.engine.space import CacheSpace
 from penstock.kernels.interface import Kernels
 from penstock.kernels.probe.probe import ProbeResult, probe
 from penstock.kernels.reference.kernels import TorchKernels
+from penstock.measure.random_weights import RandomWeights
 from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config

@@ -99,7 +99,7 @@ def _load_peer(job: GpuJob, cases: Sequence[PrefillCase]) -> Any:
         return None
     model = cases[0].model
     try:
-        from penstock.bench.transformers_model import load_transformers
+        from penstock.measure.transformers_model import load_transformers
 
         return load_transformers(job.weights(model), job.dtype, job.device)
     except Exception as error:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from penstock.bench.gpu_device import Card
 from penstock.bench.gpu_workload import Section
-from penstock.bench.machine import Machine
 from penstock.bench.spread import Spread
 from penstock.errors import SettingError
+from penstock.measure.machine import Machine
 
 GpuSystem = Literal["Penstock", "transformers"]
 Unit = Literal["ms", "s", "GiB", "MHz", "W", "x", "share"]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from penstock.bench.verify_memory_models import FAMILIES
+from penstock.measure.random_weights import FAMILIES
 
 GPU = "gpu"
 _CHUNK = 2048

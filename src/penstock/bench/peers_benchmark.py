@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.bench.machine import this_machine
 from penstock.bench.peers_pick import Picker
 from penstock.bench.peers_process import PeerError
 from penstock.bench.peers_results import Choice, PeerResults, PeerSettings, Sample
@@ -22,7 +21,8 @@ from penstock.bench.peers_workload import (
     penstock_candidate,
     vllm_candidates,
 )
-from penstock.bench.sweep_workload import shuffled_rounds
+from penstock.measure.machine import this_machine
+from penstock.measure.prompts import shuffled_rounds
 
 Say = Callable[[str], None]
 

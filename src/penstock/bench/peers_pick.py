@@ -13,7 +13,7 @@ from penstock.bench.peers_workload import (
     llama_candidate,
     llama_candidates,
 )
-from penstock.bench.sweep_workload import shuffled_rounds
+from penstock.measure.prompts import shuffled_rounds
 
 Say = Callable[[str], None]
 

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from penstock.bench.machine import Machine
 from penstock.bench.peers_process import Answered
 from penstock.bench.peers_workload import PEERS, Candidate, PeerSystem, PeerWorkload, Quantity
 from penstock.bench.spread import Spread
+from penstock.measure.machine import Machine
 
 SCHEMA = 1
 METHOD = (

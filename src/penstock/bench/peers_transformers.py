@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from penstock.bench.systems import SystemName, TransformersSystem
-from penstock.bench.transformers_model import load_transformers
+from penstock.measure.transformers_model import load_transformers
 from penstock.models.opened import open_weights
 
 

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from textwrap import wrap
 
 from penstock.bench.bars import Bar, check_bars, scope
-from penstock.bench.memory import METHOD
 from penstock.bench.results import GrowthSummary, Results
 from penstock.bench.spread import Spread
 from penstock.bench.suites import SuiteName
+from penstock.measure.growth import METHOD
 from penstock.plan.units import format_bytes
 
 _WIDTH = 110

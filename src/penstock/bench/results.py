@@ -4,12 +4,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from penstock.bench.machine import Machine
-from penstock.bench.memory import METHOD, Growth
+from penstock.bench.memory import Growth
 from penstock.bench.spread import Spread
 from penstock.bench.suites import SuiteName
 from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass, paired
+from penstock.measure.growth import METHOD
+from penstock.measure.machine import Machine
 
 SCHEMA = 1
 

@@ -4,13 +4,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from penstock.bench.machine import this_machine
 from penstock.bench.serve_results import Arrival, BurstRun, ServeResults, ServeSettings, StallRun
 from penstock.bench.serve_runs import cache_places, run_burst, run_stall
 from penstock.bench.serve_workload import Prompts, Variant, make_prompts, rounds_of
 from penstock.bench.timing import rounds
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
+from penstock.measure.machine import this_machine
 from penstock.plan.policy import ScheduleConfig
 
 Say = Callable[[str], None]

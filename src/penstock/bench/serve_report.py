@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 
-from penstock.bench.machine import Machine
 from penstock.bench.report import aligned, bar_table, ratio_with_quartiles
 from penstock.bench.serve_bars import check_bars, scope
 from penstock.bench.serve_gaps import GapSummary
 from penstock.bench.serve_results import Arrival, ServeResults, StallRun
 from penstock.bench.serve_workload import Variant
 from penstock.bench.spread import Spread
+from penstock.measure.machine import Machine
 from penstock.plan.units import format_bytes
 
 

@@ -8,11 +8,11 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, TypeVar
 
-from penstock.bench.machine import Machine
 from penstock.bench.serve_gaps import Gap, GapSummary, gaps_of
 from penstock.bench.serve_workload import Variant, Workload
 from penstock.bench.spread import Spread
 from penstock.bench.suites import SERVE
+from penstock.measure.machine import Machine
 
 SCHEMA = 1
 _NUMBERS = re.compile(r"\[[-+.eE\d,\s]*\]")

@@ -6,13 +6,13 @@ import time
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from penstock.bench.memory import MeasurementError
 from penstock.bench.serve_gaps import gaps_of
 from penstock.bench.serve_results import Arrival, BurstRun, StallRun
 from penstock.bench.serve_workload import SETTLE_TOKENS, Prompts, Variant, Workload
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, TokenGenerated
 from penstock.engine.service import Service
+from penstock.measure.growth import MeasurementError
 
 _POLL_S = 1.0
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from penstock.bench.workload import text_tokens
 from penstock.errors import ContextLengthError, SettingError
+from penstock.measure.prompts import text_tokens
 from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy

@@ -13,9 +13,9 @@ from statistics import median
 from typing import Any
 
 from penstock.bench.fresh_process import run_fresh
-from penstock.bench.machine import Machine, this_machine
 from penstock.bench.options import count
 from penstock.errors import PenstockError
+from penstock.measure.machine import Machine, this_machine
 from penstock.models.hub import DEFAULT_MODEL
 
 START = "start"

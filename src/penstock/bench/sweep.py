@@ -7,14 +7,16 @@ from pathlib import Path
 
 import torch
 
-from penstock.bench.machine import this_machine
-from penstock.bench.memory import WARM_UP_TOKENS, Job, growth_in_fresh_process
+from penstock.bench.memory import Job, growth_in_fresh_process
 from penstock.bench.sweep_llama import describe_llama
 from penstock.bench.sweep_results import CellMemory, SweepResults, SweepSettings, Timed
 from penstock.bench.sweep_systems import load_sweep_systems
-from penstock.bench.sweep_workload import Cell, Configuration, configurations, shuffled_rounds
+from penstock.bench.sweep_workload import Cell, Configuration, configurations
 from penstock.bench.systems import System, SystemName
 from penstock.bench.timing import Turn, time_pass
+from penstock.measure.growth import WARM_UP_TOKENS
+from penstock.measure.machine import this_machine
+from penstock.measure.prompts import shuffled_rounds
 
 Say = Callable[[str], None]
 

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from textwrap import wrap
 
-from penstock.bench.memory import METHOD
 from penstock.bench.report import aligned
 from penstock.bench.sweep_results import Quantity, SweepResults
 from penstock.bench.sweep_workload import Cell
 from penstock.bench.systems import SystemName
+from penstock.measure.growth import METHOD
 from penstock.plan.units import format_bytes
 
 _WIDTH = 110

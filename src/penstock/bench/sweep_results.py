@@ -4,13 +4,14 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from penstock.bench.machine import Machine
-from penstock.bench.memory import METHOD, Growth
+from penstock.bench.memory import Growth
 from penstock.bench.spread import Spread
 from penstock.bench.suites import SWEEP
 from penstock.bench.sweep_workload import Baseline, Cell, ChunkChoice, Configuration
 from penstock.bench.timing import Pass
 from penstock.engine.llm import Dtype
+from penstock.measure.growth import METHOD
+from penstock.measure.machine import Machine
 
 SCHEMA = 1
 Quantity = Literal["first_token_s", "total_s"]

@@ -15,11 +15,11 @@ from penstock.bench.systems import (
     TransformersSystem,
     finish_run,
 )
-from penstock.bench.transformers_model import load_transformers
 from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.device import chosen_device
 from penstock.engine.llm import LLM, Dtype
 from penstock.engine.run import Run
+from penstock.measure.transformers_model import load_transformers
 from penstock.models.opened import open_weights
 from penstock.plan import ChunkedPrefillConfig, ChunkSizer
 

@@ -1,9 +1,8 @@
 """What a sweep runs: every configuration on every prompt length, in another order each round."""
 
-import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal
 
 from penstock.bench.systems import SystemName
 
@@ -16,8 +15,6 @@ DEFAULT_CHUNKS: tuple[ChunkChoice, ...] = (0, 128, 256, 512, 1024)
 DEFAULT_LENGTHS = (512, 2048, 8000)
 DEFAULT_REPEATS = 5
 DEFAULT_DECODE_TOKENS = 16
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,11 +58,3 @@ def configurations(
     if "llama.cpp" in baselines:
         found += [Configuration(SystemName.LLAMA_CPP, size) for size in sizes or [0]]
     return tuple(found)
-
-
-def shuffled_rounds(items: Sequence[T], num_rounds: int, seed: int) -> Iterator[list[T]]:
-    """All items once in every round, each round in an order of its own, the same for the same seed."""
-    for index in range(num_rounds):
-        order = list(items)
-        random.Random(f"{seed}/{index}").shuffle(order)
-        yield order

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig
 
-from penstock.bench.transformers_model import load_transformers
 from penstock.engine.batch import Canon, settle
 from penstock.engine.device import chosen_device, use_device
 from penstock.engine.run import Run
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe.probe import probe
+from penstock.measure.transformers_model import load_transformers
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.models.source import WeightSource

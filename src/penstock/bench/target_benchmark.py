@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from penstock.bench.machine import this_machine
 from penstock.bench.sweep_systems import AutoSystem
 from penstock.bench.systems import PenstockSystem, System, SystemName
 from penstock.bench.target_results import ArrivalRun, LoneRun, TargetResults, TargetSettings, share_within
@@ -13,6 +12,7 @@ from penstock.bench.target_workload import Sizing, TargetPrompts, make_prompts
 from penstock.bench.timing import Turn, time_pass
 from penstock.engine.llm import LLM
 from penstock.engine.profile import load_profile
+from penstock.measure.machine import this_machine
 
 Say = Callable[[str], None]
 

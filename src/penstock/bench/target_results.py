@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from penstock.bench.machine import Machine
 from penstock.bench.serve_gaps import Gap, percentile
 from penstock.bench.spread import Spread
 from penstock.bench.target_workload import TARGETS, Sizing, TargetWorkload
 from penstock.engine.explain import ChunkRecord
+from penstock.measure.machine import Machine
 from penstock.plan.size_rules import SMALLEST_CHUNK
 
 SCHEMA = 1

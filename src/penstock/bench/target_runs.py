@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from statistics import median
 
-from penstock.bench.memory import MeasurementError
 from penstock.bench.serve_gaps import Gap, gaps_of
 from penstock.bench.serve_results import Arrival
 from penstock.bench.serve_runs import Watch, cache_places, run_burst, submit, wait
@@ -17,6 +16,7 @@ from penstock.bench.target_workload import SETTLE_TOKENS, Sizing, TargetPrompts,
 from penstock.engine.llm import LLM
 from penstock.engine.profile import load_profile
 from penstock.engine.service import Service, ServiceConfig
+from penstock.measure.growth import MeasurementError
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.step_time import StepTimeModel
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from penstock.bench.workload import text_tokens
 from penstock.errors import ContextLengthError, SettingError
+from penstock.measure.prompts import text_tokens
 from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan.size_rules import SMALLEST_CHUNK
 

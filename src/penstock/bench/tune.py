@@ -14,10 +14,10 @@ from penstock.bench.tune_measure import fit_error, measure_profile, measure_spee
 from penstock.bench.tune_plan import plan_tuning
 from penstock.bench.tune_plot import draw
 from penstock.bench.tune_report import render
-from penstock.bench.workload import text_tokens
 from penstock.engine.llm import LLM
 from penstock.engine.profile import TuneProfile, load_profile, profile_key, profile_path, save_profile
 from penstock.errors import PenstockError, SettingError
+from penstock.measure.prompts import text_tokens
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.opened import open_weights
 

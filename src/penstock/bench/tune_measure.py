@@ -8,12 +8,10 @@ from statistics import median, quantiles
 
 import torch
 
-from penstock.bench.memory import Job, MeasurementError, can_measure_growth, growth_in_fresh_process
-from penstock.bench.sweep_workload import shuffled_rounds
+from penstock.bench.memory import Job, growth_in_fresh_process
 from penstock.bench.systems import PenstockSystem, SystemName
 from penstock.bench.timing import Turn, time_pass
-from penstock.bench.tune_plan import StepSpec, TunePlan
-from penstock.bench.tune_steps import StepBench
+from penstock.bench.tune_plan import TunePlan
 from penstock.engine.llm import LLM
 from penstock.engine.profile import (
     Measurements,
@@ -23,6 +21,9 @@ from penstock.engine.profile import (
     TuneProfile,
     profile_key,
 )
+from penstock.measure.growth import MeasurementError, can_measure_growth
+from penstock.measure.prompts import shuffled_rounds
+from penstock.measure.steps import StepSpec, StepTimer
 from penstock.models.shape import model_shape, workspace_of
 from penstock.plan.fitting import chunk_peak_bytes
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
@@ -71,7 +72,7 @@ def measure_profile(
 
 def measure_steps(llm: LLM, prompt: Sequence[int], plan: TunePlan, say: Say) -> list[StepSample]:
     """The median of each step, which all take turns, in another order each round."""
-    bench = StepBench(llm.model, llm.canon, prompt, plan.steps)
+    bench = StepTimer(llm.model, llm.canon, prompt, plan.steps)
     for spec in plan.steps:  # libraries prepare for every number of rows that they meet
         bench.seconds(spec)
     times: dict[StepSpec, list[float]] = {spec: [] for spec in plan.steps}

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
+from penstock.measure.steps import StepSpec
 from penstock.plan.config import STATE_GRID
-from penstock.plan.step_shape import StepShape
 
 MIN_ROUNDS = 3
 MOST_ROUNDS = 9
@@ -16,35 +16,6 @@ _MOST_PAST = 16_384
 _PAST_FACTOR = 1.4
 # Tokens whose reading takes about as long as a decode beside nothing.
 _DECODE_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class StepSpec:
-    """A step to be timed: a chunk (none: 0 tokens) after a past, and decodes, each after a past of its own."""
-
-    num_tokens: int
-    past: int
-    num_decodes: int = 0
-    decode_past: int = 0
-
-    @property
-    def is_single_decode(self) -> bool:
-        """Then it is the long sequence that decodes, after any past; those beside chunks are short, all alike."""
-        return self.num_tokens == 0 and self.num_decodes == 1
-
-    @property
-    def long_past(self) -> int:
-        """Tokens of the long sequence that must have been read."""
-        return self.decode_past if self.is_single_decode else self.past
-
-    @property
-    def shape(self) -> StepShape:
-        return StepShape.of_chunk(
-            self.num_tokens,
-            self.past,
-            num_decodes=self.num_decodes,
-            decode_pasts=self.num_decodes * self.decode_past,
-        )
 
 
 @dataclass(frozen=True)

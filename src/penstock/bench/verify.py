@@ -8,16 +8,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from penstock.bench.machine import this_machine
 from penstock.bench.plot import can_plot
 from penstock.bench.verify_laws import Checks, default_tolerance, resolve_overlap, run_checks
 from penstock.bench.verify_options import DEFAULT_TOKENS, parse_verify_options
 from penstock.bench.verify_report import render
 from penstock.bench.verify_results import VerifyResults
 from penstock.bench.verify_runs import Subject, run_chunks
-from penstock.bench.workload import text_tokens
 from penstock.engine.llm import LLM
 from penstock.errors import ContextLengthError, PenstockError, PromptError, SettingError
+from penstock.measure.machine import this_machine
+from penstock.measure.prompts import text_tokens
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_weights
 from penstock.models.reading import first_line

@@ -12,32 +12,33 @@ from pathlib import Path
 
 import torch
 
-from penstock.bench.machine import this_machine
-from penstock.bench.memory import (
-    STEADY_ALLOCATOR,
-    MeasurementError,
-    can_measure_growth,
-    measure_steady_growth,
-    warm_up_tokens,
-)
 from penstock.bench.options import add_device, count, counts
 from penstock.bench.verify_memory_cases import CASES, QUICK_CHUNK, MemoryJob, plan_jobs
-from penstock.bench.verify_memory_models import FAMILIES, RandomWeights, family_config
 from penstock.bench.verify_memory_report import MOST_OVER, MOST_UNDER, MemoryCase, method_of, render
-from penstock.bench.workload import random_tokens
 from penstock.cache import BLOCK_TOKENS
-from penstock.engine.batch import settle
+from penstock.engine.batch import Canon, settle
 from penstock.engine.device import resolve_dtype, use_device
+from penstock.engine.run import Run
 from penstock.errors import PenstockError, SettingError
 from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.probe.probe import ProbeResult, probe
 from penstock.kernels.reference.kernels import TorchKernels
+from penstock.measure.growth import (
+    STEADY_ALLOCATOR,
+    MeasurementError,
+    can_measure_growth,
+    grown_bytes,
+    warm_up_tokens,
+)
+from penstock.measure.machine import this_machine
+from penstock.measure.prompts import random_tokens
+from penstock.measure.random_weights import FAMILIES, RandomWeights, family_config
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_weights
 from penstock.models.shape import model_shape, workspace_of
 from penstock.models.source import WeightSource
-from penstock.plan import ModelShape, Span
+from penstock.plan import ChunkedPrefillConfig, ModelShape, Span
 from penstock.plan.activation import step_phases
 from penstock.plan.activation_parts import ROTARY_PAGE, StepMemory
 from penstock.plan.memory import kv_token_bytes, state_slot_bytes
@@ -140,13 +141,17 @@ def run_job(job: MemoryJob) -> MemoryCase:
     usual = _USUAL_ON_GPU if is_gpu else _USUAL
     found = usual if job.is_random else probe(model.kernels, model.probe_shapes, dtype, device)
     canon = settle(model.kernels, found)
-    growth = measure_steady_growth(model, canon, job.chunk, _prompt(model, job.prompt_tokens))
+    prompt = random_tokens(model.config.vocab_size, job.prompt_tokens)
+    known_positions = warm_up_tokens(model.config, job.chunk, job.prompt_tokens)
+    _read(model, canon, job.chunk, prompt[:known_positions])
+    spans: list[Span] = []
+    measured = grown_bytes(lambda: spans.extend(_read(model, canon, job.chunk, prompt)), device)
     predicted = predict_growth(
         model_shape(model.config),
-        growth.spans,
+        spans,
         dtype_bytes=dtype.itemsize,
         workspace=replace(workspace_of(model), library_bytes=0),  # what the warm-up has paid for
-        known_positions=warm_up_tokens(model.config, job.chunk, job.prompt_tokens),
+        known_positions=known_positions,
         takes_all=is_gpu,
     )
     return MemoryCase(
@@ -155,7 +160,7 @@ def run_job(job: MemoryJob) -> MemoryCase:
         kernels=model.kernels.name,
         chunk=job.chunk,
         prompt_tokens=job.prompt_tokens,
-        measured_bytes=growth.growth_bytes,
+        measured_bytes=measured,
         predicted_bytes=predicted.total_bytes,
         kv_cache_bytes=predicted.kv_cache_bytes,
         recurrent_bytes=predicted.recurrent_bytes,
@@ -183,8 +188,13 @@ def _kernels(name: str, device: torch.device) -> Kernels:
     return kernels
 
 
-def _prompt(model: Decoder, num_tokens: int) -> Sequence[int]:
-    return random_tokens(model.config.vocab_size, num_tokens)
+def _read(model: Decoder, canon: Canon, chunk: int, tokens: Sequence[int]) -> list[Span]:
+    """Read a prompt in chunks and generate one token. Returns the steps' spans."""
+    run = Run(model, tokens, config=ChunkedPrefillConfig(chunk), canon=canon, max_tokens=1)
+    spans = []
+    while run.finish_reason is None:
+        spans.append(run.step().span)
+    return spans
 
 
 # The command

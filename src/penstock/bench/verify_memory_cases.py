@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.bench.verify_memory_models import FAMILIES, family_config
 from penstock.engine.device import chosen_device
 from penstock.errors import SettingError
+from penstock.measure.random_weights import FAMILIES, family_config
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_weights
 

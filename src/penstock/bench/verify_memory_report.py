@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from penstock.bench.memory import GPU_METHOD, STEADY_METHOD
+from penstock.measure.growth import GPU_METHOD, STEADY_METHOD
 from penstock.plan import format_bytes
 
 # The model may say more than is measured by a share, and less by a smaller one: a budget rests on it.

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from penstock.bench.transformers_model import load_transformers
 from penstock.bench.verify_compare import compare_greedy, compare_logits
 from penstock.bench.verify_results import Comparison, Law
 from penstock.bench.verify_runs import Subject, Trace
+from penstock.measure.transformers_model import load_transformers
 from penstock.models.opened import open_weights
 
 

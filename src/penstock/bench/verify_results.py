@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, fields
 from math import isfinite
 from typing import Any
 
-from penstock.bench.machine import Machine
 from penstock.kernels.probe.probe import ProbeResult
+from penstock.measure.machine import Machine
 
 # A list of numbers, truth values and nulls.
 _FLAT_LIST = re.compile(r"\[[^\[\]{}\"]*\]")

@@ -2,15 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pydoc_data.topics import topics
-
-import torch
 
 from penstock.bench.suites import Suite
 from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass
 from penstock.models.config import ModelConfig
-from penstock.models.text.tokenizer import Tokenizer
 
 DEFAULT_DECODE_TOKENS = 32
 DEFAULT_MEMORY_REPEATS = 3
@@ -57,21 +53,6 @@ def plan_memory(suite: Suite, lengths: Sequence[int], repeats: int = DEFAULT_MEM
         Case(length, {name: repeats if name is SystemName.PENSTOCK else 1 for name in suite.memory_systems})
         for length in lengths
     ]
-
-
-def text_tokens(tokenizer: Tokenizer, num_tokens: int) -> list[int]:
-    """The first tokens of a text that every Python has: the help topics of the language itself."""
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    token_ids = tokenizer.encode(text, add_special_tokens=True)
-    repeats = -(-num_tokens // len(token_ids))
-    return (token_ids * repeats)[:num_tokens]
-
-
-def random_tokens(vocab_size: int, num_tokens: int) -> list[int]:
-    """The same tokens every time, for a model to whom no text means anything."""
-    generator = torch.Generator().manual_seed(0)
-    tokens: list[int] = torch.randint(0, vocab_size, (num_tokens,), generator=generator).tolist()
-    return tokens
 
 
 def estimate_s(

@@ -2,9 +2,8 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from penstock.bench.tune_plan import StepSpec
 from penstock.cache import BLOCK_TOKENS, SequenceCache, StateStep
 from penstock.engine.batch import Canon, SpanInput, build_batch
 from penstock.engine.device import wait_for
@@ -13,11 +12,41 @@ from penstock.engine.sampling import PlainRow, sample_rows
 from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
 from penstock.plan.request import Span
+from penstock.plan.step_shape import StepShape
 
 _READ_CHUNK = 512
 
 
-class StepBench:
+@dataclass(frozen=True)
+class StepSpec:
+    """A step to be timed: a chunk (none: 0 tokens) after a past, and decodes, each after a past of its own."""
+
+    num_tokens: int
+    past: int
+    num_decodes: int = 0
+    decode_past: int = 0
+
+    @property
+    def is_single_decode(self) -> bool:
+        """Then it is the long sequence that decodes, after any past; those beside chunks are short, all alike."""
+        return self.num_tokens == 0 and self.num_decodes == 1
+
+    @property
+    def long_past(self) -> int:
+        """Tokens of the long sequence that must have been read."""
+        return self.decode_past if self.is_single_decode else self.past
+
+    @property
+    def shape(self) -> StepShape:
+        return StepShape.of_chunk(
+            self.num_tokens,
+            self.past,
+            num_decodes=self.num_decodes,
+            decode_pasts=self.num_decodes * self.decode_past,
+        )
+
+
+class StepTimer:
     """One long sequence, whose past a step may begin anywhere in, and short ones that decode beside it."""
 
     def __init__(

@@ -1,0 +1,124 @@
+"""How much a process grows while it reads a prompt; measured in a fresh process, where nothing hides growth."""
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from penstock.engine.device import release_memory
+from penstock.engine.memory import (
+    anonymous_bytes,
+    memory_bytes,
+    peak_anonymous_bytes,
+    peak_memory_bytes,
+    reset_peak,
+    reset_peak_memory,
+    trim_heap,
+)
+from penstock.errors import PenstockError
+from penstock.models.config import ModelConfig
+
+WARM_UP_TOKENS = 64
+_TILE = 512  # of attention
+METHOD = (
+    f"in a fresh process each: load, read {WARM_UP_TOKENS} tokens to warm up, collect garbage, give free "
+    "heap back (malloc_trim), reset the peak (/proc/self/clear_refs), read the prompt, generate one token. "
+    "Growth is peak resident memory (VmHWM), less what of files is resident at the end (RssFile, RssShmem), "
+    "less allocated memory before (RssAnon): pages of libraries come and go as the system likes. The C "
+    "library's allocator is as it is; activations are growth less what is cached for the prompt: keys and "
+    "values, and recurrent states where the model has them"
+)
+
+# Environment of a process whose growth is to be what lives at once: blocks above 64 KiB are pages of their own, which
+# go back as soon as they are freed. As it is, the C library raises that limit up to 32 MiB, and keeps freed
+# blocks for later: what a process then occupies depends on what it did before.
+STEADY_ALLOCATOR = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "131072",
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "1000000",
+    "NUMPY_MADVISE_HUGEPAGE": "0",  # a cache would take its memory 2 MiB at a time
+}
+STEADY_METHOD = (
+    "in a fresh process each, with "
+    + " ".join(f"{name}={value}" for name, value in STEADY_ALLOCATOR.items())
+    + ", so that freed blocks go back at once and pages are small: load, read a chunk (at least 512 tokens) and one "
+    "as long as the last, with experts all of the prompt, to warm up, which pays for what libraries keep, collect "
+    "garbage, reset the peak (/proc/self/clear_refs), read the prompt, generate one token. Growth is peak resident "
+    "memory (VmHWM), less what of files is resident at the end (RssFile, RssShmem), less allocated memory before "
+    "(RssAnon): pages of libraries come and go as the system likes. Predicted is what is cached by the step that "
+    "needs the most, and that step's activations, less the rotary tables that the warm-up left"
+)
+# On a GPU, torch's allocator counts.
+GPU_METHOD = (
+    "in a fresh process each: load, read a chunk (at least 512 tokens) and one as long as the last to warm up, which "
+    "pays for what libraries keep, collect garbage, reset the peak, read the prompt, generate one token. Growth is "
+    "the most that torch's allocator has given (max_memory_allocated), less what it had before (memory_allocated): "
+    "the cache is taken at once. Predicted is the cache, and the activations of the step that needs the most, less "
+    "the rotary tables that the warm-up left"
+)
+
+
+class MeasurementError(PenstockError):
+    """A measurement that this system cannot make, or that failed."""
+
+
+def can_measure_growth() -> bool:
+    """Whether this system tells a process its resident memory and lets it reset the peak."""
+    return anonymous_bytes() is not None and reset_peak()
+
+
+def require_growth(device: torch.device) -> None:
+    if device.type != "cuda" and not can_measure_growth():
+        raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
+
+
+def grown_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """The peak of memory while this process does the work, over what it had before. Warm up first."""
+    require_growth(device)
+    gc.collect()
+    if device.type == "cuda":
+        release_memory(device)
+        reset_peak_memory(device)
+        before = memory_bytes(device) or 0
+        work()
+        return peak_memory_bytes(device) - before
+    trim_heap()
+    reset_peak()
+    before = anonymous_bytes() or 0
+    work()
+    return (peak_anonymous_bytes() or 0) - before
+
+
+def warm_up_tokens(config: ModelConfig, chunk: int, prompt_tokens: int) -> int:
+    """Enough for chunks of either length, the last with a past in another tile of attention; with experts, whose
+    products have another number of rows in every chunk, all of the prompt: oneDNN keeps code for each number of rows
+    that it meets."""
+    if config.experts:
+        return prompt_tokens
+    whole_chunks = -(-_TILE // chunk) * chunk
+    last = prompt_tokens % chunk or WARM_UP_TOKENS
+    return min(whole_chunks + last, prompt_tokens)
+
+
+def in_fresh_process(
+    module: str, job: Mapping[str, Any], what: str, env: Mapping[str, str] | None = None
+) -> Any:
+    """What `python -m module` answers to a job: JSON on its standard input, and JSON as its last line."""
+    done = subprocess.run(
+        [sys.executable, "-m", module],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **(env or {})},
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise MeasurementError(f"measuring {what} failed (exit {done.returncode}): {lines[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
