@@ -1,0 +1,324 @@
+"""Whether a layer's tests notice faults: one token of its code is changed, and its tests have to fail.
+
+    python -m tests.mutate plan --sample 40 --seed 1
+
+Changes are drawn by the seed from all that are possible: comparisons, arithmetic, numbers, booleans, `min` and `max`,
+`and` and `or`, `not`. Text, annotations and what is raised stay as they are. A mutant is written into a copy of the
+package. Those that behave as the original does are listed, with a reason each, in `equivalent_mutants.toml`.
+"""
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import unified_diff
+from fnmatch import fnmatch
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import Phase, settings
+
+import penstock
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PACKAGE = REPOSITORY / "src" / "penstock"
+EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
+LAYERS = ("plan", "cache", "engine")
+BAR = 0.85  # of the mutants are to be caught
+
+OPERATORS: dict[type[ast.AST], tuple[str, tuple[str, ...]]] = {
+    ast.Lt: ("<", ("<=", ">=")),
+    ast.LtE: ("<=", ("<", ">")),
+    ast.Gt: (">", (">=", "<=")),
+    ast.GtE: (">=", (">", "<")),
+    ast.Eq: ("==", ("!=",)),
+    ast.NotEq: ("!=", ("==",)),
+    ast.Is: ("is", ("is not",)),
+    ast.IsNot: ("is not", ("is",)),
+    ast.In: ("in", ("not in",)),
+    ast.NotIn: ("not in", ("in",)),
+    ast.Add: ("+", ("-",)),
+    ast.Sub: ("-", ("+",)),
+    ast.Mult: ("*", ("+", "//")),
+    ast.Div: ("/", ("*",)),
+    ast.FloorDiv: ("//", ("*", "/")),
+    ast.Mod: ("%", ("//",)),
+    ast.Pow: ("**", ("*",)),
+    ast.LShift: ("<<", (">>",)),
+    ast.RShift: (">>", ("<<",)),
+    ast.BitAnd: ("&", ("|",)),
+    ast.BitOr: ("|", ("&",)),
+    ast.And: ("and", ("or",)),
+    ast.Or: ("or", ("and",)),
+}
+CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+# Of these flags no result depends: memory, looks, and checks that cannot fail.
+SILENT_FLAGS = {"slots", "repr", "strict", "stacklevel", "daemon"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """The bytes [start, end) of a file, `old`, become `new`."""
+
+    file: Path
+    start: int
+    end: int
+    line: int
+    old: str
+    new: str
+
+    @property
+    def name(self) -> tuple[str, str, str]:
+        """How the list of equivalent mutants calls it: file, line of source, change."""
+        text = self.file.read_text().splitlines()[self.line - 1].strip()
+        return self.file.relative_to(PACKAGE).as_posix(), text, f"{self.old} -> {self.new}"
+
+    def source(self) -> str:
+        source = self.file.read_bytes()
+        return (source[: self.start] + self.new.encode() + source[self.end :]).decode()
+
+    def __str__(self) -> str:
+        path = self.file.relative_to(REPOSITORY).as_posix()
+        before, after = self.file.read_text().splitlines(), self.source().splitlines()
+        changes = [
+            line for line in unified_diff(before, after, n=0, lineterm="") if line[:3] not in ("---", "+++")
+        ]
+        return f"{path}:{self.line}: {self.old} -> {self.new}\n" + "\n".join(
+            f"    {line}" for line in changes[1:]
+        )
+
+
+class _Sites:
+    """Every token of a file that can be changed, and what it can become."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self._source = file.read_bytes()
+        self._line_starts = [0]
+        for line in self._source.splitlines(keepends=True):
+            self._line_starts.append(self._line_starts[-1] + len(line))
+
+    def find(self) -> list[list[Mutant]]:
+        """A list for each token, of its mutants."""
+        return [found for node in _code(ast.parse(self._source)) for found in self._at(node) if found]
+
+    def _at(self, node: ast.AST) -> Iterator[list[Mutant]]:
+        match node:
+            case ast.Compare(left, ops, comparators):
+                for before, op, after in zip([left, *comparators], ops, comparators, strict=False):
+                    yield self._operator(op, before, after)
+            case ast.BinOp(left, op, right):
+                if not (_is_type(left) or _is_type(right)):
+                    yield self._operator(op, left, right)
+            case ast.AugAssign(target, op, value):
+                yield self._operator(op, target, value)
+            case ast.BoolOp(op, values):
+                for before, after in pairwise(values):
+                    yield self._operator(op, before, after)
+            case ast.UnaryOp(ast.Not(), operand):
+                yield self._change(self._start(node), self._start(operand), "")
+            case ast.Call(ast.Name(name) as called) if name in CALLS:
+                yield self._change(self._start(called), self._end(called), CALLS[name])
+            case ast.Constant(bool() as value):
+                yield self._change(self._start(node), self._end(node), repr(not value))
+            case ast.Constant(int() as number):
+                yield self._change(
+                    self._start(node), self._end(node), *map(repr, {number + 1, abs(number - 1)})
+                )
+            case ast.Constant(float() as number):
+                yield self._change(
+                    self._start(node), self._end(node), repr(2 * number or 1.0), repr(number / 2 or 1.0)
+                )
+
+    def _operator(self, op: ast.AST, before: ast.expr, after: ast.expr) -> list[Mutant]:
+        if type(op) not in OPERATORS:
+            return []
+        old, new = OPERATORS[type(op)]
+        start, end = self._end(before), self._start(after)
+        between = re.sub(rb"#.*", lambda comment: b" " * len(comment[0]), self._source[start:end])
+        found = re.search(rb"\s+".join(re.escape(word.encode()) for word in old.split()), between)
+        assert found is not None, f"{self.file}: {old} between {start} and {end}"
+        return self._change(start + found.start(), start + found.end(), *new)
+
+    def _change(self, start: int, end: int, *new: str) -> list[Mutant]:
+        line = self._source.count(b"\n", 0, start) + 1
+        old = self._source[start:end].decode()
+        return [Mutant(self.file, start, end, line, old, text) for text in sorted(new) if text != old]
+
+    def _start(self, node: ast.expr) -> int:
+        return self._line_starts[node.lineno - 1] + node.col_offset
+
+    def _end(self, node: ast.expr) -> int:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        return self._line_starts[node.end_lineno - 1] + node.end_col_offset
+
+
+def _code(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all below it, but for what says nothing of behaviour."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns", "type_params"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.Raise | ast.JoinedStr) or not isinstance(child, ast.AST):
+                continue
+            if isinstance(child, ast.keyword) and child.arg in SILENT_FLAGS:
+                continue
+            if isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING"):
+                continue
+            yield from _code(child)
+
+
+def _is_type(node: ast.expr) -> bool:
+    """Whether it looks like a type, as in `int | None`."""
+    name = ast.unparse(node).split("[")[0].split(".")[-1]
+    return bool(re.fullmatch(r"None|int|float|str|bool|bytes|[A-Z]\w*[a-z]\w*", name))
+
+
+def draw(layer: str, patterns: list[str], seed: int) -> Iterator[Mutant]:
+    """Mutants in an order that depends on nothing but the code and the seed, no two of one token."""
+    folder = PACKAGE / layer
+    files = [path for path in sorted(folder.rglob("*.py")) if path.name != "__init__.py"]
+    if patterns:
+        files = [path for path in files if any(fnmatch(str(path.relative_to(folder)), p) for p in patterns)]
+    sites = [site for path in files for site in _Sites(path).find()]
+    chance = random.Random(seed)
+    chance.shuffle(sites)
+    for site in sites:
+        yield chance.choice(site)
+
+
+def equivalents() -> dict[tuple[str, str, str], str]:
+    """The mutants that nothing can tell from the original, and why not."""
+    entries = tomllib.loads(EQUIVALENT.read_text())["mutant"]
+    return {(entry["file"], entry["line"], entry["change"]): entry["reason"] for entry in entries}
+
+
+class Tests:
+    """A layer's tests, against a copy of the package."""
+
+    def __init__(self, layer: str, folder: Path, seed: int) -> None:
+        self._copy = folder / "src" / "penstock"
+        self._folder = folder
+        self._seed = seed
+        self._num_runs = 0
+        self._texts = {
+            path: path.read_text() for path in sorted((REPOSITORY / "tests" / layer).rglob("test_*.py"))
+        }
+        shutil.copytree(PACKAGE, self._copy, ignore=shutil.ignore_patterns("__pycache__"))
+        self._environment = os.environ | {
+            "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{REPOSITORY}",
+            "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
+            "MUTATED_PACKAGE": str(self._copy),
+        }
+        self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
+
+    def notice(self, mutant: Mutant, timeout_s: float) -> str | None:
+        """The test that fails, or `a timeout`; None where all pass."""
+        path = self._copy / mutant.file.relative_to(PACKAGE)
+        path.write_text(mutant.source())
+        # Bytecode is known by the file's size and its time in seconds.
+        os.utime(path, (self._num_runs, self._num_runs))
+        try:
+            return self.run(mutant.file, timeout_s)
+        finally:
+            shutil.copy2(mutant.file, path)
+
+    def run(self, about: Path | None = None, timeout_s: float | None = None) -> str | None:
+        """All tests until the first failure, beginning with those that speak most of a file."""
+        self._num_runs += 1
+        shutil.rmtree(self._folder / "hypothesis", ignore_errors=True)
+        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "tests.mutate"]
+        command += ["-p", "no:cacheprovider", f"--hypothesis-seed={self._seed}", *self._ordered(about)]
+        try:
+            done = subprocess.run(
+                command,
+                cwd=REPOSITORY,
+                env=self._environment,
+                timeout=timeout_s,
+                capture_output=True,
+                text=True,
+            )
+        except subprocess.TimeoutExpired:
+            return "a timeout"
+        if done.returncode == 0:
+            return None
+        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+        return failed[1] if failed else (done.stdout + done.stderr)[-2000:]
+
+    def _ordered(self, about: Path | None) -> list[str]:
+        if about is None:
+            return list(map(str, self._texts))
+        tree = ast.parse(about.read_text())
+        names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        words = {path: set(re.findall(r"\w+", text)) for path, text in self._texts.items()}
+        is_namesake = {path: path.stem == f"test_{about.stem}" for path in words}
+        return sorted(
+            map(str, words), key=lambda p: (not is_namesake[Path(p)], -len(names & words[Path(p)]), p)
+        )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Of a run of tests that this file is a plugin of: no example is made smaller, and the copy is what is tested."""
+    settings.register_profile("mutants", parent=settings(), phases=[Phase.explicit, Phase.generate])
+    settings.load_profile("mutants")
+    assert Path(penstock.__file__).parent == Path(os.environ["MUTATED_PACKAGE"]), penstock.__file__
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutate", description=__doc__.splitlines()[0])
+    parser.add_argument("layer", choices=LAYERS)
+    parser.add_argument("--sample", type=int, default=40, help="mutants to try")
+    parser.add_argument("--seed", type=int, default=1, help="which ones")
+    parser.add_argument(
+        "--files", nargs="*", default=[], help="only in these files of the layer, as patterns"
+    )
+    parser.add_argument("--list", action="store_true", help="say which they would be, run nothing")
+    options = parser.parse_args()
+    known = equivalents()
+    mutants = draw(options.layer, options.files, options.seed)
+    sample: list[Mutant] = []
+    for mutant in mutants:
+        if len(sample) == options.sample:
+            break
+        if mutant.name in known:
+            print(f"equivalent: {mutant}\n    {known[mutant.name]}")
+        else:
+            sample.append(mutant)
+    if options.list:
+        print(*sample, sep="\n")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        tests = Tests(options.layer, Path(folder), options.seed)
+        started = time.monotonic()
+        if (failed := tests.run()) is not None:
+            raise SystemExit(f"the tests fail without a fault: {failed}")
+        timeout_s = 60 + 3 * (time.monotonic() - started)
+        survivors = []
+        for number, mutant in enumerate(sample, 1):
+            notice = tests.notice(mutant, timeout_s)
+            verdict = f"caught by {notice}" if notice else "SURVIVED"
+            print(f"[{number}/{len(sample)}] {mutant}\n    {verdict}", flush=True)
+            if notice is None:
+                survivors.append(mutant)
+    num_caught = len(sample) - len(survivors)
+    print(f"\n{num_caught} of {len(sample)} caught in {options.layer}, seed {options.seed}")
+    print(*(f"survived: {mutant}" for mutant in survivors), sep="\n")
+    return int(num_caught < BAR * len(sample))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
