@@ -21,6 +21,7 @@ SPEC = RecurrentSpec(
     num_layers=2, conv_tail=3, conv_size=1, num_heads=1, key_dim=1, value_dim=2, dtype=torch.float32
 )
 NUM_SEQUENCES = 3
+MAX_DEPTH = 4  # steps of a sequence in flight
 MODULUS = 16_777_213  # a prime below 2**24, so that every stamp is a float32
 
 
@@ -52,15 +53,26 @@ def check_state(cache: RecurrentCache, slot: int, tokens: Sequence[int]) -> None
         assert cache.matrix(layer, slot).flatten().tolist() == [stamp, -stamp]
 
 
+@dataclass(frozen=True, eq=False)
+class InFlight:
+    """A step that is reserved and written, and all tokens of the sequence once it is committed."""
+
+    step: StateStep
+    tokens: list[int]
+
+    @property
+    def slots(self) -> dict[int, int]:
+        return {write.end: write.slot for write in self.step.writes}
+
+
 @dataclass(eq=False)
 class Life:
-    """A sequence, its committed tokens, and the slots that it should hold."""
+    """A sequence, its committed tokens, the slots that it should hold, and its steps in flight."""
 
     state: SequenceState
     tokens: list[int] = field(default_factory=list)
     slots: dict[int, int] = field(default_factory=dict)  # position -> slot
-    step: StateStep | None = None
-    step_tokens: list[int] = field(default_factory=list)  # all tokens of the sequence once it is committed
+    steps: list[InFlight] = field(default_factory=list)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,7 +95,7 @@ class StateMachine(RuleBasedStateMachine):
         self.next_token = 1
 
     def draw_life(self, data: st.DataObject, in_step: bool | None = False) -> Life | None:
-        lives = [life for life in self.lives if in_step is None or (life.step is not None) == in_step]
+        lives = [life for life in self.lives if in_step is None or bool(life.steps) == in_step]
         return data.draw(st.sampled_from(lives)) if lives else None
 
     def draw_held(self, data: st.DataObject) -> Held:
@@ -93,16 +105,20 @@ class StateMachine(RuleBasedStateMachine):
         slots = {*self.pinned, *(held.snapshot.slot for held in self.held)}
         for life in self.lives:
             slots.update(life.slots.values())
-            slots.update(write.slot for write in (life.step.writes if life.step else ()))
+            for flying in life.steps:
+                slots.update(flying.slots.values())
         return slots - {EMPTY}
 
     @rule(data=st.data(), lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4))
     def begin_step(self, data: st.DataObject, lengths: list[int]) -> None:
-        """Reserve and write. Reserving must work exactly when there are enough slots, else change nothing."""
-        life = self.draw_life(data)
-        if life is None:
+        """Reserve and write, behind steps in flight. Reserving must work exactly when there are enough slots, else
+        change nothing."""
+        life = self.draw_life(data, in_step=None)
+        if life is None or len(life.steps) == MAX_DEPTH:
             return
-        begin = data.draw(st.sampled_from([0, *life.slots]))
+        known = life.steps[-1].slots if life.steps else life.slots
+        before = life.steps[-1].tokens if life.steps else life.tokens
+        begin = data.draw(st.sampled_from([0, *known]))
         ends = [begin + sum(lengths[: index + 1]) for index in range(len(lengths))]
         in_use, num_free = self.slots_in_use(), self.pool.num_free
         if not self.pool.can_allocate(len(ends)):
@@ -110,33 +126,50 @@ class StateMachine(RuleBasedStateMachine):
                 life.state.reserve(begin, ends)
             assert self.pool.num_free == num_free
             return
-        life.step = life.state.reserve(begin, ends)
-        assert life.step.read == life.slots.get(begin, EMPTY)
-        assert [write.end for write in life.step.writes] == ends
-        slots = {write.slot for write in life.step.writes}
+        step = life.state.reserve(begin, ends)
+        assert step.read == known.get(begin, EMPTY)
+        assert [write.end for write in step.writes] == ends
+        slots = {write.slot for write in step.writes}
         assert len(slots) == len(ends)
         assert not slots & in_use
-        num_new = max(0, ends[-1] - len(life.tokens))
+        num_new = max(0, ends[-1] - len(before))
         # An overlap runs the tokens that it has; new ones are like no others.
-        life.step_tokens = life.tokens[: ends[-1]] + [self.next_token + index for index in range(num_new)]
+        tokens = before[: ends[-1]] + [self.next_token + index for index in range(num_new)]
         self.next_token += num_new
-        run(self.cache, life.step, begin, life.step_tokens[begin:])
+        life.steps.append(InFlight(step, tokens))
+        run(self.cache, step, begin, tokens[begin:])
 
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
         life = self.draw_life(data, in_step=True)
-        if life is None or life.step is None:
+        if life is None:
             return
         life.state.commit()
-        life.slots = {write.end: write.slot for write in life.step.writes}
-        life.tokens, life.step = life.step_tokens, None
+        oldest = life.steps.pop(0)
+        life.tokens, life.slots = oldest.tokens, oldest.slots
+
+    @rule(data=st.data())
+    def withdraw(self, data: st.DataObject) -> None:
+        life = self.draw_life(data, in_step=True)
+        if life is not None:
+            life.state.withdraw()
+            life.steps.pop()
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         life = self.draw_life(data, in_step=None)
         if life is not None:
             life.state.abort()
-            life.step = None
+            life.steps.clear()
+
+    @rule(data=st.data())
+    def keep_last(self, data: st.DataObject) -> None:
+        life = self.draw_life(data, in_step=None)
+        if life is not None:
+            life.state.keep_last()
+            read = life.steps[0].step.read if life.steps else None
+            last = len(life.tokens)
+            life.slots = {at: slot for at, slot in life.slots.items() if at == last or slot == read}
 
     @rule(data=st.data())
     def take_snapshot(self, data: st.DataObject) -> None:
@@ -200,8 +233,9 @@ class StateMachine(RuleBasedStateMachine):
         for life in self.lives:
             for position, slot in life.slots.items():
                 check_state(self.cache, slot, life.tokens[:position])
-            for write in life.step.writes if life.step else ():
-                check_state(self.cache, write.slot, life.step_tokens[: write.end])
+            for flying in life.steps:
+                for position, slot in flying.slots.items():
+                    check_state(self.cache, slot, flying.tokens[:position])
         for held in self.held:
             check_state(self.cache, held.snapshot.slot, held.tokens)
         check_state(self.cache, EMPTY, [])

@@ -248,3 +248,19 @@ def test_a_step_is_undone_whatever_is_shared() -> None:
         sequence.truncate(length)
         assert sequence.num_tokens == length
         sequence.reserve(70)
+
+
+def test_what_is_reserved_is_given_back_down_to_the_length() -> None:
+    pool = BlockPool(8)
+    blocks = SequenceBlocks(pool)
+    blocks.reserve(100)
+    blocks.commit(100)
+    blocks.reserve(400)
+    blocks.unreserve(193)
+    assert (blocks.num_blocks, blocks.num_tokens, pool.num_free) == (4, 100, 4)
+    blocks.unreserve(1000)
+    assert blocks.num_blocks == 4
+    with pytest.raises(ValueError, match="accepted is 100"):
+        blocks.unreserve(99)
+    blocks.unreserve(100)
+    assert (blocks.num_blocks, pool.num_free) == (2, 6)

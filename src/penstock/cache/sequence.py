@@ -21,12 +21,12 @@ class SequenceBlocks:
     """The blocks of one sequence, as a short list of extents.
 
         tokens [0, num_tokens)                 committed: a step reads them
-        tokens [num_tokens, capacity_tokens)   reserved: a step writes them, then commits
-        blocks [0, capacity / BLOCK_TOKENS)    one reference each, held until `truncate` or `free`
+        tokens [num_tokens, capacity_tokens)   reserved: steps in flight write them, then commit
+        blocks [0, capacity / BLOCK_TOKENS)    one reference each, held until `unreserve`, `truncate` or `free`
 
-    A step reserves, writes and commits. One that fails does not commit: the length is what it was, and
-    `truncate(num_tokens)` gives back what was reserved. Whole blocks of another sequence may be adopted; since a step
-    writes behind the length only, they stay as they are.
+    A step reserves, writes and commits; a later one may reserve before that. One that fails does not commit: the
+    length is what it was, and `unreserve` gives back what was reserved. Whole blocks of another sequence may be
+    adopted; since a step writes behind the length only, they stay as they are.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -91,6 +91,14 @@ class SequenceBlocks:
             )
         self._num_tokens = end
 
+    def unreserve(self, num_tokens: int) -> None:
+        """Release the reserved blocks that the first `num_tokens` tokens do not need: no fewer than the length."""
+        if num_tokens < self._num_tokens:
+            raise ValueError(
+                f"cannot release blocks after token {num_tokens}: accepted is {self._num_tokens} (the length) or more"
+            )
+        self._cut(_num_blocks_for(num_tokens))
+
     def truncate(self, num_tokens: int) -> None:
         """Shorten to `num_tokens` tokens and release every block that they do not need.
 
@@ -103,18 +111,7 @@ class SequenceBlocks:
             )
         if num_tokens < self._num_tokens and num_tokens % BLOCK_TOKENS:
             self._check_can_write(num_tokens)
-        kept: list[Extent] = []
-        released: list[Extent] = []
-        to_keep = _num_blocks_for(num_tokens)
-        for extent in self._extents:
-            cut = min(extent.start + to_keep, extent.end)
-            if extent.start < cut:
-                kept.append(Extent(extent.start, cut))
-            if cut < extent.end:
-                released.append(Extent(cut, extent.end))
-            to_keep -= cut - extent.start
-        self._pool.release(released)
-        self._hold(kept)
+        self._cut(_num_blocks_for(num_tokens))
         self._num_tokens = num_tokens
 
     def free(self) -> None:
@@ -142,6 +139,20 @@ class SequenceBlocks:
     def _hold(self, extents: Sequence[Extent]) -> None:
         self._extents = _merged(extents)
         self._num_blocks = sum(map(len, self._extents))
+
+    def _cut(self, to_keep: int) -> None:
+        """Release all blocks but the first `to_keep`."""
+        kept: list[Extent] = []
+        released: list[Extent] = []
+        for extent in self._extents:
+            cut = min(extent.start + to_keep, extent.end)
+            if extent.start < cut:
+                kept.append(Extent(extent.start, cut))
+            if cut < extent.end:
+                released.append(Extent(cut, extent.end))
+            to_keep -= cut - extent.start
+        self._pool.release(released)
+        self._hold(kept)
 
     def _check_can_write(self, position: int) -> None:
         """Raise ValueError unless the block with this token may be written over."""

@@ -1,5 +1,6 @@
 """All that one sequence holds of a cache: blocks for its keys and values, slots for its recurrent states."""
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,27 +26,42 @@ class SequenceSnapshot:
 class SequenceCache:
     """Blocks and, for models that have them, recurrent states; they change together.
 
-    A step reserves, writes and commits; one that fails aborts, and all is as it was before.
+    A step reserves, writes and commits; one that fails aborts, and all is as it was before. Several steps may be in
+    flight:
+
+        tokens [0, num_tokens)             committed: what `abort` goes back to
+        tokens [num_tokens, end of step)   one part for each step in flight, committed from the oldest on; a step may
+                                           run tokens of the one before it again
     """
 
     def __init__(self, blocks: BlockPool, slots: SlotPool | None = None) -> None:
         self.blocks = SequenceBlocks(blocks)
         self.state = None if slots is None else SequenceState(slots)
+        self._steps: deque[int] = deque()  # the ends of the steps in flight, the oldest first
         self._returns: list[int] = []  # the positions that the sequence went back to
 
     @property
     def num_tokens(self) -> int:
         return self.blocks.num_tokens
 
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are reserved and not committed."""
+        return len(self._steps)
+
     def reserve(self, start: int, ends: Sequence[int]) -> StateStep | None:
-        """Make room for tokens [start, ends[-1]) and for the states after each of `ends`. All or nothing."""
+        """Make room for a step over tokens [start, ends[-1]) and for the states after each of `ends`. All or nothing.
+
+        Others may be in flight.
+        """
         step = None if self.state is None else self.state.reserve(start, ends)
         try:
             self.blocks.reserve(ends[-1])
         except BaseException:
             if self.state is not None:
-                self.state.abort()
+                self.state.withdraw()
             raise
+        self._steps.append(ends[-1])
         return step
 
     def adopt(self, blocks: Sequence[int], slot: int | None) -> None:
@@ -66,14 +82,30 @@ class SequenceCache:
                 raise
 
     def commit(self, end: int) -> None:
-        """The step's tokens are written: the sequence is `end` tokens long, no fewer than before."""
+        """The oldest step's tokens are written: the sequence is `end` tokens long, no fewer than before."""
+        if self._steps and end != self._steps[0]:
+            raise ValueError(
+                f"cannot commit up to token {end}: accepted is {self._steps[0]}, where the oldest step in flight ends"
+            )
         self.blocks.commit(end)
         if self.state is not None:
             self.state.commit()
+        if self._steps:
+            self._steps.popleft()
+
+    def withdraw(self) -> None:
+        """Take back the newest step, which was not run. Those before it stay in flight."""
+        if not self._steps:
+            raise ValueError("cannot withdraw a step: none is reserved")
+        self._steps.pop()
+        self.blocks.unreserve(max(self.num_tokens, *self._steps, 0))
+        if self.state is not None:
+            self.state.withdraw()
 
     def abort(self) -> None:
-        """Leave everything as it was before the step."""
-        self.blocks.truncate(self.num_tokens)
+        """Leave everything as it was before the oldest step in flight."""
+        self._steps.clear()
+        self.blocks.unreserve(self.num_tokens)
         if self.state is not None:
             self.state.abort()
 
@@ -99,6 +131,10 @@ class SequenceCache:
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens only, between steps. A recurrent state cannot go back to any but 0."""
+        if self._steps:
+            raise ValueError(
+                f"cannot cut to {num_tokens} tokens: a step is reserved; commit or abort it first"
+            )
         if num_tokens == 0:
             self.free()
         elif self.state is not None:
@@ -112,6 +148,7 @@ class SequenceCache:
     def free(self) -> None:
         """Release everything. The sequence is then empty and may be used again."""
         self._returns.append(0)
+        self._steps.clear()
         self.blocks.free()
         if self.state is not None:
             self.state.free()

@@ -1,6 +1,7 @@
 """One sequence's recurrent states: which slots hold them, and after how many tokens each was."""
 
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import TracebackType
@@ -68,18 +69,19 @@ class StateSnapshot:
 class SequenceState:
     """The recurrent states of one sequence at some of its positions; the last is where it stands.
 
-        slots at `positions`   committed: a step reads one of them, and nobody writes them again
-        slots of the step      reserved: the step writes them; `commit` makes them the states at `positions`,
-                               `abort` gives them back
-        position 0             the state is EMPTY: always known, and no slot is held for it
+        slots at `positions`     committed: the oldest step in flight reads one of them, and nobody writes them again
+        slots of steps in flight reserved: a step writes its own, and the step after it reads one of these; `commit`
+                                 makes the oldest step's slots the states at `positions`, `abort` gives all back
+        position 0               the state is EMPTY: always known, and no slot is held for it
 
-    A slot has one reference for each sequence and each snapshot that holds it.
+    Several steps may be in flight, committed in the order in which they were reserved: with one state a step, so
+    many slots and one more. A slot has one reference for each sequence and each snapshot that holds it.
     """
 
     def __init__(self, pool: SlotPool) -> None:
         self._pool = pool
         self._slots: dict[int, int] = {}  # position -> slot, positions ascending, all above 0
-        self._step: StateStep | None = None
+        self._steps: deque[StateStep] = deque()  # in flight, the oldest first
 
     @property
     def num_tokens(self) -> int:
@@ -103,35 +105,40 @@ class SequenceState:
     def reserve(self, start: int, ends: Sequence[int]) -> StateStep:
         """Take slots for a step that runs tokens [start, ends[-1]) and keeps the state at each of `ends`.
 
-        All or nothing: raises CacheFullError and changes nothing if there are not enough. The step begins
-        where the sequence stands, or, if it runs some tokens again, at another position that is kept, or at 0.
+        All or nothing: raises CacheFullError and changes nothing if there are not enough. The step begins where the
+        step before it ends, in flight or committed, or, if it runs some tokens again, at another position whose state
+        that one keeps, or at 0.
         """
-        self._check_no_step("reserve a step")
-        self._check_known("begin a step at", start)
+        known = self._known
+        _check_known("begin a step at", start, known)
         if not ends or any(left >= right for left, right in pairwise((start, *ends))):
             raise ValueError(
                 f"cannot keep states at {list(ends)}: accepted is at least one position, ascending, above {start}"
             )
         slots = self._pool.allocate_many(len(ends))
         writes = tuple(StateWrite(end, slot) for end, slot in zip(ends, slots, strict=True))
-        self._step = StateStep(self._slot_at(start), writes)
-        return self._step
+        self._steps.append(StateStep(known[start] if start else EMPTY, writes))
+        return self._steps[-1]
 
     def commit(self) -> None:
-        """The states that the step wrote are the sequence's, and those it had before are released."""
-        if self._step is None:
+        """The states that the oldest step wrote are the sequence's, and those it had before are released."""
+        if not self._steps:
             raise ValueError("cannot commit: no step is reserved")
-        writes, self._step = self._step.writes, None
-        self._replace({write.end: write.slot for write in writes})
+        self._replace({write.end: write.slot for write in self._steps.popleft().writes})
+
+    def withdraw(self) -> None:
+        """Give the slots of the newest step back, which was not run. Those before it stay in flight."""
+        if not self._steps:
+            raise ValueError("cannot withdraw a step: none is reserved")
+        self._release(write.slot for write in self._steps.pop().writes)
 
     def abort(self) -> None:
-        """Give the step's slots back: all is as it was before the step. Does nothing if none is reserved."""
-        if self._step is not None:
-            writes, self._step = self._step.writes, None
-            self._release(write.slot for write in writes)
+        """Give the slots of all steps in flight back, if there are any: all is as it was before the oldest."""
+        while self._steps:
+            self.withdraw()
 
     def snapshot(self) -> StateSnapshot:
-        """The state where the sequence stands, a reserved step left aside, to be released by the caller."""
+        """The committed state where the sequence stands, to be released by the caller."""
         return StateSnapshot(self._pool, self.num_tokens, self.slot)
 
     def restore(self, snapshot: StateSnapshot) -> None:
@@ -156,20 +163,20 @@ class SequenceState:
         self._replace({num_tokens: slot})
 
     def keep_last(self) -> None:
-        """Release every state but the one where the sequence stands."""
-        self._check_no_step("release states")
-        last = dict([self._slots.popitem()]) if self._slots else {}
-        self._replace(last)
+        """Release every state but the one where the sequence stands, and the one that the oldest step reads."""
+        needed = {self.slot, *(step.read for step in self._steps)}
+        for position in [position for position, slot in self._slots.items() if slot not in needed]:
+            self._pool.release(self._slots.pop(position))
 
     def rewind(self, num_tokens: int) -> None:
         """Go back to a position that is kept, or to 0, and release the states after it."""
         self._check_no_step("rewind")
-        self._check_known("rewind to", num_tokens)
+        _check_known("rewind to", num_tokens, self._slots)
         self._release(slot for position, slot in self._slots.items() if position > num_tokens)
         self._slots = {position: slot for position, slot in self._slots.items() if position <= num_tokens}
 
     def free(self) -> None:
-        """Release everything, a reserved step too. The sequence is then empty and may be used again."""
+        """Release everything, steps in flight too. The sequence is then empty and may be used again."""
         self.abort()
         self.rewind(0)
 
@@ -185,13 +192,17 @@ class SequenceState:
         for slot in slots:
             self._pool.release(slot)
 
+    @property
+    def _known(self) -> dict[int, int]:
+        """The states from which the next step may begin: of the newest step in flight, else the committed ones."""
+        return {write.end: write.slot for write in self._steps[-1].writes} if self._steps else self._slots
+
     def _check_no_step(self, action: str) -> None:
-        if self._step is not None:
+        if self._steps:
             raise ValueError(f"cannot {action}: a step is reserved; commit or abort it first")
 
-    def _check_known(self, action: str, position: int) -> None:
-        if position and position not in self._slots:
-            accepted = ", ".join(map(str, (0, *self._slots)))
-            raise ValueError(
-                f"cannot {action} token {position}: its state is not kept; accepted are {accepted}"
-            )
+
+def _check_known(action: str, position: int, known: Collection[int]) -> None:
+    if position and position not in known:
+        accepted = ", ".join(map(str, (0, *known)))
+        raise ValueError(f"cannot {action} token {position}: its state is not kept; accepted are {accepted}")
