@@ -68,42 +68,43 @@ SILENT_FLAGS = {"slots", "repr", "strict", "stacklevel", "daemon"}
 
 @dataclass(frozen=True)
 class Mutant:
-    """The bytes [start, end) of a file, `old`, become `new`."""
+    """The bytes [start, end) of a file become `new`."""
 
-    file: Path
+    file: str  # in the package
+    source: bytes
     start: int
     end: int
-    line: int
-    old: str
     new: str
+
+    @property
+    def line(self) -> int:
+        return self.source.count(b"\n", 0, self.start) + 1
+
+    @property
+    def change(self) -> str:
+        return f"{self.source[self.start : self.end].decode()} -> {self.new}"
 
     @property
     def name(self) -> tuple[str, str, str]:
         """How the list of equivalent mutants calls it: file, line of source, change."""
-        text = self.file.read_text().splitlines()[self.line - 1].strip()
-        return self.file.relative_to(PACKAGE).as_posix(), text, f"{self.old} -> {self.new}"
+        return self.file, self.source.decode().splitlines()[self.line - 1].strip(), self.change
 
-    def source(self) -> str:
-        source = self.file.read_bytes()
-        return (source[: self.start] + self.new.encode() + source[self.end :]).decode()
+    @property
+    def mutated(self) -> bytes:
+        return self.source[: self.start] + self.new.encode() + self.source[self.end :]
 
     def __str__(self) -> str:
-        path = self.file.relative_to(REPOSITORY).as_posix()
-        before, after = self.file.read_text().splitlines(), self.source().splitlines()
-        changes = [
-            line for line in unified_diff(before, after, n=0, lineterm="") if line[:3] not in ("---", "+++")
-        ]
-        return f"{path}:{self.line}: {self.old} -> {self.new}\n" + "\n".join(
-            f"    {line}" for line in changes[1:]
-        )
+        before, after = (text.decode().splitlines() for text in (self.source, self.mutated))
+        changed = list(unified_diff(before, after, n=0, lineterm=""))[3:]
+        return "\n    ".join([f"src/penstock/{self.file}:{self.line}: {self.change}", *changed])
 
 
 class _Sites:
     """Every token of a file that can be changed, and what it can become."""
 
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self._source = file.read_bytes()
+    def __init__(self, path: Path) -> None:
+        self._file = path.relative_to(PACKAGE).as_posix()
+        self._source = path.read_bytes()
         self._line_starts = [0]
         for line in self._source.splitlines(keepends=True):
             self._line_starts.append(self._line_starts[-1] + len(line))
@@ -147,13 +148,12 @@ class _Sites:
         start, end = self._end(before), self._start(after)
         between = re.sub(rb"#.*", lambda comment: b" " * len(comment[0]), self._source[start:end])
         found = re.search(rb"\s+".join(re.escape(word.encode()) for word in old.split()), between)
-        assert found is not None, f"{self.file}: {old} between {start} and {end}"
+        assert found is not None, f"{self._file}: {old} between {start} and {end}"
         return self._change(start + found.start(), start + found.end(), *new)
 
     def _change(self, start: int, end: int, *new: str) -> list[Mutant]:
-        line = self._source.count(b"\n", 0, start) + 1
         old = self._source[start:end].decode()
-        return [Mutant(self.file, start, end, line, old, text) for text in sorted(new) if text != old]
+        return [Mutant(self._file, self._source, start, end, text) for text in sorted(new) if text != old]
 
     def _start(self, node: ast.expr) -> int:
         return self._line_starts[node.lineno - 1] + node.col_offset
@@ -206,46 +206,45 @@ def equivalents() -> dict[tuple[str, str, str], str]:
 
 
 class Tests:
-    """A layer's tests, against a copy of the package."""
+    """A layer's tests, and what they test, in a folder of their own."""
 
     def __init__(self, layer: str, folder: Path, seed: int) -> None:
-        self._copy = folder / "src" / "penstock"
+        shutil.copytree(
+            REPOSITORY, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"), dirs_exist_ok=True
+        )
         self._folder = folder
         self._seed = seed
         self._num_runs = 0
-        self._texts = {
-            path: path.read_text() for path in sorted((REPOSITORY / "tests" / layer).rglob("test_*.py"))
-        }
-        shutil.copytree(PACKAGE, self._copy, ignore=shutil.ignore_patterns("__pycache__"))
+        files = sorted((folder / "tests" / layer).rglob("test_*.py"))
+        self._words = {str(path): set(re.findall(r"\w+", path.read_text())) for path in files}
         self._environment = os.environ | {
-            "PYTHONPATH": f"{folder / 'src'}{os.pathsep}{REPOSITORY}",
-            "PYTHONPYCACHEPREFIX": str(folder / "bytecode"),
-            "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / "hypothesis"),
-            "MUTATED_PACKAGE": str(self._copy),
+            "PYTHONPATH": str(folder / "src"),
+            "PYTHONPYCACHEPREFIX": str(folder / ".bytecode"),
+            "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".hypothesis"),
         }
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
     def notice(self, mutant: Mutant, timeout_s: float) -> str | None:
         """The test that fails, or `a timeout`; None where all pass."""
-        path = self._copy / mutant.file.relative_to(PACKAGE)
-        path.write_text(mutant.source())
-        # Bytecode is known by the file's size and its time in seconds.
+        path = self._folder / "src" / "penstock" / mutant.file
+        path.write_bytes(mutant.mutated)
+        # Bytecode is known by its source's size and time in seconds.
+        self._num_runs += 1
         os.utime(path, (self._num_runs, self._num_runs))
         try:
-            return self.run(mutant.file, timeout_s)
+            return self.run(mutant, timeout_s)
         finally:
-            shutil.copy2(mutant.file, path)
+            path.write_bytes(mutant.source)
 
-    def run(self, about: Path | None = None, timeout_s: float | None = None) -> str | None:
-        """All tests until the first failure, beginning with those that speak most of a file."""
-        self._num_runs += 1
-        shutil.rmtree(self._folder / "hypothesis", ignore_errors=True)
+    def run(self, mutant: Mutant | None = None, timeout_s: float | None = None) -> str | None:
+        """All tests until the first failure, beginning with those that say most of the mutant's file."""
+        shutil.rmtree(self._folder / ".hypothesis", ignore_errors=True)
         command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "tests.mutate"]
-        command += ["-p", "no:cacheprovider", f"--hypothesis-seed={self._seed}", *self._ordered(about)]
+        command += ["-p", "no:cacheprovider", f"--hypothesis-seed={self._seed}", *self._ordered(mutant)]
         try:
             done = subprocess.run(
                 command,
-                cwd=REPOSITORY,
+                cwd=self._folder,
                 env=self._environment,
                 timeout=timeout_s,
                 capture_output=True,
@@ -253,29 +252,28 @@ class Tests:
             )
         except subprocess.TimeoutExpired:
             return "a timeout"
-        if done.returncode == 0:
+        if done.returncode == pytest.ExitCode.OK:
             return None
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        return failed[1] if failed else (done.stdout + done.stderr)[-2000:]
+        return failed[1] if failed else "an error before any test"
 
-    def _ordered(self, about: Path | None) -> list[str]:
-        if about is None:
-            return list(map(str, self._texts))
-        tree = ast.parse(about.read_text())
-        names = {node.name for node in tree.body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        words = {path: set(re.findall(r"\w+", text)) for path, text in self._texts.items()}
-        is_namesake = {path: path.stem == f"test_{about.stem}" for path in words}
+    def _ordered(self, mutant: Mutant | None) -> list[str]:
+        if mutant is None:
+            return list(self._words)
+        body = ast.parse(mutant.source).body
+        names = {node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+        namesake = f"test_{Path(mutant.file).name}"
         return sorted(
-            map(str, words), key=lambda p: (not is_namesake[Path(p)], -len(names & words[Path(p)]), p)
+            self._words, key=lambda path: (Path(path).name != namesake, -len(names & self._words[path]), path)
         )
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Of a run of tests that this file is a plugin of: no example is made smaller, and the copy is what is tested."""
+    """This file is a plugin of the tests that it runs: they shrink no example, and test the copy."""
     settings.register_profile("mutants", parent=settings(), phases=[Phase.explicit, Phase.generate])
     settings.load_profile("mutants")
-    assert Path(penstock.__file__).parent == Path(os.environ["MUTATED_PACKAGE"]), penstock.__file__
+    assert Path(penstock.__file__).parent == PACKAGE, f"{penstock.__file__} is not what is tested"
 
 
 def main() -> int:

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import SettingError
-from penstock.plan.least_squares import solve_non_negative
 from penstock.plan.step_shape import StepShape
-from penstock.plan.step_time import MOST_KINDS, StepTimeCoefficients, StepTimeModel
+from penstock.plan.step_time import MOST_KINDS, StepTimeCoefficients, StepTimeModel, solve_non_negative
 
 # About what SmolLM2 costs on two cores.
 CPU = StepTimeCoefficients(0.012, 8e-4, 9e-8, 4e-3, 1.5e-6)
@@ -152,7 +151,7 @@ def test_a_thousand_steps_of_one_kind_ruin_no_prediction_of_another() -> None:
 
 
 def test_a_profile_holds_until_samples_say_otherwise() -> None:
-    model = StepTimeModel.from_coefficients(CPU)
+    model = StepTimeModel(CPU)
     assert model.coefficients == CPU
     chunk, decode = StepShape.of_chunk(300, 4000), StepShape(0, num_decodes=2, decode_pasts=900)
     assert model.predict(chunk) == pytest.approx(CPU.seconds(chunk))

@@ -17,7 +17,7 @@ from penstock.frontends.server.explain_names import AnswerNames
 from penstock.frontends.server.settings import ServerSettings
 from penstock.frontends.server.started import started_lines
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.size_rules import SizeRule
+from penstock.plan.sizing import SizeRule
 from tests.engine.listening import Pausing
 from tests.server.running import NAME, Running, running, wait_for
 

@@ -10,7 +10,7 @@ from penstock.bench.spread import Spread
 from penstock.bench.target_workload import TARGETS, Sizing, TargetWorkload
 from penstock.engine.explain import ChunkRecord
 from penstock.measure.machine import Machine
-from penstock.plan.size_rules import SMALLEST_CHUNK
+from penstock.plan.sizing import SMALLEST_CHUNK
 
 SCHEMA = 1
 # A gap keeps its target up to so much more than it; a sizing does where so many of its gaps do.

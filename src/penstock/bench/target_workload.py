@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from penstock.errors import ContextLengthError, SettingError
 from penstock.measure.prompts import text_tokens
 from penstock.models.text.tokenizer import Tokenizer
-from penstock.plan.size_rules import SMALLEST_CHUNK
+from penstock.plan.sizing import SMALLEST_CHUNK
 
 # What the benchmark is called on the command line and in the results.
 TARGETS = "targets"

@@ -7,7 +7,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.shape import model_shape, workspace_of
 from penstock.plan.activation import step_memory
 from penstock.plan.fitting import largest_chunk, smallest_budget
-from penstock.plan.size_rules import SizeRules
+from penstock.plan.sizing import SizeRules
 from penstock.plan.step_shape import StepShape
 from penstock.plan.units import format_bytes
 

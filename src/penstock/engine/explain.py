@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.plan.size_rules import SizeRule
+from penstock.plan.sizing import SizeRule
 
 # In words, for a line of text.
 _WORDS: dict[SizeRule, str] = {

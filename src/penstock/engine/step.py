@@ -17,7 +17,7 @@ from penstock.engine.status import SpanRecord, StepRecord
 from penstock.errors import is_out_of_memory
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
-from penstock.plan.size_rules import SizeDecision
+from penstock.plan.sizing import SizeDecision
 from penstock.plan.step import PlannedSpan, RequestId, SpanKind, StepPlan
 
 

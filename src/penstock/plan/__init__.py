@@ -12,8 +12,7 @@ from penstock.plan.chunks import (
 from penstock.plan.config import DEFAULT_CHUNK_SIZE, STATE_GRID, ChunkedPrefillConfig, PrefillPriority
 from penstock.plan.memory import PrefillMemoryEstimate, PrefillMemoryParts, peak_memory_estimate
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
-from penstock.plan.request import Span
-from penstock.plan.scheduler import (
+from penstock.plan.prefill import (
     ChunkOrderError,
     Prefill,
     PrefillAction,
@@ -21,6 +20,7 @@ from penstock.plan.scheduler import (
     StartDecode,
     YieldToDecode,
 )
+from penstock.plan.request import Span
 from penstock.plan.settings import (
     ALIGN_VARIABLE,
     CHUNK_VARIABLE,
@@ -31,7 +31,6 @@ from penstock.plan.settings import (
     resolve_chunk_size,
 )
 from penstock.plan.shape import DeltaNetShape, ExpertsShape, ModelShape
-from penstock.plan.size_rules import SizeDecision, SizeQuestion, SizeRule, SizeRules
 from penstock.plan.size_settings import (
     MAX_ACTIVATION_VARIABLE,
     TARGET_ITL_VARIABLE,
@@ -39,7 +38,7 @@ from penstock.plan.size_settings import (
     SizeSettings,
     resolve_size,
 )
-from penstock.plan.sizing import ChunkSizer
+from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion, SizeRule, SizeRules
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
 from penstock.plan.step_shape import StepShape, Workspace
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel

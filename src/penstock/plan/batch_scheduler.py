@@ -13,8 +13,7 @@ from penstock.plan.ledger import BlockLedger, PlainLedger
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.request import Span
 from penstock.plan.shares import Want, share_chunks
-from penstock.plan.size_rules import SizeDecision
-from penstock.plan.sizing import ChunkSizer
+from penstock.plan.sizing import ChunkSizer, SizeDecision
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
 from penstock.plan.step_budget import StepBudget
 from penstock.plan.turns import Turns

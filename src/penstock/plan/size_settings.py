@@ -10,7 +10,7 @@ from penstock.errors import SettingError
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.settings import CHUNK_VARIABLE, ChunkSetting, resolve_chunk_size
-from penstock.plan.size_rules import SizeRules
+from penstock.plan.sizing import SizeRules
 from penstock.plan.units import parse_bytes
 
 MAX_ACTIVATION_VARIABLE = "PENSTOCK_MAX_ACTIVATION"

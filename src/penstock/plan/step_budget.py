@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from penstock.errors import SettingError
 from penstock.plan.admission import TrackedRequest
 from penstock.plan.policy import MOST_SHARES, ScheduleConfig
-from penstock.plan.size_rules import SizeDecision, SizeQuestion
-from penstock.plan.sizing import ChunkSizer, shape_of
+from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion, shape_of
 from penstock.plan.step import RequestId, StepPlan
 
 # Once memory ran out, chunks stay halved for so many steps.

@@ -14,7 +14,7 @@ from penstock.frontends.server.json_answer import JsonAnswer
 from penstock.frontends.server.pages import LIVE_HEADERS
 from penstock.frontends.server.problems import ApiError
 from penstock.frontends.server.telemetry import Telemetry
-from penstock.plan.size_rules import SizeRule
+from penstock.plan.sizing import SizeRule
 from penstock.plan.step import RequestId
 
 # What set a chunk's length: in fact its step's, of which prompts that share it have parts.

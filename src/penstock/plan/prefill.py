@@ -10,8 +10,7 @@ from penstock.plan.chunks import PrefillChunk, create_prefill_chunks, create_pre
 from penstock.plan.config import ChunkedPrefillConfig, PrefillPriority
 from penstock.plan.memory import peak_memory_estimate
 from penstock.plan.shape import ModelShape
-from penstock.plan.size_rules import SizeDecision, SizeQuestion
-from penstock.plan.sizing import ChunkSizer
+from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion
 from penstock.plan.step_shape import StepShape
 
 
