@@ -69,6 +69,8 @@ def check_norms(subject: Subject, num_rows: int, size: int) -> None:
             check_close(total, x.double() + delta.double(), most)
             assert normed.dtype == subject.dtype
             check_close(normed, exact_norm(total, weight), most)
+            # A pipeline's next stage norms the sum that it is handed: to the same bits.
+            assert torch.equal(kernels.rms_norm(total, weight, EPS), normed)
             # Written over what they are made of.
             own, other = x.clone(), delta.clone()
             into = kernels.add_norm(own, other, weight, EPS, into=(own, other))

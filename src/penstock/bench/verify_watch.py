@@ -31,7 +31,9 @@ class WatchedDecoder(Decoder):
         self.index_of = {position: index for index, position in enumerate(positions)}
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, caches: CacheTensors) -> Tensor | None:
+    def forward(
+        self, batch: ForwardBatch, caches: CacheTensors, residual: Tensor | None = None
+    ) -> Tensor | None:
         rows, indices = self._watched(batch)
         if rows:
             seen = super().forward(_wanting(batch, rows, self._canon), caches)

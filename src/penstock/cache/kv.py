@@ -16,15 +16,15 @@ from penstock.errors import CacheFullError
 class KVSpec:
     """The keys and values that a model caches for each token."""
 
-    num_layers: int
+    num_layers: int  # 0: a stage of recurrent layers alone
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, least in (("num_layers", 0), ("num_kv_heads", 1), ("head_dim", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
 
     @property
     def bytes_per_token(self) -> int:
@@ -88,7 +88,7 @@ class KVCache:
                 f"a K/V cache of {num_blocks * BLOCK_TOKENS} tokens takes {self.num_bytes} bytes, "
                 f"more than there are on {device}; use a smaller cache"
             ) from error
-        self.device = self._layers[0].keys.device
+        self.device = torch.empty(0, device=device).device
 
     @property
     def num_bytes(self) -> int:

@@ -167,7 +167,8 @@ class _Recording:
         positions = self.inputs[num_rows : 2 * num_rows]
         cos, sin = (table[positions] for table in self.tables)
         self.angles = cos, sin
-        return self._until_due(0, *self.model.embed(self.inputs[:num_rows]))
+        x = self.model.embed(self.inputs[:num_rows])
+        return self._until_due(0, x, self.model.enter(x))
 
     def _go_on(self, pending: list[_Due]) -> _Due:
         """From what a layer attended to up to the next such layer. What was pending is taken away: it does not live

@@ -1,6 +1,6 @@
 """A model's shape, whatever file it came from."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.layers.rotary import RotaryConfig as RotaryConfig
 
@@ -80,3 +80,20 @@ class ModelConfig:
         """The layers with full attention, which are those with keys and values to cache."""
         linear = frozenset(self.delta_net.layers if self.delta_net else ())
         return tuple(index for index in range(self.num_layers) if index not in linear)
+
+    def of_layers(self, first: int, last: int) -> "ModelConfig":
+        """A model of the layers [first, last) alone, numbered from 0. All of them: the model itself."""
+        if (first, last) == (0, self.num_layers):
+            return self
+
+        def within(layers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(index - first for index in layers if first <= index < last)
+
+        net, experts = self.delta_net, self.experts
+        nets, mixtures = within(net.layers if net else ()), within(experts.layers if experts else ())
+        return replace(
+            self,
+            num_layers=last - first,
+            delta_net=replace(net, layers=nets) if net and nets else None,
+            experts=replace(experts, layers=mixtures) if experts and mixtures else None,
+        )

@@ -64,7 +64,7 @@ class DecodeGraph:
         )
 
         def launch() -> Tensor | None:
-            return model.launch(batch, caches, tokens, positions, logit_rows=None)
+            return model.run_layers(model.embed(tokens), batch, caches, positions, logit_rows=None)
 
         launch()  # libraries then have all that they need
         self._graph, logits = recorder.record(launch)

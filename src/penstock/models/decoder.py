@@ -39,27 +39,35 @@ class DecoderLayer:
 
 
 class Decoder:
-    """Weights and the pass through them. It keeps no state of a request: that lies in the cache."""
+    """Layers of a model and the pass through them. It keeps no state of a request: that lies in the cache.
+
+    A decoder may have any range of the model's layers. What crosses from one such stage to the next is the residual
+    x [rows, hidden], whose norm the next one takes again: `add_norm` norms the rounded sum, so both are the same to
+    the bit. The first stage has the embedding, the last one the head; every stage has caches of its own layers alone.
+    """
 
     def __init__(
         self,
         config: ModelConfig,
         kernels: Kernels,
-        embedding: Weight,
         layers: list[DecoderLayer],
-        final_norm: Tensor,
-        head: Weight,
+        exit_norm: Tensor,
+        embedding: Weight | None,
+        head: Weight | None,
+        dtype: torch.dtype,
+        first_layer: int = 0,
     ) -> None:
-        self.config = config
+        self.config = config  # the whole model's
+        self.part = config.of_layers(first_layer, first_layer + len(layers))
+        self.first_layer = first_layer
         self.kernels = kernels
-        self.dtype = embedding.dtype
-        self.device = final_norm.device
-        self._embedding = embedding  # [vocab, hidden]
+        self.dtype = dtype
+        self.device = exit_norm.device
+        self._embedding = embedding  # [vocab, hidden]; None: another stage begins the model
         self.layers = layers
-        self._final_norm = final_norm  # [hidden]
-        self._head = (
-            head  # [vocab, hidden], packed: where it is tied to the embedding, a copy of it if not quantised
-        )
+        self._exit_norm = exit_norm  # [hidden], the next layer's or the model's last
+        # [vocab, hidden], packed; a tied one is a copy of the embedding unless quantised. None: another stage has it.
+        self._head = head
         self.rotary = Rotary(
             config.rotary,
             config.rotary_dim or config.head_dim,
@@ -69,6 +77,11 @@ class Decoder:
         )
         self.dense_layers = self._as_one_call()  # for decodes, where there is such a call
         self._graphs = PassGraphs(self) if self.can_record else None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of the model, from tokens to logits."""
+        return self._embedding is not None and self._head is not None
 
     def _as_one_call(self) -> DenseLayers | None:
         """The layers for decodes, where all are dense and quantised."""
@@ -82,19 +95,19 @@ class Decoder:
             config.num_kv_heads,
             config.head_dim,
             config.norm_eps,
-            self._final_norm.dtype == torch.float32,
+            self._exit_norm.dtype == torch.float32,
         )
         return self.kernels.dense_layers(layers, heads)
 
     @cached_property
     def _next_norms(self) -> list[Tensor]:
         """The norm that follows each layer."""
-        return [*(layer.mixer_norm for layer in self.layers[1:]), self._final_norm]
+        return [*(layer.mixer_norm for layer in self.layers[1:]), self._exit_norm]
 
     @property
     def cache_spec(self) -> CacheSpec:
-        """What the model caches."""
-        config, net = self.config, self.config.delta_net
+        """What these layers cache."""
+        config, net = self.part, self.part.delta_net
         kv = KVSpec(len(config.attention_layers), config.num_kv_heads, config.head_dim, self.dtype)
         if net is None:
             return CacheSpec(kv)
@@ -114,10 +127,10 @@ class Decoder:
     @property
     def probe_shapes(self) -> ProbeShapes:
         """The products, heads and passes whose bits must not depend on the number of rows."""
-        config = self.config
+        config = self.part
         return ProbeShapes(
             products=_in_order(self._products()),
-            head=_product(self._head),
+            head=None if self._head is None else _product(self._head),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -159,12 +172,13 @@ class Decoder:
     @property
     def can_record(self) -> bool:
         """Whether passes are recorded. How many rows an expert has, the host must know before it is launched."""
-        return self.kernels.can_capture and all(isinstance(layer.mlp, GatedMLP) for layer in self.layers)
+        is_dense = all(isinstance(layer.mlp, GatedMLP) for layer in self.layers)
+        return self.kernels.can_capture and self.is_whole and is_dense
 
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
-        parts = (self._embedding, self._head, self._final_norm, *self.layers)
+        parts = (self._embedding, self._head, self._exit_norm, *self.layers)
         return sum(tensor.nbytes for tensor in {tensor for part in parts for tensor in _tensors(part)})
 
     @torch.inference_mode()
@@ -187,9 +201,13 @@ class Decoder:
             self._graphs.prepare(batch, caches)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, caches: CacheTensors) -> Tensor | None:
+    def forward(
+        self, batch: ForwardBatch, caches: CacheTensors, residual: Tensor | None = None
+    ) -> Tensor | None:
         """Run a batch: what later tokens need of it goes into the caches. Returns logits [num_logits, vocab] in
-        float32, or None where none are wanted."""
+        float32, or None where none are wanted; of a stage without the head, the residual [rows, hidden].
+
+        A stage without the embedding takes the `residual` of the stage before it, which it may write over."""
         works = {id(work): work for work in (batch.all_layers, batch.last_layer)}
         for work in works.values():
             caches.kv.check_places(place for span in work.spans for place in span.places)
@@ -197,30 +215,42 @@ class Decoder:
         if self._graphs is not None and (graph := self._graphs.find(batch, caches)) is not None:
             return graph.run(batch, self, caches)
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
-        return self.launch(batch, caches, *on_device(numbers, self.device))
+        token_ids, positions, logit_rows = on_device(numbers, self.device)
+        x = self.embed(token_ids) if residual is None else residual
+        return self.run_layers(x, batch, caches, positions, logit_rows)
 
-    def launch(
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What enters the first layer [rows, hidden]."""
+        assert self._embedding is not None, "the stage that begins the model has the embedding"
+        return self.kernels.embed(token_ids, self._embedding)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """The first layer's norm of what enters it [rows, hidden]."""
+        return self.kernels.rms_norm(x, self.layers[0].mixer_norm, self.config.norm_eps)
+
+    def run_layers(
         self,
+        x: Tensor,
         batch: ForwardBatch,
         caches: CacheTensors,
-        token_ids: Tensor,
         positions: Tensor,
         logit_rows: Tensor | None,
     ) -> Tensor | None:
-        """The same with the batch's numbers on the device; without `logit_rows`, logits of all rows are wanted."""
+        """`forward` from x [rows, hidden] on, with the batch's numbers on the device; without `logit_rows`, logits of
+        all rows are wanted. x may be written over."""
         kernels = self.kernels
-        x, normed = self.embed(token_ids)
+        normed = self.enter(x)
         cos, sin = self.rotary.tables(positions, batch.end_position)
         if self.dense_layers and not batch.is_canonical and batch.num_logits == len(x):
             kvs = [caches.kv.layer(index) for index in range(len(self.layers))]
             normed = self.dense_layers.run(x, normed, cos, sin, kvs, batch.places, batch.all_layers)
-            return self._logits(normed, batch).float()
+            return x if self._head is None else self._logits(normed, batch)
         # What a layer's second block has at a time; none: all rows.
         slabs = slabs_of(len(x), kernels) if 0 < kernels.feed_rows < len(x) else []
         for index, layer in enumerate(self.layers):
             rows = layer.mixer.take_in(normed, cos, sin, batch, caches, kernels)
             del normed  # what is not needed any more is not held at the next high-water mark
-            if index == len(self.layers) - 1:
+            if self._head is not None and index == len(self.layers) - 1:
                 return self.end(x, rows, logit_rows, batch, caches)
             mixed = layer.mixer.give_out(rows, batch.all_layers, batch, caches, kernels)
             del rows
@@ -231,12 +261,7 @@ class Decoder:
             x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, self.config.norm_eps)
             del mixed
             x, normed = self.feed(index, x, normed, batch.num_tokens, batch)
-        raise AssertionError("a model has a last layer")
-
-    def embed(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """What enters the first layer [rows, hidden], and its norm."""
-        x = self.kernels.embed(token_ids, self._embedding)
-        return x, self.kernels.rms_norm(x, self.layers[0].mixer_norm, self.config.norm_eps)
+        return x
 
     def feed(
         self, index: int, x: Tensor, normed: Tensor, num_rows: int, batch: ForwardBatch
@@ -275,16 +300,18 @@ class Decoder:
         mixed = last.mixer.give_out(rows, batch.last_layer, batch, caches, self.kernels)
         x, normed = self.kernels.add_norm(x, mixed, last.mlp_norm, self.config.norm_eps)
         _, normed = self.feed(index, x, normed, batch.num_logits, batch)
-        return self._logits(normed[: batch.num_logits], batch).float()
+        return self._logits(normed[: batch.num_logits], batch)
 
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Of x [num_logits, hidden]. How many rows there are must not matter to any of them: they run in slabs."""
+        """Of x [num_logits, hidden], in float32. How many rows there are must not matter to any of them: they run in
+        slabs."""
+        assert self._head is not None
         if not batch.is_canonical:
-            return self.kernels.linear(x, self._head, is_canonical=False)
+            return self.kernels.linear(x, self._head, is_canonical=False).float()
         num_rows = self.kernels.head_rows
         padded = pad(x, (0, 0, 0, -len(x) % num_rows))
         slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, num_rows)]
-        return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
+        return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)].float()
 
 
 def _dense_layer(layer: DecoderLayer, next_norm: Tensor) -> DenseLayer | None:

@@ -39,9 +39,10 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device,
     weights: WeightsName = "auto",
+    layers: range | None = None,
 ) -> Decoder:
-    """Build a model from a file. Matrices stay in the blocks that the file has them in where the kernels can compute
-    with those (`auto`), become blocks (`int8`, `int4`), or are of `dtype`."""
+    """Build a model, or a stage of these `layers` alone, from a file. Matrices stay in the blocks that the file has
+    them in where the kernels can compute with those (`auto`), become blocks (`int8`, `int4`), or are of `dtype`."""
     check_source(source)
     if weights in QUANTISED_WEIGHTS and device.type != "cpu":
         raise SettingError(
@@ -53,7 +54,15 @@ def load_decoder(
             f"weights={weights!r} is not accepted here: quantised weights need the native kernels, a processor with "
             "AVX-512 and bfloat16, and dtype bfloat16; give bf16 or f32"
         )
-    return _Loader(source, kernels, dtype, device, weights).decoder()
+    every = range(source.config.num_layers)
+    if layers is not None and not (
+        layers and layers.step == 1 and layers[0] in every and layers[-1] in every
+    ):
+        raise SettingError(
+            f"layers {layers.start} to {layers.stop} are not accepted: the model has layers 0 to {every.stop}; "
+            "give a range of them, at least one"
+        )
+    return _Loader(source, kernels, dtype, device, weights, every if layers is None else layers).decoder()
 
 
 def settled_weights(
@@ -85,11 +94,14 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         weights: WeightsName,
+        layers: range,
     ) -> None:
         self._source = source
         self._names = source.names()
         self._config = source.config
-        self._attention_layers = source.config.attention_layers
+        self._layers = layers
+        self._part = source.config.of_layers(layers.start, layers.stop)
+        self._attention_layers = self._part.attention_layers
         self._kernels = kernels
         self._dtype = dtype
         self._device = device
@@ -98,17 +110,27 @@ class _Loader:
         self._form = {"int8": Q8_0, "int4": Q4_1}.get(weights)
 
     def decoder(self) -> Decoder:
-        config = self._config
-        embedding = self._vocabulary("model.embed_tokens.weight")
-        layers = [self._layer(index) for index in range(config.num_layers)]
-        head = embedding if config.tied_head else self._vocabulary("lm_head.weight")
+        config, layers = self._config, self._layers
+        is_first, is_last = layers.start == 0, layers.stop == config.num_layers
+        embedding = "model.embed_tokens.weight"
+        begin = self._vocabulary(embedding) if is_first else None
+        loaded = [self._layer(index) for index in range(len(layers))]
+        end: Weight | None = None
+        if is_last and config.tied_head:
+            end = self._vocabulary(embedding) if begin is None else begin
+        elif is_last:
+            end = self._vocabulary("lm_head.weight")
         return Decoder(
             config,
             self._kernels,
-            embedding,
-            layers,
-            self._norm("model.norm.weight"),
-            self._kernels.pack(head) if isinstance(head, Tensor) else head,
+            loaded,
+            self._norm(
+                "model.norm.weight" if is_last else f"model.layers.{layers.stop}.input_layernorm.weight"
+            ),
+            begin,
+            self._kernels.pack(end) if isinstance(end, Tensor) else end,
+            self._dtype,
+            layers.start,
         )
 
     def _vocabulary(self, name: str) -> Weight:
@@ -122,7 +144,8 @@ class _Loader:
         return self._quantised(self._assembled([Part(name)], torch.float32, *shape), Q8_0)
 
     def _layer(self, index: int) -> DecoderLayer:
-        config, prefix = self._config, f"model.layers.{index}"
+        """The layer `index` of this range."""
+        config, prefix = self._part, f"model.layers.{self._layers[index]}"
         net, experts = config.delta_net, config.experts
         return DecoderLayer(
             mixer_norm=self._norm(f"{prefix}.input_layernorm.weight"),

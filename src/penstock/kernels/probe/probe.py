@@ -95,7 +95,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         row_slab=row_slab,
         attention_holds=attention_holds(kernels, shapes, tried, random),
         passes_hold=passes_hold(kernels, shapes, random),
-        head_holds=slab_holds(kernels, (shapes.head,), kernels.head_rows, random),
+        head_holds=slab_holds(kernels, (shapes.head,) if shapes.head else (), kernels.head_rows, random),
         recurrence_holds=shapes.delta_net is None
         or recurrence_holds(kernels, shapes.delta_net, random.normal),
         expert_slab=expert_slab,

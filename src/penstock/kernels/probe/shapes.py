@@ -26,7 +26,7 @@ class ProbeShapes:
     hidden_size: int
     mlp_widths: tuple[int, ...]
     rotary_dim: int
-    head: ProductShape
+    head: ProductShape | None  # None: these layers are followed by others
     delta_net: DeltaNetShape | None = None
     num_experts: int = 0
     expert_products: tuple[ProductShape, ...] = ()
