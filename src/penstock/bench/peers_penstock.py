@@ -49,6 +49,6 @@ def kept_weights(llm: LLM) -> str:
     shapes = llm.model.probe_shapes
     plain = str(llm.model.dtype).removeprefix("torch.")
     products = (*shapes.products, *shapes.expert_products, shapes.head)
-    forms = sorted({product.form or plain for product in products})
+    forms = sorted({product.form or plain for product in products if product})
     why = f" ({llm.weights.reason})" if llm.weights.reason else ""
     return f"{', '.join(forms)}, {format_bytes(llm.model.num_weight_bytes)}{why}"
