@@ -6,7 +6,7 @@ import sys
 _PROGRAM = """
 import torch
 import penstock.cache.tensors
-from penstock.engine.memory import anonymous_bytes
+from penstock.process_memory import anonymous_bytes
 
 before = anonymous_bytes()
 {code}

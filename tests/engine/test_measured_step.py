@@ -5,11 +5,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from penstock.engine import measured_step
 from penstock.engine.batch import Canon
 from penstock.engine.measured_step import measured_step_bytes
 from penstock.engine.space import CacheSpace
 from penstock.errors import CacheFullError
+from penstock.kernels.device import DeviceKind
 from penstock.models.decoder import Decoder
 from tests.oracle import load_model, make_oracle
 
@@ -38,9 +38,9 @@ class Counted:
             return forward(batch, caches)  # type: ignore[arg-type]
 
         patch.setattr(model, "forward", counted)
-        patch.setattr(measured_step, "memory_bytes", lambda device: 1000)
-        patch.setattr(measured_step, "peak_memory_bytes", lambda device: self._peak)
-        patch.setattr(measured_step, "reset_peak_memory", lambda device: self.reset())
+        patch.setattr(DeviceKind, "memory_bytes", lambda kind: 1000)
+        patch.setattr(DeviceKind, "peak_bytes", lambda kind: self._peak)
+        patch.setattr(DeviceKind, "reset_peak", lambda kind: self.reset())
 
     def reset(self) -> bool:
         self._peak = 1000

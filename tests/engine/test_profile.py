@@ -23,6 +23,7 @@ from penstock.engine.profile import (
     save_profile,
 )
 from penstock.errors import SettingError
+from penstock.kernels.device import DeviceKind
 from penstock.models.decoder import Decoder
 from penstock.plan.step_time import StepTimeCoefficients
 from tests.oracle import load_model, make_oracle
@@ -109,7 +110,7 @@ def test_another_version_kernel_or_device_does_not_find_it(
         case "kernels":
             monkeypatch.setattr(llm.model.kernels, "name", "another", raising=False)
         case "device":
-            monkeypatch.setattr(profiles, "_device_name", lambda device: "cpu: another")
+            monkeypatch.setattr(DeviceKind, "product_name", "cpu: another")
     assert load_profile(llm) is None
 
 

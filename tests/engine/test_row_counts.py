@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 _PROGRAM = """
-from penstock.engine.memory import resident_bytes
+from penstock.process_memory import resident_bytes
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
 
 model = load_model(make_oracle("llama").folder)

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.engine import sampling
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import Choice, PlainRow, sample_one, sample_rows
 from penstock.errors import ModelError, SettingError
+from penstock.kernels.device import DeviceKind
 
 VOCAB = 40
 
@@ -123,7 +123,7 @@ class TestDrawnOnTheDevice:
 
     @pytest.fixture(autouse=True)
     def draws_here(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sampling, "_DRAWING_DEVICES", frozenset({"cpu"}))
+        monkeypatch.setattr(DeviceKind, "draws", True)
 
     def test_a_seed_gives_the_same_tokens(self) -> None:
         numbers = random.Random(0)

@@ -9,7 +9,7 @@ import pytest
 SCRIPT = """
 import sys, torch
 from pathlib import Path
-from penstock.engine.memory import peak_resident_bytes, reset_peak, resident_bytes
+from penstock.process_memory import peak_resident_bytes, reset_peak, resident_bytes
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_model

@@ -15,9 +15,9 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.events import GenerationRequest, Listener
-from penstock.engine.memory import anonymous_bytes
 from penstock.engine.service import Service
 from penstock.plan.step import RequestId
+from penstock.process_memory import anonymous_bytes
 from tests.server.running import Running
 from tests.server.soak_clients import Tally
 

@@ -74,9 +74,9 @@ from penstock.bench.target_benchmark import run_target_benchmark
 from penstock.bench.target_options import parse_target_options
 from penstock.bench.target_results import TargetSettings
 from penstock.bench.target_workload import TARGETS
-from penstock.engine.device import chosen_device
 from penstock.engine.llm import LLM
 from penstock.errors import ContextLengthError, PenstockError, SettingError
+from penstock.kernels.device import chosen_device
 from penstock.measure.growth import can_measure_growth
 from penstock.measure.machine import this_machine
 from penstock.measure.prompts import random_tokens, text_tokens

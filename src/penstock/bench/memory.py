@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.bench.systems import System, SystemName, load_systems
-from penstock.engine.device import chosen_device
+from penstock.kernels.device import chosen_device
 from penstock.measure.growth import WARM_UP_TOKENS, grown_bytes, in_fresh_process
 from penstock.models.opened import open_weights
 

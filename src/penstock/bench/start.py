@@ -27,7 +27,7 @@ _PROMPT = "The sluice was opened a hand's breadth, and the water came through it
 # Resident memory with torch imported, and with the model loaded.
 _LOAD = """
 import sys, torch
-from penstock.engine.memory import resident_bytes
+from penstock.process_memory import resident_bytes
 torch.zeros(1)
 before = resident_bytes()
 from penstock.engine.llm import LLM

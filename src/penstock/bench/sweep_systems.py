@@ -16,9 +16,9 @@ from penstock.bench.systems import (
     finish_run,
 )
 from penstock.engine.capacity import free_memory_bytes
-from penstock.engine.device import chosen_device
 from penstock.engine.llm import LLM, Dtype
 from penstock.engine.run import Run
+from penstock.kernels.device import chosen_device
 from penstock.measure.transformers_model import load_transformers
 from penstock.models.opened import open_weights
 from penstock.plan import ChunkedPrefillConfig, ChunkSizer

@@ -8,8 +8,8 @@ import torch
 from transformers import GenerationConfig
 
 from penstock.engine.batch import Canon, settle
-from penstock.engine.device import chosen_device, use_device
 from penstock.engine.run import Run
+from penstock.kernels.device import chosen_device, device_kind
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe.probe import probe
 from penstock.measure.transformers_model import load_transformers
@@ -146,7 +146,7 @@ def load_systems(
     """The systems of these names, with each engine's weights loaded once, and only if it is among them; all on the
     device that the name, else the environment, comes to."""
     device = chosen_device(device_name)
-    use_device(device)
+    device_kind(device).use()
     wanted = list(names)
     ours = [name for name in wanted if name.startswith("penstock")]
     theirs = [name for name in wanted if name.startswith("transformers")]

@@ -136,7 +136,7 @@ def _measure_memory(
 ) -> list[MemorySample]:
     """Of a prompt in chunks of each size: by arithmetic and, where it can be, as a fresh process grows."""
     length = plan.memory_tokens or max(plan.prompt_lengths)
-    is_measured = plan.memory_tokens > 0 and (llm.model.device.type == "cuda" or can_measure_growth())
+    is_measured = plan.memory_tokens > 0 and (llm.device_kind.has_own_memory or can_measure_growth())
     samples = []
     for chunk in plan.chunks:
         measured = None

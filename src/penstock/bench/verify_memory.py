@@ -17,9 +17,9 @@ from penstock.bench.verify_memory_cases import CASES, QUICK_CHUNK, MemoryJob, pl
 from penstock.bench.verify_memory_report import MOST_OVER, MOST_UNDER, MemoryCase, method_of, render
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine.batch import Canon, settle
-from penstock.engine.device import resolve_dtype, use_device
 from penstock.engine.run import Run
 from penstock.errors import PenstockError, SettingError
+from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.probe.probe import ProbeResult, probe
 from penstock.kernels.reference.kernels import TorchKernels
@@ -131,10 +131,10 @@ def run_job(job: MemoryJob) -> MemoryCase:
     started = time.perf_counter()
     torch.set_num_threads(job.num_threads)
     device = torch.device(job.device)
-    is_gpu = device.type == "cuda"
-    use_device(device)
+    is_gpu = device_kind(device).has_own_memory
+    device_kind(device).use()
     source = _source(job, device)
-    dtype = resolve_dtype(job.dtype, device)
+    dtype = device_kind(device).dtype(job.dtype)
     model = load_decoder(source, _kernels(job.kernels, device), dtype, device)
     source.close()
     # Probing takes long, is kept, and decides only how a few rows are padded: models of the user's own are worth it.

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.device import chosen_device
 from penstock.errors import SettingError
+from penstock.kernels.device import chosen_device
 from penstock.measure.random_weights import FAMILIES, family_config
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_weights

@@ -8,11 +8,12 @@ from torch import Tensor
 
 # What torch's own allocator gives. Kernels may take another path, with other bits, for other alignments.
 ALIGNMENT_BYTES = 64
+_HOST = torch.device("cpu")
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An aligned tensor of zeros. On CPU, memory is taken only as it is written."""
-    if device.type != "cpu":
+    if device != _HOST:
         return torch.zeros(shape, dtype=dtype, device=device)
     # torch.zeros writes every page at once; numpy's zeros are pages that the system commits on first use.
     num_bytes = prod(shape) * dtype.itemsize

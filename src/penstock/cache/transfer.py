@@ -81,7 +81,7 @@ def _runs_of(tensors: CacheTensors, blocks: Sequence[int]) -> Iterator[_Run]:
 
 def _fill(places: Tensor, parts: list[Tensor]) -> None:
     """One copy of all parts, each [64, heads, head_dim], to where they are to lie one after the other."""
-    if places.device.type == "cpu":
+    if places.is_cpu:
         torch.cat(parts, out=places)
     else:
         places.copy_(torch.cat(parts))

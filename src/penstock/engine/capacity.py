@@ -2,10 +2,10 @@
 
 import torch
 
-from penstock import machine
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheSpec
 from penstock.errors import MemoryExhaustedError
+from penstock.kernels.device import device_kind
 from penstock.plan import format_bytes
 
 # The share of the free memory that a cache takes: the rest is for activations, and for others.
@@ -25,7 +25,7 @@ def cache_tokens_that_fit(
     free_bytes = free_memory_bytes(device)
     if free_bytes is None:
         return most_tokens
-    is_gpu = device.type == "cuda"
+    is_gpu = device_kind(device).has_own_memory
     needed_bytes = int(_STEP_MARGIN * step_bytes) + _MARGIN_BYTES if is_gpu else 0
     share = _SHARE_ON_GPU if is_gpu else _SHARE
     room_bytes = int(max(free_bytes - needed_bytes, 0) * share) - states_bytes
@@ -43,7 +43,4 @@ def cache_tokens_that_fit(
 def free_memory_bytes(device: torch.device) -> int | None:
     """Memory that could be taken without others having to give it up; None where the system does not tell. Of a GPU,
     what is free there, and what torch's allocator holds and does not use."""
-    if device.type == "cuda":
-        free_bytes, _ = torch.cuda.mem_get_info(device)
-        return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return machine.free_memory_bytes()
+    return device_kind(device).free_bytes()

@@ -18,9 +18,7 @@ from penstock.engine.batch import settle
 from penstock.engine.cache_choice import RequestSpaces
 from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
-from penstock.engine.device import find_devices, release_memory, resolve_dtype, use_device
 from penstock.engine.fingerprint import cache_fingerprint
-from penstock.engine.memory import trim_heap
 from penstock.engine.profile import load_profile
 from penstock.engine.results import Generation
 from penstock.engine.run import Run, check_request
@@ -29,6 +27,7 @@ from penstock.engine.stop import StopMatcher
 from penstock.engine.text_stream import ProgressCallback, TextStream
 from penstock.engine.threads import in_own_thread
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
+from penstock.kernels.device import DeviceKind, device_kind, find_devices
 from penstock.kernels.interface import KERNELS_VARIABLE, select_kernels
 from penstock.kernels.probe.probe import ProbeResult, probe
 from penstock.models.decoder import Decoder
@@ -54,10 +53,10 @@ from penstock.plan import (
     resolve_weights,
 )
 from penstock.plan.checks import check_int
-from penstock.plan.config import DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE
 from penstock.plan.device_settings import DeviceSetting, resolve_device, settle_device
 from penstock.plan.store_settings import resolve_store
 from penstock.plan.thread_settings import ThreadsSetting, resolve_threads
+from penstock.process_memory import trim_heap
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
@@ -142,7 +141,7 @@ class LLM:
             resolve_device(device), find_devices(), only_cpu=_only_on_a_processor(asked)
         )
         torch_device = torch.device(self.device.name)
-        torch_dtype = resolve_dtype(asked.dtype if dtype == "auto" else dtype, torch_device)
+        torch_dtype = device_kind(torch_device).dtype(asked.dtype if dtype == "auto" else dtype)
         self.threads: ThreadsSetting = resolve_threads(threads)
         _set_threads(self.threads)
         self.path = resolve_model(str(model))
@@ -158,7 +157,7 @@ class LLM:
                     lambda: _load(opened.source, torch_dtype, torch_device, asked)
                 )
             trim_heap()  # what loading and probing had for a while
-            release_memory(torch_device)
+            device_kind(torch_device).release()
         finally:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
@@ -208,11 +207,11 @@ class LLM:
     def size_rules(self, free_bytes: int | None) -> SizeRules:
         """What chunks' sizes follow from, where so much memory is free."""
         tuned = self.chunk.effective if self._profile and self.chunk.is_auto else None
-        return self.size.rules(free_bytes=free_bytes, tuned=tuned, default=self._default_chunk)
+        return self.size.rules(free_bytes=free_bytes, tuned=tuned, default=self.device_kind.default_chunk)
 
     @property
-    def _default_chunk(self) -> int:
-        return GPU_CHUNK_SIZE if self.model.device.type == "cuda" else DEFAULT_CHUNK_SIZE
+    def device_kind(self) -> DeviceKind:
+        return device_kind(self.model.device)
 
     def memory_estimate(self, prompt_tokens: int) -> PrefillMemoryEstimate:
         """The peak memory of a prompt of so many tokens, besides the weights, by arithmetic."""
@@ -274,7 +273,7 @@ class LLM:
             max_tokens = min(DEFAULT_MAX_TOKENS, room)
         config = self.model.config
         check_request(token_ids, max_tokens, config.max_position, config.vocab_size)
-        use_device(self.model.device)
+        self.device_kind.use()
         taken = self._spaces.take(token_ids, max_tokens)
         rules = self.size_rules(free_memory_bytes(self.model.device))
         self.activations.check(rules, max(len(token_ids), 1))
@@ -336,7 +335,7 @@ class LLM:
         if not chunk.is_auto:
             return chunk
         if self._profile is None:
-            default = -(-self._default_chunk // chunk.grid) * chunk.grid
+            default = -(-self.device_kind.default_chunk // chunk.grid) * chunk.grid
             return replace(chunk, effective=default, reason="auto: the default")
         best = max(self._profile.best_chunk // chunk.grid, 1) * chunk.grid
         return replace(chunk, effective=best, reason="auto: tuned on this machine")
@@ -352,7 +351,7 @@ def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:
 def _load(
     source: WeightSource, dtype: torch.dtype, device: torch.device, weights: WeightsSetting
 ) -> tuple[Decoder, ProbeResult, WeightsSetting]:
-    use_device(device)
+    device_kind(device).use()
     kernels = select_kernels(device)
     weights = settled_weights(source, kernels, dtype, device, weights)
     model = load_decoder(source, kernels, dtype, device, weights.name)

@@ -2,12 +2,11 @@
 
 from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.engine.batch import Canon, SpanInput, build_batch
-from penstock.engine.device import release_memory, wait_for
-from penstock.engine.memory import memory_bytes, peak_memory_bytes, reset_peak_memory
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
 from penstock.engine.space import CacheSpace
 from penstock.errors import CacheFullError, is_out_of_memory
+from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.plan.request import Span
 
@@ -22,7 +21,7 @@ def measured_step_bytes(model: Decoder, canon: Canon, num_tokens: int, num_decod
         except Exception as error:
             if num_tokens == 1 or not (isinstance(error, CacheFullError) or is_out_of_memory(error)):
                 raise
-            release_memory(model.device, error)
+            device_kind(model.device).release(error)
             num_tokens = -(-num_tokens // 2)
 
 
@@ -31,14 +30,15 @@ def _step_bytes(model: Decoder, canon: Canon, num_tokens: int, num_decodes: int)
     blocks = -(-(num_before + num_tokens) // BLOCK_TOKENS) + num_decodes
     space = CacheSpace.for_tokens(model, blocks * BLOCK_TOKENS, num_slots=2 * (1 + num_decodes))
     reader, *decoders = [space.new_sequence() for _ in range(1 + num_decodes)]
-    held = memory_bytes(model.device) or 0
-    reset_peak_memory(model.device)
+    device = device_kind(model.device)
+    held = device.memory_bytes() or 0
+    device.reset_peak()
     if num_before:
         _run(model, canon, space, [_span(reader, num_before, is_prompt=True)])
         reader.commit(num_before)
     spans = [_span(reader, num_tokens, is_prompt=True)]
     _run(model, canon, space, [*spans, *(_span(decoder, 1, is_prompt=False) for decoder in decoders)])
-    return max(peak_memory_bytes(model.device) - held, 0)
+    return max(device.peak_bytes() - held, 0)
 
 
 def _span(cache: SequenceCache, num_tokens: int, *, is_prompt: bool) -> SpanInput:
@@ -52,4 +52,4 @@ def _run(model: Decoder, canon: Canon, space: CacheSpace, inputs: list[SpanInput
     assert logits is not None
     sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.9))  # the way that takes the most
     sample_rows(logits, [PlainRow(sampler)] * len(inputs))
-    wait_for(model.device)
+    device_kind(model.device).synchronize()

@@ -14,7 +14,7 @@ from penstock import __version__
 from penstock.errors import SettingError
 from penstock.files import replace_json
 from penstock.home import cache_home
-from penstock.machine import processor_name
+from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.plan.step_shape import StepShape
 from penstock.plan.step_time import StepTimeCoefficients
@@ -108,9 +108,9 @@ def profile_key(llm: HasModel) -> ProfileKey:
     shapes = [asdict(model.config), model.num_weight_bytes]
     return ProfileKey(
         model=hashlib.sha256(json.dumps(shapes, sort_keys=True).encode()).hexdigest(),
-        device=_device_name(model.device),
+        device=device_kind(model.device).product_name,
         dtype=str(model.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads() if model.device.type == "cpu" else 0,
+        threads=device_kind(model.device).num_threads,
         kernels=model.kernels.name,
         torch=torch.__version__,
         penstock=__version__,
@@ -148,12 +148,6 @@ def save_profile(profile: TuneProfile) -> Path:
             "make room, or set PENSTOCK_HOME to another folder"
         ) from error
     return path
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type}: {processor_name()}"
 
 
 def _parse(plain: Any) -> TuneProfile:

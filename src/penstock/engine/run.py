@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from penstock.engine.batch import Canon, SpanInput, build_batch
-from penstock.engine.device import release_memory, use_device
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.lookahead import LookAhead
 from penstock.engine.results import FinishReason
@@ -23,6 +22,7 @@ from penstock.errors import (
     SettingError,
     is_out_of_memory,
 )
+from penstock.kernels.device import device_kind
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ChunkSizer, Prefill, PrefillScheduler, Span
@@ -101,7 +101,7 @@ class Run:
 
     def step(self) -> StepResult:
         """Schedule, build, run, sample, commit. Where memory runs out, the chunk is halved and tried again."""
-        use_device(self.model.device)
+        device_kind(self.model.device).use()
         while True:
             item, action = self._schedule()
             try:
@@ -184,7 +184,7 @@ class Run:
         be made smaller."""
         self.cache.abort()
         if is_out_of_memory(error):
-            release_memory(self.model.device, error)
+            device_kind(self.model.device).release(error)
         if action is not None and is_out_of_memory(error) and len(span) > 1:
             self.prefill.shrink(action.chunk)
             self.num_shrinks += 1

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from penstock.engine.events import TokenLogprobs
 from penstock.engine.sampler import Sampler, require_finite
+from penstock.kernels.device import device_kind
 
 # How a row is chosen from: its largest logit, a draw from all tokens or from the likeliest, or one row at a time, on
 # the host.
 _Way = Literal["largest", "drawn", "nucleus", "alone"]
-# Where draws are the device's: a processor takes them one at a time, and others do not compute in float64.
-_DRAWING_DEVICES = frozenset({"cuda"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +58,8 @@ def sample_rows(
 ) -> list[Choice | Exception]:
     """A choice for each row of logits [rows, vocab], float32; or the error that there was in making it. `meanwhile`
     is done while the device computes, before the host waits for it."""
-    ways = [_way_of(row, logits.device) for row in rows]
+    can_draw = device_kind(logits.device).draws
+    ways = [_way_of(row, can_draw) for row in rows]
     choices: dict[int, Choice | Exception] = {}
     places: list[int] = []
     found: list[Tensor] = []
@@ -74,7 +74,7 @@ def sample_rows(
         for place, token, value in zip(places, on_host[0].tolist(), largest, strict=True):
             choices[place] = _checked(token, value)
     alone = [place for place, way in enumerate(ways) if way == "alone"]
-    is_on_host = logits.device.type == "cpu"
+    is_on_host = logits.is_cpu
     copied = logits if is_on_host or not alone else logits[alone].cpu()
     for index, place in enumerate(alone):
         try:
@@ -94,13 +94,13 @@ def sample_one(
     return choice.token
 
 
-def _way_of(row: SampledRow, device: torch.device) -> _Way:
+def _way_of(row: SampledRow, can_draw: bool) -> _Way:
     sampler = row.sampler
     if row.needs_logits or sampler.is_adjusted:
         return "alone"
     if sampler.params.temperature == 0:
         return "largest"
-    if device.type not in _DRAWING_DEVICES:
+    if not can_draw:
         return "alone"
     return "nucleus" if sampler.params.top_p < 1 else "drawn"
 

@@ -16,7 +16,6 @@ from penstock.engine.batcher import Batcher, Notice
 from penstock.engine.capacity import cache_tokens_that_fit, free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
 from penstock.engine.constraint import ConstraintFactory
-from penstock.engine.device import release_memory, use_device
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, Listener
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
@@ -64,7 +63,7 @@ class Service:
         self, llm: LLM, config: ServiceConfig | None = None, *, observers: Sequence[Observer] = ()
     ) -> None:
         self.llm = llm
-        use_device(llm.model.device)
+        llm.device_kind.use()
         config = config or ServiceConfig()
         self.schedule = _resolve_schedule(config.schedule, llm)
         max_snapshots = check_int("max_snapshots", config.max_snapshots, 0) if config.reuse else 0
@@ -251,7 +250,7 @@ class Service:
         # Each thread has a number of its own, which the first one was told.
         torch.set_num_threads(self._num_threads)
         try:
-            use_device(self.llm.model.device)
+            self.llm.device_kind.use()
             while self._step():
                 self._deliver()
         except BaseException as error:
@@ -324,7 +323,7 @@ def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConf
             chunk_size=llm.most_chunk, grid=llm.chunk.grid, auto_chunk=llm.chunk.is_auto
         )
     check_schedule(llm.size, schedule)
-    if llm.model.device.type == "cuda" and schedule.step_tokens is None:
+    if llm.device_kind.decodes_fill_chunks and schedule.step_tokens is None:
         # A few rows more than a chunk has cost a product as much as 256: decodes take their place.
         has_room = schedule.chunk_size >= _FEW_DECODES * schedule.max_running
         schedule = replace(schedule, step_tokens=schedule.chunk_size) if has_room else schedule
@@ -349,10 +348,10 @@ def _resolve_cache_tokens(
 def _step_bytes(llm: LLM, schedule: ScheduleConfig) -> int:
     """What the largest step needs on a GPU: measured, and a layer's past of the longest sequence in one piece."""
     model, longest = llm.model, llm.context_length
-    if model.device.type != "cuda":
+    if not llm.device_kind.has_own_memory:
         return 0
     num_tokens = min(schedule.chunk_size or longest, schedule.step_tokens or longest)
     measured = measured_step_bytes(model, llm.canon, num_tokens, schedule.max_running)
-    release_memory(model.device)
+    llm.device_kind.release()
     kv = model.cache_spec.kv
     return measured + longest * kv.bytes_per_token // kv.num_layers

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from penstock.engine.batch import Canon, SpanInput, build_batch
-from penstock.engine.device import release_memory, wait_for
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
 from penstock.engine.lookahead import LookAhead
@@ -15,6 +14,7 @@ from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.space import CacheSpace
 from penstock.engine.status import SpanRecord, StepRecord
 from penstock.errors import is_out_of_memory
+from penstock.kernels.device import device_kind
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.sizing import SizeDecision
@@ -97,12 +97,14 @@ class StepRunner:
             if logits is None:
                 logits = self._forward(self._batch(step.inputs))
             if logits is None:
-                wait_for(self._model.device)  # else a step that reads would seem to take no time
+                device_kind(
+                    self._model.device
+                ).synchronize()  # else a step that reads would seem to take no time
                 return StepOutcome()
             choices = sample_rows(logits, jobs, lambda: self._ahead.expect_after(step.inputs, self._batch))
         except Exception as error:
             if is_out_of_memory(error):
-                release_memory(self._model.device, error)
+                device_kind(self._model.device).release(error)
             elif isinstance(error, torch.AcceleratorError):
                 raise  # the device does nothing more, for anybody
             return StepOutcome(error=error)

@@ -2,9 +2,12 @@
 
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
+
+from penstock.kernels.device import device_kind
 
 
 class Pace(Protocol):
@@ -24,7 +27,8 @@ class Pace(Protocol):
 
 
 def pace_of(device: torch.device) -> Pace:
-    return _DevicePace() if device.type == "cuda" else _HostPace()
+    kind = device_kind(device)
+    return _DevicePace(kind.event) if kind.steps_in_flight > 1 else _HostPace()
 
 
 class _HostPace:
@@ -46,17 +50,18 @@ class _HostPace:
 class _DevicePace:
     """By the device's own clock. The host waits before it is two passes ahead."""
 
-    def __init__(self) -> None:
+    def __init__(self, event: Callable[[], torch.cuda.Event]) -> None:
+        self._event = event
         self._passes: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._start: torch.cuda.Event | None = None
         self._last: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # begun last, and not told of
 
     def begin(self) -> None:
-        self._start, self._last = _event(), None
+        self._start, self._last = self._event(), None
 
     def launched(self) -> None:
         assert self._start is not None
-        self._last = (self._start, _event())
+        self._last = (self._start, self._event())
         self._passes.append(self._last)
 
     def end(self, *, is_done: bool) -> list[float]:
@@ -72,9 +77,3 @@ class _DevicePace:
         if self._last is not None:
             self._passes.remove(self._last)
         self._last = None
-
-
-def _event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event

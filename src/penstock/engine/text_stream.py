@@ -7,11 +7,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from penstock.engine.explain import auto_reason, usual_size
-from penstock.engine.memory import peak_memory_bytes, reset_peak_memory
 from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
 from penstock.engine.run import Run
 from penstock.engine.stop import StopMatcher
 from penstock.errors import SettingError
+from penstock.kernels.device import device_kind
 from penstock.models.config import ModelConfig
 from penstock.models.text.detokenize import StreamDecoder
 from penstock.plan import STATE_GRID, PrefillScheduler
@@ -127,7 +127,7 @@ class TextStream:
         run, stops = self._run, self._stops
         decoder = StreamDecoder(self._llm.tokenizer)
         started = time.perf_counter()
-        reset_peak_memory(run.model.device)
+        device_kind(run.model.device).reset_peak()
         try:
             while run.finish_reason is None:
                 if self._wants_cancel:
@@ -149,7 +149,7 @@ class TextStream:
                 self._text.append(rest)
                 yield rest
         finally:
-            self._peak_bytes = peak_memory_bytes(run.model.device)
+            self._peak_bytes = device_kind(run.model.device).peak_bytes()
             run.cancel()
 
     def _step(self) -> int | None:

@@ -39,7 +39,7 @@ def load(model: str, display: Display, **settings: Any) -> "LLM":
         llm = LLM(path, **settings)
     if llm.skipped:
         display.note(llm.skipped)
-    if llm.model.device.type != "cpu":
+    if not llm.device_kind.is_host:
         display.note(device_line(llm))
     return llm
 

@@ -201,9 +201,9 @@ def generate(
 
         display = make_display(quiet)
         with display.busy("starting"):
-            from penstock.engine.device import find_devices
             from penstock.engine.sampler import SamplingParams
             from penstock.engine.stop import StopMatcher
+            from penstock.kernels.device import find_devices
 
             settle_device(wanted_device, find_devices())
             sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)

@@ -82,7 +82,7 @@ def plan(
             require_plotting(plot)
         asked = resolve_weights(weights, dtype=dtype)
         resolve_device(device)
-        from penstock.engine.device import chosen_device
+        from penstock.kernels.device import chosen_device
 
         place = chosen_device(device)
         computed = resolved_dtype(asked.dtype if dtype == "auto" else dtype, place)

@@ -36,11 +36,12 @@ class PlannedModel:
 
     def settled(self, setting: WeightsSetting, dtype: str, device: "torch.device") -> WeightsSetting:
         """What `auto` would come to on this machine, and why."""
+        from penstock.kernels.device import device_kind
         from penstock.models.shape import model_shape
 
         if self.stored is None or self.stored.matrices >= _PLAIN_BITS:
             return setting
-        if device.type != "cpu":
+        if not device_kind(device).takes_quantised:
             return settle_without_blocks(setting, dtype)
         if self.bits("auto", dtype, device) is None:
             return setting
@@ -111,9 +112,9 @@ def _from_hugging_face(name: str) -> Path | None:
 def resolved_dtype(name: str, device: "torch.device") -> str:
     if name != "auto":
         return name
-    from penstock.engine.device import resolve_dtype
+    from penstock.kernels.device import device_kind
 
-    return str(resolve_dtype(name, device)).removeprefix("torch.")
+    return str(device_kind(device).dtype(name)).removeprefix("torch.")
 
 
 def expected_workspace(device: "torch.device") -> Workspace:
@@ -141,11 +142,13 @@ def expected_workspace(device: "torch.device") -> Workspace:
 def _expected_kernels(device: "torch.device") -> KernelKind:
     import torch
 
+    from penstock.kernels.device import device_kind
     from penstock.kernels.interface import KERNELS_VARIABLE
 
     is_reference = os.environ.get(KERNELS_VARIABLE, "auto") == "torch"
-    if device.type != "cpu":
-        return "cuda" if device.type == "cuda" and not is_reference else "torch"
+    kind = device_kind(device)
+    if not kind.is_host:
+        return "cuda" if kind.capability and not is_reference else "torch"
     has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
     has_compiler = "CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))
     return "native" if not is_reference and has_vectors and has_compiler else "torch"

@@ -241,13 +241,13 @@ def serve(
 
         display = make_display()
         with display.busy("starting"):
-            from penstock.engine.device import find_devices
             from penstock.engine.service import Service, ServiceConfig
             from penstock.frontends.server.app import create_app
             from penstock.frontends.server.listen import bind, url_of
             from penstock.frontends.server.listen import serve as serve_app
             from penstock.frontends.server.started import open_warning, started_lines
             from penstock.frontends.server.telemetry import Telemetry
+            from penstock.kernels.device import find_devices
 
             settle_device(wanted_device, find_devices())
         loading: dict[str, Any] = {

@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.cache.kv import KV
 from penstock.cache.recurrent import LayerStates
 from penstock.errors import SettingError
+from penstock.kernels.device import device_kind
 from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.native.quantised import QuantisedProducts
 from penstock.kernels.quantised import Weight
@@ -195,17 +196,16 @@ def select_kernels(device: torch.device) -> Kernels:
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
     if choice not in ("auto", "native", "torch"):
         raise SettingError(f"{KERNELS_VARIABLE}={choice!r} is not accepted: give auto, native or torch")
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise SettingError(f"device {str(device)!r}: there are no kernels for it; accepted: cpu, cuda, mps")
-    if choice == "native" and device.type != "cpu":
+    kind = device_kind(device)
+    if choice == "native" and not kind.is_host:
         raise SettingError(
-            f"{KERNELS_VARIABLE}=native is not accepted on {device.type}: they are a CPU's; give auto or torch"
+            f"{KERNELS_VARIABLE}=native is not accepted on {kind.name}: they are a CPU's; give auto or torch"
         )
     from penstock.kernels.reference.kernels import TorchKernels
 
-    if choice == "torch" or device.type == "mps":
+    if choice == "torch" or kind.name == "mps":
         return TorchKernels()
-    return _cuda_kernels() if device.type == "cuda" else _cpu_kernels(is_required=choice == "native")
+    return _cuda_kernels() if kind.name == "cuda" else _cpu_kernels(is_required=choice == "native")
 
 
 def _cuda_kernels() -> Kernels:

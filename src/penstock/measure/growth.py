@@ -10,18 +10,10 @@ from typing import Any
 
 import torch
 
-from penstock.engine.device import release_memory
-from penstock.engine.memory import (
-    anonymous_bytes,
-    memory_bytes,
-    peak_anonymous_bytes,
-    peak_memory_bytes,
-    reset_peak,
-    reset_peak_memory,
-    trim_heap,
-)
 from penstock.errors import PenstockError
+from penstock.kernels.device import device_kind
 from penstock.models.config import ModelConfig
+from penstock.process_memory import anonymous_bytes, peak_anonymous_bytes, reset_peak, trim_heap
 
 WARM_UP_TOKENS = 64
 _TILE = 512  # of attention
@@ -74,7 +66,7 @@ def can_measure_growth() -> bool:
 
 
 def require_growth(device: torch.device) -> None:
-    if device.type != "cuda" and not can_measure_growth():
+    if not device_kind(device).has_own_memory and not can_measure_growth():
         raise MeasurementError("memory growth needs Linux's /proc/self/status and /proc/self/clear_refs")
 
 
@@ -82,12 +74,13 @@ def grown_bytes(work: Callable[[], object], device: torch.device) -> int:
     """The peak of memory while this process does the work, over what it had before. Warm up first."""
     require_growth(device)
     gc.collect()
-    if device.type == "cuda":
-        release_memory(device)
-        reset_peak_memory(device)
-        before = memory_bytes(device) or 0
+    kind = device_kind(device)
+    if kind.has_own_memory:
+        kind.release()
+        kind.reset_peak()
+        before = kind.memory_bytes() or 0
         work()
-        return peak_memory_bytes(device) - before
+        return kind.peak_bytes() - before
     trim_heap()
     reset_peak()
     before = anonymous_bytes() or 0

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 
 from penstock.cache import BLOCK_TOKENS, SequenceCache, StateStep
 from penstock.engine.batch import Canon, SpanInput, build_batch
-from penstock.engine.device import wait_for
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
 from penstock.engine.space import CacheSpace
+from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.plan.request import Span
 from penstock.plan.step_shape import StepShape
@@ -115,7 +115,7 @@ class StepTimer:
         logits = self._model.forward(batch, self._space.tensors)
         if logits is not None:
             sample_rows(logits, [PlainRow(self._sampler)] * len(logits))
-        wait_for(self._model.device)
+        device_kind(self._model.device).synchronize()
 
     def _item(
         self, cache: SequenceCache, start: int, size: int, *, is_prompt: bool, wants_logits: bool

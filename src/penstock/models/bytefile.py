@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from penstock.errors import ModelFileError
+from penstock.kernels.device import device_kind
 from penstock.models.reading import reading
 
 # Large enough for the disk, small enough to stay in a CPU's cache between the read and the conversion.
@@ -43,7 +44,7 @@ def copy_plain(file: ByteFile, start: int, stored: torch.dtype, out: torch.Tenso
     if out.numel() == 0:
         return
     rows = out.detach() if out.dim() else out.detach().view(1)
-    if rows.dtype == stored and rows.device.type == "cpu" and rows.is_contiguous():
+    if rows.dtype == stored and rows.is_cpu and rows.is_contiguous():
         file.read_into(start, rows.view(-1).view(torch.uint8))
         return
     row_bytes = rows[0].numel() * stored.itemsize
@@ -90,6 +91,6 @@ class _PinnedPlace(_Place):
 
 def _places(num_bytes: int, device: torch.device) -> list[_Place]:
     """Two on the way to a GPU: one slice is read while the one before is fetched."""
-    if device.type == "cuda":
+    if device_kind(device).copies_pinned:
         return [_PinnedPlace(num_bytes, device) for _ in range(2)]
     return [_Place(num_bytes)]

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
-from penstock.kernels.cuda.inputs import fill, on_device
 from penstock.kernels.cuda.kernels import CudaKernels
 from penstock.kernels.cuda.states import static_span_states
 from penstock.kernels.cuda.work import row_places, static_places
+from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttentionWork, StateWork
 from penstock.layers.attention import Attention
 from penstock.layers.forward_batch import ForwardBatch
@@ -95,7 +95,7 @@ class ChunkGraphs:
             kernels.attend_into(piece.due.rows[0], batch.all_layers, kv, mixer.scale, self._attended)
         self._pieces[-1].graph.replay()
         due = self._pieces[-1].due
-        (logit_rows,) = on_device((batch.logit_rows,), model.device)
+        (logit_rows,) = device_kind(model.device).all_copied((batch.logit_rows,))
         return model.end(due.x, due.rows, logit_rows, batch, caches)
 
     def _fill(self, batch: ForwardBatch) -> None:
@@ -109,7 +109,7 @@ class ChunkGraphs:
             nowhere,
             np.array(slots, np.int64),
         )
-        fill(self._inputs, np.concatenate(numbers))
+        device_kind(self._inputs.device).fill(self._inputs, np.concatenate(numbers))
 
     def _static_batch(self, layout: ChunkLayout) -> ForwardBatch:
         """What the layers are told while they are recorded."""

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
-from penstock.kernels.cuda.inputs import fill
 from penstock.kernels.cuda.states import static_decode_states
 from penstock.kernels.cuda.work import block_starts, row_places, static_decodes, static_places
+from penstock.kernels.device import device_kind
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.recording import Recorder
 
@@ -80,7 +80,7 @@ class DecodeGraph:
         if prepared is not batch:
             staged = self._stage(batch)
         staged[: batch.num_tokens] = batch.token_ids
-        fill(self._inputs, staged)
+        device_kind(self._inputs.device).fill(self._inputs, staged)
         self._graph.replay()
         return self._logits[: batch.num_tokens].clone()  # the next pass writes over them
 

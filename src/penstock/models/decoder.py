@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
-from penstock.kernels.cuda.inputs import on_device
+from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels, slabs_of
 from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
 from penstock.kernels.probe.probe import ProbeShapes, ProductShape
@@ -215,7 +215,7 @@ class Decoder:
         if self._graphs is not None and (graph := self._graphs.find(batch, caches)) is not None:
             return graph.run(batch, self, caches)
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
-        token_ids, positions, logit_rows = on_device(numbers, self.device)
+        token_ids, positions, logit_rows = device_kind(self.device).all_copied(numbers)
         x = self.embed(token_ids) if residual is None else residual
         return self.run_layers(x, batch, caches, positions, logit_rows)
 

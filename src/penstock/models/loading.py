@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.errors import SettingError
+from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import whole_lanes
 from penstock.kernels.interface import DeltaHeads, Kernels
 from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
@@ -44,9 +45,10 @@ def load_decoder(
     """Build a model, or a stage of these `layers` alone, from a file. Matrices stay in the blocks that the file has
     them in where the kernels can compute with those (`auto`), become blocks (`int8`, `int4`), or are of `dtype`."""
     check_source(source)
-    if weights in QUANTISED_WEIGHTS and device.type != "cpu":
+    kind = device_kind(device)
+    if weights in QUANTISED_WEIGHTS and not kind.takes_quantised:
         raise SettingError(
-            f"weights={weights!r} is not accepted on {device.type}: only a CPU computes with quantised weights; give "
+            f"weights={weights!r} is not accepted on {kind.name}: only a CPU computes with quantised weights; give "
             "auto, bf16 or f32"
         )
     if weights in QUANTISED_WEIGHTS and (kernels.quantised is None or dtype != torch.bfloat16):
@@ -74,7 +76,7 @@ def settled_weights(
 ) -> WeightsSetting:
     """What `auto` comes to for these weights on this machine, and why."""
     is_quantised = any(source.block_form(name) is not None for name in source.names())
-    if device.type != "cpu" and is_quantised:
+    if is_quantised and not device_kind(device).takes_quantised:
         return settle_without_blocks(setting, str(dtype).removeprefix("torch."))
     if kernels.quantised is None or dtype != torch.bfloat16 or not is_quantised:
         return setting

@@ -11,13 +11,7 @@ from penstock.plan.memory import WeightBits
 from penstock.plan.step_shape import KernelKind, Workspace
 
 if TYPE_CHECKING:  # a decoder imports this file
-    import torch
-
     from penstock.models.decoder import Decoder
-
-# Torch's work space for cuBLAS, by the major number of a GPU's compute capability.
-_HOPPER = 9
-_LARGE_BYTES, _SMALL_BYTES = 32 << 20, 8320 << 10
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
@@ -88,6 +82,8 @@ def workspace_of(model: "Decoder") -> Workspace:
     """The work space of a loaded model, on its own kernels as they are set up."""
     import torch
 
+    from penstock.kernels.device import device_kind
+
     kernels = model.kernels
     kind: KernelKind = "torch"
     if kernels.name.startswith("cuda"):
@@ -106,16 +102,5 @@ def workspace_of(model: "Decoder") -> Workspace:
         expert_slab=kernels.expert_slab,
         head_rows=kernels.head_rows,
         feed_rows=kernels.feed_rows,
-        library_bytes=_library_bytes(model.device),
+        library_bytes=device_kind(model.device).library_bytes,
     )
-
-
-def _library_bytes(device: "torch.device") -> int:
-    """What torch sets aside for cuBLAS, for each stream that has products: the usual one, and that on which passes
-    are recorded."""
-    import torch
-
-    if device.type != "cuda":
-        return 0
-    is_large = torch.cuda.get_device_capability(device)[0] >= _HOPPER
-    return 2 * (_LARGE_BYTES if is_large else _SMALL_BYTES)

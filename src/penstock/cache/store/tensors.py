@@ -85,7 +85,7 @@ def bytes_of(tensor: Tensor) -> list[memoryview]:
 def check_part(part: TensorPart, given: Tensor, num_parts: tuple[int, ...] = ()) -> None:
     """ValueError unless this is a part of a file, or as many as `num_parts` says."""
     shape, dtype = (*num_parts, *part.shape), _DTYPES[part.dtype]
-    if given.shape != shape or given.dtype != dtype or given.device.type != "cpu":
+    if given.shape != shape or given.dtype != dtype or not given.is_cpu:
         raise ValueError(
             f"{part.name} to keep must be {dtype} {list(shape)} on cpu, "
             f"not {given.dtype} {list(given.shape)} on {given.device}"

@@ -16,6 +16,7 @@ import triton
 from torch import Tensor
 from triton.runtime.autotuner import Autotuner, Heuristics
 
+from penstock.kernels.device import device_kind
 from penstock.kernels.triton.delta import BLOCK_ROWS
 
 # The launches below fit this one.
@@ -136,7 +137,7 @@ def gated_delta_blocks(
 
 @cache
 def _capability(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    return (device_kind(device).capability or (0, 0))[0]
 
 
 @cache

@@ -16,6 +16,7 @@ from penstock.kernels.cuda import fla as fla_delta
 from penstock.kernels.cuda.launches import KeptKernel
 from penstock.kernels.cuda.past import attend_past, prepare_past
 from penstock.kernels.cuda.work import TILE, ChunkWork, DecodeWork, TileWork, device_places, device_work
+from penstock.kernels.device import device_kind
 from penstock.kernels.interface import HeadLayout
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
@@ -338,7 +339,7 @@ def _num_stages(queries: Tensor) -> int:
 @cache
 def _shared_bytes(device: torch.device) -> int:
     """What a program may have of a multiprocessor's memory."""
-    if device.type != "cuda":
+    if device_kind(device).capability is None:
         return _HOPPER_SHARED_BYTES
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])

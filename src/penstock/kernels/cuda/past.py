@@ -8,6 +8,7 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.kv import KV
+from penstock.kernels.device import device_kind
 
 # A past is attended to in as many parts as it takes for 512 queries to give every multiprocessor something to do.
 HEADS_AND_PARTS = 32
@@ -74,5 +75,5 @@ def has_cudnn_attention(device: torch.device, dtype: torch.dtype, head_dim: int)
     """cuDNN has none in float32, and large heads on Hopper alone."""
     if dtype == torch.float32:
         return False
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else _HOPPER
+    capability = device_kind(device).capability or _HOPPER
     return capability[0] >= 8 and (head_dim <= 128 or capability == _HOPPER)

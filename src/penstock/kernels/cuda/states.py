@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.kernels.cuda.inputs import keep, made_once, to_device
+from penstock.kernels.cuda.inputs import keep, made_once
+from penstock.kernels.device import device_kind
 from penstock.kernels.spans import StateWork
 
 
@@ -76,7 +77,7 @@ def _prepare(work: StateWork, device: torch.device) -> DeviceStates:
     decodes = [rows for rows in work.rows if not rows.is_prompt and rows.end - rows.start == 1]
     others = [rows for rows in work.rows if rows.is_prompt or rows.end - rows.start > 1]
     numbers = [(rows.start, rows.read, rows.write) for rows in (*decodes, *others)]
-    table = to_device(np.array(numbers, dtype=np.int64).reshape(-1, 3).T, device)
+    table = device_kind(device).copied(np.array(numbers, dtype=np.int64).reshape(-1, 3).T)
     spans = tuple(
         SpanStates(rows.start, rows.end, table[1, at : at + 1], table[2, at : at + 1])
         for at, rows in enumerate(others, len(decodes))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.kv import KV
-from penstock.kernels.cuda.inputs import keep, made_once, to_device
+from penstock.kernels.cuda.inputs import keep, made_once
+from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces, part_of
 from penstock.plan.request import Span
 from penstock.plan.tiles import cut_into_tiles
@@ -68,7 +69,7 @@ def device_work(work: AttentionWork, device: torch.device) -> DeviceWork:
 
 def device_places(places: WrittenPlaces, device: torch.device) -> Tensor:
     """Where each row goes [num_tokens], made once."""
-    return made_once(places, lambda: to_device(row_places(places), device))
+    return made_once(places, lambda: device_kind(device).copied(row_places(places)))
 
 
 def row_places(places: WrittenPlaces) -> NDArray[np.int64]:
@@ -112,7 +113,7 @@ def _prepare(work: AttentionWork, device: torch.device) -> DeviceWork:
 
 
 def _chunk(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) -> ChunkWork:
-    table = to_device(starts, device)
+    table = device_kind(device).copied(starts)
     tiles: list[TileWork] = []
     for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size or TILE):
         own = starts[piece.tile_start // BLOCK_TOKENS : -(-piece.end // BLOCK_TOKENS)]
@@ -140,7 +141,7 @@ def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torc
     for index, (row, length, starts) in enumerate(decodes):
         table[index, :2] = row, length
         table[index, 2 : 2 + len(starts)] = starts
-    whole = to_device(table, device)
+    whole = device_kind(device).copied(table)
     return DecodeWork(whole[:, 0].contiguous(), whole[:, 1].contiguous(), whole[:, 2:], width)
 
 

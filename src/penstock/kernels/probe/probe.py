@@ -14,7 +14,6 @@ None is assumed. The result is kept in the cache folder, under a key of everythi
 
 import hashlib
 import json
-import platform
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ import torch
 
 from penstock.files import replace_json
 from penstock.home import cache_home
+from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels
 from penstock.kernels.probe.attention import attention_holds
 from penstock.kernels.probe.delta import recurrence_holds
@@ -30,7 +30,6 @@ from penstock.kernels.probe.passes import passes_hold
 from penstock.kernels.probe.random import Random
 from penstock.kernels.probe.rows import EXPERT_SLAB, Tried, least_floor, other_counts, slab_holds, tried_on
 from penstock.kernels.probe.shapes import ProbeShapes, ProductShape
-from penstock.machine import processor_lines
 
 __all__ = ["ProbeResult", "ProbeShapes", "ProductShape", "measure", "probe"]
 
@@ -104,6 +103,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
 
 
 def _result_path(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> Path:
+    kind = device_kind(device)
     key = {
         "version": _VERSION,
         "torch": torch.__version__,
@@ -111,26 +111,12 @@ def _result_path(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, devi
         "libraries": kernels.libraries,
         "tile_size": kernels.tile_size,
         "dtype": str(dtype),
-        "machine": _machine(device),
-        "threads": torch.get_num_threads() if device.type == "cpu" else 0,
+        "machine": kind.features,
+        "threads": kind.num_threads,
         "shapes": asdict(shapes),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     return cache_home() / "probe" / f"{digest}.json"
-
-
-def _machine(device: torch.device) -> str:
-    if device.type == "cuda":
-        about = torch.cuda.get_device_properties(device)
-        cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-        size = f"{about.multi_processor_count} multiprocessors, {about.total_memory} bytes"
-        return f"{about.name}, {size}, CUDA {torch.version.cuda}, cuDNN {cudnn}"
-    if device.type != "cpu":
-        return f"{device.type}, {platform.platform()}"
-    facts = sorted(set(processor_lines("model name", "model\t", "flags", "Features")))
-    return "|".join(
-        [platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability(), *facts]
-    )
 
 
 def _read(path: Path, tried: Tried) -> ProbeResult | None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.device import device_kind
 from penstock.kernels.interface import FINE_ROWS, Kernels
 from penstock.kernels.probe.random import ROWS_TOGETHER, Random
 from penstock.kernels.probe.shapes import ProductShape
@@ -55,7 +56,7 @@ ON_GPU = Tried(
 
 
 def tried_on(device: torch.device) -> Tried:
-    return ON_GPU if device.type == "cuda" else ON_CPU
+    return ON_GPU if device_kind(device).probes_every_count else ON_CPU
 
 
 def _factors(kernels: Kernels, shape: ProductShape, num_rows: int, random: Random) -> tuple[Weight, Tensor]:

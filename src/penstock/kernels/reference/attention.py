@@ -25,7 +25,7 @@ def flash_attention(
     queries: Tensor, keys: Tensor, values: Tensor, dropout: float, is_causal: bool, *, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Attention of [batch, heads, n, head_dim], and the logarithms of the sums of exponentials [batch, heads, n]."""
-    if queries.device.type == "cpu":
+    if queries.is_cpu:
         found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             queries, keys, values, dropout, is_causal, scale=scale
         )

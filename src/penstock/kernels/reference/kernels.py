@@ -58,7 +58,7 @@ class TorchKernels:
     def pack(self, weight: Tensor) -> Tensor:
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
         # time, and fewer rows are enough for row-invariance than with the default float32 library.
-        if weight.device.type != "cpu" or not _can_pack(weight.dtype):
+        if not weight.is_cpu or not _can_pack(weight.dtype):
             return weight
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         return packed
@@ -89,7 +89,7 @@ class TorchKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype == torch.float32:
             return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-        if x.device.type != "cpu":
+        if not x.is_cpu:
             wide = x.float()
             normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
             return (

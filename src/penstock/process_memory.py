@@ -1,11 +1,9 @@
-"""Memory that this process takes: resident, as the system counts it, and of a GPU, as torch's allocator does."""
+"""Memory that this process takes, as the system counts it."""
 
 import ctypes
 import resource
 import sys
 from pathlib import Path
-
-import torch
 
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
@@ -54,25 +52,6 @@ def reset_peak() -> bool:
     except OSError:
         return False
     return True
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory since the last `reset_peak_memory`: what was allocated on a GPU of NVIDIA's, else what was
-    resident."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
-
-
-def reset_peak_memory(device: torch.device) -> bool:
-    """Start measuring that anew. False where the system cannot."""
-    if device.type != "cuda":
-        return reset_peak()
-    torch.cuda.reset_peak_memory_stats(device)
-    return True
-
-
-def memory_bytes(device: torch.device) -> int | None:
-    """The same now; None where the system does not tell."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else resident_bytes()
 
 
 def _status(field: str) -> int | None:
