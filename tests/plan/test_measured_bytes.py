@@ -1,0 +1,211 @@
+"""The arithmetic of memory, summed over many random models and steps. `penstock verify --memory` measured what it says:
+a number changes here only with a tensor that the engine holds."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+
+from penstock.plan import ChunkedPrefillConfig, DeltaNetShape, ExpertsShape, ModelShape, peak_memory_estimate
+from penstock.plan.activation import step_phases
+from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
+from penstock.plan.step_shape import KernelKind, StepShape, Workspace
+
+KERNELS: tuple[KernelKind, ...] = ("torch", "native", "cuda")
+
+
+def random_shape(random: Random) -> ModelShape:
+    num_layers, num_kv_heads = random.randint(2, 8), random.choice([1, 2, 4, 8])
+    num_key_heads = random.choice([1, 4, 16])
+    net = DeltaNetShape(
+        random.randint(1, num_layers),
+        num_key_heads,
+        num_key_heads * random.choice([1, 2]),
+        random.choice([16, 128]),
+        random.choice([16, 64, 128]),
+        random.randint(1, 5),
+    )
+    experts = ExpertsShape(
+        random.randint(1, num_layers),
+        random.choice([4, 64, 128]),
+        random.choice([100, 768]),
+        random.choice([0, 500]),
+    )
+    return ModelShape(
+        num_layers,
+        random.choice([64, 576, 4096]),
+        random.choice([100, 1536, 12_288]),
+        num_kv_heads * random.choice([1, 3, 4]),
+        num_kv_heads,
+        random.choice([64, 128, 256]),
+        random.choice([1000, 32_000, 151_936]),
+        gated_attention=random.random() < 0.4,
+        delta_net=net if random.random() < 0.4 else None,
+        experts=experts if random.random() < 0.4 else None,
+    )
+
+
+def random_step(random: Random) -> StepShape:
+    num_tokens = random.choice([0, 1, 17, 100, 256, 700, 2100, 5000])
+    num_decodes = random.choice([0, 1, 5, 40] if num_tokens else [1, 5, 40])
+    return StepShape.of_chunk(
+        num_tokens,
+        random.choice([0, 300, 512, 5000]),
+        num_decodes=num_decodes,
+        decode_pasts=num_decodes * random.choice([1, 50, 3000]),
+        is_last=random.random() < 0.5,
+    )
+
+
+def random_workspace(random: Random, kernels: KernelKind) -> Workspace:
+    return Workspace(
+        kernels,
+        tile_size=random.choice([0, 128, 512, 1024]),
+        num_threads=random.choice([1, 2, 8]),
+        row_floor=random.choice([1, 8, 512]),
+        row_slab=random.choice([0, 0, 128]),
+        row_grid=random.choice([8, 64]),
+        expert_slab=random.choice([0, 32]),
+        head_rows=random.choice([8, 32]),
+        feed_rows=random.choice([0, 128, 2560]),
+        head_norm=random.random() < 0.5,
+        float32_norm=random.random() < 0.5,
+        rotary_dim=random.choice([0, 0, 32]),
+        num_active_experts=random.choice([0, 2, 8]),
+        joins_past=random.random() < 0.5,
+        library_bytes=random.choice([0, 1 << 20]),
+    )
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_steps_hold_what_was_measured(kernels: KernelKind) -> None:
+    random, found = Random(kernels), Counter[str]()
+    for _ in range(1500):
+        phases = step_phases(
+            random_shape(random),
+            random_step(random),
+            dtype_bytes=random.choice([1, 2, 4]),
+            workspace=random_workspace(random, kernels),
+            logits_dtype_bytes=random.choice([2, 4]),
+        )
+        for phase in phases:
+            found[phase.phase] += phase.peak_bytes
+            found.update({f"{phase.phase}.{part}": size for part, size in phase.parts.items() if size})
+    assert dict(sorted(found.items())) == STEPS[kernels]
+
+
+def test_prompts_weights_and_states_take_what_was_measured() -> None:
+    random, found = Random(5), Counter[str]()
+    for _ in range(300):
+        shape, dtype_bytes = random_shape(random), random.choice([1, 2, 4])
+        found["kv"] += kv_token_bytes(shape, dtype_bytes)
+        found["state"] += state_slot_bytes(shape, dtype_bytes)
+        found["weights"] += weight_bytes(shape, dtype_bytes)
+        bits = WeightBits(random.choice([4.5, 8.5]), 6.5625, is_tied=random.random() < 0.5)
+        found["quantised"] += weight_bytes(shape, dtype_bytes, bits)
+        config = ChunkedPrefillConfig(chunk_size := random.choice([0, 64, 512]), chunk_size // 4)
+        estimate = peak_memory_estimate(
+            shape,
+            random.choice([0, 10, 1000, 3000]),
+            config,
+            dtype_bytes=dtype_bytes,
+            kv_dtype_bytes=random.choice([None, 1]),
+            fused_attention=random.random() < 0.5,
+            workspace=random_workspace(random, random.choice(KERNELS)),
+        )
+        found["full"] += estimate.full_bytes
+        found["chunked"] += estimate.chunked_bytes
+        found["recurrent"] += estimate.chunked.recurrent_bytes
+        found["scores"] += estimate.chunked.attention_scores_bytes
+        found["chunks"] += estimate.num_chunks
+    assert dict(sorted(found.items())) == PROMPTS
+
+
+STEPS: dict[str, dict[str, int]] = {
+    "torch": {
+        "attention": 49_992_106_192,
+        "attention.attention": 30_646_683_072,
+        "attention.hidden": 10_670_321_472,
+        "attention.input": 3_785_325_264,
+        "attention.projection": 4_889_776_384,
+        "delta_net": 20_890_297_504,
+        "delta_net.delta_net": 10_647_195_584,
+        "delta_net.hidden": 4_587_733_824,
+        "delta_net.input": 1_414_716_064,
+        "delta_net.projection": 4_240_652_032,
+        "head": 14_418_152_912,
+        "head.hidden": 292_294_144,
+        "head.input": 3_433_194_112,
+        "head.logits": 10_692_664_656,
+        "mlp": 70_679_612_800,
+        "mlp.attention": 4_191_171_328,
+        "mlp.delta_net": 211_917_824,
+        "mlp.hidden": 25_147_054_656,
+        "mlp.input": 3_897_414_992,
+        "mlp.mlp": 37_232_054_000,
+        "start": 21_471_681_936,
+        "start.hidden": 14_397_179_968,
+        "start.input": 7_074_501_968,
+    },
+    "native": {
+        "attention": 41_124_425_472,
+        "attention.attention": 20_142_075_200,
+        "attention.hidden": 8_155_273_600,
+        "attention.input": 3_922_813_056,
+        "attention.projection": 8_904_263_616,
+        "delta_net": 19_484_583_328,
+        "delta_net.delta_net": 9_663_016_768,
+        "delta_net.hidden": 4_826_648_832,
+        "delta_net.input": 1_377_294_880,
+        "delta_net.projection": 3_617_622_848,
+        "head": 13_792_892_272,
+        "head.hidden": 272_440_832,
+        "head.input": 3_571_062_560,
+        "head.logits": 9_949_388_880,
+        "mlp": 64_645_251_624,
+        "mlp.attention": 4_699_369_216,
+        "mlp.delta_net": 86_285_312,
+        "mlp.hidden": 17_437_805_440,
+        "mlp.input": 4_036_057_344,
+        "mlp.mlp": 38_385_734_312,
+        "start": 19_231_188_736,
+        "start.hidden": 12_079_451_648,
+        "start.input": 7_151_737_088,
+    },
+    "cuda": {
+        "attention": 60_765_493_904,
+        "attention.attention": 49_327_256_704,
+        "attention.hidden": 5_412_200_256,
+        "attention.input": 4_269_373_392,
+        "attention.projection": 1_756_663_552,
+        "delta_net": 16_754_673_224,
+        "delta_net.delta_net": 7_135_493_616,
+        "delta_net.hidden": 4_086_837_376,
+        "delta_net.input": 1_453_270_168,
+        "delta_net.projection": 4_079_072_064,
+        "head": 15_011_675_928,
+        "head.hidden": 256_408_320,
+        "head.input": 5_106_606_792,
+        "head.logits": 9_648_660_816,
+        "mlp": 52_130_271_132,
+        "mlp.attention": 5_394_992_512,
+        "mlp.delta_net": 302_927_872,
+        "mlp.hidden": 15_040_173_056,
+        "mlp.input": 5_562_592_680,
+        "mlp.mlp": 25_829_585_012,
+        "start": 15_979_783_912,
+        "start.hidden": 10_108_929_536,
+        "start.input": 5_870_854_376,
+    },
+}
+PROMPTS = {
+    "chunked": 12_547_604_064,
+    "chunks": 2_547,
+    "full": 22_050_316_960,
+    "kv": 3_241_600,
+    "quantised": 92_833_178_684,
+    "recurrent": 121_442_688,
+    "scores": 2_150_760_744,
+    "state": 61_366_160,
+    "weights": 294_703_710_208,
+}
