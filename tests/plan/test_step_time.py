@@ -184,19 +184,145 @@ def test_coefficients_are_checked(value: Any) -> None:
         StepTimeCoefficients(per_token=value)
 
 
-@settings(max_examples=50, deadline=None)
-@given(st.integers(1, 5), st.integers(0, 10**6))
-def test_non_negative_least_squares_has_the_marks_of_the_best_answer(size: int, seed: int) -> None:
-    """No unknown is negative; where one is above 0 the slope is 0, and where it is 0 the slope points up."""
-    random = Random(seed)
-    rows = [[random.gauss(0, 1) for _ in range(size)] for _ in range(size + 2)]
+def test_seconds_are_the_sum_of_what_a_step_has() -> None:
+    costs = StepTimeCoefficients(1.0, 10.0, 100.0, 1000.0, 10_000.0)
+    step = StepShape(2, token_pasts=3, longest_past=99, num_decodes=4, decode_pasts=5, num_logits=99)
+    assert costs.seconds(step) == 1 + 2 * 10 + 3 * 100 + 4 * 1000 + 5 * 10_000
+    assert StepTimeModel(costs).predict(step) == costs.seconds(step)
+    assert StepTimeCoefficients().seconds(step) == 0
+
+
+def test_what_was_recorded_is_told() -> None:
+    model = StepTimeModel()
+    assert (model.has_prior, model.num_records, model.most_prompt_tokens) == (False, 0, 0)
+    for num_tokens in (7, 300, 20):
+        model.record(StepShape(num_tokens), 0.0)
+    assert (model.has_prior, model.num_records, model.most_prompt_tokens) == (False, 3, 300)
+    assert 0 < (model.predict(StepShape(20)) or 0.0) < 2e-6  # no step takes no time at all
+    assert StepTimeModel(StepTimeCoefficients(per_decode_past=1e-9)).has_prior
+    assert not StepTimeModel(StepTimeCoefficients()).has_prior
+
+
+def test_a_fit_waits_for_some_samples_but_not_for_one_that_surprises() -> None:
+    """One kind of step, a little slower each time: the prediction follows every fourth time."""
+    step, model = StepShape(100), StepTimeModel()
+    seconds = [0.1 * 1.01**number for number in range(30)]
+    predicted = []
+    for time_s in seconds:
+        model.record(step, time_s)
+        predicted.append(model.predict(step))
+    changes = [number for number in range(1, 30) if predicted[number] != predicted[number - 1]]
+    assert changes == [*range(1, 8), *range(11, 30, 4)]
+    assert predicted[0] == pytest.approx(seconds[0], rel=1e-3)
+    # The middle of the last five; of four, the shorter of the two in the middle.
+    assert predicted[3] == pytest.approx(seconds[1], rel=1e-3)
+    assert predicted[11] == pytest.approx(seconds[9], rel=1e-3)
+    for factor, follows in ((1.19, False), (1.22, True), (0.79, True), (0.81, False)):
+        model = StepTimeModel()
+        for _ in range(12):
+            model.record(step, 0.1)
+        before = model.predict(step)
+        assert before is not None
+        model.record(StepShape(101), 0.1 * factor)
+        assert (model._num_unfitted, model._is_surprised) == (1, follows)
+        model.predict(step)
+        assert model._num_unfitted == (0 if follows else 1)
+        assert not model._is_surprised
+
+
+def test_kinds_are_powers_of_two_and_the_one_seen_longest_ago_is_forgotten() -> None:
+    def num_kinds(*steps: StepShape) -> int:
+        model = StepTimeModel()
+        for step in steps:
+            model.record(step, 1.0)
+        return len(model._kinds)
+
+    for few, many in ((63, 64), (127, 128)):
+        assert num_kinds(StepShape(few), StepShape(many)) == 2
+        assert num_kinds(StepShape(many), StepShape(2 * many - 1)) == 1
+        for name, count in (("token_pasts", "num_prompt_tokens"), ("decode_pasts", "num_decodes")):
+            parts = {"num_prompt_tokens": 0, count: 3}
+            below, at, end = (
+                StepShape(**parts, **{name: 3 * 256 * size + more})
+                for size, more in ((many, -1), (many, 0), (2 * many, -1))
+            )
+            assert num_kinds(below, at) == 2
+            assert num_kinds(at, end) == 1
+    assert num_kinds(StepShape(0, num_decodes=3), StepShape(0, num_decodes=4)) == 2
+    model = StepTimeModel()
+    steps = [StepShape(2**tokens, num_decodes=2**decodes) for tokens in range(13) for decodes in range(5)]
+    assert len(steps) == MOST_KINDS + 1
+    for step in steps:
+        model.record(step, 1.0)
+        model.record(steps[0], 1.0)  # which is always the one seen last
+    assert len(model._kinds) == MOST_KINDS
+    model.record(steps[1], 1.0)
+    assert [kind.samples[0].features[3] for kind in model._kinds.values()][:2] == [8.0, 16.0]
+
+
+def test_a_fixed_stream_is_learned_as_ever() -> None:
+    """Of a machine that becomes slower, with outliers, kinds that are not seen for long, and a profile that is wrong:
+    what profiles and targets were tuned with is what is predicted."""
+    asked = [StepShape.of_chunk(500, 3000), StepShape(0, num_decodes=3, decode_pasts=2400)]
+    found: list[list[float | None]] = []
+    for prior in (None, StepTimeCoefficients(0.02, 1e-3, 0.0, 1e-3, 1e-6)):
+        random, model = Random(12), StepTimeModel(prior)
+        for number in range(700):
+            step = random_step(random)
+            if number > 300 and step.num_prompt_tokens not in (0, 64, 256):
+                continue
+            true = StepTimeCoefficients(*(value * (1 + number / 500) for value in asdict(CPU).values()))
+            model.record(step, measured(random, true, step))
+            if number in (0, 3, 9, 60, 299, 450, 699):
+                found.append([model.predict(step) for step in asked])
+    assert found == [[pytest.approx(value, rel=1e-6) for value in row] for row in LEARNED]
+
+
+LEARNED = [
+    [0.27431546, 0.091758685],
+    [0.54267382, 0.013505679],
+    [0.55709985, 0.020822201],
+    [0.59320944, 0.031317771],
+    [0.84704618, 0.042508049],
+    [1.0816686, 0.057784582],
+    [0.56724888, 0.041204778],
+    [0.54273664, 0.013501771],
+    [0.55714713, 0.020818403],
+    [0.59327923, 0.031314018],
+    [0.84711317, 0.042510064],
+    [1.0817212, 0.057781592],
+]
+
+
+def least_squares(random: Random, size: int, num_rows: int) -> tuple[list[list[float]], list[float]]:
+    """Columns that are nearly alike, so that most answers have a negative part."""
+    shared = [random.gauss(0, 1) for _ in range(num_rows)]
+    alike = random.choice([0.0, 0.5, 2.0])
+    rows = [[random.gauss(0, 1) + alike * common for _ in range(size)] for common in shared]
     matrix = [
         [sum(row[i] * row[j] for row in rows) + 0.01 * (i == j) for j in range(size)] for i in range(size)
     ]
-    vector = [random.gauss(0, 1) for _ in range(size)]
-    found = solve_non_negative(matrix, vector)
-    for i in range(size):
-        slope = sum(matrix[i][j] * found[j] for j in range(size)) - vector[i]
-        assert found[i] >= 0
-        assert slope > -1e-7
-        assert found[i] == 0 or abs(slope) < 1e-7
+    return matrix, [random.gauss(0, 1) for _ in range(size)]
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+def test_non_negative_least_squares_has_the_marks_of_the_best_answer(size: int) -> None:
+    """No unknown is negative; where one is above 0 the slope is 0, and where it is 0 the slope points up."""
+    random = Random(size)
+    for _ in range(150):
+        matrix, vector = least_squares(random, size, size + 2)
+        found = solve_non_negative(matrix, vector)
+        for i in range(size):
+            slope = sum(matrix[i][j] * found[j] for j in range(size)) - vector[i]
+            assert found[i] >= 0
+            assert slope > -1e-7
+            assert found[i] == 0 or abs(slope) < 1e-7
+
+
+def test_an_unknown_that_gains_next_to_nothing_stays_out() -> None:
+    identity = [[1.0, 0.0], [0.0, 1.0]]
+    assert solve_non_negative(identity, [3.0, 4.0]) == [3.0, 4.0]
+    assert solve_non_negative(identity, [3.0, 0.0]) == [3.0, 0.0]
+    assert solve_non_negative(identity, [-3.0, 2e-12]) == [0.0, 2e-12]
+    assert solve_non_negative(identity, [-3.0, 1e-12]) == [0.0, 0.0]
+    assert solve_non_negative(identity, [-3.0, -4.0]) == [0.0, 0.0]
