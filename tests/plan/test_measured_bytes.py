@@ -1,5 +1,5 @@
-"""The arithmetic of memory, summed over many random models and steps. `penstock verify --memory` measured it: a number
-changes here only with a tensor that the engine holds."""
+"""The arithmetic of memory, summed over many random models and steps. `penstock verify --memory` measured it: sums
+change only with a tensor that the engine holds."""
 
 from collections import Counter
 from random import Random
