@@ -22,6 +22,7 @@ from penstock.engine.llm import LLM
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.service import Service, ServiceConfig
 from penstock.engine.status import RequestSummary, StepRecord
+from penstock.engine.streams import EventStream
 from penstock.errors import (
     ContextLengthError,
     MemoryExhaustedError,
@@ -264,15 +265,17 @@ def test_a_listener_that_raises_ends_its_own_request_only(service: Service) -> N
 
 def test_streams_of_coroutines(llm: LLM, service: Service) -> None:
     async def consume(seed: int) -> list[int]:
-        async with service.stream(request_of(80, 10, seed)) as stream:
-            return [event.token async for event in stream if isinstance(event, TokenGenerated)]
+        async with EventStream(service) as stream:
+            stream.submit([request_of(80, 10, seed)])
+            return [event.token async for _, event in stream if isinstance(event, TokenGenerated)]
 
     async def leave_early() -> str:
-        async with service.stream(request_of(80, 500)) as stream:
-            async for event in stream:
+        async with EventStream(service) as stream:
+            stream.submit([request_of(80, 500)])
+            async for _, event in stream:
                 if isinstance(event, TokenGenerated):
                     break
-            return stream.request_id
+            return stream.ids[0]
 
     async def all_of_them() -> None:
         *answers, request_id = await asyncio.gather(consume(1), consume(2), consume(3), leave_early())

@@ -18,9 +18,9 @@ from fastapi import FastAPI
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.frontends.server.app import create_app
-from penstock.frontends.server.listen import make_config
+from penstock.frontends.server.lifecycle import make_config
+from penstock.frontends.server.metrics import Telemetry
 from penstock.frontends.server.settings import ServerSettings
-from penstock.frontends.server.telemetry import Telemetry
 
 NAME = "tiny"
 TIMEOUT_S = 60

@@ -12,10 +12,8 @@ from penstock.engine.batcher import ENDED_EXPLAINED
 from penstock.engine.events import Finished, GenerationRequest, Listener
 from penstock.engine.llm import LLM
 from penstock.engine.service import ServiceConfig
-from penstock.frontends.server.explain import RULES
-from penstock.frontends.server.explain_names import AnswerNames
+from penstock.frontends.server.explain import RULES, AnswerIds, started_lines
 from penstock.frontends.server.settings import ServerSettings
-from penstock.frontends.server.started import started_lines
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.sizing import SizeRule
 from tests.engine.listening import Pausing
@@ -149,7 +147,7 @@ def test_what_ended_long_ago_is_forgotten_and_what_runs_is_not(server: Running) 
     running_name = next(stream).id
     ended_name = server.completion(max_tokens=1).json["id"]
     explained(server, ended_name)
-    names = AnswerNames(server.service)
+    names = AnswerIds(server.service)
     (known,) = (request["id"] for request in explained(server, running_name)["requests"])
     names.add([known], answer="kept", header="kept too")
     for index in range(3 * names._most):

@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
+from penstock.engine.streams import EventStream
 from penstock.errors import (
     CacheFullError,
     ContextLengthError,
@@ -20,9 +21,8 @@ from penstock.errors import (
     ServiceClosedError,
     SettingError,
 )
-from penstock.frontends.server.asks import Asker
-from penstock.frontends.server.gathering import Gathering
-from penstock.frontends.server.problems import as_api_error, as_failure
+from penstock.frontends.server.errors import as_api_error, as_failure
+from penstock.frontends.server.requests import RequestBuilder
 from penstock.frontends.server.settings import ServerSettings
 from tests.server.running import NAME, Running, running, wait_for
 
@@ -93,7 +93,7 @@ def test_what_nobody_expected_is_told_once_and_not_to_the_client(
     def fail(*_: Any) -> None:
         raise RuntimeError(SECRET)
 
-    monkeypatch.setattr(Asker, "chat", fail)
+    monkeypatch.setattr(RequestBuilder, "chat", fail)
     for streams in (False, True):
         caplog.clear()
         body = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "stream": streams}
@@ -112,14 +112,14 @@ def test_what_nobody_expected_is_told_once_and_not_to_the_client(
 def test_nor_in_a_stream_that_has_begun(
     server: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    events = Gathering.events
+    events = EventStream.__aiter__
 
-    async def fail(self: Gathering) -> Any:
+    async def fail(self: EventStream) -> Any:
         async for event in events(self):
             yield event
             raise RuntimeError(SECRET)
 
-    monkeypatch.setattr(Gathering, "events", fail)
+    monkeypatch.setattr(EventStream, "__aiter__", fail)
     *_, last = server.completion(stream=True).events
     assert last["error"]["code"] == "internal_error"
     assert SECRET not in last["error"]["message"]

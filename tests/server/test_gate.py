@@ -7,8 +7,9 @@ import pytest
 
 from penstock.engine.llm import LLM
 from penstock.errors import SettingError
+from penstock.frontends.server.middleware import tenant_of
+from penstock.frontends.server.requests import salt_of
 from penstock.frontends.server.settings import ServerSettings, is_loopback, resolve_keys
-from penstock.frontends.server.tenants import salt_of, tenant_of
 from tests.server.running import NAME, Running, running
 
 KEY = "sk-of-the-sluice"

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from penstock.engine.llm import LLM
-from penstock.frontends.server.drain import Drain
-from penstock.frontends.server.intake import NUM_THREADS, Intake
-from penstock.frontends.server.problems import ApiError
+from penstock.frontends.server.errors import ApiError
+from penstock.frontends.server.lifecycle import Drain
+from penstock.frontends.server.requests import NUM_THREADS, BodyReader
 from penstock.frontends.server.settings import ServerSettings
 from tests.server.running import NAME, Reply, Running, running, wait_for
 
@@ -126,13 +126,13 @@ def test_a_body_whose_client_has_gone_is_never_looked_at() -> None:
 
     async def run() -> None:
         drain = Drain()
-        intake = Intake(10, 10_000_000, drain)
-        busy = [asyncio.create_task(intake.take(Client(b"a"), work)) for _ in range(NUM_THREADS)]  # type: ignore[arg-type]
+        reader = BodyReader(10, 10_000_000, drain)
+        busy = [asyncio.create_task(reader.apply(Client(b"a"), work)) for _ in range(NUM_THREADS)]  # type: ignore[arg-type]
         while len(seen) < NUM_THREADS:
             await asyncio.sleep(0.001)
         tracemalloc.start()
         clients = [Client(bytes([letter]) * 3_000_000) for letter in b"bc"]
-        leaving, waiting = (asyncio.create_task(intake.take(client, work)) for client in clients)  # type: ignore[arg-type]
+        leaving, waiting = (asyncio.create_task(reader.apply(client, work)) for client in clients)  # type: ignore[arg-type]
         await asyncio.sleep(0.05)
         assert len(large_pieces()) == 2
         clients[0].has_gone.set()
@@ -145,7 +145,7 @@ def test_a_body_whose_client_has_gone_is_never_looked_at() -> None:
         assert not large_pieces()
         may_go_on.set()
         await asyncio.gather(*busy, return_exceptions=True)
-        intake.close()
+        reader.close()
 
     try:
         asyncio.run(run())

@@ -10,11 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.frontends.server import limits
-from penstock.frontends.server.bodies import ChatBody, CompletionBody
-from penstock.frontends.server.limits import MAX_CONTAINERS, has_too_many_containers
-from penstock.frontends.server.parsing import parse
-from penstock.frontends.server.problems import ApiError
+from penstock.frontends.server import bodies
+from penstock.frontends.server.bodies import (
+    MAX_CONTAINERS,
+    ChatBody,
+    CompletionBody,
+    has_too_many_containers,
+    parse,
+)
+from penstock.frontends.server.errors import ApiError
 from tests.server.running import NAME, Running
 
 MANY = 200_000
@@ -122,14 +126,14 @@ def num_containers(value: Any) -> int:
 def test_lists_and_objects_are_counted_without_parsing(value: Any, limit: int, is_ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=is_ascii).encode(errors="replace")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "MAX_CONTAINERS", limit)
+        patch.setattr(bodies, "MAX_CONTAINERS", limit)
         assert has_too_many_containers(raw) == (num_containers(value) > limit)
 
 
 @given(raw=st.text(alphabet='[{"\\x', max_size=40).map(str.encode))
 def test_of_anything_that_is_no_json_too(raw: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits, "MAX_CONTAINERS", 3)
+        patch.setattr(bodies, "MAX_CONTAINERS", 3)
         has_too_many_containers(raw)
 
 

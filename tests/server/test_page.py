@@ -27,9 +27,9 @@ from penstock.engine.llm import LLM
 from penstock.engine.service import Service
 from penstock.engine.status import StepRecord
 from penstock.frontends.server.app import create_app
+from penstock.frontends.server.metrics import Telemetry
 from penstock.frontends.server.pages import FOLDER
 from penstock.frontends.server.settings import ServerSettings
-from penstock.frontends.server.telemetry import Telemetry
 
 QUIET = ("gpu", "quic", "background-networking", "component-update", "sync")
 PHONE = {"width": 360, "height": 740}

@@ -204,8 +204,8 @@ def test_while_it_drains_it_says_so(start: Start, hold: Hold) -> None:
 LONG_STEP = """
 import sys, time
 from penstock.engine.batcher import Batcher
-from penstock.frontends.server import listen
-listen._LAST_STEP_S = 0.5
+from penstock.frontends.server import lifecycle
+lifecycle._LAST_STEP_S = 0.5
 run = Batcher.run
 num_steps = 0
 def slow(batcher, step):
@@ -240,10 +240,10 @@ def test_a_step_longer_than_the_grace_is_given_up(start: Start, streams: bool) -
 
 
 FAILURE = """
-from penstock.frontends.server.asks import Asker
+from penstock.frontends.server.requests import RequestBuilder
 def fail(*_):
     raise RuntimeError("in the cellar")
-Asker.chat = fail
+RequestBuilder.chat = fail
 """
 
 

@@ -17,8 +17,8 @@ from penstock.engine.events import Event, Finished
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
 from penstock.engine.status import RequestSummary
-from penstock.frontends.server.asks import Asker
-from penstock.frontends.server.telemetry import Telemetry
+from penstock.frontends.server.metrics import Telemetry
+from penstock.frontends.server.requests import RequestBuilder
 from penstock.models.decoder import Decoder
 from tests.server.soak import PHASES, Report, Soak, load_model, prepare, soak
 from tests.server.soak_cases import Case, Sizes
@@ -127,10 +127,10 @@ def test_an_answer_that_never_ends_is_found(
 def test_a_failure_of_the_server_is_found(
     llm: LLM, cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(self: Asker, *body: Any) -> None:
+    def fail(self: RequestBuilder, *body: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(Asker, "chat", fail)
+    monkeypatch.setattr(RequestBuilder, "chat", fail)
     check_finds(llm, cases, "was answered with 500", "an error in the log")
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from penstock.engine.llm import LLM
-from penstock.frontends.server import connection
+from penstock.frontends.server import lifecycle
 from penstock.frontends.server.settings import ServerSettings
 from tests.server.running import NAME, Running, running, wait_for
 
@@ -43,7 +43,7 @@ def is_hung_up_on(client: socket.socket) -> bool:
 
 
 def test_a_stream_that_nobody_reads_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "STALL_S", STALL_S)
+    monkeypatch.setattr(lifecycle, "STALL_S", STALL_S)
     with running(llm, ServerSettings(NAME)) as server, stream(server, 5900) as client:
         cancelled = 'penstock_finished_requests_total{reason="cancelled"} 1.0'
         wait_for(lambda: cancelled in server.ask("GET", "/metrics").body.decode())
@@ -52,7 +52,7 @@ def test_a_stream_that_nobody_reads_ends(llm: LLM, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_answer_that_nobody_takes_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "STALL_S", STALL_S)
+    monkeypatch.setattr(lifecycle, "STALL_S", STALL_S)
     with (
         running(llm, ServerSettings(NAME)) as server,
         ask(server, "/tokenize", {"content": "x" * 3_000_000}) as client,  # more than the system keeps
@@ -67,7 +67,7 @@ def test_an_answer_that_nobody_takes_is_given_up(llm: LLM, monkeypatch: pytest.M
 def test_one_who_reads_slowly_gets_all_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the reader itself was kept waiting for longer than is allowed, it says nothing: more is allowed then."""
     for stall_s in (STALL_S, 4 * STALL_S, 16 * STALL_S):
-        monkeypatch.setattr(connection, "STALL_S", stall_s)
+        monkeypatch.setattr(lifecycle, "STALL_S", stall_s)
         with running(llm, ServerSettings(NAME)) as server, stream(server, 400) as client:
             if reads_slowly(client, stall_s):
                 return
@@ -76,15 +76,15 @@ def test_one_who_reads_slowly_gets_all_of_it(llm: LLM, monkeypatch: pytest.Monke
 
 def test_one_who_takes_a_long_answer_slowly_gets_all_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Looked at again and again, each time when some more of it was taken, however long that has taken."""
-    made: list[connection.Connection] = []
-    connection_made = connection.Connection.connection_made
+    made: list[lifecycle.Connection] = []
+    connection_made = lifecycle.Connection.connection_made
 
-    def noted(self: connection.Connection, transport: asyncio.Transport) -> None:
+    def noted(self: lifecycle.Connection, transport: asyncio.Transport) -> None:
         made.append(self)
         connection_made(self, transport)
 
-    monkeypatch.setattr(connection.Connection, "connection_made", noted)
-    monkeypatch.setattr(connection, "STALL_S", 3600.0)
+    monkeypatch.setattr(lifecycle.Connection, "connection_made", noted)
+    monkeypatch.setattr(lifecycle, "STALL_S", 3600.0)
     with (
         running(llm, ServerSettings(NAME)) as server,
         ask(server, "/tokenize", {"content": "x" * 3_000_000}) as client,
@@ -103,7 +103,7 @@ def test_one_who_takes_a_long_answer_slowly_gets_all_of_it(llm: LLM, monkeypatch
     assert json.loads(content)["count"] == 3_000_000
 
 
-async def look_at(held: connection.Connection) -> bool:
+async def look_at(held: lifecycle.Connection) -> bool:
     """As happens when the time is up; whether it is still held."""
     held._look()
     return not held.transport.is_closing()

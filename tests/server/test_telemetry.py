@@ -21,8 +21,7 @@ from penstock.engine.status import (
     SpanRecord,
     StepRecord,
 )
-from penstock.frontends.server.latency import LatencyWindow
-from penstock.frontends.server.telemetry import Telemetry
+from penstock.frontends.server.metrics import LatencyWindow, Telemetry
 from penstock.plan.step import SpanKind
 
 SECONDS = st.floats(0, 500, allow_nan=False)

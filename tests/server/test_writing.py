@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.frontends.server import json_answer, writing
-from penstock.frontends.server.json_answer import to_json, to_json_in_parts
-from penstock.frontends.server.logprobs import ChatLogprobs
+from penstock.frontends.server import responses
+from penstock.frontends.server.responses import ChatLogprobs, to_json, to_json_in_parts
 from tests.server.running import Running
 
 values = st.recursive(
@@ -23,8 +22,8 @@ values = st.recursive(
 @given(value=values, size=st.integers(1, 5), depth=st.integers(0, 4))
 def test_parts_are_the_whole(value: Any, size: int, depth: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_answer, "_SLICE", size)
-        patch.setattr(json_answer, "_DEPTH", depth)
+        patch.setattr(responses, "_SLICE", size)
+        patch.setattr(responses, "_DEPTH", depth)
         assert to_json_in_parts(value) == to_json(value)
 
 
@@ -66,7 +65,7 @@ def test_answers_are_made_and_written_on_a_thread_of_their_own(
         return dump(content)
 
     monkeypatch.setattr(ChatLogprobs, "write", noted_write)
-    monkeypatch.setattr(writing, "to_json_in_parts", noted_dump)
+    monkeypatch.setattr(responses, "to_json_in_parts", noted_dump)
     assert server.chat(logprobs=True, top_logprobs=20).status == 200
     assert server.ask("POST", "/tokenize", {"content": "hello"}).status == 200
     assert len(threads) == 3

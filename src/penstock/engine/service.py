@@ -26,7 +26,6 @@ from penstock.engine.run import check_request
 from penstock.engine.space import CacheSpace
 from penstock.engine.status import Observer, ServiceStatus
 from penstock.engine.stop import StopMatcher
-from penstock.engine.streams import EventStream
 from penstock.errors import (
     ContextLengthError,
     RequestFailedError,
@@ -184,10 +183,6 @@ class Service:
                 num_known = reuse.num_in_memory(prefix)
             reuse.search(prefix, num_known)
         return prefix
-
-    def stream(self, request: GenerationRequest) -> EventStream:
-        """Submit a request from a coroutine; its events come by `async for`."""
-        return EventStream(self, request)
 
     def run(self, request: GenerationRequest) -> list[Event]:
         """Submit a request and wait for its end: all its events."""

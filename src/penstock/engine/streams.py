@@ -1,34 +1,67 @@
-"""The events of one request, for a coroutine."""
+"""The events of requests that belong together, for a coroutine."""
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest
-
-if TYPE_CHECKING:
-    from penstock.engine.service import Service
+from penstock.engine.service import Service
+from penstock.errors import PenstockError
+from penstock.plan.step import RequestId
 
 
 class EventStream:
-    """An asynchronous iterator over events, the last of them Finished or Failed. Leaving it early cancels."""
+    """An asynchronous iterator over `(index, event)`, the index that of the event's request, until all have ended.
 
-    def __init__(self, service: "Service", request: GenerationRequest) -> None:
+    Made on the event loop. `submit` may be called on any thread, since constraints may take long to compile. Leaving
+    `async with`, or `cancel`, ends what has not ended."""
+
+    def __init__(self, service: Service) -> None:
         self._service = service
-        self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._has_ended = False
         self._loop = asyncio.get_running_loop()
-        self.request_id = service.submit(request, self._deliver)
+        self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._lock = threading.Lock()
+        self._ids: list[RequestId] = []
+        self._is_cancelled = False
 
-    def __aiter__(self) -> Self:
-        return self
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Once, all or none of them: if one is refused, the others are cancelled."""
+        try:
+            for index, request in enumerate(requests):
+                self._add(self._service.submit(request, partial(self._deliver, index)))
+        except BaseException:
+            self.cancel()
+            raise
 
-    async def __anext__(self) -> Event:
-        if self._has_ended:
-            raise StopAsyncIteration
-        event = await self._events.get()
-        self._has_ended = isinstance(event, Finished | Failed)
-        return event
+    @property
+    def ids(self) -> tuple[RequestId, ...]:
+        """The ids of the requests, in the order submitted."""
+        with self._lock:
+            return tuple(self._ids)
+
+    def cancel(self) -> None:
+        """End between steps what has not ended. Requests that are being submitted end as soon as they are."""
+        with self._lock:
+            self._is_cancelled = True
+            ids = tuple(self._ids)
+        for request_id in ids:
+            self._service.cancel(request_id)
+
+    def fail(self, error: PenstockError) -> None:
+        """On the event loop: after the events that have come, the next one is this error."""
+        self._events.put_nowait((0, Failed(error)))
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
+        num_left = len(self._ids)
+        while num_left:
+            index, event = await self._events.get()
+            if isinstance(event, Finished | Failed):
+                num_left -= 1
+            yield index, event
 
     async def __aenter__(self) -> Self:
         return self
@@ -38,10 +71,14 @@ class EventStream:
     ) -> None:
         self.cancel()
 
-    def cancel(self) -> None:
-        """End the request between steps. Its last event still comes."""
-        if not self._has_ended:
-            self._service.cancel(self.request_id)
+    def _add(self, request_id: RequestId) -> None:
+        with self._lock:
+            self._ids.append(request_id)
+            is_late = self._is_cancelled
+        if is_late:
+            self._service.cancel(request_id)
 
-    def _deliver(self, event: Event) -> None:
-        self._loop.call_soon_threadsafe(self._events.put_nowait, event)
+    def _deliver(self, index: int, event: Event) -> None:
+        # On the engine's thread, which may outlive the loop by a step.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))

@@ -243,10 +243,10 @@ def serve(
         with display.busy("starting"):
             from penstock.engine.service import Service, ServiceConfig
             from penstock.frontends.server.app import create_app
-            from penstock.frontends.server.listen import bind, url_of
-            from penstock.frontends.server.listen import serve as serve_app
-            from penstock.frontends.server.started import open_warning, started_lines
-            from penstock.frontends.server.telemetry import Telemetry
+            from penstock.frontends.server.explain import open_warning, started_lines
+            from penstock.frontends.server.lifecycle import bind, url_of
+            from penstock.frontends.server.lifecycle import serve as serve_app
+            from penstock.frontends.server.metrics import Telemetry
             from penstock.kernels.device import find_devices
 
             settle_device(wanted_device, find_devices())

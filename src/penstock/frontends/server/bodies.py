@@ -1,30 +1,166 @@
-"""The bodies of requests: names, types and ranges. Null is the same as leaving a parameter away."""
+"""What the body of a request may be: names, types, ranges and how much of anything. Null is the same as leaving a
+parameter out."""
 
+import re
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Mapping
+from functools import cache
+from itertools import islice
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, from_json
 
 from penstock.engine.events import JsonFormat
-from penstock.frontends.server.limits import (
-    MAX_CHOICES,
-    MAX_ENTRIES,
-    MAX_INT,
-    MAX_MESSAGES,
-    MAX_PROMPTS,
-    MAX_SALT_CHARACTERS,
-    MAX_SEED,
-    MAX_STOP_CHARACTERS,
-    MAX_STOPS,
-    at_most,
+from penstock.frontends.server.errors import ApiError
+from penstock.models.reading import shortened
+
+# Bounds on everything, so that no body takes long to refuse, or much memory.
+MAX_INT = 2**31 - 1  # of whole numbers without a bound of their own
+MAX_SEED = 2**63 - 1
+MAX_CHOICES = 128
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 1000
+MAX_SALT_CHARACTERS = 256
+MAX_MESSAGES = 10_000
+MAX_PROMPTS = 1024
+MAX_ENTRIES = 1024  # of logit_bias, and of metadata
+# Lists and objects of a whole body: the smallest take three bytes as JSON, and a hundred as values of Python.
+MAX_CONTAINERS = 2**16
+# What comes before a bracket outside of strings, and the bracket, or the end. It never goes back, and always matches.
+_TO_BRACKET = re.compile(
+    rb"""(?: [^"\[{]++ | "[^"\\]*+ (?:\\.[^"\\]*+)*+ (?:"|\\?\Z) )*+ (?:([\[{])|\Z)""", re.VERBOSE | re.DOTALL
 )
-from penstock.frontends.server.messages import Message
-from penstock.frontends.server.parts import Part
-from penstock.frontends.server.unsupported import IN_BODIES, Unsupported
+
+# Parameters of OpenAI's API that are known and not supported: what each would need, and the values that ask for
+# nothing. Those are accepted, and so is null.
+Unsupported = Mapping[str, tuple[str, tuple[Any, ...]]]
+_IN_BODIES: Unsupported = {
+    "tools": ("calling tools", ([],)),
+    "tool_choice": ("calling tools", ("none", "auto")),
+    "parallel_tool_calls": ("calling tools", (True, False)),
+    "functions": ("calling functions", ([],)),
+    "function_call": ("calling functions", ("none", "auto")),
+    "audio": ("sound", ()),
+    "modalities": ("anything but text", (["text"],)),
+    "prediction": ("predicted output", ()),
+    "reasoning_effort": ("a choice of reasoning effort", ("none",)),
+    "verbosity": ("a choice of verbosity", ("medium",)),
+    "web_search_options": ("searching the web", ()),
+    "moderation": ("moderation", ()),
+    "service_tier": ("service tiers", ("auto", "default")),
+    "best_of": ("choosing among answers; give n and choose", (1,)),
+    "echo": ("answers that repeat the prompt", (False,)),
+    "suffix": ("filling in before a suffix", ("",)),
+}
+_IN_MESSAGES: Unsupported = {
+    "tool_calls": ("calling tools", ([],)),
+    "function_call": ("calling functions", ()),
+    "audio": ("sound", ()),
+    "refusal": ("refusals", ()),
+    "annotations": ("annotations", ([],)),
+}
+
+
+class Part(BaseModel):
+    """An object that a client sends. The first parameter that is not known or not supported is the error: a client
+    that sends a million of them is told of one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    unsupported: ClassVar[Unsupported] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        known, accepted = _names(cls), {}
+        for name, value in values.items():
+            if name in known:
+                accepted[name] = value
+            elif name not in cls.unsupported:
+                raise _wrong(name, "it is not known", "unknown_parameter")
+            elif value is not None:
+                what, neutral = cls.unsupported[name]
+                # Of the same type too: 1 is no True, and true is no 1.
+                if not any(type(value) is type(item) and value == item for item in neutral):
+                    reason = f"this server does not do {what}; leave it away"
+                    raise _wrong(name, reason, "unsupported_parameter")
+        return accepted
+
+
+@cache
+def _names(kind: type[Part]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+def _wrong(name: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
+    """An error about the parameter `name` of the object that is validated."""
+    return PydanticCustomError(code, "{reason}", {"name": name, "reason": reason})
+
+
+def _at_most(limit: int) -> BeforeValidator:
+    """Refuses lists and objects that have more, before anything in them is looked at."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > limit:
+            raise ValueError(f"give up to {limit} of them, not {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def _role(value: object) -> object:
+    if value in ("tool", "function"):
+        raise ValueError("messages of tools and functions are not supported")
+    return "system" if value == "developer" else value  # OpenAI's newer name for it; templates know the older
+
+
+def _text(content: object) -> str:
+    """A text, or the texts of its parts on lines of their own."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not content:
+        raise ValueError("give a text, or a list of parts {'type': 'text', 'text': ...}")
+    return "\n".join(map(_text_part, content))
+
+
+def _text_part(part: object) -> str:
+    match part:
+        case {"type": "text", "text": str(text), **rest} if not rest:
+            return text
+        case {"type": str(kind)} if kind != "text":
+            raise ValueError(f"parts of type {kind[:40]!r} are not supported: this server takes text only")
+    raise ValueError("give parts {'type': 'text', 'text': ...}")
+
+
+class Message(Part):
+    unsupported = _IN_MESSAGES
+
+    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
+    content: Annotated[str, BeforeValidator(_text)]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        """What the model's template gets."""
+        message = {"role": str(self.role), "content": self.content}
+        return message if self.name is None else {**message, "name": self.name}
+
 
 Prompt = str | list[int]
 Tokens = Annotated[int, Field(ge=1, le=MAX_INT)]
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MAX_MESSAGES)]
+_PROMPT_KINDS = "give a text, a list of texts, a list of token ids, or a list of such lists"
 
 
 class Body(Part):
@@ -47,9 +183,6 @@ def _prompts(value: object) -> list[Prompt]:
         if kinds == {list}:
             return [_token_ids(item) for item in value]
     raise ValueError(_PROMPT_KINDS)
-
-
-_PROMPT_KINDS = "give a text, a list of texts, a list of token ids, or a list of such lists"
 
 
 def _token_ids(items: list[Any]) -> list[int]:
@@ -109,13 +242,13 @@ class ResponseFormat(Part):
 class GenerationBody(Body):
     """What both endpoints take. Numbers without a range here have theirs in SamplingParams."""
 
-    unsupported: ClassVar[Unsupported] = IN_BODIES
+    unsupported: ClassVar[Unsupported] = _IN_BODIES
 
     model: str
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    stop: Annotated[list[str] | None, at_most(MAX_STOPS), BeforeValidator(_stops)] = None
+    stop: Annotated[list[str] | None, _at_most(MAX_STOPS), BeforeValidator(_stops)] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
@@ -124,7 +257,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_ENTRIES)] = None
+    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_ENTRIES)] = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
@@ -133,7 +266,7 @@ class GenerationBody(Body):
     cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
     # Accepted, without effect.
     user: str | None = None
-    metadata: Annotated[dict[str, Any] | None, at_most(MAX_ENTRIES)] = None
+    metadata: Annotated[dict[str, Any] | None, _at_most(MAX_ENTRIES)] = None
     store: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -142,25 +275,25 @@ class GenerationBody(Body):
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens are to be told of; None: not even the chosen one's."""
+        """How many of the likeliest tokens are reported with each token; None: no log-probabilities."""
 
     @property
     def answer_tokens(self) -> int | None:
-        """How many tokens the answer may have, where that was said."""
+        """The most tokens of the answer, where the body says so."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> Self:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise ValueError(
+            raise _wrong(
+                "max_tokens",
                 f"max_tokens={self.max_tokens} contradicts max_completion_tokens={self.max_completion_tokens}: "
-                "give one of them"
+                "give one of them",
             )
-        if not self.stream and self.stream_options is not None:
-            raise ValueError("stream_options is accepted only with 'stream': true")
-        if not self.stream and self.return_progress:
-            raise ValueError("return_progress is accepted only with 'stream': true")
+        for name in ("stream_options", "return_progress"):
+            if getattr(self, name) and not self.stream:
+                raise _wrong(name, f"{name} is accepted only with 'stream': true")
         return self
 
 
@@ -189,7 +322,7 @@ class ChatBody(GenerationBody):
     @model_validator(mode="after")
     def _has_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise ValueError("top_logprobs is accepted only with 'logprobs': true")
+            raise _wrong("top_logprobs", "top_logprobs is accepted only with 'logprobs': true")
         return self
 
 
@@ -210,5 +343,77 @@ class TokenizeBody(Body):
         if sum(part is not None for part in (self.content, self.prompt, self.messages)) != 1:
             raise ValueError("give one of content, prompt and messages")
         if self.messages is not None and self.add_special is not None:
-            raise ValueError("add_special is not accepted with messages: the model's template has them")
+            raise _wrong(
+                "add_special",
+                "add_special is not accepted with messages: the model's template has them",
+            )
         return self
+
+
+_Body = TypeVar("_Body", bound=Body)
+
+
+def parse(raw: bytes, kind: type[_Body]) -> _Body:
+    """The body in these bytes, or an error that names the parameter that is wrong."""
+    if has_too_many_containers(raw):
+        raise ApiError(
+            400,
+            f"the body has more than {MAX_CONTAINERS} lists and objects in it: this server takes no more; send less",
+            code="invalid_value",
+        )
+    try:
+        # Refuses NaN, text that is no Unicode and deep nesting, besides what is no JSON.
+        value = from_json(raw, allow_inf_nan=False, cache_strings=False)
+    except ValueError as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body is not accepted: give a JSON object", code="invalid_json")
+    try:
+        return kind.model_validate(value)
+    except ValidationError as error:
+        raise _api_error(error.errors(include_url=False)[0]) from None
+
+
+def has_too_many_containers(raw: bytes) -> bool:
+    """Counts the lists and objects of bytes that may be JSON, without parsing them."""
+    if raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
+        return False
+    # Most may be in texts, such as programs.
+    found = islice(_TO_BRACKET.finditer(raw), MAX_CONTAINERS + 1)
+    return sum(match[1] is not None for match in found) > MAX_CONTAINERS
+
+
+def _api_error(error: Mapping[str, Any]) -> ApiError:
+    kind, reason = str(error["type"]), str(error["msg"])
+    context = error.get("ctx", {})
+    param = _path((*error["loc"], context["name"]) if "name" in context else error["loc"])
+    match kind:
+        case "missing":
+            return ApiError(400, f"{param} is missing", code="missing_required_parameter", param=param)
+        case "unknown_parameter":
+            return ApiError(400, f"unknown parameter: {param}", code=kind, param=param)
+        case "unsupported_parameter":
+            return ApiError(400, f"{param} is not supported: {reason}", code=kind, param=param)
+    reason = reason.removeprefix("Value error, ").replace("Input should", "it should")
+    if kind == "invalid_value" or param is None:  # about several parameters: the reason names them
+        return ApiError(400, reason, code="invalid_value", param=param)
+    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    return ApiError(
+        400, f"{param}={_shown(error['input'])} is not accepted: {reason}", code=code, param=param
+    )
+
+
+def _path(location: tuple[int | str, ...]) -> str | None:
+    """`messages[0].content`; None for the body itself."""
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    return shortened(path.removeprefix("."), 100) or None
+
+
+def _shown(value: object) -> str:
+    match value:
+        case dict():
+            return "{...}"
+        case list():
+            return "[...]"
+        case _:
+            return shortened(repr(value[:100] if isinstance(value, str) else value), 60)

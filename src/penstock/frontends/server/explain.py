@@ -1,19 +1,23 @@
-"""Why a request's chunks are as long as they are, as JSON."""
+"""Why the server does as it does: the lengths of a request's chunks, and the settings that they follow from, as JSON
+and in words."""
 
-from typing import Any
+import threading
+from collections.abc import Sequence
+from typing import Any, Final
 
 from fastapi import APIRouter, Response
 
+from penstock import __version__
 from penstock.engine.batcher import ENDED_EXPLAINED
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.service import Service
 from penstock.engine.status import RequestStatus
-from penstock.frontends.server.explain_names import AnswerNames
-from penstock.frontends.server.explain_settings import size_settings
-from penstock.frontends.server.json_answer import JsonAnswer
-from penstock.frontends.server.pages import LIVE_HEADERS
-from penstock.frontends.server.problems import ApiError
-from penstock.frontends.server.telemetry import Telemetry
+from penstock.frontends.lines import device_line
+from penstock.frontends.server.errors import ApiError
+from penstock.frontends.server.metrics import Telemetry
+from penstock.frontends.server.responses import LIVE_HEADERS, JsonResponse
+from penstock.frontends.server.settings import ServerSettings
+from penstock.plan import format_bytes
 from penstock.plan.sizing import SizeRule
 from penstock.plan.step import RequestId
 
@@ -32,7 +36,43 @@ RULES: dict[SizeRule, str] = {
 }
 
 
-def explain_router(service: Service, telemetry: Telemetry, names: AnswerNames) -> APIRouter:
+class AnswerIds:
+    """The requests of answers, by the answer's `id` and by its `x-request-id`, for as long as the engine can explain
+    them. Any thread may ask."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        # More answers than the engine can know of are not kept, but for some that are looked through when there are
+        # twice as many.
+        schedule = service.schedule
+        self._most: Final = schedule.max_running + schedule.max_waiting + ENDED_EXPLAINED
+        self._lock = threading.Lock()
+        self._answers: dict[str, tuple[RequestId, ...]] = {}
+        # Apart: a client picks these itself, and is not to take an answer's name away.
+        self._headers: dict[str, tuple[RequestId, ...]] = {}
+
+    def add(self, ids: Sequence[RequestId], *, answer: str, header: str) -> None:
+        with self._lock:
+            for names, name in ((self._answers, answer), (self._headers, header)):
+                names.pop(name, None)  # the last of a name counts
+                names[name] = tuple(ids)
+                if len(names) >= 2 * self._most:
+                    self._forget(names)
+
+    def find(self, name: str) -> tuple[RequestId, ...]:
+        """The requests of an answer, in the order of its choices, or one by the engine's own name; nothing where the
+        name is not known."""
+        is_own = self._service.explain(name) is not None
+        with self._lock:
+            return self._answers.get(name) or ((name,) if is_own else self._headers.get(name, ()))
+
+    def _forget(self, names: dict[str, tuple[RequestId, ...]]) -> None:
+        for name, ids in tuple(names.items()):
+            if all(self._service.explain(request_id) is None for request_id in ids):
+                del names[name]
+
+
+def explain_router(service: Service, telemetry: Telemetry, ids: AnswerIds) -> APIRouter:
     """GET `/explain/{id}`: the chunks of an answer that is on its way or ended not long ago."""
     settings = size_settings(service)
     fixed = 0 if service.schedule.auto_chunk else service.schedule.chunk_size
@@ -49,7 +89,7 @@ def explain_router(service: Service, telemetry: Telemetry, names: AnswerNames) -
                 **_request(request_id, live.get(request_id), telemetry),
                 "chunks": [_chunk(record, fixed) for record in chunks],
             }
-            for index, request_id in enumerate(names.find(name))
+            for index, request_id in enumerate(ids.find(name))
             if (chunks := service.explain(request_id)) is not None
         ]
         if not requests:
@@ -57,7 +97,7 @@ def explain_router(service: Service, telemetry: Telemetry, names: AnswerNames) -
         met = dict.fromkeys(chunk["rule"] for request in requests for chunk in request["chunks"])
         rules = {rule: RULES[rule] for rule in met}
         content = {"id": name, "settings": settings, "rules": rules, "requests": requests}
-        return JsonAnswer(content, headers=LIVE_HEADERS)
+        return JsonResponse(content, headers=LIVE_HEADERS)
 
     return routes
 
@@ -101,3 +141,101 @@ def _unknown(name: str) -> ApiError:
         code="request_not_found",
         param="id",
     )
+
+
+def size_settings(service: Service) -> dict[str, Any]:
+    """`effective` is what a chunk has where nothing speaks for less or more, `most` what it has at most; 0 is the
+    whole prompt. `budget_bytes` is what a step may need: `max_activation_bytes`, or half of the memory that was free
+    at the start, or None where that is not known."""
+    size, chunk, schedule = service.llm.size, service.llm.chunk, service.schedule
+    is_own = schedule.auto_chunk or schedule.chunk_size == chunk.effective
+    return {
+        "chunk": {
+            "requested": chunk.requested,
+            "effective": chunk.effective if schedule.auto_chunk else schedule.chunk_size,
+            "most": schedule.chunk_size,
+            "is_auto": schedule.auto_chunk,
+            "reason": chunk.reason if is_own else "set by the service's schedule",
+        },
+        "target_itl_s": size.target_itl_s,
+        "target_ttft_s": size.target_ttft_s,
+        "max_activation_bytes": size.max_activation_bytes,
+        "budget_bytes": service.rules.budget_bytes,
+    }
+
+
+def size_lines(service: Service) -> list[str]:
+    """The same in words."""
+    settings = size_settings(service)
+    chunk, budget = settings["chunk"], settings["max_activation_bytes"]
+    memory = None if budget is None else f"a step may need {format_bytes(budget)} beside weights and cache"
+    if not chunk["is_auto"]:
+        size = "whole prompts" if chunk["effective"] == 0 else f"chunk {chunk['effective']}"
+        reason = chunk["reason"].replace("set by argument", "set by --chunk")
+        reason = reason.replace("align=False or --no-align", "--no-align")
+        line = f"{size} (requested {chunk['requested']}: {reason})"
+        return [line] if memory is None else [line, memory]
+    targets = [
+        f"{what} within {settings[name] * 1000:g} ms"
+        for what, name in (("next token", "target_itl_s"), ("first token", "target_ttft_s"))
+        if settings[name] is not None
+    ]
+    aim = f"targets: {', '.join(targets)}" if targets else "no latency target"
+    return [
+        f"chunk auto: {chunk['effective']} tokens ({chunk['reason'].removeprefix('auto: ')}) unless a target or "
+        f"memory says otherwise, at most {chunk['most']}",
+        f"{aim}; {memory or 'a step may need half of the free memory'}",
+    ]
+
+
+def started_lines(service: Service, settings: ServerSettings, url: str) -> list[str]:
+    schedule = service.schedule
+    cache = service.status().cache
+    step = "" if schedule.step_tokens is None else f", step of up to {schedule.step_tokens} tokens"
+    return [
+        f"penstock {__version__} serves {settings.model_name} at {url}/v1",
+        f"  {device_line(service.llm)}",
+        *(f"  {line}" for line in size_lines(service)),
+        f"  policy {schedule.policy}{', strict' if service.config.strict else ''}, "
+        f"up to {schedule.max_running} requests at once and {schedule.max_waiting} waiting{step}",
+        f"  cache {cache.blocks_total * cache.block_tokens} tokens, {format_bytes(_cache_bytes(service))}; "
+        f"prompt and answer up to {service.max_request_tokens} tokens",
+        f"  {_reuse_line(service, settings)}",
+        *(f"  {line}" for line in _folder_lines(service)),
+        f"  live page {url}/",
+    ]
+
+
+def open_warning(settings: ServerSettings) -> str | None:
+    if settings.is_local or settings.api_keys:
+        return None
+    return (
+        f"penstock: warning: anyone who reaches {settings.host} can use this server: "
+        "set PENSTOCK_API_KEY, or leave --host away"
+    )
+
+
+def _reuse_line(service: Service, settings: ServerSettings) -> str:
+    if not service.status().reuse.is_on:
+        return "prefixes are not shared: every prompt is read"
+    if settings.isolates:
+        return "prefixes are isolated: shared only between requests with the same API key"
+    return "prefixes are shared between all requests, but for those with a cache_salt of their own"
+
+
+def _folder_lines(service: Service) -> list[str]:
+    store = service.llm.store
+    if store is None or not service.config.reuse:
+        return []
+    if not store.is_usable:
+        return [f"folder {store.folder} cannot be used: nothing is kept there"]
+    stats = store.stats()
+    return [
+        f"folder {store.folder}, up to {format_bytes(stats.max_bytes)}, now {format_bytes(stats.bytes_on_disk)}"
+    ]
+
+
+def _cache_bytes(service: Service) -> int:
+    cache, spec = service.status().cache, service.llm.model.cache_spec
+    states_bytes = cache.slots_total * spec.recurrent.bytes_per_slot if spec.recurrent else 0
+    return cache.blocks_total * cache.block_tokens * spec.kv.bytes_per_token + states_bytes

@@ -6,34 +6,21 @@ from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, HTTPException, Response
-from fastapi.responses import JSONResponse
 
 from penstock.engine.service import Service
 from penstock.engine.status import StepRecord
-from penstock.frontends.server.explain_settings import size_settings
-from penstock.frontends.server.latency import LatencyWindow
+from penstock.frontends.server.explain import size_settings
+from penstock.frontends.server.metrics import CONTENT_TYPE, LatencyWindow, Telemetry
+from penstock.frontends.server.responses import LIVE_HEADERS, SAFE_HEADERS, JsonResponse
 from penstock.frontends.server.settings import ServerSettings
-from penstock.frontends.server.telemetry import CONTENT_TYPE, Telemetry
 
 # The requests that ended last.
 _ENDED_SHOWN = 6
 FOLDER = Path(__file__).parent / "page"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-# The page is one origin's: nothing inline, nothing from elsewhere, in nobody's frame.
-_SAFE = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-}
-_FILE_HEADERS = {**_SAFE, "Cache-Control": "no-cache"}
-# Of what changes from moment to moment.
-LIVE_HEADERS = {**_SAFE, "Cache-Control": "no-store"}
 
 
-def router(service: Service, telemetry: Telemetry, settings: ServerSettings) -> APIRouter:
+def page_router(service: Service, telemetry: Telemetry, settings: ServerSettings) -> APIRouter:
     """GET `/` and the files it names under `/page/`, which hold nothing secret and need no key; GET `/status` and
     `/metrics`, which tell what others do. `/status?steps_after=n` leaves out steps up to index n."""
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
@@ -51,7 +38,7 @@ def router(service: Service, telemetry: Telemetry, settings: ServerSettings) -> 
     # Not async: they ask the engine, which may have to finish a thought first.
     @routes.get("/status")
     def status(steps_after: int = -1) -> Response:
-        return JSONResponse({**about, **_status(service, telemetry, steps_after)}, headers=LIVE_HEADERS)
+        return JsonResponse({**about, **_status(service, telemetry, steps_after)}, headers=LIVE_HEADERS)
 
     @routes.get("/metrics")
     def metrics() -> Response:
@@ -64,7 +51,11 @@ def router(service: Service, telemetry: Telemetry, settings: ServerSettings) -> 
 def _file(name: str, files: Mapping[str, bytes]) -> Response:
     if name not in files:
         raise HTTPException(404, f"there is no file {name!r}: open / for the page")
-    return Response(files[name], media_type=_TYPES[Path(name).suffix], headers=_FILE_HEADERS)
+    return Response(
+        files[name],
+        media_type=_TYPES[Path(name).suffix],
+        headers={**SAFE_HEADERS, "Cache-Control": "no-cache"},
+    )
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

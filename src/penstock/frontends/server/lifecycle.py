@@ -1,4 +1,5 @@
-"""The server as a process: its socket, its signals, its end."""
+"""The server's life: its socket, its connections, its signals, and its end. First nobody new comes in, then answers
+that have not ended do so with an error."""
 
 import asyncio
 import contextlib
@@ -8,26 +9,140 @@ import math
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
+from typing import Any, Never, TypeVar
+from weakref import WeakSet
 
 import uvicorn
 from fastapi import FastAPI
+from starlette.types import Receive
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.engine.service import Service
-from penstock.errors import SettingError
+from penstock.engine.streams import EventStream
+from penstock.errors import ServiceClosedError, SettingError
 from penstock.frontends.exits import INTERRUPTED, complain
-from penstock.frontends.server.connection import Connection
-from penstock.frontends.server.drain import Drain
+from penstock.frontends.server.errors import SHUTTING_DOWN, ApiError, cancelled, client_gone
 
-# After the grace, answers that were cut short still have their last words to send, and the engine its step to end.
+# How long a client may take nothing of its answer.
+STALL_S = 60.0
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+# After the grace, answers that were cut short still have their last events to send, and the engine its step to end.
 _LAST_WORDS_S = 5
 _LAST_STEP_S = 5.0
-_LOOK_S = 0.02
+_POLL_S = 0.02
 _BACKLOG = 2048
+
+_Result = TypeVar("_Result")
+
+
+async def run_unless(work: Coroutine[Any, Any, _Result], *ends: Coroutine[Any, Any, Never]) -> _Result:
+    """The result of `work`. If one of `ends` raises first, the work is cancelled, and that is raised."""
+    task = asyncio.create_task(work)
+    watches = [asyncio.create_task(end) for end in ends]
+    try:
+        await asyncio.wait({task, *watches}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            for watch in watches:
+                if watch.done():
+                    watch.result()
+        return task.result()
+    finally:
+        for each in (task, *watches):
+            each.cancel()
+        await asyncio.gather(task, *watches, return_exceptions=True)
+
+
+async def disconnected(receive: Receive) -> Never:
+    """Raises once the client has disconnected. The request's body must have been read before."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise client_gone()
+
+
+class Drain:
+    """The server's end, for the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.has_begun = False
+        self._is_over = asyncio.Event()
+        self._streams: WeakSet[EventStream] = WeakSet()
+
+    def begin(self) -> None:
+        self.has_begun = True
+
+    def check_open(self) -> None:
+        """Refuse a new request once the end has begun."""
+        if self.has_begun:
+            raise ApiError(
+                503,
+                "the server is shutting down and takes no more requests: send it again elsewhere, or later",
+                code="service_unavailable",
+            )
+
+    def add(self, stream: EventStream) -> None:
+        """End these events with an error when it is over."""
+        self._streams.add(stream)
+
+    def finish(self) -> None:
+        """Answers that have not ended do so now, with an error, whatever the engine is doing."""
+        self._is_over.set()
+        for stream in tuple(self._streams):
+            stream.fail(ServiceClosedError(SHUTTING_DOWN))
+
+    async def over(self) -> Never:
+        """Raises when it is over."""
+        await self._is_over.wait()
+        raise cancelled()
+
+
+class Connection(H11Protocol):
+    """Hangs up on a client that takes nothing for `STALL_S`; its request then sees a disconnect."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _num_unsent = 0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Writing pauses as soon as the system takes no more, so that a pause is always a client that does not read.
+        transport.set_write_buffer_limits(high=0)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        self._unwatch()
+        super().resume_writing()
+
+    def _watch(self) -> None:
+        self._unwatch()
+        self._num_unsent = self.transport.get_write_buffer_size()
+        self._timer = self.loop.call_later(STALL_S, self._look)
+
+    def _unwatch(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        if self.transport.get_write_buffer_size() < self._num_unsent:
+            self._watch()  # slow, but it reads
+        else:
+            # The system drops what it still has to send, too.
+            self.transport.get_extra_info("socket").setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
+            )
+            self.transport.abort()
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -132,7 +247,7 @@ async def _ended(thread: threading.Thread, seconds: float) -> bool:
     """Whether a thread ends within so many seconds."""
     deadline = time.monotonic() + seconds
     while thread.is_alive() and time.monotonic() < deadline:
-        await asyncio.sleep(_LOOK_S)
+        await asyncio.sleep(_POLL_S)
     return not thread.is_alive()
 
 

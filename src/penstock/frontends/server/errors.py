@@ -1,4 +1,4 @@
-"""What goes wrong, in the shape of OpenAI's API: the one place where errors become answers."""
+"""From what goes wrong to errors in the shape of OpenAI's API."""
 
 import logging
 import re
@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
-from starlette.responses import Response
+from starlette.requests import Request
 
 from penstock.errors import (
     CacheFullError,
@@ -23,9 +21,8 @@ from penstock.errors import (
     ServiceClosedError,
     SettingError,
 )
-from penstock.frontends.server.json_answer import JsonAnswer
 
-# When to try again where the queue is full: by then some request will usually have ended.
+# When to try again if the queue is full: by then some request will usually have ended.
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499
 SHUTTING_DOWN = "the request was cancelled: the server is shutting down; send it again"
@@ -61,9 +58,6 @@ class ApiError(Exception):
     def content(self) -> dict[str, Any]:
         fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": fields}
-
-    def response(self) -> Response:
-        return JsonAnswer(self.content, status_code=self.status, headers=self.headers)
 
 
 def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiError:
@@ -127,29 +121,8 @@ def client_gone() -> ApiError:
     return ApiError(CLIENT_GONE, "the client has gone", code="client_closed_request")
 
 
-def install_handlers(app: FastAPI) -> None:
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        return error.response()
-
-    @app.exception_handler(PenstockError)
-    async def known(request: Request, error: PenstockError) -> Response:
-        return as_api_error(error).response()
-
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
-        return _http_error(request, error).response()
-
-    @app.exception_handler(RequestValidationError)
-    async def query(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        param = str(first["loc"][-1])
-        return ApiError(
-            400, f"{param} is not accepted: {first['msg']}", code="invalid_value", param=param
-        ).response()
-
-
-def _http_error(request: Request, error: HTTPException) -> ApiError:
+def as_http_error(request: Request, error: HTTPException) -> ApiError:
+    """What to answer for a path, or a method, that there is not."""
     path, headers = request.url.path, error.headers
     if error.status_code == 405:
         allowed = (headers or {}).get("Allow", "another method")

@@ -1,0 +1,248 @@
+"""What a service does, for Prometheus and for the live page.
+
+How to add a metric:
+
+* A number that the service knows at any moment: a field of `ServiceStatus` (or of its parts, in `engine/status.py`)
+  and a row of `_STATE` here. /metrics reads it when it is scraped, /status of the live page shows it.
+* Something that happens, counted or measured each time: a line in `Telemetry.__init__` and one in the method that is
+  told of it. What no method is told of yet needs one in `Observer` (`engine/status.py`), and its call in the engine.
+"""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple, get_args
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from penstock.engine.batcher import ENDED_EXPLAINED
+from penstock.engine.status import Outcome, RequestSummary, ServiceStatus, StepRecord
+from penstock.plan.step import RequestId, SpanKind
+
+# The format that `render` writes.
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+# A first token waits for its whole prompt and the queue; a step, and the token after it, for much less.
+_FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0)
+_STEP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_CHUNK_TOKENS = tuple(2**power for power in range(16))
+# Statuses that are there from the start, as 0.
+_REFUSALS = (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
+# The waits of which percentiles are shown.
+WINDOW = 2048
+
+
+class _State(NamedTuple):
+    """A metric of a service's state: its name, its help, and how to read it; with a label, a number for each of the
+    label's values. Names that end in `_total` are counters, others gauges."""
+
+    name: str
+    text: str
+    read: Callable[[ServiceStatus], int | Mapping[str, int] | None]
+    label: str | None = None
+
+    def of(self, status: ServiceStatus) -> Metric:
+        value = self.read(status)
+        kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
+        name = f"penstock_{self.name}".removesuffix("_total")
+        if not isinstance(value, Mapping):
+            return kind(name, self.text, value=value or 0)
+        family = kind(name, self.text, labels=[self.label or ""])
+        for which, number in value.items():
+            family.add_metric([which], number)
+        return family
+
+
+_STATE = (
+    _State("requests_running", "Requests in progress", lambda s: s.num_running),
+    _State("requests_waiting", "Requests in the queue", lambda s: s.num_waiting),
+    _State("cache_blocks", "Blocks of the K/V cache", lambda s: s.cache.blocks_total),
+    _State("cache_blocks_used", "Blocks of the K/V cache in use", lambda s: s.cache.blocks_used),
+    _State("cache_blocks_idle", "Blocks of the K/V cache kept for reuse", lambda s: s.cache.blocks_idle),
+    _State("state_slots", "Slots of recurrent state", lambda s: s.cache.slots_total),
+    _State("state_slots_used", "Slots of recurrent state in use", lambda s: s.cache.slots_used),
+    _State("state_slots_idle", "Slots of recurrent state kept for reuse", lambda s: s.cache.slots_idle),
+    _State(
+        "prefix_hit_tokens_total",
+        "Prompt tokens that were found and not read",
+        lambda s: {"memory": s.reuse.memory_tokens, "disk": s.reuse.disk_tokens},
+        label="where",
+    ),
+    _State("prefix_miss_tokens_total", "Prompt tokens that were not found", lambda s: s.reuse.missed_tokens),
+    _State(
+        "prefix_requests_total",
+        "Requests by whether some of the prompt was found",
+        lambda s: {"hit": s.reuse.num_hits, "miss": s.reuse.num_misses},
+        label="result",
+    ),
+    _State(
+        "prefix_evictions_total",
+        "What was given up for space, in memory",
+        lambda s: {"block": s.reuse.num_evicted_blocks, "state": s.reuse.num_evicted_states},
+        label="what",
+    ),
+    # Zeros on a server without a folder for its cache.
+    _State(
+        "disk_cache_writes_total", "Files written to the cache folder", lambda s: s.reuse.num_disk_written
+    ),
+    _State("disk_cache_evictions_total", "Files deleted for space", lambda s: s.reuse.num_disk_evicted),
+    _State(
+        "disk_cache_damaged_total", "Files found damaged and set aside", lambda s: s.reuse.num_disk_damaged
+    ),
+    _State(
+        "disk_cache_dropped_total",
+        "Files not written for a slow or failing disk",
+        lambda s: s.reuse.num_disk_dropped,
+    ),
+    _State("disk_cache_bytes", "Bytes in the cache folder", lambda s: s.reuse.disk_bytes),
+    _State("disk_cache_limit_bytes", "The most bytes there", lambda s: s.reuse.disk_limit_bytes),
+)
+
+
+class _StateCollector(Collector):
+    def __init__(self, status: ServiceStatus) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Metric]:
+        return (metric.of(self._status) for metric in _STATE)
+
+
+@dataclass(frozen=True, slots=True)
+class Percentiles:
+    """Seconds. p95 is the least wait that at least 95 of 100 did not exceed."""
+
+    count: int
+    p50: float
+    p95: float
+    p99: float
+    max: float
+
+
+class LatencyWindow:
+    """The last waits: what users feel now, not the mean since the start. Adding one is cheap; they are sorted when
+    asked for. Any thread may do either."""
+
+    def __init__(self, size: int = WINDOW) -> None:
+        self._lock = threading.Lock()
+        self._last: deque[float] = deque(maxlen=size)
+
+    def add(self, seconds: float) -> None:
+        with self._lock:
+            self._last.append(seconds)
+
+    def percentiles(self) -> Percentiles | None:
+        """None before the first wait."""
+        with self._lock:
+            waits = sorted(self._last)
+        if not waits:
+            return None
+        # The nearest rank in whole numbers: a float's ceiling may be one too many.
+        p50, p95, p99 = (waits[-(-percent * len(waits) // 100) - 1] for percent in (50, 95, 99))
+        return Percentiles(len(waits), p50, p95, p99, waits[-1])
+
+
+class EndedRequests:
+    """The requests that ended last: those whose chunks the engine can still explain. Any thread may ask."""
+
+    def __init__(self, size: int = ENDED_EXPLAINED) -> None:
+        self._size = size
+        self._lock = threading.Lock()
+        self._last: OrderedDict[RequestId, RequestSummary] = OrderedDict()
+
+    def add(self, summary: RequestSummary) -> None:
+        with self._lock:
+            self._last[summary.id] = summary
+            if len(self._last) > self._size:
+                self._last.popitem(last=False)
+
+    def get(self, request_id: RequestId) -> RequestSummary | None:
+        with self._lock:
+            return self._last.get(request_id)
+
+    def last(self, most: int) -> tuple[RequestSummary, ...]:
+        """So many at most, the newest first."""
+        with self._lock:
+            return tuple(self._last.values())[: -most - 1 : -1]
+
+
+class Telemetry:
+    """An observer of a service. `render` gives what it saw, and the service's present state, to Prometheus."""
+
+    def __init__(self) -> None:
+        self.first_token = LatencyWindow()
+        self.inter_token = LatencyWindow()
+        self.ended = EndedRequests()
+        # Its own registry: two services in one process do not mix.
+        self._registry = CollectorRegistry()
+        counter = partial(Counter, namespace="penstock", registry=self._registry)
+        histogram = partial(Histogram, namespace="penstock", registry=self._registry)
+        self._first_token = histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival to its first token",
+            buckets=_FIRST_TOKEN_S,
+        )
+        self._inter_token = histogram(
+            "inter_token_seconds", "From a token of a request to its next", buckets=_STEP_S
+        )
+        self._chunk_tokens = histogram("chunk_tokens", "Tokens of a prompt's chunk", buckets=_CHUNK_TOKENS)
+        self._chunk_seconds = histogram(
+            "chunk_seconds", "Seconds of a step that read tokens", buckets=_STEP_S
+        )
+        self._stall_seconds = histogram(
+            "decode_stall_seconds",
+            "Seconds of a step that read tokens while a decode waited",
+            buckets=_STEP_S,
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens read, repeats included")
+        self._generated = counter("generated_tokens", "Tokens generated")
+        self._preemptions = counter("preemptions", "Times that a request gave cache space up")
+        self._shrinks = counter("chunk_shrinks", "Times that memory ran out and chunks were halved")
+        self._cancels = counter("cancels", "Requests that were cancelled")
+        self._errors = counter("errors", "Requests that ended by an error")
+        self._finished = counter("finished_requests", "Requests that ended", ["reason"])
+        for outcome in get_args(Outcome):
+            self._finished.labels(outcome)  # there from the start, as 0
+        self._refused = counter("refused_requests", "Answers that are errors", ["status"])
+        for status in _REFUSALS:
+            self._refused.labels(str(status))
+
+    def on_step(self, record: StepRecord) -> None:
+        for span in record.spans:
+            if span.kind is SpanKind.CHUNK:
+                self._chunk_tokens.observe(span.end - span.start)
+                self._prompt_tokens.inc(span.end - span.start)
+        if record.num_chunk_tokens:
+            self._chunk_seconds.observe(record.seconds)
+        if record.stalls_decodes:
+            self._stall_seconds.observe(record.seconds)
+        self._preemptions.inc(len(record.preempted))
+
+    def on_token(self, request_id: RequestId, gap_s: float, *, is_first: bool) -> None:
+        (self._first_token if is_first else self._inter_token).observe(gap_s)
+        (self.first_token if is_first else self.inter_token).add(gap_s)
+        self._generated.inc()
+
+    def on_shrink(self) -> None:
+        self._shrinks.inc()
+
+    def on_end(self, summary: RequestSummary) -> None:
+        self.ended.add(summary)
+        self._finished.labels(summary.outcome).inc()
+        if summary.outcome == "cancelled":
+            self._cancels.inc()
+        elif summary.outcome == "error":
+            self._errors.inc()
+
+    def on_refusal(self, status: int) -> None:
+        """An answer was an error."""
+        self._refused.labels(str(status)).inc()
+
+    def render(self, status: ServiceStatus) -> bytes:
+        """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""
+        of_status = CollectorRegistry()
+        of_status.register(_StateCollector(status))
+        return generate_latest(self._registry) + generate_latest(of_status)

@@ -1,0 +1,180 @@
+"""What every request passes before its endpoint, and every answer after it: its id, the key, the origin, errors."""
+
+import hmac
+import re
+import uuid
+from hashlib import sha256
+from urllib.parse import urlsplit
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from penstock.errors import PenstockError
+from penstock.frontends.server.errors import (
+    CLIENT_GONE,
+    ApiError,
+    as_api_error,
+    as_http_error,
+    internal,
+    request_id,
+)
+from penstock.frontends.server.metrics import Telemetry
+from penstock.frontends.server.responses import error_response
+from penstock.frontends.server.settings import ServerSettings, is_loopback
+
+_ID_HEADER = "x-request-id"
+_SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+# They tell nothing of anybody's requests: the live page's own files, and whether the server is up.
+_OPEN_PATHS = ("/", "/health")
+_OPEN_FOLDER = "/page/"
+_SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
+
+
+def install(app: FastAPI, settings: ServerSettings, telemetry: Telemetry) -> None:
+    """Put all of it around the endpoints of an application."""
+    app.add_middleware(AccessControl, settings=settings)
+    app.add_middleware(RequestIds, telemetry=telemetry)  # around the other
+
+    @app.exception_handler(ApiError)
+    async def refused(request: Request, error: ApiError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(PenstockError)
+    async def known(request: Request, error: PenstockError) -> Response:
+        return error_response(as_api_error(error))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        return error_response(as_http_error(request, error))
+
+    @app.exception_handler(RequestValidationError)
+    async def query(request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        param = str(first["loc"][-1])
+        message = f"{param} is not accepted: {first['msg']}"
+        return error_response(ApiError(400, message, code="invalid_value", param=param))
+
+
+class RequestIds:
+    """Gives each answer an `x-request-id`, the client's own where it sent one; counts answers that are errors; and
+    answers errors that nobody expected."""
+
+    def __init__(self, app: ASGIApp, telemetry: Telemetry) -> None:
+        self._app = app
+        self._telemetry = telemetry
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(_ID_HEADER, "")
+        request_id.set(given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex)
+        has_started = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal has_started
+            if message["type"] == "http.response.start":
+                has_started = True
+                MutableHeaders(scope=message)[_ID_HEADER] = request_id.get()
+                self._count(scope["path"], message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_on)
+        except Exception as error:
+            if has_started:  # uvicorn logs it and hangs up
+                raise
+            await error_response(internal(error))(scope, receive, send_on)
+
+    def _count(self, path: str, status: int) -> None:
+        # /health of a server that drains is no refusal, nor is an answer to a client that has gone.
+        if status >= 400 and status != CLIENT_GONE and path != "/health":
+            self._telemetry.on_refusal(status)
+
+
+class AccessControl:
+    """Asks for a key before anything of a request is read, and passes on whose it is, as `tenant` in the request's
+    state.
+
+    Without keys, keeps web pages of other hosts out, which a visitor's browser would carry to a server on the
+    visitor's own machine: by the Host header (a name that was made to point here) and, for requests that change
+    something, by the Origin header."""
+
+    def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
+        self._app = app
+        self._is_local = settings.is_local
+        self._tenants = tuple(map(tenant_of, settings.api_keys))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            if scope["type"] == "http":
+                headers = Headers(scope=scope)
+                tenant = None
+                if self._tenants:
+                    tenant = self._tenant(scope["path"], headers)
+                else:
+                    self._check_origin(scope["method"], headers)
+                scope.setdefault("state", {})["tenant"] = tenant
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _tenant(self, path: str, headers: Headers) -> str | None:
+        """The tenant whose key it is; None on a path that needs no key."""
+        if path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER):
+            return None
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        is_given = scheme.lower() == "bearer" and bool(key.strip())
+        given = tenant_of(key.strip())
+        # Takes as long whichever it is, and if it is none.
+        found = [tenant for tenant in self._tenants if hmac.compare_digest(given, tenant)]
+        if not is_given or not found:
+            raise ApiError(
+                401,
+                "the API key is wrong: give one that the server was started with"
+                if is_given
+                else "an API key is needed: send it as 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return found[-1]
+
+    def _check_origin(self, method: str, headers: Headers) -> None:
+        host = _host_name(f"//{headers.get('host', '')}")
+        if self._is_local and not is_loopback(host):
+            raise ApiError(
+                400,
+                f"the Host {host!r} is not accepted: a server without a key that listens on this machine only "
+                "answers to localhost, 127.0.0.1 and [::1]; start it with a key to use other names",
+                code="invalid_host",
+            )
+        origin = headers.get("origin")
+        if origin is None or method in _SAFE_METHODS:
+            return
+        name = _host_name(origin)
+        if not name or (name != host and not (is_loopback(name) and is_loopback(host))):
+            raise ApiError(
+                403,
+                f"a page of {origin[:100]!r} may not use this server: open it from its own host, or start it "
+                "with a key",
+                code="cross_origin",
+            )
+
+
+def tenant_of(key: str) -> str:
+    """The name of all who have this API key: a hash of it, always as long, which does not tell the key."""
+    return sha256(b"penstock tenant 1\0" + key.encode(errors="replace")).hexdigest()
+
+
+def _host_name(url: str) -> str:
+    """The host of `//name:port` or `http://[::1]:port`; empty where there is none."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
