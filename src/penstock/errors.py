@@ -1,12 +1,71 @@
 """What can go wrong for a user's reason. The command line prints these as one line, never as a traceback."""
 
+from collections.abc import Callable, Mapping
+
+# How a message names a setting and its value: `top_p=2` in Python, `--top-p 2` on the command line.
+SettingName = Callable[[str, object], str]
+_NO_SETTING = object()
+
 
 class PenstockError(Exception):
     """Base of every error that the user can act on: what was given, what is accepted, what to do."""
 
 
+def assigned(setting: str, value: object) -> str:
+    """A setting as Python writes it; without a value (`...`) its name alone."""
+    return setting if value is ... else f"{setting}={value!r}"
+
+
 class SettingError(PenstockError, ValueError):
-    """A setting with a value that is not accepted, or two settings that contradict each other."""
+    """A setting with a value that is not accepted, or settings that contradict each other.
+
+    `setting` is its name: an argument's, an environment variable's or an option's. `value` is what was given (`...`
+    where that is not to be told), `accepted` what to give instead, `because` a reason. The value may be accepted
+    elsewhere (`where`), or with other values of other settings (`beside`). Those that it `contradicts`, and those of
+    which it `needs` one, may be several. A message alone is for what is no setting's fault.
+    """
+
+    def __init__(
+        self,
+        setting: str,
+        value: object = _NO_SETTING,
+        accepted: str = "",
+        /,
+        *,
+        because: str = "",
+        where: str = "",
+        beside: Mapping[str, object] | None = None,
+        contradicts: Mapping[str, object] | None = None,
+        needs: tuple[str, ...] = (),
+    ) -> None:
+        self.setting = None if value is _NO_SETTING else setting
+        self.value = None if value is _NO_SETTING else value
+        self.accepted = accepted
+        self.because = because
+        self.where = where
+        self.beside = dict(beside or {})
+        self.contradicts = dict(contradicts or {})
+        self.needs = needs
+        super().__init__(setting if self.setting is None else self.message())
+
+    def message(self, name: SettingName = assigned) -> str:
+        """One line that says what is wrong and what to do, with settings called as `name` calls them."""
+        if self.setting is None:
+            return str(self)
+        given = name(self.setting, self.value)
+        if self.needs:
+            needed = " or ".join(name(each, ...) for each in self.needs)
+            return f"{given} needs {needed}" + (f": {self.because}" if self.because else "")
+        advice = [self.because] if self.because else []
+        if self.contradicts:
+            others = " and ".join(name(*each) for each in self.contradicts.items())
+            fix = f"leave one of them out{f', or give {self.accepted}' if self.accepted else ''}"
+            return f"{given} contradicts {others}: {'; '.join([*advice, fix])}"
+        place = f" {self.where}" if self.where else ""
+        if self.beside:
+            place += " with " + " and ".join(name(*each) for each in self.beside.items())
+        advice += [f"give {self.accepted}"] if self.accepted else []
+        return f"{given} is not accepted{place}" + (f": {'; '.join(advice)}" if advice else "")
 
 
 class PromptError(PenstockError, ValueError):

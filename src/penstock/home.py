@@ -13,9 +13,11 @@ def cache_home() -> Path:
     try:
         return Path(override).expanduser() if override else _platform_cache() / "penstock"
     except RuntimeError:  # pathlib's answer where there is no home folder
-        given = f"PENSTOCK_HOME={override!r} names no user's" if override else "this user has no"
+        folder = "the folder to keep models in"
+        if not override:
+            raise SettingError(f"this user has no home folder: set PENSTOCK_HOME to {folder}") from None
         raise SettingError(
-            f"{given} home folder: set PENSTOCK_HOME to the folder to keep models in"
+            "PENSTOCK_HOME", override, folder, because="it names no user's home folder"
         ) from None
 
 

@@ -187,9 +187,9 @@ def test_a_service_refuses_what_cannot_be_kept(folder: Path) -> None:
     with Service(llm, ServiceConfig(cache_tokens=2048)) as service, pytest.raises(ActivationBudgetError):
         service.submit(GenerationRequest(PROMPT, 4), lambda event: None)
     llm = open_llm(folder, target_itl_ms=50)
-    with pytest.raises(SettingError, match="contradicts policy=prefill-first"):
+    with pytest.raises(SettingError, match="contradicts policy='prefill-first'"):
         Service(llm, ServiceConfig(ScheduleConfig(SchedulePolicy.PREFILL_FIRST, auto_chunk=True), 2048))
-    with pytest.raises(SettingError, match="fixed chunk_size=128"):
+    with pytest.raises(SettingError, match="contradicts chunk_size=128"):
         Service(llm, ServiceConfig(ScheduleConfig(chunk_size=128), 2048))
 
 

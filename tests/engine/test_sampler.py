@@ -204,7 +204,7 @@ def test_a_bias_outside_the_vocabulary_is_refused(token: int, vocab_size: int) -
     if token < vocab_size:
         params.check_vocab(vocab_size)
     else:
-        with pytest.raises(SettingError, match=f"logit_bias names token {token}"):
+        with pytest.raises(SettingError, match=f"logit_bias={{{token}: "):
             params.check_vocab(vocab_size)
     if token >= LOGITS.shape[0]:
         with pytest.raises(SettingError, match="logit_bias"):

@@ -169,7 +169,11 @@ def test_what_cannot_run_is_refused_at_once(service: Service) -> None:
         (GenerationRequest([1], 5, stop=("",)), SettingError, "stop"),
         (GenerationRequest([1], 5, num_logprobs=-1), SettingError, "num_logprobs"),
         (GenerationRequest([1], 5, SamplingParams(logit_bias={5000: 1.0})), SettingError, "logit_bias"),
-        (GenerationRequest([1], 5, json_format=JsonFormat({"type": "nonsense"})), SettingError, "schema"),
+        (
+            GenerationRequest([1], 5, json_format=JsonFormat({"type": "nonsense"})),
+            SettingError,
+            "json_format",
+        ),
     ]
     for request, kind, part in refused:
         with pytest.raises(kind, match=part):

@@ -209,7 +209,7 @@ def test_progress_and_closing_line_are_plain_lines_on_standard_error(
     assert progress[-1].startswith(f"prefill {total}/{total} tokens")
     for part in (f"{total} prompt tokens", "first token after", "prefill", "decode", "peak memory"):
         assert part in closing
-    assert "chunk 8 (set by --chunk)" in closing
+    assert "chunk 8 (set by argument)" in closing
 
 
 def test_weights_that_are_skipped_are_named(generate: Generate, tiny_model: Path, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(generate: Gene
     (line,) = done.stderr.splitlines()
     assert str(CONTEXT + 7) in line
     assert f"{CONTEXT} tokens" in line
-    assert "--max-tokens is 7" in line
+    assert "max_tokens is 7" in line
 
 
 @pytest.mark.parametrize(
@@ -266,9 +266,9 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(generate: Gene
         (("--cache-dir", "x", "--cache-size", "0"), "--cache-size '0' is not accepted"),
         (
             ("--cache-size", "1GiB"),
-            "--cache-size '1GiB' says how much to keep, but not where: give --cache-dir",
+            "--cache-size '1GiB' needs --cache-dir or PENSTOCK_CACHE_DIR",
         ),
-        (("--cache-dir", "x", "--overlap", "8"), "--overlap 8 is not accepted with a cache folder"),
+        (("--cache-dir", "x", "--overlap", "8"), "--overlap 8 contradicts --cache-dir"),
         (("--raw", "--system", "x"), "--system is not accepted with --raw"),
         (("--system", "\udcff"), "--system is not accepted: it is not UTF-8 text"),
     ],
@@ -308,7 +308,7 @@ def test_without_a_home_folder_it_says_what_to_set(
     done = generate("--model", "smollm2", "--prompt", "hello")
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.startswith(
-        "penstock: PENSTOCK_HOME='~no-such-user/x' names no user's home folder: set "
+        "penstock: PENSTOCK_HOME='~no-such-user/x' is not accepted: it names no user's home folder"
     )
 
     def no_home() -> Path:

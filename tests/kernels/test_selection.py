@@ -33,7 +33,7 @@ def test_selected(device: torch.device, choice: str, name: str, monkeypatch: pyt
 @pytest.mark.parametrize("device", [CUDA, MPS], ids=str)
 def test_native_kernels_are_of_a_cpu(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KERNELS_VARIABLE, "native")
-    with pytest.raises(SettingError, match=f"PENSTOCK_KERNELS=native is not accepted on {device.type}: "):
+    with pytest.raises(SettingError, match=f"PENSTOCK_KERNELS='native' is not accepted on {device.type}: "):
         select_kernels(device)
 
 

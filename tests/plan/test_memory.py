@@ -431,7 +431,8 @@ def test_what_is_no_text_of_bytes(value: object) -> None:
         parse_bytes(value)
 
 
-@pytest.mark.parametrize(("text", "said"), [("8GB", "write 8GiB"), ("1.5mb", "write 1.5MiB")])
+@pytest.mark.parametrize(("text", "said"), [("8GB", "8GiB"), ("1.5mb", "1.5MiB")])
 def test_a_unit_with_two_meanings_is_refused(text: str, said: str) -> None:
-    with pytest.raises(SettingError, match=said):
+    with pytest.raises(SettingError) as caught:
         parse_bytes(text)
+    assert caught.value.accepted == said

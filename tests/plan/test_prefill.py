@@ -96,7 +96,7 @@ def test_chunk_ends_cut_in_place_of_the_configured_size(priority: PrefillPriorit
     chunks = [answer for _, answer in run(scheduler, repeat(1)) if answer != "yield"]
     assert tuple(chunks) == create_prefill_chunks_at(range(10), [1, 8, 10])
     assert scheduler.progress() == 1.0
-    with pytest.raises(SettingError, match="the last end must be 10"):
+    with pytest.raises(SettingError, match="give 10, the prompt's end"):
         PrefillScheduler(range(10), ChunkedPrefillConfig(), chunk_ends=[9])
 
 

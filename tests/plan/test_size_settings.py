@@ -100,11 +100,16 @@ def test_a_schedule_must_be_able_to_follow_a_target() -> None:
     target = resolve_size(target_itl_ms=100, environ={})
     check_schedule(target, ScheduleConfig(auto_chunk=True))
     check_schedule(resolve_size(environ={}), ScheduleConfig(SchedulePolicy.PREFILL_FIRST))
-    with pytest.raises(SettingError, match="target_itl_ms=100 contradicts policy=prefill-first"):
+    with pytest.raises(SettingError) as policy:
         check_schedule(target, ScheduleConfig(SchedulePolicy.PREFILL_FIRST, auto_chunk=True))
-    with pytest.raises(SettingError, match="contradicts a schedule with a fixed chunk_size=128"):
+    assert (policy.value.setting, policy.value.value) == ("target_itl_ms", 100)
+    assert policy.value.contradicts == {"policy": "prefill-first"}
+    with pytest.raises(SettingError) as fixed:
         check_schedule(target, ScheduleConfig(chunk_size=128))
-    with pytest.raises(SettingError, match="auto_chunk=True contradicts chunk_size=64"):
+    assert (fixed.value.setting, fixed.value.contradicts) == ("target_itl_ms", {"chunk_size": 128})
+    with pytest.raises(SettingError) as auto:
         check_schedule(resolve_size(64, environ={}), ScheduleConfig(auto_chunk=True))
-    with pytest.raises(SettingError, match="auto_chunk=True contradicts chunk_size=0"):
+    assert (auto.value.setting, auto.value.contradicts) == ("auto_chunk", {"chunk_size": 64})
+    with pytest.raises(SettingError) as whole:
         ScheduleConfig(chunk_size=0, auto_chunk=True)
+    assert (whole.value.setting, whole.value.contradicts) == ("auto_chunk", {"chunk_size": 0})

@@ -44,7 +44,7 @@ def test_the_real_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("cache_dir", "cache_size", "environ", "named"),
     [
-        (None, "1GiB", {}, "cache_size='1GiB' says how much to keep, but not where"),
+        (None, "1GiB", {}, "cache_size='1GiB' needs cache_dir or PENSTOCK_CACHE_DIR"),
         (None, 4096, {DIR: ""}, DIR),
         ("", None, {}, "cache_dir=''"),
         ("a\0b", None, {}, "cache_dir="),

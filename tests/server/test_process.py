@@ -163,7 +163,7 @@ def test_it_says_what_it_serves_and_drains_on_sigterm(start: Start, hold: Hold) 
     assert process.end() == 0
     said = "".join(process.said)
     assert f"serves {NAME} at http://127.0.0.1:" in said
-    assert "chunk 100 (requested 100: set by --chunk)" in said
+    assert "chunk 100 (requested 100: set by argument)" in said
     assert "policy decode-priority" in said
     assert "cache 8000 tokens" in said
     assert "prefixes are shared between all requests" in said
@@ -341,12 +341,12 @@ def test_a_folder_that_cannot_be_used_is_a_warning(start: Start, tmp_path: Path)
         (["--max-prompt-tokens", "0"], "--max-prompt-tokens 0 is not accepted"),
         (["--grace", "-1"], "--grace -1.0 is not accepted"),
         (["--grace", "nan"], "--grace nan is not accepted"),
-        (["--api-key", ""], "the API key is not accepted"),
-        (["--api-key", "one", "--api-key", "a b"], "the API key is not accepted"),
-        (["--isolate"], "--isolate is not accepted without an API key"),
+        (["--api-key", ""], "--api-key is not accepted"),
+        (["--api-key", "one", "--api-key", "a b"], "--api-key is not accepted"),
+        (["--isolate"], "--isolate needs --api-key or PENSTOCK_API_KEY"),
         (["--cache-dir", ""], "--cache-dir '' is not accepted"),
         (["--cache-dir", "x", "--cache-size", "10GB"], "--cache-size '10GB' is not accepted"),
-        (["--cache-size", "1GiB"], "--cache-size '1GiB' says how much to keep, but not where"),
+        (["--cache-size", "1GiB"], "--cache-size '1GiB' needs --cache-dir or PENSTOCK_CACHE_DIR"),
         (["--no-reuse", "--cache-dir", "x"], "--no-reuse contradicts --cache-dir"),
         (["--no-reuse", "--api-key", "x", "--isolate"], "--no-reuse contradicts --isolate"),
         (["--served-name", " "], "--served-name ' ' is not accepted"),
@@ -375,7 +375,7 @@ def test_a_port_in_use_is_known_before_the_model_is_read(tmp_path: Path) -> None
         port = str(taken.getsockname()[1])
         result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path / "nothing"), "--port", port])
     assert result.exit_code == 2
-    assert f"--port {port} on 127.0.0.1 is not accepted" in result.stderr
+    assert f"--port {port} is not accepted on 127.0.0.1" in result.stderr
 
 
 def test_a_model_that_is_not_there_is_status_3(tmp_path: Path) -> None:

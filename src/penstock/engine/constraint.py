@@ -94,7 +94,7 @@ class ConstraintFactory:
 
         matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=_limits())
         if matcher.is_error():
-            raise SettingError(f"the JSON schema is not accepted: {_reason(matcher.get_error())}")
+            raise SettingError("json_format", ..., because=_reason(matcher.get_error()))
         # Some schemas fail only here.
         return _Start(matcher, _allowed_bits(matcher))
 
@@ -105,7 +105,9 @@ class ConstraintFactory:
                     from llguidance import LLTokenizer
                 except ImportError as error:
                     raise SettingError(
-                        "answers in JSON need llguidance, which is not installed: pip install llguidance"
+                        "json_format",
+                        ...,
+                        because="it needs llguidance, which is not installed: pip install llguidance",
                     ) from error
                 words = _Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
                 self._vocabulary = LLTokenizer(
@@ -193,13 +195,15 @@ def _allowed_bits(matcher: "LLMatcher") -> bytes:
 
 
 def _failure(matcher: "LLMatcher") -> SettingError:
-    return SettingError(f"the JSON schema cannot be followed: {_reason(matcher.get_error())}")
+    return SettingError(
+        "json_format", ..., because=f"the schema cannot be followed: {_reason(matcher.get_error())}"
+    )
 
 
 def _grammar(schema: dict[str, Any]) -> str:
     check_counts(schema)
     if _OPTIONS_KEY in schema:
-        raise SettingError(f"the JSON schema has {_OPTIONS_KEY}, which is not accepted: leave it out")
+        raise SettingError("json_format", ..., because=f"the schema has {_OPTIONS_KEY}: leave it out")
     return _HEADER + json.dumps({_OPTIONS_KEY: _OPTIONS, **schema})
 
 

@@ -134,7 +134,7 @@ class LLM:
         check_int("reuse_tokens", reuse_tokens, 0)
         if overlap and (stored or reuse_tokens):
             raise SettingError(
-                f"overlap={overlap} contradicts {'cache_dir' if stored else 'reuse_tokens'}: leave one of them out"
+                "overlap", overlap, contradicts={"cache_dir" if stored else "reuse_tokens": ...}
             )
         asked = resolve_weights(weights, dtype=dtype)
         self.device: DeviceSetting = settle_device(
@@ -229,14 +229,16 @@ class LLM:
             if raw or not self.tokenizer.has_chat_template:
                 if system is not None:
                     why = "with a raw prompt" if raw else "by a model without a chat template"
-                    raise SettingError(f"system is not accepted {why}: put it into the prompt itself")
+                    raise SettingError("system", ..., where=why, because="put it into the prompt itself")
                 return self.tokenizer.encode(prompt, add_special_tokens=True)
             messages: list[Mapping[str, str]] = [{"role": "user", "content": prompt}]
             if system is not None:
                 messages.insert(0, {"role": "system", "content": system})
             return self.tokenizer.encode_chat(messages)
         if system is not None or raw:
-            raise SettingError("system and raw are accepted only with a prompt that is text")
+            raise SettingError(
+                "system" if raw is False else "raw", ..., "a prompt that is text", where="here"
+            )
         token_ids = [item for item in prompt if isinstance(item, int)]
         chat = [item for item in prompt if isinstance(item, Mapping)]
         if len(token_ids) == len(prompt):
@@ -244,7 +246,7 @@ class LLM:
         if len(chat) == len(prompt):
             return self.tokenizer.encode_chat(chat)
         raise SettingError(
-            "prompt: give a text, a list of token ids, or a list of messages with role and content"
+            "prompt", ..., "a text, a list of token ids, or a list of messages with role and content"
         )
 
     def stream(

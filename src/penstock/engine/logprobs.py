@@ -12,9 +12,9 @@ def token_logprobs(logits: Tensor, token: int, num_most_likely: int) -> TokenLog
     fewer), of equal ones the lowest id first."""
     vocab_size = logits.shape[0]
     if not 0 <= token < vocab_size:
-        raise SettingError(f"token={token} is not accepted: the vocabulary is 0 to {vocab_size - 1}")
+        raise SettingError("token", token, f"0 to {vocab_size - 1}, the vocabulary")
     if num_most_likely < 0:
-        raise SettingError(f"num_most_likely={num_most_likely} is not accepted: give 0 or more")
+        raise SettingError("num_most_likely", num_most_likely, "0 or more")
     logits = logits.cpu().float()
     logprobs = logits.log_softmax(dim=-1)
     # By logits: two that differ may round to the same log-probability.

@@ -144,8 +144,10 @@ def save_profile(profile: TuneProfile) -> Path:
         replace_json(path, {"schema": _SCHEMA, **asdict(profile)}, indent=1)
     except OSError as error:
         raise SettingError(
-            f"cannot keep the profile in {path.parent}: {error.strerror or error}; "
-            "make room, or set PENSTOCK_HOME to another folder"
+            "PENSTOCK_HOME",
+            str(cache_home()),
+            "another folder, or make room",
+            because=f"the profile cannot be kept in {path.parent}: {error.strerror or error}",
         ) from error
     return path
 

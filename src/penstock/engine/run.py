@@ -75,7 +75,7 @@ class Run:
         if reuse is not None:
             if config.overlap:
                 raise SettingError(
-                    f"overlap={config.overlap} is not accepted where prompts are kept: give 0, which loses nothing"
+                    "overlap", config.overlap, "0, which loses nothing", where="where prompts are kept"
                 )
             self._prefix = reuse.fetch(prompt, self.cache)
         self.num_cached = self.cache.num_tokens  # of the prompt, that were there and are not read again
@@ -250,7 +250,7 @@ def check_request(prompt: Sequence[int], max_tokens: int, context: int, vocab_si
     if not len(prompt):
         raise PromptError("the prompt is empty: give at least one token, there is nothing to sample from")
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
-        raise SettingError(f"max_tokens={max_tokens!r} is not accepted: give a whole number, 1 or more")
+        raise SettingError("max_tokens", max_tokens, "a whole number, 1 or more")
     if len(prompt) + max_tokens > context:
         raise ContextLengthError(
             f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, together "

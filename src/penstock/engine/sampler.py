@@ -57,19 +57,20 @@ class SamplingParams:
         outside = [token for token in self.logit_bias if token >= vocab_size]
         if outside:
             raise SettingError(
-                f"logit_bias names token {outside[0]}, which is not accepted: "
-                f"the model's tokens are 0 to {vocab_size - 1}"
+                "logit_bias",
+                {outside[0]: self.logit_bias[outside[0]]},
+                because=f"the model's tokens are 0 to {vocab_size - 1}",
             )
 
 
 def _checked_bias(bias: object) -> Mapping[int, float]:
     if not isinstance(bias, Mapping):
-        raise SettingError(f"logit_bias={bias!r} is not accepted: give numbers by token id")
+        raise SettingError("logit_bias", bias, "numbers by token id")
     for token, value in bias.items():
-        _require_int("a token id of logit_bias", token, "0 or more")
-        is_ok = -MAX_BIAS <= _number(value) <= MAX_BIAS
-        accepted = f"from {-MAX_BIAS:g} to {MAX_BIAS:g}"
-        _require_number(f"logit_bias of token {token}", value, is_ok, accepted)
+        if not _is_int(token, 2**31):
+            raise SettingError("logit_bias", {token: value}, "token ids that are whole numbers, 0 or more")
+        if not -MAX_BIAS <= _number(value) <= MAX_BIAS:
+            raise SettingError("logit_bias", {token: value}, f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}")
     return MappingProxyType(dict(bias))
 
 
@@ -80,14 +81,16 @@ def _number(value: object) -> float:
 
 def _require_number(name: str, value: object, ok: bool, accepted: str) -> None:
     if not ok:
-        raise SettingError(f"{name}={value!r} is not accepted: give a number {accepted}")
+        raise SettingError(name, value, f"a number {accepted}")
+
+
+def _is_int(value: object, limit: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < limit
 
 
 def _require_int(name: str, value: object, accepted: str, limit: int = 2**31) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < limit:
-        raise SettingError(
-            f"{name}={value!r} is not accepted: give a whole number, {accepted}, below {limit}"
-        )
+    if not _is_int(value, limit):
+        raise SettingError(name, value, f"a whole number, {accepted}, below {limit}")
 
 
 class Sampler:

@@ -24,17 +24,21 @@ def schema_text(schema: object) -> str:
     """The schema as JSON, with the names in their order, which is that of the answer's. What is no JSON object, or
     too large, is refused."""
     if not isinstance(schema, dict):
-        raise SettingError(f"a JSON schema is to be an object, not {type(schema).__name__}")
+        raise SettingError("json_format", ..., f"an object as the schema, not {type(schema).__name__}")
     if _least_bytes(schema) <= MAX_BYTES:
         try:
             text = json.dumps(schema, allow_nan=False)
         except RecursionError as error:
-            raise SettingError("the JSON schema is nested too deeply: give a flatter one") from error
+            raise SettingError(
+                "json_format", ..., "a flatter one", because="the schema is nested too deeply"
+            ) from error
         except (TypeError, ValueError) as error:
-            raise SettingError(f"the JSON schema is not JSON: {error}") from error
+            raise SettingError("json_format", ..., because=f"the schema is not JSON: {error}") from error
         if len(text) <= MAX_BYTES:
             return text
-    raise SettingError(f"the JSON schema has more than {MAX_BYTES} bytes: give a smaller one")
+    raise SettingError(
+        "json_format", ..., "a smaller one", because=f"the schema has more than {MAX_BYTES} bytes"
+    )
 
 
 def _least_bytes(root: object) -> int:
@@ -78,7 +82,9 @@ def check_counts(schema: dict[str, Any]) -> None:
 
 
 def _refuse(what: str, limit: int) -> None:
-    raise SettingError(f"the JSON schema has {what}; {limit} are accepted: give a simpler one")
+    raise SettingError(
+        "json_format", ..., "a simpler one", because=f"the schema has {what}; {limit} are accepted"
+    )
 
 
 def _objects(root: Any) -> Iterator[dict[str, Any]]:

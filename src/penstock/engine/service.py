@@ -312,7 +312,7 @@ class Service:
 
 def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConfig:
     if llm.overlap:
-        raise SettingError(f"overlap={llm.overlap} is not accepted by a service: give 0, which loses nothing")
+        raise SettingError("overlap", llm.overlap, "0, which loses nothing", where="by a service")
     if schedule is None:
         schedule = ScheduleConfig(
             chunk_size=llm.most_chunk, grid=llm.chunk.grid, auto_chunk=llm.chunk.is_auto

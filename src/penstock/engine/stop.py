@@ -14,7 +14,7 @@ class StopMatcher:
             stops = [stops]
         for stop in stops:
             if not isinstance(stop, str) or not stop:
-                raise SettingError(f"stop={stop!r} is not accepted: give strings of at least one character")
+                raise SettingError("stop", stop, "strings of at least one character")
         self._searches = [_Search(stop) for stop in stops]
         self._held = ""
         self.has_stopped = False

@@ -46,7 +46,7 @@ def list_models(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
 ) -> None:
     """List the models of which something is kept."""
-    with reported():
+    with reported(list_models):
         settings = _settings(cache_dir, cache_size)
         models = [summarise(model) for model in scan(settings.folder)]
         total = sum(model.num_bytes for model in models)
@@ -63,7 +63,7 @@ def list_models(
 @app.command(epilog=MEANINGS)
 def verify(cache_dir: _CacheDir = None) -> None:
     """Check every file against its checksum, and set aside those that are damaged. Exit status 1 if there are any."""
-    with reported():
+    with reported(verify):
         folder = _settings(cache_dir).folder
         num_whole = num_damaged = 0
         for model in scan(folder):
@@ -100,9 +100,10 @@ def remove_models(
     ] = None,
 ) -> None:
     """Remove what is kept: of a model, of all, or what was not used for long. Asks nothing."""
-    with reported():
+    with reported(remove_models):
         if everything and (model is not None or older_than is not None):
-            raise SettingError("--all contradicts --model and --older-than: leave one of them out")
+            other = "older_than" if model is None else "model"
+            raise SettingError("--all", ..., contradicts={other: ...})
         if not everything and model is None and older_than is None:
             raise SettingError("there is nothing to remove: give --model ID, --older-than AGE or --all")
         age_s = None if older_than is None else _seconds(older_than)
@@ -110,10 +111,12 @@ def remove_models(
         found = scan(folder)
         chosen = [each for each in found if model is None or each.folder.name.startswith(_checked_id(model))]
         if model is not None and not chosen:
-            raise SettingError(f"--model {model} is the id of no model in {folder}: see `penstock cache ls`")
+            raise SettingError(
+                "model", model, because=f"it is the id of no model in {folder}: see `penstock cache ls`"
+            )
         if model is not None and len(chosen) > 1:
             names = ", ".join(each.folder.name for each in chosen)
-            raise SettingError(f"--model {model} is how several ids begin: {names}; give more of it")
+            raise SettingError("model", model, "more of it", because=f"several ids begin so: {names}")
         before_ns = None if age_s is None else time.time_ns() - age_s * 10**9
         num_files = num_bytes = 0
         for each in chosen:
@@ -128,24 +131,20 @@ def _settings(cache_dir: Path | None, cache_size: str | None = None) -> StoreSet
     if settings is None:
         raise SettingError(f"there is no cache folder: give --cache-dir, or set {CACHE_DIR_VARIABLE}")
     if settings.folder.exists() and not settings.folder.is_dir():
-        raise SettingError(f"the cache folder {settings.folder} is no folder: give --cache-dir another one")
+        raise SettingError("cache_dir", str(settings.folder), "another one", because="it is no folder")
     return settings
 
 
 def _checked_id(text: str) -> str:
     if not _ID.fullmatch(text):
-        raise SettingError(
-            f"--model {text} is not accepted: give a model's id, or how it begins, as `penstock cache ls` shows it"
-        )
+        raise SettingError("model", text, "a model's id, or how it begins, as `penstock cache ls` shows it")
     return text
 
 
 def _seconds(text: str) -> int:
     match = _AGE.fullmatch(text)
     if match is None:
-        raise SettingError(
-            f"--older-than {text} is not accepted: give a number and s, m, h, d or w, such as 12h or 7d"
-        )
+        raise SettingError("older_than", text, "a number and s, m, h, d or w, such as 12h or 7d")
     return int(match[1]) * _UNITS_S[match[2]]
 
 

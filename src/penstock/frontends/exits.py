@@ -1,12 +1,13 @@
 """How a command ends: its exit status, and the one line it says where something went wrong."""
 
 import contextlib
+import inspect
 import os
-import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 
-from penstock.errors import ContextLengthError, ModelError, PenstockError, PromptError, SettingError
+from penstock.errors import ModelError, PenstockError, PromptError, SettingError, assigned
 
 FAILED = 1
 MISTAKE = 2
@@ -20,14 +21,8 @@ MEANINGS = (
     f"{NO_READER} whoever read standard output has gone."
 )
 
-_OPTIONS = {"chunk_size": "chunk", "target_itl_ms": "target_itl", "target_ttft_ms": "target_ttft"}
-# Names with an underscore are settings wherever they stand; plain words only where they are given a value.
-_SETTING = re.compile(
-    r"\b(chunk_size|max_tokens|top_k|top_p|min_p|repetition_penalty|step_tokens|cache_(?:tokens|dir|size)|served_name"
-    r"|target_itl_ms|target_ttft_ms"
-    r"|max_(?:activation|running|waiting|chunk_steps|decode_steps|body_bytes|prompt_tokens))\b(=?)"
-    r"|\b(overlap|temperature|stop|seed|dtype|weights|device|threads|policy|host|port|grace)(=)|^(system)\b()"
-)
+# Settings that the engine calls otherwise than the command line.
+_SETTINGS = {"chunk_size": "chunk", "target_itl_ms": "target_itl", "target_ttft_ms": "target_ttft"}
 
 
 class OutputError(PenstockError):
@@ -35,14 +30,16 @@ class OutputError(PenstockError):
 
 
 @contextlib.contextmanager
-def reported() -> Iterator[None]:
-    """Turns errors that the user can act on into one line and an exit status, never a traceback."""
+def reported(command: Callable[..., None] | None = None) -> Iterator[None]:
+    """Turns errors that the user can act on into one line and an exit status, never a traceback. Settings that are
+    parameters of the command are named as its options."""
     try:
         if sys.stdout is None:
             raise OutputError("standard output is closed: there is nowhere to write the answer")
         yield
     except PenstockError as error:
-        complain(_with_option_names(error))
+        names = set() if command is None else set(inspect.signature(command).parameters)
+        complain(error.message(partial(_as_typed, names)) if isinstance(error, SettingError) else str(error))
         if isinstance(error, OutputError):
             _discard_output()
         raise SystemExit(_status(error)) from None
@@ -75,16 +72,15 @@ def _status(error: PenstockError) -> int:
     return NO_MODEL if isinstance(error, ModelError) else FAILED
 
 
-def _with_option_names(error: PenstockError) -> str:
-    """The message with settings named as the user typed them: `--top-p 2` for `top_p=2`."""
-    if not isinstance(error, (SettingError, ContextLengthError)):
-        return str(error)
-    return _SETTING.sub(_option_name, str(error))
-
-
-def _option_name(match: re.Match[str]) -> str:
-    name, equals = match[1] or match[3] or match[5], match[2] or match[4]
-    return "--" + _OPTIONS.get(name, name).replace("_", "-") + (" " if equals else "")
+def _as_typed(options: Collection[str], setting: str, value: object) -> str:
+    """`--top-p 2` for `top_p=2` and `--no-reuse` for `reuse=False`, where the command has such an option."""
+    name = _SETTINGS.get(setting, setting)
+    if name not in options and not name.startswith("--"):
+        return assigned(setting, value)
+    option = "--" + name.removeprefix("--").replace("_", "-")
+    if value is False:
+        return option.replace("--", "--no-", 1)
+    return option if value is ... or value is True else f"{option} {value!r}"
 
 
 def _discard_output() -> None:

@@ -163,7 +163,7 @@ def generate(
 
     Ctrl-C ends it after the chunk or token at hand and keeps what there is; a second Ctrl-C ends it at once.
     """
-    with reported():
+    with reported(generate):
         # What can be refused is refused before anything slow: first without torch, then without the model.
         from penstock.errors import SettingError
         from penstock.frontends.prompt import check_text, read_prompt
@@ -184,13 +184,11 @@ def generate(
         wanted_device = resolve_device(device)
         resolve_threads(threads)
         if resolve_store(cache_dir, cache_size) is not None and overlap:
-            raise SettingError(
-                f"overlap={overlap} is not accepted with a cache folder: leave one of them out"
-            )
+            raise SettingError("overlap", overlap, contradicts={"cache_dir": ...})
         if explain and quiet:
-            raise SettingError("--explain contradicts --quiet: leave one of them out")
+            raise SettingError("explain", True, contradicts={"quiet": True})
         if raw and system is not None:
-            raise SettingError("--system is not accepted with --raw: put it into the prompt itself")
+            raise SettingError("system", ..., because="put it into the prompt itself", beside={"raw": True})
         for option, text in [("--system", system or ""), *(("--stop", text) for text in stop or ())]:
             check_text(option, text)
         whole_prompt = read_prompt(prompt, prompt_file)

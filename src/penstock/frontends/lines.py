@@ -48,10 +48,11 @@ def cached_line(progress: Progress) -> str:
 
 def device_line(llm: "LLM") -> str:
     """Where a model runs, what it computes in, and how its weights lie there, where that was chosen."""
-    reason = llm.device.reason.replace("set by argument", "set by --device")
     dtype = str(llm.model.dtype).removeprefix("torch.")
     weights = f"; weights {llm.weights.reason}" if llm.weights.reason else ""
-    return f"device {llm.device.name} ({reason}), {llm.model.kernels.name} kernels, {dtype}{weights}"
+    return (
+        f"device {llm.device.name} ({llm.device.reason}), {llm.model.kernels.name} kernels, {dtype}{weights}"
+    )
 
 
 def is_complete(progress: Progress) -> bool:
@@ -73,16 +74,9 @@ def closing_line(result: "Generation", progress: Progress) -> str:
         facts.append(f"prefill {format_rate(timings.prefill_tokens_per_s)}")
     if timings.decode_tokens_per_s is not None:
         facts.append(f"decode {format_rate(timings.decode_tokens_per_s)}")
-    facts.append(f"chunk {prefill.effective} ({_as_typed(prefill.reason)})")
+    facts.append(f"chunk {prefill.effective} ({prefill.reason})")
     facts.append(f"peak memory {format_bytes(result.memory.peak_resident_bytes)}")
     return ", ".join(facts)
-
-
-def _as_typed(reason: str) -> str:
-    """A reason with settings named as the user types them here."""
-    return reason.replace("set by argument", "set by --chunk").replace(
-        "align=False or --no-align", "--no-align"
-    )
 
 
 def _answer(result: "Generation") -> str:

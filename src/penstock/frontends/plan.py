@@ -73,9 +73,9 @@ def plan(
     as_json: Annotated[bool, _output("--json", help="Print JSON in place of a table.")] = False,
 ) -> None:
     """Show what a prompt takes in memory at each chunk size, and the largest chunk that fits. Loads no weights."""
-    with reported():
+    with reported(plan):
         _check(prompt_tokens, chunk, decodes)
-        budget = None if memory is None else parse_bytes(memory, "--memory")
+        budget = None if memory is None else parse_bytes(memory, "memory")
         if plot is not None:
             from penstock.frontends.plan_plot import require_plotting
 
@@ -116,9 +116,9 @@ def plan(
 
 def _check(prompt_tokens: int, chunk: int | None, decodes: int) -> None:
     for name, value, low, high in (
-        ("--prompt-tokens", prompt_tokens, 1, _MOST_TOKENS),
-        ("--chunk", 0 if chunk is None else chunk, 0, _MOST_TOKENS),
-        ("--decodes", decodes, 0, _MOST_DECODES),
+        ("prompt_tokens", prompt_tokens, 1, _MOST_TOKENS),
+        ("chunk", 0 if chunk is None else chunk, 0, _MOST_TOKENS),
+        ("decodes", decodes, 0, _MOST_DECODES),
     ):
         if not low <= value <= high:
-            raise SettingError(f"{name} {value} is not accepted: give a number from {low} to {high}")
+            raise SettingError(name, value, f"a number from {low} to {high}")

@@ -27,11 +27,13 @@ _UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")
 def require_plotting(path: Path) -> None:
     """Refuse what cannot be drawn, before any work."""
     if path.suffix.lower() not in _ENDINGS:
-        raise SettingError(f"--plot {path} is not accepted: give a name that ends in {', '.join(_ENDINGS)}")
+        raise SettingError("plot", str(path), f"a name that ends in {', '.join(_ENDINGS)}")
     if not path.parent.is_dir():
-        raise SettingError(f"--plot {path} is not accepted: there is no folder {path.parent}")
+        raise SettingError("plot", str(path), because=f"there is no folder {path.parent}")
     if find_spec("matplotlib") is None:
-        raise SettingError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+        raise SettingError(
+            "plot", str(path), because="it needs matplotlib, which is not installed: pip install matplotlib"
+        )
 
 
 def draw(made: Plan, path: Path) -> None:
@@ -57,7 +59,7 @@ def draw(made: Plan, path: Path) -> None:
     try:
         figure.savefig(path, dpi=130)
     except OSError as error:
-        raise SettingError(f"--plot {path} cannot be written: {error.strerror or error}") from error
+        raise SettingError("plot", str(path), because=error.strerror or str(error)) from error
 
 
 def _draw_total(axis: Any, made: Plan) -> None:

@@ -78,8 +78,10 @@ def make_plan(
 
     if prompt_tokens > config.max_position:
         raise SettingError(
-            f"--prompt-tokens {prompt_tokens} is not accepted: the model's context is {config.max_position} tokens; "
-            f"give at most {config.max_position}"
+            "prompt_tokens",
+            prompt_tokens,
+            f"at most {config.max_position}",
+            because=f"the model's context is {config.max_position} tokens",
         )
     planner = _Planner(
         shape=model_shape(config),

@@ -179,7 +179,7 @@ def serve(
 
     SIGTERM or Ctrl-C ends it once requests have finished, or after --grace; a second Ctrl-C ends it at once.
     """
-    with reported():
+    with reported(serve):
         # What can be refused is refused before anything slow: first without torch, then without the model.
         import math
         from dataclasses import replace
@@ -219,12 +219,12 @@ def serve(
         resolve_threads(threads)
         resolve_store(cache_dir, cache_size)
         if not reuse and (cache_dir is not None or cache_size is not None or isolate):
-            option = "--isolate" if isolate else "--cache-size" if cache_dir is None else "--cache-dir"
-            raise SettingError(f"--no-reuse contradicts {option}: leave one of them out")
+            other = "isolate" if isolate else "cache_size" if cache_dir is None else "cache_dir"
+            raise SettingError("reuse", False, contradicts={other: ...})
         if cache_tokens is not None:
             check_int("cache_tokens", cache_tokens, 1)
         if not 0 <= grace < math.inf:
-            raise SettingError(f"grace={grace} is not accepted: give a number of seconds, 0 or more")
+            raise SettingError("grace", grace, "a number of seconds, 0 or more")
         if served_name is None:
             served_name = Path(model).resolve().name if Path(model).exists() else model
         settings = ServerSettings(

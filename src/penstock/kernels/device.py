@@ -103,7 +103,7 @@ class DeviceKind:
         if name == "auto":
             return torch.bfloat16 if self._has_native_bfloat16() else torch.float32
         if name not in _DTYPES:
-            raise SettingError(f"dtype={name!r} is not accepted: give one of auto, {', '.join(_DTYPES)}")
+            raise SettingError("dtype", name, f"one of auto, {', '.join(_DTYPES)}")
         return _DTYPES[name]
 
     def _has_native_bfloat16(self) -> bool:

@@ -195,11 +195,11 @@ def select_kernels(device: torch.device) -> Kernels:
     kernels, on one of Apple's the reference."""
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
     if choice not in ("auto", "native", "torch"):
-        raise SettingError(f"{KERNELS_VARIABLE}={choice!r} is not accepted: give auto, native or torch")
+        raise SettingError(KERNELS_VARIABLE, choice, "auto, native or torch")
     kind = device_kind(device)
     if choice == "native" and not kind.is_host:
         raise SettingError(
-            f"{KERNELS_VARIABLE}=native is not accepted on {kind.name}: they are a CPU's; give auto or torch"
+            KERNELS_VARIABLE, choice, "auto or torch", where=f"on {kind.name}", because="they are a CPU's"
         )
     from penstock.kernels.reference.kernels import TorchKernels
 
@@ -215,8 +215,10 @@ def _cuda_kernels() -> Kernels:
         if error.name != "triton":
             raise
         raise SettingError(
-            "device='cuda' needs triton, which is not installed: pip install triton, or set "
-            f"{KERNELS_VARIABLE}=torch for the reference kernels"
+            "device",
+            "cuda",
+            f"{KERNELS_VARIABLE}=torch for the reference kernels",
+            because="it needs triton, which is not installed: pip install triton",
         ) from error
     return CudaKernels()
 
@@ -230,5 +232,5 @@ def _cpu_kernels(*, is_required: bool) -> Kernels:
         return NativeKernels()
     except NativeUnavailableError as error:
         if is_required:
-            raise SettingError(f"{KERNELS_VARIABLE}=native is not accepted here: {error}") from error
+            raise SettingError(KERNELS_VARIABLE, "native", where="here", because=str(error)) from error
         return TorchKernels()

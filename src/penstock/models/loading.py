@@ -48,22 +48,26 @@ def load_decoder(
     kind = device_kind(device)
     if weights in QUANTISED_WEIGHTS and not kind.takes_quantised:
         raise SettingError(
-            f"weights={weights!r} is not accepted on {kind.name}: only a CPU computes with quantised weights; give "
-            "auto, bf16 or f32"
+            "weights",
+            weights,
+            "auto, bf16 or f32",
+            where=f"on {kind.name}",
+            because="only a CPU computes with quantised weights",
         )
     if weights in QUANTISED_WEIGHTS and (kernels.quantised is None or dtype != torch.bfloat16):
         raise SettingError(
-            f"weights={weights!r} is not accepted here: quantised weights need the native kernels, a processor with "
-            "AVX-512 and bfloat16, and dtype bfloat16; give bf16 or f32"
+            "weights",
+            weights,
+            "bf16 or f32",
+            where="here",
+            because="quantised weights need the native kernels, a processor with AVX-512 and bfloat16, and dtype "
+            "bfloat16",
         )
     every = range(source.config.num_layers)
     if layers is not None and not (
         layers and layers.step == 1 and layers[0] in every and layers[-1] in every
     ):
-        raise SettingError(
-            f"layers {layers.start} to {layers.stop} are not accepted: the model has layers 0 to {every.stop}; "
-            "give a range of them, at least one"
-        )
+        raise SettingError("layers", layers, f"a range of at least one layer, of 0 to {every.stop}")
     return _Loader(source, kernels, dtype, device, weights, every if layers is None else layers).decoder()
 
 

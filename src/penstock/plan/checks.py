@@ -11,14 +11,14 @@ _Member = TypeVar("_Member", bound=StrEnum)
 def check_int(name: str, value: object, minimum: int) -> int:
     """Return `value` if it is an integer of at least `minimum`. A bool is not an integer, nor is 512.0."""
     if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise SettingError(f"{name}={value!r} is not accepted: give an integer of at least {minimum}")
+        raise SettingError(name, value, f"an integer of at least {minimum}")
     return value
 
 
 def check_bool(name: str, value: object) -> bool:
     """Return `value` if it is True or False. 1 is neither."""
     if not isinstance(value, bool):
-        raise SettingError(f"{name}={value!r} is not accepted: give True or False")
+        raise SettingError(name, value, "True or False")
     return value
 
 
@@ -28,4 +28,4 @@ def check_member(name: str, value: object, kind: type[_Member]) -> _Member:
         for member in kind:
             if value.replace("_", "-") == member.value:
                 return member
-    raise SettingError(f"{name}={value!r} is not accepted: give one of {', '.join(kind)}")
+    raise SettingError(name, value, f"one of {', '.join(kind)}")

@@ -24,8 +24,10 @@ class PrefillChunk:
         check_int("chunk_index", self.chunk_index, 0)
         if len(self.tokens) != len(self.span):
             raise SettingError(
-                f"tokens of length {len(self.tokens)} are not accepted for the chunk "
-                f"[{self.start_pos}, {self.end_pos}): give {len(self.span)}"
+                "tokens",
+                ...,
+                f"{len(self.span)} tokens, not {len(self.tokens)}",
+                where=f"for the chunk [{self.start_pos}, {self.end_pos})",
             )
 
     def __len__(self) -> int:
@@ -52,7 +54,7 @@ def prefill_chunk_span(chunk_index: int, num_tokens: int, config: ChunkedPrefill
     """The range of chunk `chunk_index` in a prompt of `num_tokens` tokens."""
     num_chunks = num_prefill_chunks(num_tokens, config)
     if check_int("chunk_index", chunk_index, 0) >= num_chunks:
-        raise SettingError(f"chunk_index={chunk_index} is not accepted: the prompt has {num_chunks} chunks")
+        raise SettingError("chunk_index", chunk_index, f"0 to {num_chunks - 1}")
     size = config.chunk_size or num_tokens
     start = chunk_index * (size - config.overlap)
     return Span(start, min(start + size, num_tokens))
@@ -75,16 +77,16 @@ def create_prefill_chunks_at(prompt_tokens: Sequence[int], ends: Iterable[int]) 
     for index, end in enumerate(ends):
         if not start < check_int(f"ends[{index}]", end, 1) <= num_tokens:
             raise SettingError(
-                f"ends[{index}]={end} is not accepted for {num_tokens} tokens: "
-                f"give ends that strictly increase, from above 0 to {num_tokens}; the one before is {start}"
+                f"ends[{index}]",
+                end,
+                f"ends that strictly increase, from above 0 to {num_tokens}",
+                where=f"for {num_tokens} tokens",
+                because=f"the one before is {start}",
             )
         spans.append(Span(start, end))
         start = end
     if start != num_tokens:
-        raise SettingError(
-            f"ends that stop at {start} are not accepted for {num_tokens} tokens: "
-            f"the last end must be {num_tokens}"
-        )
+        raise SettingError("ends[-1]", start, f"{num_tokens}, the prompt's end")
     return _cut(prompt_tokens, spans)
 
 

@@ -47,13 +47,17 @@ class ChunkedPrefillConfig:
         object.__setattr__(self, "priority", PrefillPriority.parse(self.priority))
         if self.chunk_size == 0 and self.overlap > 0:
             raise SettingError(
-                f"overlap={self.overlap} contradicts chunk_size=0 (the whole prompt in one chunk): "
-                f"give overlap=0, or a chunk_size above {self.overlap}"
+                "overlap",
+                self.overlap,
+                contradicts={"chunk_size": 0},
+                because="the whole prompt is one chunk",
             )
         if self.overlap >= self.chunk_size > 0:
             raise SettingError(
-                f"overlap={self.overlap} is not accepted with chunk_size={self.chunk_size}: "
-                f"give an overlap from 0 to {self.chunk_size - 1}"
+                "overlap",
+                self.overlap,
+                f"an overlap from 0 to {self.chunk_size - 1}",
+                beside={"chunk_size": self.chunk_size},
             )
 
     @property

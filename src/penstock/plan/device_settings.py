@@ -61,8 +61,11 @@ def settle_device(setting: DeviceSetting, found: DevicesFound, *, only_cpu: str 
     given_by = DEVICE_VARIABLE if setting.source == "environment" else "device"
     if name not in found.names:
         raise SettingError(
-            f"{given_by}={setting.name!r} is not accepted here: torch sees {', '.join(found.names)}; give one of "
-            "these, or auto"
+            given_by,
+            setting.name,
+            "one of these, or auto",
+            where="here",
+            because=f"torch sees {', '.join(found.names)}",
         )
     by = setting.source if setting.source == "argument" else DEVICE_VARIABLE
     return replace(setting, name=name, reason=f"set by {by}")
@@ -71,4 +74,4 @@ def settle_device(setting: DeviceSetting, found: DevicesFound, *, only_cpu: str 
 def _checked(name: str, value: object) -> str:
     if isinstance(value, str) and _NAME.fullmatch(value):
         return value
-    raise SettingError(f"{name}={value!r} is not accepted: give {ACCEPTED_DEVICES}")
+    raise SettingError(name, value, ACCEPTED_DEVICES)

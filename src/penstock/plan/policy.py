@@ -68,24 +68,29 @@ class ScheduleConfig:
         check_int("max_overtakes", self.max_overtakes, 0)
         if check_bool("auto_chunk", self.auto_chunk) and self.chunk_size == 0:
             raise SettingError(
-                "auto_chunk=True contradicts chunk_size=0 (prompts are run whole): give a chunk_size"
+                "auto_chunk",
+                True,
+                contradicts={"chunk_size": 0},
+                because="prompts are run whole",
             )
         if self.chunk_size % self.grid:
-            raise SettingError(
-                f"chunk_size={self.chunk_size} is not accepted with grid={self.grid}: give a multiple of it"
-            )
+            raise SettingError("chunk_size", self.chunk_size, "a multiple of it", beside={"grid": self.grid})
         if self.step_tokens is None:
             return
         if self.chunk_size == 0:
             raise SettingError(
-                f"step_tokens={self.step_tokens} contradicts chunk_size=0 (prompts are run whole): "
-                "leave step_tokens out, or give a chunk_size"
+                "step_tokens",
+                self.step_tokens,
+                contradicts={"chunk_size": 0},
+                because="prompts are run whole",
             )
         least = self.max_running + self.grid
         if check_int("step_tokens", self.step_tokens, 1) < least:
             raise SettingError(
-                f"step_tokens={self.step_tokens} is not accepted with max_running={self.max_running}: give at "
-                f"least {least}, a token for every request and a chunk of {self.grid}"
+                "step_tokens",
+                self.step_tokens,
+                f"at least {least}, a token for every request and a chunk of {self.grid}",
+                beside={"max_running": self.max_running},
             )
 
     def chunk_budget(self, num_decodes: int) -> int | None:

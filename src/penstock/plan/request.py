@@ -17,9 +17,7 @@ class Span:
         check_int("start", self.start, 0)
         check_int("end", self.end, 0)
         if self.end <= self.start:
-            raise SettingError(
-                f"end={self.end} is not accepted with start={self.start}: give an end above the start"
-            )
+            raise SettingError("end", self.end, "an end above the start", beside={"start": self.start})
 
     def __len__(self) -> int:
         return self.end - self.start

@@ -73,8 +73,10 @@ def resolve_align(argument: bool | None = None, *, environ: Mapping[str, str] | 
         text = environ[ALIGN_VARIABLE]
         if text not in ("0", "1"):
             raise SettingError(
-                f"{ALIGN_VARIABLE}={text!r} is not accepted: give 1 to round chunk sizes up to a multiple of "
-                f"{STATE_GRID} on models with recurrent state, or 0 to keep any size"
+                ALIGN_VARIABLE,
+                text,
+                f"1 to round chunk sizes up to a multiple of {STATE_GRID} on models with recurrent state, or 0 to "
+                "keep any size",
             )
         return AlignSetting(text == "1", "environment")
     return AlignSetting(True, "default")
@@ -100,8 +102,9 @@ def _number_of_tokens(name: str, value: object) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     raise SettingError(
-        f"{name}={value!r} is not accepted: give a number of tokens in digits, such as 512, "
-        "0 (off: the whole prompt in one chunk) or auto"
+        name,
+        value,
+        "a number of tokens in digits, such as 512, 0 (off: the whole prompt in one chunk) or auto",
     )
 
 

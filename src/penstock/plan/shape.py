@@ -22,8 +22,10 @@ class DeltaNetShape:
             check_int(field.name, getattr(self, field.name), 1)
         if self.num_value_heads % self.num_key_heads:
             raise SettingError(
-                f"num_key_heads={self.num_key_heads} is not accepted with "
-                f"num_value_heads={self.num_value_heads}: give a divisor of {self.num_value_heads}"
+                "num_key_heads",
+                self.num_key_heads,
+                f"a divisor of {self.num_value_heads}",
+                beside={"num_value_heads": self.num_value_heads},
             )
 
     @property
@@ -87,8 +89,10 @@ class ModelShape:
         check_bool("gated_attention", self.gated_attention)
         if self.num_heads % self.num_kv_heads:
             raise SettingError(
-                f"num_kv_heads={self.num_kv_heads} is not accepted with num_heads={self.num_heads}: "
-                f"give a divisor of {self.num_heads}"
+                "num_kv_heads",
+                self.num_kv_heads,
+                f"a divisor of {self.num_heads}",
+                beside={"num_heads": self.num_heads},
             )
         _check_part("delta_net", self.delta_net, DeltaNetShape, self.num_layers)
         _check_part("experts", self.experts, ExpertsShape, self.num_layers)
@@ -108,9 +112,8 @@ def _check_part(name: str, part: object, kind: type[DeltaNetShape | ExpertsShape
     if part is None:
         return
     if not isinstance(part, kind):
-        raise SettingError(f"{name}={part!r} is not accepted: give {kind.__name__} or None")
+        raise SettingError(name, part, f"{kind.__name__} or None")
     if part.num_layers > num_layers:
         raise SettingError(
-            f"{name}.num_layers={part.num_layers} is not accepted with num_layers={num_layers}: "
-            f"give 1 to {num_layers}"
+            f"{name}.num_layers", part.num_layers, f"1 to {num_layers}", beside={"num_layers": num_layers}
         )

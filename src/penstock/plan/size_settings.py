@@ -78,8 +78,11 @@ def resolve_size(
         if given is not None and not setting.is_auto:
             fixed_by = CHUNK_VARIABLE if setting.source == "environment" else "chunk_size"
             raise SettingError(
-                f"{given.name}={given.value!r} contradicts {fixed_by}={setting.requested}: a fixed chunk follows no "
-                f"target; leave one of them out, or give auto as the chunk"
+                given.name,
+                given.value,
+                "auto as the chunk",
+                contradicts={fixed_by: setting.effective},
+                because="a fixed chunk follows no target",
             )
     return SizeSettings(
         setting, None if activation is None else parse_bytes(activation.value, activation.name), *targets
@@ -90,18 +93,24 @@ def check_schedule(size: SizeSettings, schedule: ScheduleConfig) -> None:
     """Refuse a schedule that follows no target where there is one, or that keeps tokens waiting for many chunks."""
     if size.target_itl_s is not None and schedule.policy is SchedulePolicy.PREFILL_FIRST:
         raise SettingError(
-            f"target_itl_ms={size.target_itl_s * 1000:g} contradicts policy=prefill-first, by which a token may wait "
-            f"for {schedule.max_chunk_steps} chunks: give mixed, interleaved or decode-priority, or no target"
+            "target_itl_ms",
+            round(1000 * size.target_itl_s, 6),
+            "mixed, interleaved or decode-priority",
+            contradicts={"policy": schedule.policy.value},
+            because=f"by this policy a token may wait for {schedule.max_chunk_steps} chunks",
         )
-    has_target = size.target_itl_s is not None or size.target_ttft_s is not None
-    if has_target and not schedule.auto_chunk:
-        raise SettingError(
-            f"a latency target contradicts a schedule with a fixed chunk_size={schedule.chunk_size}: give "
-            "auto_chunk=True, or no target"
-        )
+    for name, target in (("target_itl_ms", size.target_itl_s), ("target_ttft_ms", size.target_ttft_s)):
+        if target is not None and not schedule.auto_chunk:
+            raise SettingError(
+                name,
+                round(1000 * target, 6),
+                "a schedule with auto_chunk=True",
+                contradicts={"chunk_size": schedule.chunk_size},
+                because="a schedule with a fixed chunk follows no target",
+            )
     if schedule.auto_chunk and not size.chunk.is_auto:
         raise SettingError(
-            f"auto_chunk=True contradicts chunk_size={size.chunk.requested}: give one of them, or auto as the chunk"
+            "auto_chunk", True, "auto as the chunk", contradicts={"chunk_size": size.chunk.effective}
         )
 
 
@@ -124,6 +133,4 @@ def _milliseconds(given: _Given) -> float:
     number = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
     if isinstance(number, int | float) and not isinstance(number, bool) and isfinite(number) and number > 0:
         return float(number)
-    raise SettingError(
-        f"{given.name}={value!r} is not accepted: give a number of milliseconds above 0, such as 200"
-    )
+    raise SettingError(given.name, value, "a number of milliseconds above 0, such as 200")

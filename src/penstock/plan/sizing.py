@@ -70,10 +70,13 @@ class SizeRules:
             if target is None:
                 continue
             if not isfinite(target) or target <= 0:
-                raise SettingError(f"{name}={target!r} is not accepted: give a number of seconds above 0")
+                raise SettingError(name, target, "a number of seconds above 0")
             if self.fixed is not None:
                 raise SettingError(
-                    f"{name}={target!r} contradicts fixed={self.fixed}: a fixed size follows no target, give None"
+                    name,
+                    target,
+                    contradicts={"fixed": self.fixed},
+                    because="a fixed size follows no target",
                 )
 
     @property

@@ -27,9 +27,7 @@ class StepBudget:
 
     def __init__(self, config: ScheduleConfig, sizer: ChunkSizer | None) -> None:
         if config.auto_chunk and sizer is None:
-            raise SettingError(
-                "auto_chunk=True is not accepted without a sizer: give one, or a fixed chunk_size"
-            )
+            raise SettingError("auto_chunk", True, "a sizer, or a fixed chunk", where="without a sizer")
         self._config = config
         self._sizer = sizer
         self._shrunk: int | None = None

@@ -42,9 +42,7 @@ class StepTimeCoefficients:
             value = getattr(self, field.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not isfinite(value) or value < 0:
-                raise SettingError(
-                    f"{field.name}={value!r} is not accepted: give a number of seconds, 0 or more"
-                )
+                raise SettingError(field.name, value, "a number of seconds, 0 or more")
 
     def seconds(self, step: StepShape) -> float:
         return (

@@ -44,8 +44,10 @@ def resolve_store(
         return StoreSettings(folder, size.max_bytes, "environment", size.source)
     if cache_size is not None:
         raise SettingError(
-            f"cache_size={cache_size!r} says how much to keep, but not where: give cache_dir too, or set "
-            f"{CACHE_DIR_VARIABLE}"
+            "cache_size",
+            cache_size,
+            needs=("cache_dir", CACHE_DIR_VARIABLE),
+            because="it says how much to keep, but not where",
         )
     return None
 
@@ -66,12 +68,10 @@ def _resolve_size(argument: int | str | None, environ: Mapping[str, str]) -> _Si
 
 def _folder(name: str, given: object) -> Path:
     if not isinstance(given, str | Path) or not str(given) or "\0" in str(given):
-        raise SettingError(
-            f"{name}={given!r} is not accepted: give the path of a folder, which need not exist"
-        )
+        raise SettingError(name, given, "the path of a folder, which need not exist")
     try:
         return Path(given).expanduser()
     except RuntimeError:  # pathlib's answer where there is no such home folder
         raise SettingError(
-            f"{name}={str(given)!r} is not accepted: no such user has a home folder; give another path"
+            name, str(given), "another path", because="no such user has a home folder"
         ) from None

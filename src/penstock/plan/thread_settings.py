@@ -54,4 +54,4 @@ def resolve_threads(
 
 
 def _refused(name: str, value: object) -> SettingError:
-    return SettingError(f"{name}={value!r} is not accepted: give a whole number from 1 to {MAX_THREADS}")
+    return SettingError(name, value, f"a whole number from 1 to {MAX_THREADS}")

@@ -25,8 +25,11 @@ class TokenView(Sequence[int]):
         end = num_tokens if end is None else check_int("end", end, 0)
         if not check_int("start", start, 0) <= end <= num_tokens:
             raise SettingError(
-                f"start={start}, end={end} is not accepted for {num_tokens} tokens: "
-                f"give 0 <= start <= end <= {num_tokens}"
+                "start",
+                start,
+                f"0 <= start <= end <= {num_tokens}",
+                where=f"for {num_tokens} tokens",
+                beside={"end": end},
             )
         if isinstance(tokens, TokenView):
             self._tokens, self._positions = tokens._tokens, tokens._positions[start:end]

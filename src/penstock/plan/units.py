@@ -32,22 +32,22 @@ def parse_bytes(text: object, name: str = "memory") -> int:
 
     GB is refused: people mean 10^9 or 2^30 by it, and a limit is no place to guess.
     """
-    accepted = "give bytes with a binary unit, such as 8GiB, 512MiB, 1.5G or 4096"
+    accepted = "bytes with a binary unit, such as 8GiB, 512MiB, 1.5G or 4096"
     if isinstance(text, int) and not isinstance(text, bool):
         num_bytes = text
     elif isinstance(text, str) and (match := _QUANTITY.fullmatch(text)):
         number, unit = match[1], match[2].lower()
         if unit in _DECIMAL:
             raise SettingError(
-                f"{name}={text!r} is not accepted: {match[2]} may mean two things; write {number}{_DECIMAL[unit]}"
+                name, text, f"{number}{_DECIMAL[unit]}", because=f"{match[2]} may mean two things"
             )
         if unit not in _FACTORS:
-            raise SettingError(f"{name}={text!r} is not accepted: {match[2]!r} is no unit; {accepted}")
+            raise SettingError(name, text, accepted, because=f"{match[2]!r} is no unit")
         whole, _, rest = number.partition(".")
         # Exact, and a part of a byte is dropped: never more than was said.
         num_bytes = int(whole + rest) * _FACTORS[unit] // 10 ** len(rest)
     else:
-        raise SettingError(f"{name}={text!r} is not accepted: {accepted}")
+        raise SettingError(name, text, accepted)
     if num_bytes < 1:
-        raise SettingError(f"{name}={text!r} is not accepted: it is no byte at all; {accepted}")
+        raise SettingError(name, text, accepted, because="it is no byte at all")
     return num_bytes

@@ -48,8 +48,7 @@ def resolve_weights(
         return WeightsSetting("auto", "default")
     if "auto" not in (dtype, setting.dtype) and dtype != setting.dtype:
         raise SettingError(
-            f"{name}={value!r} contradicts dtype={dtype!r}: such weights compute in {setting.dtype}; leave one of "
-            "them out"
+            name, value, contradicts={"dtype": dtype}, because=f"such weights compute in {setting.dtype}"
         )
     return setting
 
@@ -87,4 +86,4 @@ def _setting(name: str, value: str, source: SettingSource) -> WeightsSetting:
     for known in WEIGHTS:
         if known == value:
             return WeightsSetting(known, source)
-    raise SettingError(f"{name}={value!r} is not accepted: give one of {', '.join(WEIGHTS)}")
+    raise SettingError(name, value, f"one of {', '.join(WEIGHTS)}")

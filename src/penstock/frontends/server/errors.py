@@ -1,7 +1,6 @@
 """From what goes wrong to errors in the shape of OpenAI's API."""
 
 import logging
-import re
 from collections.abc import Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -20,14 +19,15 @@ from penstock.errors import (
     RequestFailedError,
     ServiceClosedError,
     SettingError,
+    assigned,
 )
 
 # When to try again if the queue is full: by then some request will usually have ended.
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499
 SHUTTING_DOWN = "the request was cancelled: the server is shutting down; send it again"
-# Settings are named at the start of a message, as in `top_p=2 is not accepted`.
-_NAMED = re.compile(r"([a-z][a-z_]*)=")
+# Parameters that the engine calls otherwise.
+_PARAMETERS = {"json_format": "response_format"}
 # Of the HTTP request that is being answered.
 request_id: ContextVar[str] = ContextVar("request_id", default="of no name")
 _log = logging.getLogger("penstock.server")
@@ -70,8 +70,9 @@ def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiEr
         case PromptError():
             return ApiError(400, message, code="invalid_prompt", param=prompt_param)
         case SettingError():
-            named = _NAMED.match(message)
-            return ApiError(400, message, code="invalid_value", param=named[1] if named else None)
+            param = None if error.setting is None else _parameter(error.setting)
+            message = error.message(lambda name, value: assigned(_parameter(name), value))
+            return ApiError(400, message, code="invalid_value", param=param)
         case QueueFullError():
             return ApiError(
                 429,
@@ -90,6 +91,10 @@ def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiEr
             return ApiError(400, message, code="model_error", param=prompt_param)
         case _:
             return internal(error, message)
+
+
+def _parameter(setting: str) -> str:
+    return _PARAMETERS.get(setting, setting)
 
 
 def as_failure(error: PenstockError) -> ApiError:

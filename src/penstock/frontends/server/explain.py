@@ -171,9 +171,7 @@ def size_lines(service: Service) -> list[str]:
     memory = None if budget is None else f"a step may need {format_bytes(budget)} beside weights and cache"
     if not chunk["is_auto"]:
         size = "whole prompts" if chunk["effective"] == 0 else f"chunk {chunk['effective']}"
-        reason = chunk["reason"].replace("set by argument", "set by --chunk")
-        reason = reason.replace("align=False or --no-align", "--no-align")
-        line = f"{size} (requested {chunk['requested']}: {reason})"
+        line = f"{size} (requested {chunk['requested']}: {chunk['reason']})"
         return [line] if memory is None else [line, memory]
     targets = [
         f"{what} within {settings[name] * 1000:g} ms"

@@ -154,9 +154,7 @@ def bind(host: str, port: int) -> socket.socket:
         listener = socket.socket(family, kind, protocol)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise SettingError(
-            f"host={host!r} is not accepted: {reason}; give an address of this machine"
-        ) from None
+        raise SettingError("host", host, "an address of this machine", because=str(reason)) from None
     try:
         if os.name == "posix":  # elsewhere it would let two servers have one port
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -164,7 +162,7 @@ def bind(host: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise SettingError(
-            f"port={port} on {host} is not accepted: {error.strerror or error}; give another, or 0 for any"
+            "port", port, "another, or 0 for any", where=f"on {host}", because=error.strerror or str(error)
         ) from None
     return listener
 

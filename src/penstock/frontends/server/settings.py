@@ -31,20 +31,22 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         if not self.model_name.strip():
-            raise SettingError(f"served_name={self.model_name!r} is not accepted: give the model a name")
+            raise SettingError("served_name", self.model_name, "the model a name")
         if not self.host.strip():
-            raise SettingError(
-                f"host={self.host!r} is not accepted: give an address or a name, such as {DEFAULT_HOST}"
-            )
+            raise SettingError("host", self.host, f"an address or a name, such as {DEFAULT_HOST}")
         if not all(map(_KEY.fullmatch, self.api_keys)):
-            raise SettingError(  # without the value: it may be most of a secret
-                "the API key is not accepted: give letters, digits and signs of ASCII without spaces and commas, "
-                f"or leave --api-key and {KEYS_VARIABLE} away for a server without a key"
+            raise SettingError(
+                "api_key",
+                ...,  # not the value: it may be most of a secret
+                "letters, digits and signs of ASCII without spaces and commas, or none at all, not even in "
+                f"{KEYS_VARIABLE}, for a server without a key",
             )
         if self.isolates and not self.api_keys:
             raise SettingError(
-                "--isolate is not accepted without an API key, by which requests are told apart: give --api-key or "
-                f"{KEYS_VARIABLE}, or leave --isolate away"
+                "isolate",
+                True,
+                needs=("api_key", KEYS_VARIABLE),
+                because="requests are told apart by their keys",
             )
         check_int("max_body_bytes", self.max_body_bytes, 1024)
         if self.max_prompt_tokens is not None:
