@@ -12,20 +12,24 @@ from penstock.plan import (
     ChunkedPrefillConfig,
     ChunkSizer,
     ModelShape,
+    PlannedSpan,
     Prefill,
     PrefillChunk,
     PrefillScheduler,
     SizeDecision,
     SizeQuestion,
     SizeRules,
+    Span,
+    SpanKind,
     StartDecode,
+    StepPlan,
     StepShape,
     StepTimeCoefficients,
     StepTimeModel,
 )
 from penstock.plan.activation import step_memory
 from penstock.plan.fitting import smallest_budget
-from penstock.plan.sizing import CAUTIOUS_CHUNK
+from penstock.plan.sizing import CAUTIOUS_CHUNK, shape_of
 
 CPU = StepTimeCoefficients(0.012, 8e-4, 9e-8, 4e-3, 1.5e-6)
 SHAPE = ModelShape(30, 576, 1536, 9, 3, 64, 49152)
@@ -262,6 +266,8 @@ def test_a_budget_gives_the_largest_chunk_that_fits_and_free_memory_only_bounds(
     assert sizer(free_bytes=2 * budget).decide(SizeQuestion(0, 9000)).size == 512
     short = sizer(free_bytes=step_bytes(StepShape.of_chunk(200, 0, is_last=True)) * 2)
     assert short.decide(SizeQuestion(0, 9000)).rule == "memory"
+    exact = sizer(max_activation_bytes=step_bytes(StepShape.of_chunk(512, 0, is_last=True)), largest=512)
+    assert (exact.decide(SizeQuestion(0, 512)).size, exact.decide(SizeQuestion(0, 9000)).size) == (512, 512)
     # Hardly any: it is tried all the same, memory that is not there makes itself known.
     none = sizer(free_bytes=0, grid=64).decide(SizeQuestion(0, 9000))
     assert (none.size, none.rule) == (64, "smallest")
@@ -325,6 +331,131 @@ def test_learning_from_a_noisy_machine_keeps_most_steps_within_a_quarter_of_the_
             over, total, done = over + (seconds > 1.25 * 0.2), total + 1, done + size
     assert over <= 0.05 * total
     assert total < 4 * 8000 / 100  # chunks of 100 and more: the target is made use of
+
+
+def random_sizer(random: Random) -> ChunkSizer:
+    """Any rules; nothing is known of step times, a profile is, or a few steps ran."""
+
+    def maybe(value: Any) -> Any:
+        return value if random.random() < 0.5 else None
+
+    times = StepTimeModel(maybe(CPU))
+    for _ in range(random.choice([0, 0, 5])):
+        step = StepShape.of_chunk(random.choice([1, 50, 200]), random.randrange(3000))
+        times.record(step, CPU.seconds(step))
+    is_fixed = random.random() < 0.1
+    rules = SizeRules(
+        fixed=random.choice([0, 100]) if is_fixed else None,
+        max_activation_bytes=maybe(random.randrange(100, 10_000) * 1000),
+        free_bytes=maybe(random.randrange(10_000) * 1000),
+        target_itl_s=None if is_fixed else maybe(random.choice([0.001, 0.02, 0.1, 0.5, 2.0, 9.0])),
+        target_ttft_s=None if is_fixed else maybe(random.choice([0.1, 2.0, 10.0])),
+        grid=random.choice([1, 1, 16, 64, 100]),
+        smallest=random.choice([8, 20]),
+        largest=random.choice([700, 2048]),
+        default=random.choice([64, 512]),
+        tuned=maybe(random.choice([100, 1000, 3000])),
+    )
+    return ChunkSizer(
+        rules, times, maybe(lambda step: 3000 * step.num_prompt_tokens + 40 * step.longest_past)
+    )
+
+
+def random_question(random: Random) -> SizeQuestion:
+    num_decodes, num_held = random.choice([0, 0, 3]), random.choice([0, 0, 2])
+    return SizeQuestion(
+        past=random.choice([0, 500, 8000]),
+        num_left=random.randrange(1, random.choice([10, 300, 2000, 9000])),
+        longest_past=random.choice([0, 9000]),
+        num_prompts=random.choice([1, 1, 2, 5]),
+        num_decodes=num_decodes,
+        decode_pasts=700 * num_decodes,
+        num_held=num_held,
+        held_pasts=900 * num_held,
+        keeps_itl=random.random() < 0.3,
+        waited_s=random.choice([0.0, 1.0]),
+        most=random.choice([None, None, None, 5, 120]),
+    )
+
+
+def test_thousands_of_questions_are_answered_as_ever() -> None:
+    """How often each rule held, the tokens that it gave in all, and what was expected of its steps."""
+    random, answers = Random(1), dict[str, list[SizeDecision]]()
+    for _ in range(1500):
+        asked = random_sizer(random)
+        for _ in range(4):
+            decision = asked.decide(random_question(random))
+            answers.setdefault(decision.rule, []).append(decision)
+    found = {
+        rule: (
+            len(decisions),
+            sum(decision.size for decision in decisions),
+            sum(bool(decision.because) for decision in decisions),
+            sum(decision.predicted_bytes or 0 for decision in decisions),
+            round(sum(decision.predicted_s or 0.0 for decision in decisions), 4),
+        )
+        for rule, decisions in sorted(answers.items())
+    }
+    assert found == ANSWERS
+
+
+ANSWERS = {
+    "balanced": (40, 15_929, 20, 11_034_000, 12.7636),
+    "default": (691, 136_752, 0, 249_460_000, 95.1621),
+    "end": (2313, 470_993, 879, 944_148_000, 431.0685),
+    "fixed": (161, 16_100, 0, 42_200_000, 14.5151),
+    "halved": (1388, 48_110, 1388, 239_930_000, 56.0142),
+    "largest": (62, 68_300, 15, 85_440_000, 60.4644),
+    "latency": (718, 192_597, 588, 314_166_000, 194.1809),
+    "memory": (113, 63_338, 0, 216_814_000, 52.8316),
+    "smallest": (365, 15_147, 365, 84_397_000, 21.8874),
+    "tuned": (149, 58_680, 0, 85_272_000, 38.6541),
+}
+
+
+def test_defaults_of_rules_and_questions() -> None:
+    rules = SizeRules()
+    assert (rules.grid, rules.smallest, rules.largest, rules.default) == (1, 8, 2048, 512)
+    assert (rules.most, rules.budget_bytes, rules.is_auto) == (2048, None, True)
+    assert SizeRules(tuned=4000).most == 4000
+    assert SizeRules(default=3000, grid=64).most == 2944
+    assert SizeRules(free_bytes=101).budget_bytes == 50
+    assert SizeRules(free_bytes=100, max_activation_bytes=60).budget_bytes == 60
+    assert [SizeRules(grid=64).on_grid(size) for size in (1, 63, 64, 127, 128)] == [64, 64, 64, 64, 128]
+    SizeRules(fixed=0, max_activation_bytes=1, free_bytes=0)  # as little as this is accepted
+    SizeRules(tuned=1, grid=1, smallest=1, largest=1, default=1)
+    question = SizeQuestion(5, 7)
+    assert (question.num_prompts, question.num_decodes, question.num_held) == (1, 0, 0)
+    assert question == SizeQuestion(5, 7, 0, 1, 0, 0, 0, 0, False, 0.0, None)
+
+
+@given(st.integers(0, 400), st.integers(0, 400))
+def test_the_pasts_of_a_chunk_are_what_its_tokens_see(num_tokens: int, past: int) -> None:
+    step = StepShape.of_chunk(num_tokens, past, num_decodes=3, decode_pasts=60, is_last=True)
+    assert step.token_pasts == sum(range(past, past + num_tokens))
+    assert step == StepShape(num_tokens, step.token_pasts, past, 3, 60, 4)
+    assert step.num_rows == num_tokens + 3
+    assert StepShape.of_chunk(num_tokens, past) == StepShape(num_tokens, step.token_pasts, past, 0, 0, 0)
+
+
+def test_the_shape_of_a_planned_step() -> None:
+    spans = [
+        ("a", Span(90, 91), SpanKind.DECODE, True),
+        ("b", Span(10, 13), SpanKind.CHUNK, False),
+        ("c", Span(40, 42), SpanKind.CHUNK, True),
+        ("d", Span(20, 24), SpanKind.REPLAY, False),
+    ]
+    plan = StepPlan(tuple(PlannedSpan(*span) for span in spans))
+    assert (plan.num_tokens, plan.num_chunk_tokens) == (10, 9)
+    assert shape_of(plan) == StepShape(
+        num_prompt_tokens=5,
+        token_pasts=10 + 11 + 12 + 40 + 41,
+        longest_past=40,
+        num_decodes=5,
+        decode_pasts=91 + 21 + 22 + 23 + 24,
+        num_logits=2,
+    )
+    assert shape_of(StepPlan(plan.spans[:1])) == StepShape(0, num_decodes=1, decode_pasts=91, num_logits=1)
 
 
 @pytest.mark.parametrize(
