@@ -11,10 +11,10 @@ from penstock.bench.gpu_models import Subject
 from penstock.bench.gpu_requests import Requests, tokens_to_last
 from penstock.bench.gpu_results import Fact
 from penstock.bench.gpu_workload import BitsCase, GpuModel, Section
-from penstock.bench.verify_runs import kv_of, states_of
 from penstock.cache import SequenceCache
 from penstock.engine.run import Run
 from penstock.engine.space import CacheSpace
+from penstock.measure.traces import kv_of, states_of
 from penstock.plan import ChunkedPrefillConfig
 
 

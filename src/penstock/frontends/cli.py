@@ -12,6 +12,7 @@ from penstock.frontends.generate import generate
 from penstock.frontends.plan import plan
 from penstock.frontends.serve import serve
 from penstock.frontends.tune import tune
+from penstock.frontends.verify import MEANINGS as VERIFY_MEANINGS
 from penstock.frontends.verify import verify
 
 app = typer.Typer(
@@ -24,8 +25,9 @@ app = typer.Typer(
 app.command(epilog=MEANINGS)(generate)
 app.command(epilog=MEANINGS)(serve)
 app.command(epilog=MEANINGS)(plan)
-for program in (tune, verify, bench):
-    app.command(context_settings=PASS_ON)(program)
+app.command(epilog=MEANINGS)(tune)
+app.command(epilog=VERIFY_MEANINGS)(verify)
+app.command(context_settings=PASS_ON)(bench)
 app.add_typer(cache, name="cache")
 
 

@@ -1,14 +1,86 @@
-"""`penstock tune`: measure a model on this machine, which is a program of its own."""
+"""The command `penstock tune`."""
 
-import sys
+import json
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Literal
 
 import typer
 
-from penstock.frontends.bench import run_program
-from penstock.frontends.exits import reported
+from penstock.frontends.exits import FAILED, reported
+
+_model = partial(typer.Option, rich_help_panel="Model")
+_output = partial(typer.Option, rich_help_panel="Output")
 
 
-def tune(context: typer.Context) -> None:
-    """Measure this model on this machine, so that `--chunk auto` starts from it (options: `penstock tune --help`)."""
+def tune(
+    model: Annotated[
+        str,
+        _model(
+            metavar="NAME", help="smollm2, a folder with safetensors, a GGUF file or a Hugging Face name."
+        ),
+    ] = "smollm2",
+    dtype: Annotated[Literal["auto", "bfloat16", "float32"], _model(help="What to compute in.")] = "auto",
+    device: Annotated[
+        str | None, _model(metavar="NAME", help="Where it runs: auto, cpu, cuda, cuda:1 and so on, or mps.")
+    ] = None,
+    threads: Annotated[int | None, _model(min=1, metavar="NUMBER", help="Threads that compute.")] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sizes, one length, no measured memory.")
+    ] = False,
+    seconds: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            help="About how long to take, loading and memory aside: 240 by default, 40 with --quick.",
+        ),
+    ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Print the stored profile, and measure nothing.")
+    ] = False,
+    plot: Annotated[Path | None, _output(metavar="FILE", help="Draw a picture (needs matplotlib).")] = None,
+    as_json: Annotated[
+        Path | None, _output("--json", metavar="FILE", help="Write what was found as JSON, too.")
+    ] = None,
+) -> None:
+    """Measure this model on this machine, so that `--chunk auto` starts from it.
+
+    Times steps, and whole prompts in chunks of several sizes, and measures memory; prints what was found and stores
+    it in the cache folder. Best with nothing else running. Exits with 1 where --show finds no profile.
+    """
     with reported():
-        raise SystemExit(run_program([sys.executable, "-m", "penstock.bench.tune", *context.args]))
+        from penstock.errors import SettingError
+        from penstock.frontends.answer import loaded, write
+        from penstock.frontends.present import make_display
+
+        if seconds is not None and not 0 < seconds < 1e6:
+            raise SettingError(f"--seconds {seconds:g} is not accepted: give a number of seconds above 0")
+        display = make_display()
+        with display.busy("starting"):
+            from penstock.engine.profile import load_profile, profile_key, profile_path, save_profile
+            from penstock.measure import plots, report
+            from penstock.measure.tune import fit_error
+            from penstock.measure.tune import tune as measure
+
+        report.require_outputs({"--plot": plot, "--json": as_json})
+        with loaded(model, display, dtype=dtype, device=device, threads=threads) as llm:
+            stored_at = profile_path(profile_key(llm))
+            if not show:
+                profile = measure(llm, seconds, display.note, quick=quick)
+                save_profile(profile)
+            elif (stored := load_profile(llm)) is not None:
+                profile = stored
+            else:
+                display.note(
+                    f"there is no profile of this model on this machine in {stored_at}: penstock tune makes one"
+                )
+                raise SystemExit(FAILED)
+        write(f"{report.render_tune(profile)}\n\nprofile: {stored_at}\n")
+        if as_json is not None:
+            error = fit_error(profile.coefficients, profile.measurements.steps)
+            as_json.write_text(json.dumps({**asdict(profile), "fit_error": asdict(error)}, indent=1) + "\n")
+            write(f"json:    {as_json}\n")
+        if plot is not None:
+            plots.draw_tune(profile, plot)
+            write(f"plot:    {plot}\n")

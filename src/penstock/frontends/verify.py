@@ -1,14 +1,272 @@
-"""`penstock verify`: the laws, proved on a model, by a program of its own."""
+"""The command `penstock verify`."""
 
-import sys
+import contextlib
+import json
+import math
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from penstock.frontends.bench import run_program
-from penstock.frontends.exits import reported
+from penstock.errors import ModelError, PenstockError, PromptError, SettingError
+from penstock.frontends.exits import (
+    FAILED,
+    INTERRUPTED,
+    MISTAKE,
+    NO_MODEL,
+    NO_READER,
+    OutputError,
+    complain,
+    reported,
+)
+
+if TYPE_CHECKING:
+    from penstock.frontends.present import Display
+    from penstock.measure.memory import MemoryChecks
+    from penstock.measure.verify import Checks
+
+MEANINGS = (
+    f"Exit status: 0 all laws hold; {FAILED} a law is broken, or with --memory a bar is missed; {MISTAKE} it could "
+    f"not be run; {NO_MODEL} a model that cannot be found, downloaded or read; {INTERRUPTED} interrupted; "
+    f"{NO_READER} whoever read standard output has gone."
+)
+_model = partial(typer.Option, rich_help_panel="Model")
+_prompt = partial(typer.Option, rich_help_panel="Prompt")
+_output = partial(typer.Option, rich_help_panel="Output")
+_memory = partial(typer.Option, rich_help_panel="Memory")
 
 
-def verify(context: typer.Context) -> None:
-    """Prove on a model that chunks, other requests and the machine change no result (options: `verify --help`)."""
-    with reported():
-        raise SystemExit(run_program([sys.executable, "-m", "penstock.bench.verify", *context.args]))
+def verify(
+    prompt_file: Annotated[Path | None, _prompt(metavar="FILE", help="A text to read, as it is.")] = None,
+    tokens: Annotated[
+        int | None,
+        _prompt(min=1, metavar="N", help="So many tokens of a text that every Python has: 600 by default."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, _prompt(min=1, metavar="N", help="Generated after the prompt: 16 by default.")
+    ] = None,
+    chunks: Annotated[
+        str | None,
+        _prompt(
+            metavar="N,N",
+            help="Chunk sizes: 1,7,64,100,512 by default; 1 is token by token, as chunks and as decodes. Two random "
+            "schedules are run in any case.",
+        ),
+    ] = None,
+    overlap: Annotated[
+        int | None,
+        _prompt(min=0, metavar="N", help="Tokens that chunks have in common: 64 by default; 0 is none."),
+    ] = None,
+    strict: Annotated[
+        bool,
+        _prompt(
+            "--strict",
+            help="Requests run side by side as in `penstock serve --strict`: generated tokens keep their bits, too.",
+        ),
+    ] = False,
+    reference: Annotated[
+        Literal["transformers"] | None, _prompt(help="Compare with it, too, in float32.")
+    ] = None,
+    tolerance: Annotated[
+        float | None,
+        _prompt(
+            metavar="X",
+            help="The largest difference in parts of the largest value, where the same bits are not promised: "
+            "0.0001 in float32, 0.1 in bfloat16, 0.5 there with experts.",
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        _model(
+            metavar="NAME",
+            help="smollm2 (the default), a folder with safetensors, a GGUF file or a Hugging Face name. With "
+            "--memory random models of several families by default.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        Literal["auto", "bfloat16", "float32"] | None,
+        _model(help="What to compute in: auto by default, with --memory bfloat16."),
+    ] = None,
+    device: Annotated[
+        str | None, _model(metavar="NAME", help="Where it runs: auto, cpu, cuda, cuda:1 and so on, or mps.")
+    ] = None,
+    threads: Annotated[int | None, _model(min=1, metavar="NUMBER", help="Threads that compute.")] = None,
+    as_json: Annotated[
+        Path | None, _output("--json", metavar="FILE", help="Write everything that was found.")
+    ] = None,
+    plot: Annotated[
+        Path | None, _output(metavar="FILE", help="Draw the differences by token (needs matplotlib).")
+    ] = None,
+    memory: Annotated[
+        bool,
+        _memory("--memory", help="Compare predicted memory with the growth of fresh processes instead."),
+    ] = False,
+    families: Annotated[
+        str | None, _memory(metavar="F,F", help="Random models, by family, such as qwen3-0.6b.")
+    ] = None,
+    prompts: Annotated[
+        str | None, _memory(metavar="N,N", help="Prompt lengths, each with each of --chunks.")
+    ] = None,
+    kernels: Annotated[Literal["auto", "torch", "native"] | None, _memory(help="auto by default.")] = None,
+    quick: Annotated[bool, _memory("--quick", help="One short case of each model.")] = False,
+    full: Annotated[
+        bool, _memory("--full", help="All chunk sizes with all lengths, and larger layers too.")
+    ] = False,
+    output: Annotated[
+        Path | None,
+        _memory(metavar="FILE", help="The results as JSON: bench-results/memory.json by default."),
+    ] = None,
+) -> None:
+    """Prove on a model that chunks, other requests and the machine change no result.
+
+    Runs one prompt in many ways (whole, in chunks of several sizes, token by token, beside other requests, with
+    overlapping chunks) and compares what they leave behind: logits, keys and values, recurrent states, greedy tokens.
+    Where the machine was found to give the same bits, they must be the same bit for bit; elsewhere, within a
+    tolerance.
+    """
+    with reported(), _failures_aside():
+        of_laws: dict[str, Any] = {
+            "--prompt-file": prompt_file,
+            "--tokens": tokens,
+            "--max-tokens": max_tokens,
+            "--overlap": overlap,
+            "--strict": strict,
+            "--reference": reference,
+            "--tolerance": tolerance,
+            "--json": as_json,
+            "--plot": plot,
+        }
+        of_memory: dict[str, Any] = {
+            "--families": families,
+            "--prompts": prompts,
+            "--kernels": kernels,
+            "--quick": quick,
+            "--full": full,
+            "--output": output,
+        }
+        for name, value in (of_laws if memory else of_memory).items():
+            if value is not None and value is not False:
+                raise SettingError(f"{name} is not accepted {'with' if memory else 'without'} --memory")
+        sizes = _counts("--chunks", chunks)
+        if tolerance is not None and not (tolerance > 0 and math.isfinite(tolerance)):
+            raise SettingError(f"--tolerance {tolerance:g} is not accepted: give a number above 0")
+        if prompt_file is not None and tokens is not None:
+            raise SettingError("--prompt-file contradicts --tokens: leave one of them out")
+
+        from penstock.frontends.present import make_display
+
+        display = make_display()
+        if memory:
+            with display.busy("starting"):
+                from penstock.measure.memory import MemoryChecks
+            wanted = MemoryChecks(
+                model,
+                None if families is None else tuple(families.split(",")),
+                sizes,
+                _counts("--prompts", prompts),
+                quick=quick,
+                full=full,
+                dtype=dtype or "bfloat16",
+                kernels=kernels or "auto",
+                device=device,
+                threads=threads,
+            )
+            passed = _verify_memory(wanted, output or Path("bench-results/memory.json"), display)
+        else:
+            text = None if prompt_file is None else _read(prompt_file)
+            with display.busy("starting"):
+                from penstock.measure.verify import DEFAULT_CHUNKS, DEFAULT_MAX_TOKENS, Checks
+            checks = Checks(
+                chunks=sizes or DEFAULT_CHUNKS,
+                overlap=overlap,
+                max_tokens=max_tokens or DEFAULT_MAX_TOKENS,
+                strict=strict,
+                tolerance=tolerance,
+                with_transformers=reference is not None,
+            )
+            settings = {"dtype": dtype or "auto", "device": device, "threads": threads}
+            passed = _verify(model or "smollm2", settings, text, tokens, checks, as_json, plot, display)
+        if not passed:
+            raise SystemExit(FAILED)
+
+
+def _verify(
+    model: str,
+    settings: dict[str, Any],
+    text: str | None,
+    tokens: int | None,
+    checks: "Checks",
+    as_json: Path | None,
+    plot: Path | None,
+    display: "Display",
+) -> bool:
+    from penstock.frontends.answer import loaded, write
+    from penstock.measure import plots, report
+    from penstock.measure.verify import prompt_of
+    from penstock.measure.verify import verify as prove
+
+    report.require_outputs({"--json": as_json, "--plot": plot})
+    with loaded(model, display, chunk=0, **settings) as llm:
+        prompt = prompt_of(llm, text, tokens, checks.max_tokens)
+        results = prove(llm, prompt, checks, display.note)
+    write(f"\n{report.render_verify(results)}\n\n")
+    if as_json is not None:
+        as_json.write_text(results.to_json())
+        write(f"results: {as_json}\n")
+    if plot is not None:
+        plots.draw_verify(results, plot)
+        write(f"plot:    {plot}\n")
+    return results.passed
+
+
+def _verify_memory(checks: "MemoryChecks", output: Path, display: "Display") -> bool:
+    from penstock.frontends.answer import write
+    from penstock.measure import report
+    from penstock.measure.memory import memory_dict, plan_jobs, verify_memory
+
+    started = time.perf_counter()
+    report.require_outputs({"--output": output})
+    cases = verify_memory(plan_jobs(checks), display.note)
+    write(f"\n{report.render_memory(cases)}\n\n")
+    output.write_text(json.dumps(memory_dict(cases, time.perf_counter() - started), indent=2) + "\n")
+    write(f"results: {output}\n")
+    return all(case.is_met for case in cases)
+
+
+@contextlib.contextmanager
+def _failures_aside() -> Iterator[None]:
+    """The exit status for failures would say that a law is broken."""
+    try:
+        yield
+    except (SettingError, PromptError, ModelError, OutputError, BrokenPipeError):
+        raise
+    except PenstockError as error:
+        complain(str(error))
+        raise SystemExit(MISTAKE) from None
+    except Exception as error:
+        complain(f"it could not be run: {type(error).__name__}: {error}")
+        raise SystemExit(MISTAKE) from None
+
+
+def _counts(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Whole numbers of 1 or more with commas between, each once, ascending."""
+    if text is None:
+        return None
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
+        raise SettingError(
+            f"{option} {text!r} is not accepted: give whole numbers of 1 or more, with commas between"
+        )
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.expanduser().read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise PromptError(f"--prompt-file {path}: {error.strerror or error}; give a text file") from error
+    except UnicodeDecodeError as error:
+        raise PromptError(f"--prompt-file {path} is not UTF-8 text: convert it first") from error

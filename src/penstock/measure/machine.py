@@ -12,6 +12,7 @@ import torch
 
 import penstock
 from penstock.machine import processor_name
+from penstock.plan.units import format_bytes
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,22 @@ class Machine:
     penstock: str
     commit: str | None
     date: str
-    load_average: float | None  # over the last minute, before the benchmark
+    load_average: float | None  # over the last minute, before the measurements
+
+    @property
+    def facts(self) -> dict[str, list[str]]:
+        """Hardware, threads and software, as a report's head names them."""
+        commit = f" ({self.commit})" if self.commit else ""
+        return {
+            "machine": [self.cpu, f"{self.num_cpus} CPUs", format_bytes(self.memory_bytes), self.system],
+            "threads": [str(self.num_threads)],
+            "software": [
+                f"penstock {self.penstock}{commit}",
+                f"torch {self.torch}",
+                f"transformers {self.transformers}",
+                f"Python {self.python}",
+            ],
+        }
 
 
 def this_machine() -> Machine:

@@ -7,9 +7,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.bench.verify_compare import compare_caches, compare_greedy, compare_logits
-from penstock.bench.verify_results import Comparison, Law, Series, StateDifference
 from penstock.cache.kv import KV
+from penstock.measure.compare import (
+    Comparison,
+    Law,
+    Series,
+    StateDifference,
+    compare_caches,
+    compare_greedy,
+    compare_logits,
+)
 
 
 def logits(rows: int = 200, seed: int = 0) -> torch.Tensor:

@@ -11,15 +11,27 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.bench import tune, tune_measure
-from penstock.bench.tune_measure import best_chunk, fit, fit_error, measure_steps, slowdowns
-from penstock.bench.tune_plan import MIN_ROUNDS, MOST_ROUNDS, plan_tuning
 from penstock.engine.llm import LLM
 from penstock.engine.profile import PrefillSample, StepSample, load_profile
+from penstock.measure.growth import can_measure_growth
 from penstock.measure.steps import StepSpec, StepTimer
+from penstock.measure.tune import (
+    MIN_ROUNDS,
+    MOST_ROUNDS,
+    QUICK_SECONDS,
+    USUAL_SECONDS,
+    best_chunk,
+    fit,
+    fit_error,
+    measure_memory,
+    measure_steps,
+    plan_tuning,
+    slowdowns,
+)
 from penstock.plan.step_shape import StepShape
 from penstock.plan.step_time import StepTimeCoefficients
 from tests.byte_models import CONTEXT, model_of_bytes
+from tests.measure.verifying import run_command
 from tests.oracle import canon_of, load_model, make_oracle, random_prompt
 
 THREADS = str(torch.get_num_threads())
@@ -129,7 +141,7 @@ def test_every_step_has_a_turn_in_every_round(folder: Path, monkeypatch: pytest.
             diary.append(spec)
             return super().seconds(spec)
 
-    monkeypatch.setattr(tune_measure, "StepTimer", Diary)
+    monkeypatch.setattr("penstock.measure.tune.StepTimer", Diary)
     samples = measure_steps(llm, random_prompt(300), plan, lambda line: None)
     count = len(plan.steps)
     rounds = [diary[index : index + count] for index in range(count, len(diary), count)]  # after the warm-up
@@ -139,15 +151,14 @@ def test_every_step_has_a_turn_in_every_round(folder: Path, monkeypatch: pytest.
     assert [sample.shape for sample in samples] == [spec.shape for spec in plan.steps]
 
 
-def test_a_small_model_end_to_end(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    common = ["--model", str(folder), "--dtype", "float32", "--threads", THREADS]
-    assert tune.main([*common, "--show"]) == 1
-    assert "penstock tune makes one" in capsys.readouterr().err
+def test_a_small_model_end_to_end(folder: Path, tmp_path: Path) -> None:
+    common = ["tune", "--model", str(folder), "--dtype", "float32", "--threads", THREADS]
+    nothing = run_command(*common, "--show")
+    assert nothing.exit_code == 1
+    assert "penstock tune makes one" in nothing.stderr
     plot, output = tmp_path / "out" / "tune.png", tmp_path / "out" / "tune.json"
-    assert (
-        tune.main([*common, "--quick", "--seconds", "0.5", "--plot", str(plot), "--json", str(output)]) == 0
-    )
-    printed = capsys.readouterr().out
+    done = run_command(*common, "--quick", "--seconds", "0.5", "--plot", str(plot), "--json", str(output))
+    assert done.exit_code == 0
     assert plot.stat().st_size > 10_000
     llm = LLM(folder, dtype="float32")
     profile = load_profile(llm)
@@ -159,34 +170,53 @@ def test_a_small_model_end_to_end(folder: Path, tmp_path: Path, capsys: pytest.C
     assert max(each.prompt_tokens for each in profile.measurements.prefills) < CONTEXT
     assert profile.coefficients.seconds(StepShape.of_chunk(512, 0)) > 0
     assert all(each.expected_bytes > 0 for each in profile.measurements.memory)
-    assert f"best chunk for time to first token: {profile.best_chunk:,}" in printed
+    assert f"best chunk for time to first token: {profile.best_chunk:,}" in done.stdout
     # What was found is shown again, from the file that was named, and is what `auto` starts from.
-    assert tune.main([*common, "--show"]) == 0
-    assert capsys.readouterr().out == "".join(printed.partition("json:    ")[:1])
-    assert (tmp_path / "home" / "tune").as_posix() in printed
+    shown = run_command(*common, "--show")
+    assert shown.exit_code == 0
+    assert shown.stdout == done.stdout.partition("json:    ")[0]
+    assert (tmp_path / "home" / "tune").as_posix() in shown.stdout
     assert "tuned" in llm.chunk.reason
 
 
+@pytest.mark.skipif(not can_measure_growth(), reason="needs /proc/self/clear_refs")
+def test_memory_is_measured_in_fresh_processes(folder: Path) -> None:
+    llm = LLM(folder, dtype="float32", chunk=512)
+    plan = replace(plan_tuning(300, 1.0, 1.0, quick=True), chunks=(64, 256), memory_tokens=256)
+    said: list[str] = []
+    samples = measure_memory(llm, plan, said.append)
+    assert [(each.chunk, each.prompt_tokens) for each in samples] == [(64, 256), (256, 256)]
+    assert all(each.measured_bytes is not None and each.measured_bytes < 1 << 28 for each in samples)
+    # A process that fails is told of once, and tuning goes on without.
+    llm.path = folder / "nothing"
+    samples = measure_memory(llm, plan, said.append)
+    assert all(each.measured_bytes is None and each.expected_bytes > 0 for each in samples)
+    assert sum("memory is not measured" in line for line in said) == 1
+
+
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("arguments", "status", "expected"),
     [
-        (["--model", "no/such/model/at-all"], "no/such/model/at-all"),
-        (["--plot", "/dev/null/x.png"], "--plot /dev/null/x.png"),
-        (["--json", "."], "--json ."),
+        (["--model", "no/such/model/at-all"], 3, "no/such/model/at-all"),
+        (["--plot", "/dev/null/x.png"], 2, "--plot /dev/null/x.png"),
+        (["--json", "."], 2, "--json ."),
+        *((["--seconds", value], 2, "--seconds") for value in ("0", "-1", "nan", "inf")),
     ],
 )
-def test_what_cannot_be_done_is_refused_in_a_line(
-    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert tune.main(arguments) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert expected in said
-    assert said.count("\n") == 1
+def test_a_refusal_is_one_line(arguments: list[str], status: int, expected: str) -> None:
+    done = run_command("tune", *arguments)
+    assert done.exit_code == status
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("penstock: ")
+    assert expected in line
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "x", "nan", "inf"])
-def test_seconds_are_refused_by_name(value: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        tune.main([f"--seconds={value}"])
-    assert "--seconds" in capsys.readouterr().err
+def test_seconds_that_are_no_number_are_refused_by_name() -> None:
+    done = run_command("tune", "--seconds", "x")
+    assert done.exit_code == 2
+    assert "--seconds" in done.stderr
+
+
+def test_help_names_the_defaults() -> None:
+    text = " ".join(run_command("tune", "--help").stdout.replace("\u2502", " ").split())
+    assert f"{USUAL_SECONDS:.0f} by default, {QUICK_SECONDS:.0f} with --quick" in text

@@ -14,17 +14,17 @@ from penstock.cache.kv import KV
 from penstock.engine.llm import LLM
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
-from tests.bench.verifying import Found, home, plant
-from tests.bench.verifying import verify as run_verify
+from tests.measure.verifying import Found, home, plant
+from tests.measure.verifying import verify as run_verify
 
 Verify = Callable[..., Found]
 
 
 @pytest.fixture
-def verify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Verify:
+def verify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verify:
     """Runs the command on 120 tokens in float32."""
     monkeypatch.setenv("PENSTOCK_HOME", str(home()))
-    return partial(run_verify, folder=tmp_path, capsys=capsys)
+    return partial(run_verify, folder=tmp_path)
 
 
 def on_kernels(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[LLM], None]:

@@ -9,9 +9,10 @@ from tempfile import mkdtemp
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
-import penstock.bench.verify as command
 from penstock.engine.llm import LLM
+from penstock.frontends.cli import app
 from tests.byte_models import model_of_bytes
 
 FAMILIES = ("llama", "qwen3_moe", "qwen3_5_text")
@@ -37,7 +38,15 @@ def plant(monkeypatch: pytest.MonkeyPatch, change: Callable[[LLM], None]) -> Non
         change(llm)
         return llm
 
-    monkeypatch.setattr(command, "LLM", load)
+    monkeypatch.setattr("penstock.engine.llm.LLM", load)
+
+
+def run_command(*arguments: str) -> Result:
+    """`penstock` in this process. A refusal is one line on standard error."""
+    done = CliRunner().invoke(app, arguments)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    assert "Traceback" not in done.stderr
+    return done
 
 
 @dataclass(frozen=True)
@@ -59,14 +68,12 @@ class Found:
         return first["what"], first["position"], first["how"]
 
 
-def verify(
-    family: str, *arguments: str, folder: Path, capsys: pytest.CaptureFixture[str], status: int
-) -> Found:
+def verify(family: str, *arguments: str, folder: Path, status: int) -> Found:
     """Run the command in float32 on 120 tokens, unless the arguments say otherwise."""
     output = folder / "found.json"
     usual = ["--model", str(folder_of(family)), "--dtype", "float32", "--tokens", "120", "--max-tokens", "4"]
-    capsys.readouterr()
-    assert command.main([*usual, "--json", str(output), *arguments]) == status
-    found = Found(json.loads(output.read_text()), capsys.readouterr().out)
+    done = run_command("verify", *usual, "--json", str(output), *arguments)
+    assert done.exit_code == status, done.output
+    found = Found(json.loads(output.read_text()), done.stdout)
     assert found.plain["passed"] == (status == 0)
     return found

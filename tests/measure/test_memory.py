@@ -1,6 +1,5 @@
 """The memory that is predicted against what lives: tensor by tensor, and as a process of its own grows."""
 
-import argparse
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,10 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.bench import verify_memory
-from penstock.bench.verify_memory import PredictedGrowth, main, measure_in_fresh_process, predict_growth
-from penstock.bench.verify_memory_cases import MemoryJob, plan_jobs
-from penstock.bench.verify_memory_report import MemoryCase, render
 from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.errors import SettingError
@@ -21,7 +16,17 @@ from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.probe.probe import ProbeResult
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.measure.growth import can_measure_growth
+from penstock.measure.memory import (
+    MemoryCase,
+    MemoryChecks,
+    MemoryJob,
+    PredictedGrowth,
+    measure_in_fresh_process,
+    plan_jobs,
+    predict_growth,
+)
 from penstock.measure.random_weights import FAMILIES, RandomWeights, family_config
+from penstock.measure.report import render_memory as render
 from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
@@ -32,6 +37,7 @@ from penstock.plan.activation_parts import SMALL_BYTES
 from penstock.plan.memory import weight_bytes
 from penstock.plan.step_shape import Workspace
 from tests.live_tensors import LiveTensors
+from tests.measure.verifying import run_command
 
 needs_linux = pytest.mark.skipif(not can_measure_growth(), reason="needs /proc/self/clear_refs")
 # The families' own shapes, an eighth to a quarter as wide, so that a run takes a moment.
@@ -135,19 +141,19 @@ def test_weights_by_arithmetic(family: str, dtype: torch.dtype) -> None:
 
 
 @needs_linux
-def test_growth_of_a_fresh_process(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_growth_of_a_fresh_process(tmp_path: Path) -> None:
     output = tmp_path / "made" / "memory.json"
     families = ["--families", "smollm2-135m", "--kernels", "torch", "--threads", "1"]
     arguments = [*families, "--chunks", "128", "--prompts", "1024", "--output", str(output)]
     # The system counts pages processor by processor, and tells some of them late: now and then a few percent here.
-    assert any(main(arguments) == 0 for _ in range(3))
+    assert any(run_command("verify", "--memory", *arguments).exit_code == 0 for _ in range(3))
     written = json.loads(output.read_text())
     (case,) = written["cases"]
     assert (case["model"], case["kernels"], case["is_met"]) == ("smollm2-135m", "torch", True)
     # keys and values of 1,024 tokens, 4 layers, 3 heads of 64, perhaps but for the last chunk's in the last layer
     assert case["kv_cache_bytes"] in [tokens * 2 * 3 * 64 * 2 for tokens in (1024 * 4, 1024 * 4 - 128)]
+    assert written["bars"] == {"most_over": 0.15, "most_under": 0.05}
     assert "MALLOC_MMAP_THRESHOLD_" in written["method"]
-    assert "VmHWM" in capsys.readouterr().out
 
 
 def made_up(predicted: int) -> MemoryCase:
@@ -160,36 +166,23 @@ def made_up(predicted: int) -> MemoryCase:
 def test_the_bars(predicted: int, is_met: bool) -> None:
     case = made_up(predicted)
     assert case.is_met is is_met
-    assert ("missed" in render([case]).splitlines()[1]) is not is_met
     assert ("all met" in render([case])) is is_met
 
 
 def test_a_missed_bar_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify_memory, "can_measure_growth", lambda: True)
+    monkeypatch.setattr("penstock.measure.memory.require_growth", lambda device: None)
     for predicted, status in ((1000, 0), (500, 1)):
         monkeypatch.setattr(
-            verify_memory, "measure_in_fresh_process", lambda job, predicted=predicted: made_up(predicted)
+            "penstock.measure.memory.measure_in_fresh_process",
+            lambda job, predicted=predicted: made_up(predicted),
         )
-        assert main(["--quick", "--output", str(tmp_path / "out.json")]) == status
-
-
-def options(**changes: Any) -> argparse.Namespace:
-    defaults = {
-        "model": None,
-        "families": None,
-        "chunks": None,
-        "prompts": None,
-        "quick": False,
-        "full": False,
-    }
-    return argparse.Namespace(
-        **{**defaults, "dtype": "bfloat16", "kernels": "auto", "threads": 1, "device": "cpu", **changes}
-    )
+        arguments = ["--memory", "--quick", "--output", str(tmp_path / "out.json")]
+        assert run_command("verify", *arguments).exit_code == status
 
 
 def test_every_family_at_every_chunk_and_at_long_prompts() -> None:
     for full in (False, True):
-        jobs = plan_jobs(options(full=full))
+        jobs = plan_jobs(MemoryChecks(full=full, device="cpu"))
         families = {job.model for job in jobs}
         assert families == set(FAMILIES) if full else families < set(FAMILIES)
         check_jobs(jobs)
@@ -203,17 +196,21 @@ def check_jobs(jobs: list[MemoryJob]) -> None:
     assert all(job.chunk <= job.prompt_tokens for job in jobs)
 
 
-def test_what_the_command_refuses(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, said in (
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (["--families", "gpt-9"], "family 'gpt-9' is not accepted"),
         (["--model", "smollm2", "--families", "qwen3-4b"], "--families contradicts --model"),
         (["--prompts", "99999999"], "--prompts 99999999 is not accepted"),
-        (["--device", "cuda:99"], "device='cuda:99' is not accepted here"),
-    ):
-        assert main(arguments) == 2
-        error = capsys.readouterr().err
-        assert said in error
-        assert error.count("\n") == 1
+        (["--prompts", "64", "--chunks", "128"], "--chunks of at most 64"),
+        (["--device", "cuda:99"], "--device"),
+        (["--prompts", "0"], "--prompts"),
+    ],
+)
+def test_a_refusal_is_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
+    done = run_command("verify", "--memory", "--output", str(tmp_path / "out.json"), *arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr.strip().splitlines()[-1]
 
 
 def test_nothing_is_predicted_of_nothing() -> None:

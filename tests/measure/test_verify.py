@@ -1,23 +1,26 @@
-"""`penstock verify` on models that keep the laws: what it says, writes, and how it exits."""
+"""`penstock verify` on models that keep the laws: what it finds, writes, and how it exits."""
 
 import json
 import math
-import subprocess
-import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import penstock.bench.verify as command
-from penstock.bench.plot import can_plot
-from penstock.bench.verify_runs import Subject, run_chunks
 from penstock.engine.llm import LLM
-from penstock.frontends.bench import run_program
-from tests.bench.verifying import FAMILIES, folder_of, home, plant
+from penstock.measure.traces import Subject, run_chunks
+from penstock.measure.verify import (
+    DEFAULT_CHUNKS,
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_OVERLAP,
+    DEFAULT_TOKENS,
+    TOLERANCES,
+)
 from tests.byte_models import CONTEXT
+from tests.measure.verifying import FAMILIES, folder_of, home, plant, run_command
 from tests.oracle import run_prompt
 
 
@@ -48,7 +51,7 @@ def test_models_that_keep_the_laws(family: str, dtype: str, more: list[str], tmp
         "--chunks",
         "1,64,100",
     ]
-    assert command.main([*arguments, "--max-tokens", "4", "--json", str(output), *more]) == 0
+    assert run_command("verify", *arguments, "--max-tokens", "4", "--json", str(output), *more).exit_code == 0
     found = json.loads(output.read_text())
     assert found["passed"]
     assert found["probe"]["same_bits"]
@@ -72,18 +75,18 @@ def test_models_that_keep_the_laws(family: str, dtype: str, more: list[str], tmp
         assert theirs["greedy"]["num_equal"] == 203
 
 
-def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_names_the_laws_and_the_verdict() -> None:
     arguments = ["--model", str(folder_of("qwen3_5_text")), "--tokens", "130", "--chunks", "64,100"]
-    assert command.main([*arguments, "--dtype", "float32"]) == 0
-    printed = capsys.readouterr().out
-    for words in ("same bits: yes", "kernels", "chunks of 64", "within 0.0001", "PASS: all", "torch "):
-        assert words in printed
-    assert "FAIL" not in printed
-    assert "logits differ at" in printed  # chunks of 100, as they may
-    assert "token by token" not in printed
+    done = run_command("verify", *arguments, "--dtype", "float32")
+    assert done.exit_code == 0
+    for words in ("same bits: yes", "kernels", "chunks of 64", "within 0.0001", "PASS: all"):
+        assert words in done.stdout
+    assert "FAIL" not in done.stdout
+    assert "logits differ at" in done.stdout  # chunks of 100, as they may
+    assert "token by token" not in done.stdout
 
 
-@pytest.mark.skipif(not can_plot(), reason="matplotlib is not installed")
+@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_the_plot(family: str, tmp_path: Path) -> None:
     plot = tmp_path / "out.png"
@@ -97,7 +100,7 @@ def test_the_plot(family: str, tmp_path: Path) -> None:
         "--plot",
         str(plot),
     ]
-    assert command.main(arguments) == 0
+    assert run_command("verify", *arguments).exit_code == 0
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
@@ -105,7 +108,7 @@ def test_a_prompt_from_a_file(tmp_path: Path) -> None:
     prompt, output = tmp_path / "prompt.txt", tmp_path / "out.json"
     prompt.write_text("Wasser, überall Wasser.")
     arguments = ["--model", str(folder_of("llama")), "--prompt-file", str(prompt), "--json", str(output)]
-    assert command.main([*arguments, "--chunks", "1,7,512", "--max-tokens", "2"]) == 0
+    assert run_command("verify", *arguments, "--chunks", "1,7,512", "--max-tokens", "2").exit_code == 0
     found = json.loads(output.read_text())
     assert found["num_prompt"] == len("Wasser, überall Wasser.".encode())
     names = [each["name"] for each in found["comparisons"]]
@@ -116,16 +119,12 @@ def test_a_prompt_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_tokens", ["2", "3", "5"])
 def test_prompts_of_a_few_tokens(num_tokens: str) -> None:
     for family in FAMILIES:
-        assert (
-            command.main(["--model", str(folder_of(family)), "--tokens", num_tokens, "--max-tokens", "1"])
-            == 0
-        )
+        arguments = ["--model", str(folder_of(family)), "--tokens", num_tokens, "--max-tokens", "1"]
+        assert run_command("verify", *arguments).exit_code == 0
 
 
 def test_nothing_is_claimed_where_the_probe_found_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plant(monkeypatch, lambda llm: setattr(llm, "probe", replace(llm.probe, attention_holds=False)))
     output = tmp_path / "out.json"
@@ -139,79 +138,63 @@ def test_nothing_is_claimed_where_the_probe_found_nothing(
         "--json",
         str(output),
     ]
-    assert command.main(arguments) == 0
+    done = run_command("verify", *arguments)
+    assert done.exit_code == 0
     assert all(each["law"]["bits_until"] == 0 for each in json.loads(output.read_text())["comparisons"])
-    assert "nothing is claimed bit for bit" in capsys.readouterr().out
+    assert "nothing is claimed bit for bit" in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "status", "words"),
     [
-        (["--model", "/no/such/model"], "/no/such/model"),
-        (["--tokens", str(CONTEXT)], f"context of {CONTEXT}"),
-        (["--tokens", "1"], "at least 2"),
-        (["--prompt-file", "/no/such/file"], "/no/such/file"),
-        (["--prompt-file", "/"], "--prompt-file /"),
-        (["--tokens", "20", "--overlap", "19"], "at most 18"),
-        (["--json", "/no/such/folder/out.json"], "--json"),
-        (["--plot", "/"], "--plot"),
+        (["--model", "/no/such/model"], 3, "/no/such/model"),
+        (["--tokens", str(CONTEXT)], 2, f"context of {CONTEXT}"),
+        (["--tokens", "1"], 2, "at least 2"),
+        (["--prompt-file", "/no/such/file"], 2, "/no/such/file"),
+        (["--prompt-file", "/"], 2, "--prompt-file /"),
+        (["--prompt-file", "x", "--tokens", "7"], 2, "--tokens"),
+        (["--tokens", "20", "--overlap", "19"], 2, "at most 18"),
+        (["--json", "/dev/null/out.json"], 2, "--json"),
+        (["--plot", "/"], 2, "--plot"),
+        (["--chunks", "0"], 2, "--chunks"),
+        (["--chunks", "7,x"], 2, "--chunks"),
+        (["--tolerance", "0"], 2, "--tolerance"),
+        (["--tolerance", "nan"], 2, "--tolerance"),
+        (["--quick"], 2, "--quick is not accepted without --memory"),
+        (["--memory", "--strict"], 2, "--strict is not accepted with --memory"),
     ],
 )
-def test_what_cannot_be_run_is_one_line(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command.main(["--model", str(folder_of("llama")), *arguments]) == 2
-    printed = capsys.readouterr().err.strip().splitlines()
-    assert printed[-1].startswith("error: ")
-    assert words in printed[-1]
-    assert "Traceback" not in "".join(printed)
+def test_a_refusal_is_one_line(arguments: list[str], status: int, words: str) -> None:
+    done = run_command("verify", "--model", str(folder_of("llama")), *arguments)
+    assert done.exit_code == status
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("penstock: ")
+    assert words in line
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--chunks", "0"],
-        ["--chunks", "7,x"],
-        ["--tolerance", "0"],
-        ["--tolerance", "nan"],
-        ["--overlap", "-1"],
-    ],
-)
-def test_options_that_mean_nothing_are_refused(arguments: list[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        command.main(arguments)
-    assert exit_.value.code == 2
+def test_a_negative_overlap_is_refused() -> None:
+    done = run_command("verify", "--overlap", "-1")
+    assert done.exit_code == 2
+    assert "--overlap" in done.stderr
 
 
-def test_a_failure_of_the_program_is_no_broken_law(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failure_of_the_program_is_no_broken_law(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: Any) -> None:
         raise RuntimeError("a kernel\nof two lines")
 
     plant(monkeypatch, lambda llm: setattr(llm.model.kernels, "attend", fail))
-    assert command.main(["--model", str(folder_of("llama")), "--tokens", "20"]) == 2
-    assert "RuntimeError: a kernel" in capsys.readouterr().err.splitlines()[-1]
+    done = run_command("verify", "--model", str(folder_of("llama")), "--tokens", "20")
+    assert done.exit_code == 2
+    assert "RuntimeError: a kernel" in done.stderr.splitlines()[-1]
 
 
-def test_memory_is_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[list[str]] = []
-
-    def verify_memory(arguments: list[str]) -> int:
-        given.append(arguments)
-        return 7
-
-    monkeypatch.setattr("penstock.bench.verify_memory.main", verify_memory)
-    assert command.main(["--quick", "--memory", "--json", "x"]) == 7
-    assert given == [["--quick", "--json", "x"]]
-
-
-def test_the_program_and_its_exit_status() -> None:
-    program = [sys.executable, "-m", "penstock.bench.verify", "--model", "/no/such/model"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert run_program([sys.executable, "-c", "raise SystemExit(1)"]) == 1
+def test_help_names_the_defaults() -> None:
+    """It is written without what it describes, so that it comes at once."""
+    text = " ".join(run_command("verify", "--help").stdout.replace("\u2502", " ").split())
+    chunks = ",".join(map(str, DEFAULT_CHUNKS))
+    for value in (chunks, DEFAULT_TOKENS, DEFAULT_MAX_TOKENS, DEFAULT_OVERLAP):
+        assert f"{value} by default" in text
+    assert all(f"{value:g} in {name}" in text for name, value in TOLERANCES.items() if "experts" not in name)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
@@ -229,7 +212,7 @@ def test_watched_logits_are_those_of_a_prompt_that_ends_there(family: str) -> No
 
 def test_positions_are_few_where_logits_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(folder_of("llama"), dtype="float32", chunk=0)
-    monkeypatch.setattr("penstock.bench.verify_runs._LOGITS_BYTES", 4 * 256 * 100)
+    monkeypatch.setattr("penstock.measure.traces._LOGITS_BYTES", 4 * 256 * 100)
     subject = Subject(llm.model, llm.canon, llm.tokenizer, tuple([1] * 1000), 10)
     positions = subject.positions
     assert len(positions) <= 101
@@ -237,3 +220,15 @@ def test_positions_are_few_where_logits_are_large(monkeypatch: pytest.MonkeyPatc
     assert set(positions) >= {0, 255, 256, 257, 511, 512, *range(999, 1009)}
     trace = run_chunks(subject, chunk_size=300)
     assert not math.isnan(float(trace.logits.sum()))
+
+
+def test_smollm2(smollm2_path: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.json"
+    arguments = ["--model", str(smollm2_path), "--tokens", "100", "--chunks", "64", "--max-tokens", "2"]
+    done = run_command("verify", *arguments, "--overlap", "16", "--json", str(output))
+    assert done.exit_code == 0
+    found = json.loads(output.read_text())
+    same_bits = found["probe"]["same_bits"]
+    for each in found["comparisons"]:
+        assert (each["law"]["bits_until"] > 0) == same_bits
+        assert each["cache"]["first_different"] is None or not same_bits or "batched" in each["name"]

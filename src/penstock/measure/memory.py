@@ -1,0 +1,329 @@
+"""`penstock verify --memory`: the memory that is predicted for a prefill against what a fresh process grows by."""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.cache import BLOCK_TOKENS
+from penstock.engine.batch import Canon, settle
+from penstock.engine.run import Run
+from penstock.errors import PenstockError, SettingError
+from penstock.kernels.device import chosen_device, device_kind
+from penstock.kernels.interface import Kernels, select_kernels
+from penstock.kernels.probe.probe import ProbeResult, probe
+from penstock.kernels.reference.kernels import TorchKernels
+from penstock.measure.growth import (
+    GPU_METHOD,
+    STEADY_ALLOCATOR,
+    STEADY_METHOD,
+    WARM_UP_TOKENS,
+    grown_bytes,
+    in_fresh_process,
+    require_growth,
+    warm_up_tokens,
+)
+from penstock.measure.machine import this_machine
+from penstock.measure.prompts import random_tokens
+from penstock.measure.random_weights import FAMILIES, RandomWeights, family_config
+from penstock.models.decoder import Decoder
+from penstock.models.hub import resolve_model
+from penstock.models.loading import load_decoder
+from penstock.models.opened import open_weights
+from penstock.models.shape import model_shape, workspace_of
+from penstock.models.source import WeightSource
+from penstock.plan import ChunkedPrefillConfig, ModelShape, Span
+from penstock.plan.activation import step_phases
+from penstock.plan.activation_parts import ROTARY_PAGE, StepMemory
+from penstock.plan.memory import kv_token_bytes, state_slot_bytes
+from penstock.plan.step_shape import StepShape, Workspace
+
+# Chunk and prompt: every size on a prompt of a few chunks, and a long one.
+CASES = ((128, 1024), (512, 2048), (2048, 4352), (4096, 4352), (2048, 16_384))
+CHUNKS, PROMPTS = (128, 512, 2048, 4096), (4352, 16_384)  # of a full run, each with each
+QUICK_CHUNK, QUICK_PROMPT = 128, 1024
+# The largest takes as long as all others together, and has the layers of another.
+_FULL_ONLY = frozenset({"qwen3-4b"})
+# The model may say more than is measured by a share, and less by a smaller one: a budget rests on it.
+MOST_OVER, MOST_UNDER = 0.15, 0.05
+_USUAL = ProbeResult(row_floor=8, row_slab=0, attention_holds=True, passes_hold=True, head_holds=True)
+_USUAL_ON_GPU = replace(_USUAL, row_floor=512)
+
+
+@dataclass(frozen=True)
+class MemoryChecks:
+    """Which prefills are measured. None: the usual."""
+
+    model: str | None = None  # None: random models of these families
+    families: tuple[str, ...] | None = None
+    chunks: tuple[int, ...] | None = None
+    prompts: tuple[int, ...] | None = None
+    quick: bool = False
+    full: bool = False
+    dtype: str = "bfloat16"
+    kernels: str = "auto"
+    device: str | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True)
+class MemoryJob:
+    """What a fresh process measures."""
+
+    model: str  # a path, or a name among FAMILIES
+    is_random: bool
+    dtype: str
+    kernels: str  # auto, or a name
+    num_threads: int
+    chunk: int
+    prompt_tokens: int
+    device: str = "cpu"
+    is_steady: bool = True  # with an allocator that gives freed blocks back at once, and libraries warmed up
+
+
+@dataclass(frozen=True)
+class MemoryCase:
+    """Predicted and measured growth of one prefill."""
+
+    model: str
+    dtype: str
+    kernels: str
+    chunk: int
+    prompt_tokens: int
+    measured_bytes: int
+    predicted_bytes: int
+    kv_cache_bytes: int
+    recurrent_bytes: int
+    activation_bytes: int
+    phase: str
+    seconds: float
+    device: str = "cpu"
+
+    @property
+    def error(self) -> float:
+        """By what share of the measured growth the prediction is over it."""
+        return self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def is_met(self) -> bool:
+        return -MOST_UNDER <= self.error <= MOST_OVER
+
+
+@dataclass(frozen=True)
+class PredictedGrowth:
+    """At the step that needs the most, with what is cached by then."""
+
+    kv_cache_bytes: int
+    recurrent_bytes: int
+    activations: StepMemory
+    known_bytes: int  # of rotary tables that were there before
+
+    @property
+    def total_bytes(self) -> int:
+        cached = self.kv_cache_bytes + self.recurrent_bytes
+        return cached + self.activations.peak_bytes - self.known_bytes
+
+
+def plan_jobs(checks: MemoryChecks) -> list[MemoryJob]:
+    """The usual cases, or chunk sizes and prompts each with each; none with a chunk longer than the prompt."""
+    device = str(chosen_device(checks.device))
+    if checks.model is not None:
+        if checks.families is not None:
+            raise SettingError("--families contradicts --model: leave one of them out")
+        path = resolve_model(checks.model)
+        source = open_weights(path)
+        context = source.config.max_position
+        source.close()
+        names = [str(path)]
+    else:
+        names = list(checks.families or (name for name in FAMILIES if checks.full or name not in _FULL_ONLY))
+        context = min(family_config(name).max_position for name in names)
+    too_long = [length for length in checks.prompts or () if length >= context]
+    if too_long:
+        raise SettingError(
+            f"--prompts {too_long[0]} is not accepted: the model's context is {context} tokens, one of them for "
+            f"the answer; give at most {context - 1}"
+        )
+    if checks.quick:
+        wanted: Sequence[tuple[int, int]] = [(min(QUICK_CHUNK, context - 1), QUICK_PROMPT)]
+    elif checks.full or checks.chunks or checks.prompts:
+        chunks, prompts = checks.chunks or CHUNKS, checks.prompts or PROMPTS
+        wanted = [(chunk, length) for length in prompts for chunk in chunks]
+    else:
+        wanted = CASES
+    fitting = ((chunk, min(length, context - 1)) for chunk, length in wanted)
+    cases = [case for case in dict.fromkeys(fitting) if case[0] <= case[1]]
+    if not cases:
+        raise SettingError(f"every chunk is longer than its prompt: give --chunks of at most {wanted[-1][1]}")
+    threads, is_random = checks.threads or torch.get_num_threads(), checks.model is None
+    return [
+        MemoryJob(name, is_random, checks.dtype, checks.kernels, threads, chunk, length, device)
+        for name in names
+        for chunk, length in cases
+    ]
+
+
+def verify_memory(jobs: Sequence[MemoryJob], say: Callable[[str], None]) -> list[MemoryCase]:
+    """Each job in a process of its own."""
+    require_growth(torch.device(jobs[0].device))
+    cases: list[MemoryCase] = []
+    for job in jobs:
+        case = measure_in_fresh_process(job)
+        cases.append(case)
+        say(
+            f"{len(cases)}/{len(jobs)}: {case.model}, chunk {job.chunk}, {job.prompt_tokens} tokens: "
+            f"{case.error:+.1%} ({case.seconds:.0f} s)"
+        )
+    return cases
+
+
+def memory_dict(cases: Sequence[MemoryCase], seconds: float) -> dict[str, Any]:
+    """Plain values, for JSON."""
+    return {
+        "machine": asdict(this_machine()),
+        "method": method_of(cases),
+        "bars": {"most_over": MOST_OVER, "most_under": MOST_UNDER},
+        "cases": [asdict(case) | {"error": case.error, "is_met": case.is_met} for case in cases],
+        "seconds": seconds,
+    }
+
+
+def method_of(cases: Sequence[MemoryCase]) -> str:
+    """How they were measured: all of them on one device."""
+    return GPU_METHOD if any(case.device.startswith("cuda") for case in cases) else STEADY_METHOD
+
+
+def measure_in_fresh_process(job: MemoryJob) -> MemoryCase:
+    env = STEADY_ALLOCATOR if job.is_steady else {}
+    return MemoryCase(
+        **in_fresh_process("penstock.measure.memory", asdict(job), f"the memory of {job.model}", env)
+    )
+
+
+def run_job(job: MemoryJob) -> MemoryCase:
+    """In this process, which should be a fresh one."""
+    started = time.perf_counter()
+    torch.set_num_threads(job.num_threads)
+    device = torch.device(job.device)
+    kind = device_kind(device)
+    kind.use()
+    source = _source(job, device)
+    dtype = kind.dtype(job.dtype)
+    model = load_decoder(source, _kernels(job.kernels, device), dtype, device)
+    source.close()
+    is_gpu = kind.has_own_memory
+    # Probing takes long, is kept, and decides only how a few rows are padded: models of the user's own are worth it.
+    usual = _USUAL_ON_GPU if is_gpu else _USUAL
+    found = usual if job.is_random else probe(model.kernels, model.probe_shapes, dtype, device)
+    canon = settle(model.kernels, found)
+    prompt = random_tokens(model.config.vocab_size, job.prompt_tokens)
+    warm = warm_up_tokens(model.config, job.chunk, len(prompt)) if job.is_steady else WARM_UP_TOKENS
+    _read(model, canon, job.chunk, prompt[:warm])
+    spans: list[Span] = []
+    measured = grown_bytes(lambda: spans.extend(_read(model, canon, job.chunk, prompt)), device)
+    predicted = predict_growth(
+        model_shape(model.config),
+        spans,
+        dtype_bytes=dtype.itemsize,
+        workspace=replace(workspace_of(model), library_bytes=0),  # the warm-up has paid for that
+        known_positions=warm,
+        takes_all=is_gpu,
+    )
+    return MemoryCase(
+        model=job.model if job.is_random else Path(job.model).name,
+        dtype=str(dtype).removeprefix("torch."),
+        kernels=model.kernels.name,
+        chunk=job.chunk,
+        prompt_tokens=job.prompt_tokens,
+        measured_bytes=measured,
+        predicted_bytes=predicted.total_bytes,
+        kv_cache_bytes=predicted.kv_cache_bytes,
+        recurrent_bytes=predicted.recurrent_bytes,
+        activation_bytes=predicted.activations.peak_bytes,
+        phase=predicted.activations.phase,
+        seconds=time.perf_counter() - started,
+        device=job.device,
+    )
+
+
+def predict_growth(
+    shape: ModelShape,
+    spans: Sequence[Span],
+    *,
+    dtype_bytes: int,
+    workspace: Workspace,
+    known_positions: int,
+    takes_all: bool = False,
+) -> PredictedGrowth:
+    """Of a prefill in these spans. `known_positions` had been read by some prompt before. With `takes_all`, the cache
+    is taken at once, for the whole prompt; else as it is written."""
+    tables = 2 * (workspace.rotary_dim or shape.head_dim) * dtype_bytes  # of a position
+    known = -(-known_positions // ROTARY_PAGE) * ROTARY_PAGE if shape.num_attention_layers else 0
+    per_token = kv_token_bytes(shape, dtype_bytes)
+    # In the last layer, which is one of attention, only keys and values are of all rows: other phases come before
+    # they are written. That matters where there are few layers.
+    to_come = per_token // shape.num_attention_layers if shape.num_attention_layers > 1 else 0
+    num_places = -(-spans[-1].end // BLOCK_TOKENS) * BLOCK_TOKENS if spans else 0
+
+    def cached(span: Span, phase: StepMemory) -> int:
+        if takes_all:
+            return num_places * per_token
+        return span.end * per_token - (0 if phase.phase in ("attention", "head") else len(span) * to_come)
+
+    growths = [
+        PredictedGrowth(
+            kv_cache_bytes=cached(span, phase),
+            # A step writes one state; from the second on it reads another.
+            recurrent_bytes=(2 if takes_all else min(index + 1, 2)) * state_slot_bytes(shape, dtype_bytes),
+            activations=phase,
+            known_bytes=tables * known,
+        )
+        for index, span in enumerate(spans)
+        for phase in step_phases(
+            shape,
+            StepShape.of_chunk(len(span), span.start, is_last=span == spans[-1]),
+            dtype_bytes=dtype_bytes,
+            workspace=workspace,
+        )
+    ]
+    if not growths:
+        raise SettingError("spans: give at least one")
+    return max(growths, key=lambda growth: growth.total_bytes)
+
+
+def _source(job: MemoryJob, device: torch.device) -> WeightSource:
+    if job.is_random:
+        return RandomWeights(job.model, family_config(job.model), device)
+    return open_weights(Path(job.model))
+
+
+def _kernels(name: str, device: torch.device) -> Kernels:
+    if name == "torch":
+        return TorchKernels()
+    kernels = select_kernels(device)
+    if name not in ("auto", kernels.name):
+        raise SettingError(
+            f"kernels={name!r} is not accepted on this machine: give auto, torch or {kernels.name}"
+        )
+    return kernels
+
+
+def _read(model: Decoder, canon: Canon, chunk: int, tokens: Sequence[int]) -> list[Span]:
+    """Read a prompt in chunks and generate one token. Returns the steps' spans."""
+    run = Run(model, tokens, config=ChunkedPrefillConfig(chunk), canon=canon, max_tokens=1)
+    spans = []
+    while run.finish_reason is None:
+        spans.append(run.step().span)
+    return spans
+
+
+if __name__ == "__main__":
+    try:
+        print(json.dumps(asdict(run_job(MemoryJob(**json.load(sys.stdin))))))
+    except PenstockError as error:
+        sys.exit(str(error))

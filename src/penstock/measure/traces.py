@@ -1,0 +1,399 @@
+"""One prompt run in several ways, each with all that it leaves behind: logits, keys and values, recurrent states."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.cache import SequenceCache, TokenRange
+from penstock.cache.kv import KV
+from penstock.cache.tensors import CacheTensors
+from penstock.engine.batch import Canon
+from penstock.engine.batcher import Batcher
+from penstock.engine.events import GenerationRequest
+from penstock.engine.job import Job
+from penstock.engine.run import Run
+from penstock.engine.sampling import Choice
+from penstock.engine.space import CacheSpace
+from penstock.kernels.spans import AttendedSpan, AttentionWork
+from penstock.layers.forward_batch import ForwardBatch
+from penstock.models.decoder import Decoder
+from penstock.models.text.tokenizer import Tokenizer
+from penstock.plan import STATE_GRID, ChunkedPrefillConfig
+from penstock.plan.policy import ScheduleConfig
+
+# Logits of one way, at most. Keys and values are compared at every token, whatever this is.
+_LOGITS_BYTES = 256 * 2**20
+_EDGE = 256  # attention's pieces begin and end on multiples of this
+_RANDOM_CUTS = 9
+_BATCHED_CHUNK = 256
+_MAX_RUNNING = 4
+_SUBJECT = "subject"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and what it reads: `num_generated` tokens follow the prompt, the greedy ones of the whole prompt."""
+
+    model: Decoder
+    canon: Canon
+    tokenizer: Tokenizer
+    prompt: tuple[int, ...]
+    num_generated: int
+
+    @property
+    def prompt_positions(self) -> tuple[int, ...]:
+        """Prompt tokens whose logits are compared, the last one aside: all, or as many as memory is set aside for,
+        those at the edges of attention's pieces first."""
+        last = len(self.prompt) - 1
+        most = max(_LOGITS_BYTES // (4 * self.model.config.vocab_size) - self.num_generated, 2)
+        if last <= most:
+            return tuple(range(last))
+        edges = [edge + step for edge in range(0, last, _EDGE) for step in (-1, 0, 1)]
+        evenly = [index * last // most for index in range(most)]
+        chosen = [position for position in dict.fromkeys([*edges, *evenly]) if 0 <= position < last]
+        return tuple(sorted(chosen[:most]))
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """The tokens after which logits are compared, generated ones among them, but for the last."""
+        end = len(self.prompt) - 1
+        return (*self.prompt_positions, *range(end, end + self.num_generated))
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """Keys and values of tokens that chunks have in common: as the earlier chunk left them, and the later one."""
+
+    positions: tuple[int, ...]
+    before: tuple[KV, ...]  # of each layer
+    after: tuple[KV, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What one way left behind."""
+
+    logits: Tensor  # [positions, vocab], float32
+    layers: tuple[KV, ...]  # of every token that was run
+    states: tuple[Tensor, ...]  # where the prompt ended; none without recurrent layers
+    generated: tuple[int, ...]  # the greedy choices
+    keeps_bits: bool  # whether its chunks lie where its bits must be those of any others
+    recomputed: Recomputed | None = None
+
+
+class WatchedDecoder(Decoder):
+    """The same weights and the same pass as another decoder's, which also records logits of prompt tokens after which
+    nothing is sampled.
+
+    A batch with such tokens is run once more, with their logits wanted: a step writes the same keys, values and
+    states each time, so the second pass changes nothing. The engine gets the result of its own pass.
+    """
+
+    def __init__(self, model: Decoder, canon: Canon, positions: Sequence[int], out: Tensor) -> None:
+        """The logits after the tokens at `positions` go to the rows of `out` [len(positions), vocab]."""
+        vars(self).update(vars(model))  # weights are shared, not copied
+        self.rows: range | None = None  # of the next batch, those of the sequence; None: all
+        self._canon = canon
+        self._out = out
+        self.index_of = {position: index for index, position in enumerate(positions)}
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: ForwardBatch, caches: CacheTensors, residual: Tensor | None = None
+    ) -> Tensor | None:
+        rows, indices = self._watched(batch)
+        if rows:
+            seen = super().forward(_wanting(batch, rows, self._canon), caches)
+            assert seen is not None
+            self._out[indices] = seen.to(self._out.device)
+            if not batch.num_logits:
+                return None
+        return super().forward(batch, caches)
+
+    def _watched(self, batch: ForwardBatch) -> tuple[list[int], list[int]]:
+        """Rows of the batch that are prompt tokens to be watched, and where their logits go."""
+        rows: list[int] = []
+        indices: list[int] = []
+        for span in batch.all_layers.spans:
+            for row in range(span.start, span.end) if span.is_prompt else ():
+                index = self.index_of.get(span.position + row - span.start)
+                if index is not None and (self.rows is None or row in self.rows):
+                    rows.append(row)
+                    indices.append(index)
+        return rows, indices
+
+
+def _wanting(batch: ForwardBatch, rows: Sequence[int], canon: Canon) -> ForwardBatch:
+    """The same batch, with logits wanted of these rows, ascending, in place of its own."""
+    spans: list[AttendedSpan] = []
+    num_done = 0
+    for span in batch.all_layers.spans:
+        for run in _runs([row for row in rows if span.start <= row < span.end]):
+            position, end = span.position + run.start - span.start, num_done + len(run)
+            places = _first(span.places, position + len(run))
+            spans.append(replace(span, start=num_done, end=end, position=position, places=places))
+            num_done = end
+    padding = canon.padded_rows(len(rows)) - len(rows)
+    return replace(
+        batch,
+        logit_rows=np.array([*rows, *[0] * padding], dtype=np.int64),
+        num_logits=len(rows),
+        last_layer=AttentionWork(tuple(spans)),
+    )
+
+
+def _runs(rows: Sequence[int]) -> Iterator[range]:
+    """Ascending rows as ranges without gaps."""
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or rows[end] != rows[end - 1] + 1:
+            yield range(rows[start], rows[end - 1] + 1)
+            start = end
+
+
+def _first(places: Sequence[TokenRange], num_tokens: int) -> list[TokenRange]:
+    """The places of the first `num_tokens` tokens."""
+    first: list[TokenRange] = []
+    for place in places:
+        if num_tokens > 0:
+            first.append(TokenRange(place.start, min(place.end, place.start + num_tokens)))
+            num_tokens -= len(first[-1])
+    return first
+
+
+class _Recorder:
+    """Gathers what becomes a trace. Generation goes on with the forced tokens, whatever was sampled."""
+
+    def __init__(self, subject: Subject, forced: Sequence[int] | None) -> None:
+        self.subject = subject
+        self._forced = forced
+        self._num_watched = len(subject.prompt_positions)
+        # What is never written stays no number, and is equal to nothing.
+        self._logits = torch.full((len(subject.positions), subject.model.config.vocab_size), torch.nan)
+        self.model = WatchedDecoder(
+            subject.model, subject.canon, subject.prompt_positions, self._logits[: self._num_watched]
+        )
+        self._states: tuple[Tensor, ...] = ()
+        self._chosen: list[int] = []
+
+    @property
+    def is_done(self) -> bool:
+        return len(self._chosen) == self.subject.num_generated
+
+    def record(self, logits: Tensor, cache: SequenceCache, space: CacheSpace) -> int:
+        """Logits [vocab] after all that was run so far. Returns the token to go on with: of a prompt that runs as
+        decodes, its next one."""
+        position, prompt = cache.num_tokens - 1, self.subject.prompt
+        if position < len(prompt) - 1:
+            if position in self.model.index_of:
+                self._logits[self.model.index_of[position]] = logits
+            return prompt[position + 1]
+        if not self._chosen:
+            self._states = states_of(cache, space)
+        self._logits[self._num_watched + len(self._chosen)] = logits
+        self._chosen.append(int(logits.argmax()))
+        return self._chosen[-1] if self._forced is None else self._forced[len(self._chosen) - 1]
+
+    def trace(
+        self,
+        cache: SequenceCache,
+        space: CacheSpace,
+        *,
+        keeps_bits: bool,
+        recomputed: Recomputed | None = None,
+    ) -> Trace:
+        layers = kv_of(cache, space, 0, len(self.subject.prompt) + self.subject.num_generated - 1)
+        return Trace(self._logits, layers, self._states, tuple(self._chosen), keeps_bits, recomputed)
+
+
+def run_chunks(
+    subject: Subject,
+    forced: Sequence[int] | None = None,
+    *,
+    chunk_size: int = 0,
+    chunk_ends: Sequence[int] | None = None,
+    overlap: int = 0,
+) -> Trace:
+    """The prompt alone, in chunks; 0: whole. Where they overlap, what is run twice is recorded both times."""
+    return _run(subject, forced, subject.prompt, ChunkedPrefillConfig(chunk_size, overlap), chunk_ends)
+
+
+def run_decodes(subject: Subject, forced: Sequence[int]) -> Trace:
+    """The prompt alone, each token after the first as a decode: other kernels, the same mathematics."""
+    return _run(subject, forced, subject.prompt[:1], ChunkedPrefillConfig(0), None)
+
+
+def _run(
+    subject: Subject,
+    forced: Sequence[int] | None,
+    prompt: Sequence[int],
+    config: ChunkedPrefillConfig,
+    chunk_ends: Sequence[int] | None,
+) -> Trace:
+    recorder = _Recorder(subject, forced)
+    num_prompt = len(subject.prompt)
+    # One token more than is sampled: a run that ends frees its cache.
+    max_tokens = num_prompt - len(prompt) + subject.num_generated + 1
+    run = Run(
+        recorder.model,
+        prompt,
+        config=config,
+        canon=subject.canon,
+        max_tokens=max_tokens,
+        chunk_ends=chunk_ends,
+    )
+    cuts: set[int] = set()  # where chunks begin and end
+    recomputed: list[tuple[range, tuple[KV, ...], tuple[KV, ...]]] = []
+    while not recorder.is_done:
+        end = run.cache.num_tokens
+        before = kv_of(run.cache, run.space, max(end - config.overlap, 0), end) if config.overlap else ()
+        step = run.step()
+        if step.is_prompt:
+            cuts |= {step.span.start, step.span.end}
+        again = range(step.span.start, end)
+        if len(again):  # the whole overlap
+            recomputed.append((again, before, kv_of(run.cache, run.space, again.start, end)))
+        if run.logits is not None and step.token is not None:
+            run.tokens[-1] = recorder.record(run.logits, run.cache, run.space)
+    on_grid = all(cut % STATE_GRID == 0 for cut in cuts - {num_prompt})
+    trace = recorder.trace(
+        run.cache,
+        run.space,
+        keeps_bits=len(prompt) == num_prompt and (on_grid or not subject.model.config.has_state),
+        recomputed=_joined(recomputed) if recomputed else None,
+    )
+    run.cancel()
+    return trace
+
+
+class _RecordedJob(Job):
+    """A request whose logits are wanted."""
+
+    logits: Tensor | None = None  # [vocab], of the last choice
+    needs_logits = True
+
+    def choose(self, logits: Tensor) -> Choice:
+        self.logits = logits
+        return super().choose(logits)
+
+
+def run_batched(
+    subject: Subject, forced: Sequence[int], *, strict: bool = False, is_alone: bool = False
+) -> Trace:
+    """The prompt through the batcher of a service. Beside it one request decodes from the start, one reads its own
+    prompt at the same time, and one arrives when the prompt has been read; unless it `is_alone`."""
+    recorder = _Recorder(subject, forced)
+    has_state = subject.model.config.has_state
+    schedule = ScheduleConfig(
+        chunk_size=_BATCHED_CHUNK, max_running=_MAX_RUNNING, grid=STATE_GRID if has_state else 1
+    )
+    requests = {
+        _SUBJECT: GenerationRequest(subject.prompt, subject.num_generated + 1, ignore_eos=True),
+        **({} if is_alone else _others(subject)),
+    }
+    num_tokens = sum(len(each.token_ids) + each.max_tokens for each in requests.values())
+    space = CacheSpace.for_tokens(
+        recorder.model, num_tokens + _MAX_RUNNING * _BATCHED_CHUNK, num_slots=2 * _MAX_RUNNING
+    )
+    batcher = Batcher(recorder.model, subject.canon, space, schedule, strict=strict)
+    jobs = {
+        name: _RecordedJob(
+            name, request, space.new_sequence(), subject.tokenizer, frozenset(), None, lambda event: None, 0.0
+        )
+        for name, request in requests.items()
+    }
+    if "decoding" in jobs:
+        batcher.add(jobs["decoding"])
+        while not jobs["decoding"].num_generated:
+            _step(batcher, recorder)
+    for name in (_SUBJECT, "reading"):
+        if name in jobs:
+            batcher.add(jobs[name])
+    job = jobs[_SUBJECT]
+    while not recorder.is_done:
+        if job.num_generated == 1 and "arriving" in jobs:
+            batcher.add(jobs.pop("arriving"))
+        num_generated = job.num_generated
+        _step(batcher, recorder)
+        if job.num_generated > num_generated:
+            assert job.logits is not None
+            job.tokens[-1] = recorder.record(job.logits, job.cache, space)
+    trace = recorder.trace(job.cache, space, keeps_bits=True)
+    batcher.cancel_all()
+    return trace
+
+
+def _others(subject: Subject) -> dict[str, GenerationRequest]:
+    """Parts of the same text, in another order and of other lengths."""
+    prompt, room = subject.prompt, subject.model.config.max_position
+    third = max(len(prompt) // 3, 1)
+    prompts = {
+        "decoding": prompt[-third:],
+        "reading": prompt[::-1][: 2 * third],
+        "arriving": prompt[third:] + prompt[:third],
+    }
+    most = len(prompt) // 64 + subject.num_generated + 8
+    return {
+        name: GenerationRequest(tokens, min(room - len(tokens), most), ignore_eos=True)
+        for name, tokens in prompts.items()
+    }
+
+
+def _step(batcher: Batcher, recorder: _Recorder) -> None:
+    step = batcher.begin()
+    assert step is not None, "requests wait, and nothing runs"
+    start = 0
+    recorder.model.rows = range(0)
+    for planned in step.plan.spans:
+        end = start + len(planned.span)
+        if planned.request_id == _SUBJECT:
+            recorder.model.rows = range(start, end)
+        start = end
+    outcome = batcher.run(step)
+    if outcome.error is not None:
+        raise outcome.error
+    batcher.settle(step, outcome)
+    batcher.notices.clear()
+
+
+def random_ends(num_tokens: int, seed: int, grid: int = 1) -> list[int]:
+    """A prompt cut at some places, each a multiple of the grid; the same ones for the same seed."""
+    places = range(grid, num_tokens, grid)
+    cuts = random.Random(seed).sample(places, min(_RANDOM_CUTS, len(places)))
+    return [*sorted(cuts), num_tokens]
+
+
+def kv_of(cache: SequenceCache, space: CacheSpace, start: int, end: int) -> tuple[KV, ...]:
+    """A copy of the keys and values of tokens [start, end), layer by layer."""
+    places, kv = cache.blocks.locate(start, end), space.tensors.kv
+    layers = (kv.read(layer, places) for layer in range(kv.spec.num_layers))
+    return tuple(KV(layer.keys.clone(), layer.values.clone()) for layer in layers)
+
+
+def states_of(cache: SequenceCache, space: CacheSpace) -> tuple[Tensor, ...]:
+    """A copy of the convolution tail and the matrix of each recurrent layer."""
+    if cache.state is None:
+        return ()
+    states, slot = space.tensors.states, cache.state.slot
+    return tuple(
+        part.clone()
+        for layer in range(states.spec.num_layers)
+        for part in (states.tail(layer, slot), states.matrix(layer, slot))
+    )
+
+
+def _joined(parts: Sequence[tuple[range, tuple[KV, ...], tuple[KV, ...]]]) -> Recomputed:
+    def cat(sides: Sequence[tuple[KV, ...]]) -> tuple[KV, ...]:
+        return tuple(
+            KV(torch.cat([kv.keys for kv in layer]), torch.cat([kv.values for kv in layer]))
+            for layer in zip(*sides, strict=True)
+        )
+
+    positions = tuple(position for again, _, _ in parts for position in again)
+    return Recomputed(
+        positions, cat([before for _, before, _ in parts]), cat([after for _, _, after in parts])
+    )

@@ -1,0 +1,263 @@
+"""Measures a model on this machine: single steps, whole prompts, memory; and what follows for chunk sizes."""
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from statistics import median, quantiles
+
+import torch
+
+from penstock.engine.llm import LLM
+from penstock.engine.profile import (
+    Measurements,
+    MemorySample,
+    PrefillSample,
+    StepSample,
+    TuneProfile,
+    profile_key,
+)
+from penstock.engine.run import Run
+from penstock.measure.growth import MeasurementError, can_measure_growth
+from penstock.measure.memory import MemoryJob, measure_in_fresh_process
+from penstock.measure.prompts import shuffled_rounds, text_tokens
+from penstock.measure.steps import StepSpec, StepTimer
+from penstock.models.opened import open_weights
+from penstock.models.shape import model_shape, workspace_of
+from penstock.plan import ChunkedPrefillConfig
+from penstock.plan.config import STATE_GRID
+from penstock.plan.fitting import chunk_peak_bytes
+from penstock.plan.memory import kv_token_bytes, state_slot_bytes
+from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
+
+Say = Callable[[str], None]
+
+USUAL_SECONDS = 240.0
+QUICK_SECONDS = 40.0
+MIN_ROUNDS = 3
+MOST_ROUNDS = 9
+MOST_CHUNK = 2048
+# Of chunk sizes that read a prompt about as fast, the smallest is best: it needs the least memory, and others wait
+# the least for it.
+GOOD_ENOUGH = 1.02
+# Decodes beside a chunk, each after so many tokens.
+_DECODES = (1, 4, 16)
+_DECODE_PAST = 128
+_MOST_PAST = 16_384
+# A token after a long past takes longer than those that the speed was measured with.
+_PAST_FACTOR = 1.4
+# Tokens whose reading takes about as long as a decode beside nothing.
+_DECODE_TOKENS = 16
+_WARM_UP_TOKENS = 512
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class TunePlan:
+    """Which steps and which whole prompts are timed, and how often."""
+
+    steps: tuple[StepSpec, ...]
+    step_rounds: int
+    chunks: tuple[int, ...]  # of the whole prompts
+    prompt_lengths: tuple[int, ...]
+    prompt_rounds: int
+    memory_tokens: int  # the prompt whose memory is measured in fresh processes; 0: none is
+
+    @property
+    def num_tokens(self) -> float:
+        """About how many tokens' time it takes, memory aside."""
+        longest_past = max(step.long_past for step in self.steps)
+        return longest_past + self.step_rounds * self.step_cost + self.prompt_rounds * self.prompt_cost
+
+    @property
+    def step_cost(self) -> float:
+        return sum(
+            step.num_tokens * (_PAST_FACTOR if step.past else 1.0) + _DECODE_TOKENS * (step.num_decodes > 0)
+            for step in self.steps
+        )
+
+    @property
+    def prompt_cost(self) -> float:
+        return _PAST_FACTOR * len(self.chunks) * sum(self.prompt_lengths)
+
+
+@dataclass(frozen=True)
+class FitError:
+    """How far the fitted times lie from the measured ones, as shares of the latter."""
+
+    median: float
+    p95: float
+
+
+def plan_tuning(context: int, tokens_per_s: float, seconds: float, *, quick: bool = False) -> TunePlan:
+    """A plan that takes about so long on a machine of this speed; never fewer than three rounds, which may take
+    longer."""
+    plan = _least_plan(context, quick=quick)
+    if not quick and plan.num_tokens > seconds * tokens_per_s:
+        plan = _least_plan(context, quick=True)
+    spare = seconds * tokens_per_s - plan.num_tokens
+    rounds = min(MIN_ROUNDS + max(int(spare / (plan.step_cost + plan.prompt_cost)), 0), MOST_ROUNDS)
+    return replace(plan, step_rounds=rounds, prompt_rounds=rounds)
+
+
+def _least_plan(context: int, *, quick: bool) -> TunePlan:
+    room = context - 2  # a token is generated after the longest prompt
+    sizes = (128, 512, 1024) if quick else (64, 128, 256, 512, 1024, 2048)
+    chunks = tuple(size for size in sizes if size <= min(room // 2, MOST_CHUNK)) or (max(room // 2, 1),)
+    shares = (0.0, 3 / 8) if quick else (0.0, 1 / 8, 3 / 8, 3 / 4)
+    pasts = sorted({int(share * min(room, _MOST_PAST)) // STATE_GRID * STATE_GRID for share in shares})
+    decode_past = min(_DECODE_PAST, room // 2)
+    steps = [StepSpec(chunk, past) for past in pasts for chunk in chunks if past + chunk <= room]
+    beside = sorted({chunks[len(chunks) // 4], chunks[len(chunks) // 2]})
+    for num_decodes in _DECODES:
+        steps += [StepSpec(chunk, 0, num_decodes, decode_past) for chunk in (0, *beside)]
+    steps += [StepSpec(0, 0, 1, past) for past in pasts if past > decode_past]
+    lengths = {min(room, 1024)} if quick else {min(room, 1024), min(room, 3072)}
+    longest = min(max(lengths), MOST_CHUNK)
+    return TunePlan(
+        steps=tuple(steps),
+        step_rounds=MIN_ROUNDS,
+        chunks=tuple(size for size in (128, 256, 512, 1024, 2048) if size <= longest) or chunks,
+        prompt_lengths=tuple(sorted(lengths)),
+        prompt_rounds=MIN_ROUNDS,
+        memory_tokens=0 if quick else min(room, MOST_CHUNK),
+    )
+
+
+def tune(llm: LLM, seconds: float | None, say: Say, *, quick: bool = False) -> TuneProfile:
+    """Measure within about so many seconds, loading and memory aside; None: the usual."""
+    with contextlib.closing(open_weights(llm.path)) as source:
+        name = source.describe()
+    prompt = text_tokens(llm.tokenizer, llm.context_length)
+    tokens_per_s = measure_speed(llm, prompt[: llm.context_length - 2])
+    seconds = seconds or (QUICK_SECONDS if quick else USUAL_SECONDS)
+    plan = plan_tuning(llm.context_length, tokens_per_s, seconds, quick=quick)
+    if not quick and not plan.memory_tokens:
+        say(f"{seconds:g} s are too few for all sizes on this machine: fewer are measured, as with --quick")
+    say(
+        f"{name}: {tokens_per_s:,.0f} tokens/s; {len(plan.steps)} kinds of steps, {plan.step_rounds} rounds: "
+        f"about {plan.num_tokens / tokens_per_s:.0f} s"
+    )
+    steps = measure_steps(llm, prompt, plan, say)
+    prefills = measure_prefills(llm, prompt, plan, say)
+    return TuneProfile(
+        key=profile_key(llm),
+        coefficients=fit(steps),
+        best_chunk=best_chunk(prefills),
+        measurements=Measurements(tuple(steps), tuple(prefills), tuple(measure_memory(llm, plan, say))),
+        model_name=name,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def measure_speed(llm: LLM, prompt: Sequence[int]) -> float:
+    """Prompt tokens per second of a short prompt, after another to warm up."""
+    short = prompt[:_WARM_UP_TOKENS]
+    _first_token_s(llm, 0, short)
+    return len(short) / _first_token_s(llm, 0, short)
+
+
+def measure_steps(llm: LLM, prompt: Sequence[int], plan: TunePlan, say: Say) -> list[StepSample]:
+    """The median of each step, which all take turns, in another order each round."""
+    timer = StepTimer(llm.model, llm.canon, prompt, plan.steps)
+    for spec in plan.steps:  # libraries prepare for every number of rows that they meet
+        timer.seconds(spec)
+    times: dict[StepSpec, list[float]] = {spec: [] for spec in plan.steps}
+    for index, order in enumerate(shuffled_rounds(plan.steps, plan.step_rounds, _SEED)):
+        for spec in order:
+            times[spec].append(timer.seconds(spec))
+        say(f"steps: round {index + 1} of {plan.step_rounds}")
+    return [
+        StepSample(
+            spec.num_tokens, spec.past, spec.num_decodes, spec.num_decodes * spec.decode_past, median(values)
+        )
+        for spec, values in times.items()
+    ]
+
+
+def measure_prefills(llm: LLM, prompt: Sequence[int], plan: TunePlan, say: Say) -> list[PrefillSample]:
+    """The median time to first token of whole prompts, chunk sizes taking turns."""
+    cells = [(chunk, length) for length in plan.prompt_lengths for chunk in plan.chunks]
+    times: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
+    for index, order in enumerate(shuffled_rounds(cells, plan.prompt_rounds, _SEED)):
+        for chunk, length in order:
+            times[chunk, length].append(_first_token_s(llm, chunk, prompt[:length]))
+        say(f"whole prompts: round {index + 1} of {plan.prompt_rounds}")
+    return [PrefillSample(chunk, length, median(values)) for (chunk, length), values in times.items()]
+
+
+def _first_token_s(llm: LLM, chunk: int, prompt: Sequence[int]) -> float:
+    """Seconds to a prompt's first token. What earlier turns left behind is collected first, outside the time."""
+    gc.collect()
+    started = time.perf_counter()
+    run = Run(llm.model, prompt, config=ChunkedPrefillConfig(chunk), canon=llm.canon, max_tokens=1)
+    while run.step().token is None:
+        pass
+    return time.perf_counter() - started
+
+
+def fit(steps: Sequence[StepSample]) -> StepTimeCoefficients:
+    model = StepTimeModel()
+    for sample in steps:
+        model.record(sample.shape, sample.seconds)
+    return model.coefficients
+
+
+def fit_error(coefficients: StepTimeCoefficients, steps: Sequence[StepSample]) -> FitError:
+    errors = [abs(coefficients.seconds(each.shape) - each.seconds) / each.seconds for each in steps]
+    return FitError(median(errors), quantiles(errors, n=20, method="inclusive")[-1])
+
+
+def best_chunk(prefills: Sequence[PrefillSample]) -> int:
+    """The smallest chunk that reads prompts about as soon as the fastest does, over all lengths."""
+    scores = slowdowns(prefills)
+    fastest = min(scores.values())
+    return min(chunk for chunk, score in scores.items() if score <= GOOD_ENOUGH * fastest)
+
+
+def slowdowns(prefills: Sequence[PrefillSample]) -> Mapping[int, float]:
+    """By chunk: its time over the shortest at the same length, on average over the lengths."""
+    shortest: dict[int, float] = {}
+    for each in prefills:
+        shortest[each.prompt_tokens] = min(each.seconds, shortest.get(each.prompt_tokens, each.seconds))
+    ratios: dict[int, list[float]] = {}
+    for each in prefills:
+        ratios.setdefault(each.chunk, []).append(each.seconds / shortest[each.prompt_tokens])
+    return {chunk: sum(values) / len(values) for chunk, values in ratios.items()}
+
+
+def measure_memory(llm: LLM, plan: TunePlan, say: Say) -> list[MemorySample]:
+    """Activations of a prompt in chunks of each size: by arithmetic, at the step that needs the most; and as a fresh
+    process grows. Where that cannot be measured, tuning goes on without."""
+    model, length = llm.model, plan.memory_tokens or max(plan.prompt_lengths)
+    shape, dtype_bytes = model_shape(model.config), model.dtype.itemsize
+    cached = length * kv_token_bytes(shape, dtype_bytes) + 2 * state_slot_bytes(shape, dtype_bytes)
+    is_measured = plan.memory_tokens > 0 and (llm.device_kind.has_own_memory or can_measure_growth())
+    samples = []
+    for chunk in plan.chunks:
+        expected = chunk_peak_bytes(
+            shape, length, chunk, dtype_bytes=dtype_bytes, workspace=workspace_of(model)
+        )
+        measured = None
+        if is_measured:
+            job = MemoryJob(
+                model=str(llm.path),
+                is_random=False,
+                dtype=str(model.dtype).removeprefix("torch."),
+                kernels="auto",
+                num_threads=torch.get_num_threads(),
+                chunk=chunk,
+                prompt_tokens=length,
+                device=llm.device.name,
+                is_steady=False,
+            )
+            try:
+                measured = max(measure_in_fresh_process(job).measured_bytes - cached, 0)
+                say(f"memory: chunk {chunk:,}: {measured / 2**20:.1f} MiB")
+            except MeasurementError as error:
+                say(f"memory is not measured: {error}")
+                is_measured = False
+        samples.append(MemorySample(chunk, length, expected, measured))
+    return samples

@@ -1,0 +1,296 @@
+"""The laws, proved on a model end to end: which ways of running a prompt are compared, and what must come out."""
+
+import contextlib
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from functools import partial
+from math import isfinite
+from typing import Any
+
+import torch
+
+from penstock.engine.llm import LLM
+from penstock.errors import (
+    CacheFullError,
+    ContextLengthError,
+    MemoryExhaustedError,
+    PromptError,
+    SettingError,
+)
+from penstock.kernels.probe.probe import ProbeResult
+from penstock.measure.compare import (
+    Comparison,
+    Law,
+    Series,
+    compare_greedy,
+    compare_logits,
+    compare_recomputed,
+    compare_traces,
+)
+from penstock.measure.machine import Machine, this_machine
+from penstock.measure.prompts import text_tokens
+from penstock.measure.traces import Subject, Trace, random_ends, run_batched, run_chunks, run_decodes
+from penstock.models.config import ModelConfig
+from penstock.models.opened import open_weights
+from penstock.models.reading import first_line
+from penstock.models.source import WeightSource
+from penstock.plan import STATE_GRID
+
+DEFAULT_CHUNKS = (1, 7, 64, 100, 512)
+DEFAULT_MAX_TOKENS = 16
+DEFAULT_OVERLAP = 64
+DEFAULT_TOKENS = 600
+# How far two orders of the same sums may be apart, in parts of the largest value: several times what was seen on
+# random and on real models. A router in bfloat16 may take another expert where two nearly tie: then that token's
+# result is another; float32 is the sharper look.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "bfloat16 with experts": 0.5}
+_SEEDS = (0, 1)
+_FLAT_LIST = re.compile(r"\[[^\[\]{}\"]*\]")  # of numbers, truth values and nulls
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What is run, after which prompt tokens are generated. None: the usual."""
+
+    chunks: tuple[int, ...] = DEFAULT_CHUNKS
+    overlap: int | None = None  # 0: none
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    strict: bool = False
+    tolerance: float | None = None
+    with_transformers: bool = False
+
+
+@dataclass(frozen=True)
+class VerifyResults:
+    """Everything that a verification found, and what it was found on."""
+
+    machine: Machine
+    model: str
+    dtype: str
+    kernels: str
+    probe: ProbeResult
+    token_ids: tuple[int, ...]  # of the prompt, then those generated
+    texts: dict[int, str]  # of every token id that is named
+    num_prompt: int
+    num_positions: int  # of the tokens, those after which logits are compared
+    tolerance: float
+    strict: bool
+    comparisons: tuple[Comparison, ...]
+    duration_s: float
+
+    @property
+    def passed(self) -> bool:
+        return all(each.passed for each in self.comparisons)
+
+    def describe(self, position: int) -> str:
+        """A token by its place and its text."""
+        what = "token" if position < self.num_prompt else "generated token"
+        return f"{what} {position} {self.texts[self.token_ids[position]]!r}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values. JSON has no infinity: that is None."""
+        plain = {field.name: getattr(self, field.name) for field in fields(self)}
+        plain |= {
+            "machine": asdict(self.machine),
+            "probe": {**asdict(self.probe), "same_bits": self.probe.same_bits},
+            "comparisons": [self._comparison_dict(each) for each in self.comparisons],
+            "passed": self.passed,
+        }
+        finite: dict[str, Any] = _finite(plain)
+        return finite
+
+    def to_json(self) -> str:
+        """Indented, but a list of numbers on one line: there are hundreds of them."""
+        text = json.dumps(self.to_dict(), indent=2)
+        return _FLAT_LIST.sub(lambda match: " ".join(match[0].split()), text) + "\n"
+
+    def _comparison_dict(self, comparison: Comparison) -> dict[str, Any]:
+        plain = asdict(comparison)
+        for name in ("logits", "cache"):
+            series: Series | None = getattr(comparison, name)
+            if series is not None:
+                plain[name] |= {
+                    "all_same": series.all_same,
+                    "largest_absolute": series.largest_absolute,
+                    "largest_relative": series.largest_relative,
+                    "worst_position": series.worst_position,
+                    "first_different": series.first_different(),
+                    "first_beyond_tolerance": series.first_beyond(comparison.law.tolerance),
+                }
+        breaks = [
+            {**asdict(each), "token": None if each.position is None else self.describe(each.position)}
+            for each in comparison.breaks
+        ]
+        return {**plain, "passed": comparison.passed, "breaks": breaks}
+
+
+def prompt_of(llm: LLM, text: str | None, num_tokens: int | None, max_tokens: int) -> list[int]:
+    """The text as it is, or so many tokens of another. At least two tokens, so that there is something to cut; with
+    what follows, no more than the context has room for."""
+    room = llm.context_length - max_tokens - 1
+    if text is not None:
+        prompt = llm.tokenize(text, raw=True)
+    else:
+        prompt = text_tokens(llm.tokenizer, num_tokens or max(min(DEFAULT_TOKENS, room), 2))
+    if len(prompt) < 2:
+        raise PromptError(f"a prompt of {len(prompt)} tokens cannot be cut: give at least 2")
+    if len(prompt) > room:
+        raise ContextLengthError(
+            f"{len(prompt)} tokens and {max_tokens} generated after them do not fit into the model's context "
+            f"of {llm.context_length}: give a shorter prompt or fewer --max-tokens"
+        )
+    return prompt
+
+
+def verify(llm: LLM, prompt: list[int], checks: Checks, say: Say) -> VerifyResults:
+    """Run the prompt in every way and compare each with the whole prompt in one chunk."""
+    started = time.perf_counter()
+    model = llm.model
+    overlap = _overlap(checks.overlap, len(prompt))
+    tolerance = checks.tolerance or default_tolerance(model.dtype, model.config)
+    subject = Subject(model, llm.canon, llm.tokenizer, tuple(prompt), checks.max_tokens)
+    say("the whole prompt in one chunk ...")
+    whole = run_chunks(subject)
+    comparisons: list[Comparison] = []
+    for way in _ways(subject, whole, checks, overlap):
+        say(f"{way.name} ...")
+        comparisons += _compare(subject, way, tolerance, same_bits=llm.probe.same_bits)
+    with contextlib.closing(open_weights(llm.path)) as source:
+        description = source.describe()
+        if checks.with_transformers:
+            say("transformers ...")
+            comparisons.append(_compare_with_transformers(subject, whole, source, tolerance))
+    token_ids = (*prompt, *whole.generated)
+    firsts = [each.greedy.first for each in comparisons if each.greedy is not None]
+    named = {*token_ids, *(token for first in firsts if first for token in (first.token, first.expected))}
+    return VerifyResults(
+        machine=this_machine(),
+        model=description,
+        dtype=str(model.dtype).removeprefix("torch."),
+        kernels=model.kernels.name,
+        probe=llm.probe,
+        token_ids=token_ids,
+        texts={token: llm.tokenizer.decode([token], skip_special=False) for token in sorted(named)},
+        num_prompt=len(prompt),
+        num_positions=len(subject.positions),
+        tolerance=tolerance,
+        strict=checks.strict,
+        comparisons=tuple(comparisons),
+        duration_s=time.perf_counter() - started,
+    )
+
+
+def default_tolerance(dtype: torch.dtype, config: ModelConfig) -> float:
+    name = str(dtype).removeprefix("torch.")
+    has_router = dtype == torch.bfloat16 and config.experts is not None
+    return TOLERANCES[f"{name} with experts" if has_router else name]
+
+
+def _overlap(overlap: int | None, num_tokens: int) -> int:
+    """The overlap that was asked for, or one that fits into the prompt."""
+    if overlap is None:
+        return min(DEFAULT_OVERLAP, (num_tokens - 1) // 3)
+    if overlap > num_tokens - 2:
+        raise SettingError(
+            f"--overlap {overlap} is not accepted with a prompt of {num_tokens} tokens: "
+            f"give at most {num_tokens - 2}, or a longer prompt"
+        )
+    return overlap
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A way of running the prompt, and what it is compared with. Bits are promised of tokens before `bits_until`."""
+
+    name: str
+    run: Callable[[], Trace]
+    expected: Trace
+    bits_until: int
+    overlap: int = 0
+
+
+def _ways(subject: Subject, whole: Trace, checks: Checks, overlap: int) -> Iterator[_Way]:
+    num_prompt, forced = len(subject.prompt), whole.generated
+    every = num_prompt + subject.num_generated
+    sizes = [size for size in checks.chunks if size < num_prompt]
+    for size in sizes:
+        name = "token by token" if size == 1 else f"chunks of {size}"
+        yield _Way(name, partial(run_chunks, subject, forced, chunk_size=size), whole, every)
+    if 1 in sizes:
+        yield _Way("token by token, as decodes", partial(run_decodes, subject, forced), whole, every)
+    for seed in _SEEDS:  # cuts anywhere; and on the grid, where a model has one
+        grid = STATE_GRID if subject.model.config.has_state and seed == _SEEDS[-1] else 1
+        ends = random_ends(num_prompt, seed, grid)
+        if len(ends) > 1:
+            name = f"{len(ends)} random chunks{f' on multiples of {grid}' if grid > 1 else ''}, seed {seed}"
+            yield _Way(name, partial(run_chunks, subject, forced, chunk_ends=ends), whole, every)
+    if overlap:
+        size = min(3 * overlap, num_prompt - 1)
+        run = partial(run_chunks, subject, forced, chunk_size=size, overlap=overlap)
+        yield _Way(f"chunks of {size}, overlap {overlap}", run, whole, every, overlap)
+    if checks.strict:
+        alone = run_batched(subject, forced, strict=True, is_alone=True)
+        run = partial(run_batched, subject, forced, strict=True)
+        yield _Way("batched against alone, strict", run, alone, every)
+    else:
+        # Decodes take the shape that is fastest: what is generated is promised up to rounding only.
+        yield _Way("batched against alone", partial(run_batched, subject, forced), whole, num_prompt)
+
+
+def _compare(subject: Subject, way: _Way, tolerance: float, *, same_bits: bool) -> Iterator[Comparison]:
+    def law(keeps_bits: bool) -> Law:
+        return Law(way.bits_until if same_bits and keeps_bits else 0, tolerance)
+
+    started = time.perf_counter()
+    try:
+        trace = way.run()
+    except (MemoryError, MemoryExhaustedError, CacheFullError):
+        raise
+    except Exception as error:  # the whole prompt could be run, so this one could have been
+        yield Comparison(way.name, law(True), error=f"{type(error).__name__}: {first_line(error)}")
+        return
+    seconds, its_law = time.perf_counter() - started, law(trace.keeps_bits)
+    yield compare_traces(way.name, subject.positions, trace, way.expected, its_law, seconds)
+    if trace.recomputed is not None:
+        name = f"overlap {way.overlap}: keys, values computed twice"
+        yield compare_recomputed(name, trace.recomputed, its_law)
+
+
+def _compare_with_transformers(
+    subject: Subject, whole: Trace, source: WeightSource, tolerance: float
+) -> Comparison:
+    """The same weights in transformers' own model, in float32: logits after every token that we have some of, the
+    generated ones included. There is no law of bits between two programs."""
+    from transformers.utils import logging
+
+    from penstock.measure.transformers_model import load_transformers
+
+    started = time.perf_counter()
+    logging.set_verbosity_error()
+    model = load_transformers(source, torch.float32)
+    token_ids = torch.tensor([[*subject.prompt, *whole.generated[:-1]]])
+    with torch.inference_mode():
+        output = model(token_ids, logits_to_keep=torch.tensor(subject.positions), use_cache=False)
+    theirs = output.logits[0].float()
+    return Comparison(
+        "transformers, float32",
+        Law(0, tolerance),
+        logits=compare_logits(subject.positions, whole.logits, theirs),
+        greedy=compare_greedy(subject.positions, whole.logits, theirs),
+        seconds=time.perf_counter() - started,
+    )
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value
