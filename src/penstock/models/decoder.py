@@ -216,8 +216,10 @@ class Decoder:
             return graph.run(batch, self, caches)
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
         token_ids, positions, logit_rows = device_kind(self.device).all_copied(numbers)
-        x = self.embed(token_ids) if residual is None else residual
-        return self.run_layers(x, batch, caches, positions, logit_rows)
+        # No name for it here: it would live as long as the pass.
+        return self.run_layers(
+            self.embed(token_ids) if residual is None else residual, batch, caches, positions, logit_rows
+        )
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """What enters the first layer [rows, hidden]."""
