@@ -7,44 +7,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from penstock.frontends.server.bodies import ChatBody, CompletionBody, TokenizeBody
 from tests.server.running import NAME, Reply, Running
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize")
-NAMES = [
-    "model",
-    "messages",
-    "prompt",
-    "content",
-    "n",
-    "stop",
-    "seed",
-    "stream",
-    "stream_options",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "logprobs",
-    "top_logprobs",
-    "max_tokens",
-    "max_completion_tokens",
-    "response_format",
-    "logit_bias",
-    "presence_penalty",
-    "ignore_eos",
-    "user",
-    "metadata",
-    "tools",
-    "add_special",
-    "return_progress",
-    "role",
-    "type",
-    "text",
-    "schema",
-    "json_schema",
-    "name",
-    "strict",
-]
+NAMES = sorted(
+    {"tools", "role", "type", "text", "schema", "name", "strict"}.union(
+        *(body.model_fields for body in (ChatBody, CompletionBody, TokenizeBody))
+    )
+)
 
 scalars = st.one_of(
     st.none(),

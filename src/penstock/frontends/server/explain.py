@@ -3,6 +3,7 @@ and in words."""
 
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any, Final
 
 from fastapi import APIRouter, Response
@@ -93,7 +94,13 @@ def explain_router(service: Service, telemetry: Telemetry, ids: AnswerIds) -> AP
             if (chunks := service.explain(request_id)) is not None
         ]
         if not requests:
-            raise _unknown(name)
+            raise ApiError(
+                404,
+                f"no request {name[:100]!r} is known: give the id of an answer, or its x-request-id, that is on its "
+                f"way or was among the last {ENDED_EXPLAINED} to end",
+                code="request_not_found",
+                param="id",
+            )
         met = dict.fromkeys(chunk["rule"] for request in requests for chunk in request["chunks"])
         rules = {rule: RULES[rule] for rule in met}
         content = {"id": name, "settings": settings, "rules": rules, "requests": requests}
@@ -115,32 +122,12 @@ def _request(request_id: RequestId, live: RequestStatus | None, telemetry: Telem
 
 
 def _chunk(record: ChunkRecord, fixed: int) -> dict[str, Any]:
-    words = RULES[record.rule]
+    shown = asdict(record)
+    because = shown.pop("because")
+    reason = RULES[record.rule]
     if record.rule == "fixed" and len(record) < fixed:
-        words += ", of which the step gives others a part"
-    return {
-        "start": record.start,
-        "end": record.end,
-        "size": len(record),
-        "past": record.past,
-        "rule": record.rule,
-        "reason": f"{words}: {record.because}" if record.because else words,
-        "predicted_s": record.predicted_s,
-        "measured_s": record.measured_s,
-        "predicted_bytes": record.predicted_bytes,
-        "measured_bytes": record.measured_bytes,
-        "num_decodes": record.num_decodes,
-    }
-
-
-def _unknown(name: str) -> ApiError:
-    return ApiError(
-        404,
-        f"no request {name[:100]!r} is known: give the id of an answer, or its x-request-id, that is on its way or "
-        f"was among the last {ENDED_EXPLAINED} to end",
-        code="request_not_found",
-        param="id",
-    )
+        reason += ", of which the step gives others a part"
+    return {**shown, "size": len(record), "reason": f"{reason}: {because}" if because else reason}
 
 
 def size_settings(service: Service) -> dict[str, Any]:

@@ -40,24 +40,24 @@ def install(app: FastAPI, settings: ServerSettings, telemetry: Telemetry) -> Non
     app.add_middleware(AccessControl, settings=settings)
     app.add_middleware(RequestIds, telemetry=telemetry)  # around the other
 
-    @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
-        return error_response(error)
+    for kind in (ApiError, PenstockError, HTTPException, RequestValidationError):
+        app.add_exception_handler(kind, _answer_error)
 
-    @app.exception_handler(PenstockError)
-    async def known(request: Request, error: PenstockError) -> Response:
-        return error_response(as_api_error(error))
 
-    @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> Response:
-        return error_response(as_http_error(request, error))
-
-    @app.exception_handler(RequestValidationError)
-    async def query(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        param = str(first["loc"][-1])
-        message = f"{param} is not accepted: {first['msg']}"
-        return error_response(ApiError(400, message, code="invalid_value", param=param))
+async def _answer_error(request: Request, error: Exception) -> Response:
+    match error:
+        case ApiError():
+            return error_response(error)
+        case PenstockError():
+            return error_response(as_api_error(error))
+        case HTTPException():
+            return error_response(as_http_error(request, error))
+        case RequestValidationError():  # of the query
+            first = error.errors()[0]
+            param = str(first["loc"][-1])
+            message = f"{param} is not accepted: {first['msg']}"
+            return error_response(ApiError(400, message, code="invalid_value", param=param))
+    raise error
 
 
 class RequestIds:

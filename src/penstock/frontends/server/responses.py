@@ -4,8 +4,9 @@ import asyncio
 import codecs
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from typing import Any
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -58,28 +59,26 @@ def _text(content: Any) -> str:
 
 def _parts(content: Any, depth: int) -> Iterator[str]:
     # An answer, its choices, a choice, its log-probabilities, a list with an item for each token.
-    if isinstance(content, dict) and depth and content:
-        opening = "{"
-        for name, value in content.items():
-            yield f"{opening}{_text(name)}:"
-            yield from _parts(value, depth - 1)
-            opening = ","
-        yield "}"
-    elif isinstance(content, list) and len(content) > _SLICE:
-        opening = "["
-        for start in range(0, len(content), _SLICE):
-            yield opening + _text(content[start : start + _SLICE])[1:-1]
-            opening = ","
-        yield "]"
+    if isinstance(content, list) and len(content) > _SLICE:
+        slices = (content[start : start + _SLICE] for start in range(0, len(content), _SLICE))
+        yield from _joined("[", ([_text(items)[1:-1]] for items in slices), "]")
     elif isinstance(content, list) and depth and content:
-        opening = "["
-        for item in content:
-            yield opening
-            yield from _parts(item, depth - 1)
-            opening = ","
-        yield "]"
+        yield from _joined("[", (_parts(item, depth - 1) for item in content), "]")
+    elif isinstance(content, dict) and depth and content:
+        items = content.items()
+        yield from _joined(
+            "{", (chain([f"{_text(name)}:"], _parts(value, depth - 1)) for name, value in items), "}"
+        )
     else:
         yield _text(content)
+
+
+def _joined(opening: str, items: Iterable[Iterable[str]], closing: str) -> Iterator[str]:
+    for item in items:
+        yield opening
+        yield from item
+        opening = ","
+    yield closing
 
 
 class JsonResponse(JSONResponse):

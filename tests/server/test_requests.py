@@ -6,11 +6,14 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
 from penstock.engine.llm import LLM
+from penstock.engine.sampler import SamplingParams
+from penstock.frontends.server.bodies import GenerationBody
 from penstock.frontends.server.errors import ApiError
 from penstock.frontends.server.lifecycle import Drain
 from penstock.frontends.server.requests import NUM_THREADS, BodyReader
@@ -194,6 +197,10 @@ def test_a_client_that_goes_while_its_text_is_tokenized_leaves_nothing(
     monkeypatch.undo()
     server.wait_until_idle()
     assert server.completion().status == 200
+
+
+def test_every_sampling_parameter_of_the_engine_is_one_of_a_body() -> None:
+    assert {field.name for field in fields(SamplingParams)} <= set(GenerationBody.model_fields)
 
 
 def test_tokenize(server: Running, llm: LLM) -> None:
