@@ -12,10 +12,9 @@ from fastapi import FastAPI, Request, Response
 
 from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
-from penstock.errors import PenstockError, SettingError
 from penstock.frontends.server import middleware
 from penstock.frontends.server.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
-from penstock.frontends.server.errors import as_api_error, request_id
+from penstock.frontends.server.errors import errors_about, request_id
 from penstock.frontends.server.explain import AnswerIds, explain_router
 from penstock.frontends.server.lifecycle import Drain, disconnected, run_unless
 from penstock.frontends.server.metrics import Telemetry
@@ -94,7 +93,11 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        tokens = await reader.apply(request, lambda raw: builder.tokenize(parse(raw, TokenizeBody)))
+        def work(raw: bytes) -> list[int]:
+            with errors_about(TokenizeBody.prompt_param):
+                return builder.tokenize(parse(raw, TokenizeBody))
+
+        tokens = await reader.apply(request, work)
         return await writer.write(lambda: {"tokens": tokens, "count": len(tokens)})
 
     async def generate(
@@ -106,10 +109,15 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
         events = EventStream(service)
         drain.add(events)
         tenant: str | None = request.state.tenant  # by the middleware
+
+        def work(raw: bytes) -> PreparedRequest:
+            with errors_about(kind.prompt_param):
+                prepared = prepare(parse(raw, kind), tenant)
+                events.submit(prepared.requests)
+                return prepared
+
         try:
-            prepared = await reader.apply(
-                request, lambda raw: _submit(prepare(parse(raw, kind), tenant), events, kind.prompt_param)
-            )
+            prepared = await reader.apply(request, work)
             answer = Answer(prepared, events, form, settings.model_name, service)
             ids.add(events.ids, answer=answer.id, header=request_id.get())
             if prepared.streams:
@@ -120,14 +128,3 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
             raise
 
     return app
-
-
-def _submit(prepared: PreparedRequest, events: EventStream, prompt_param: str) -> PreparedRequest:
-    try:
-        events.submit(prepared.requests)
-    except PenstockError as error:
-        problem = as_api_error(error, prompt_param)
-        if isinstance(error, SettingError) and problem.param is None and prepared.wants_json:
-            problem.param = "response_format"  # a schema is compiled when it is submitted
-        raise problem from error
-    return prepared

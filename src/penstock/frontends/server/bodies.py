@@ -211,6 +211,13 @@ def _salt(value: str) -> str:
     return value
 
 
+def _biases(value: dict[str, float]) -> dict[str, float]:
+    for name in value:
+        if not (name.isascii() and name.isdigit() and len(name) < 19):
+            raise ValueError(f"give token ids, such as '100', not {name[:40]!r}")
+    return value
+
+
 class StreamOptions(Part):
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None  # there is none
@@ -257,7 +264,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, _at_most(MAX_ENTRIES)] = None
+    logit_bias: Annotated[dict[str, float], AfterValidator(_biases), _at_most(MAX_ENTRIES)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None

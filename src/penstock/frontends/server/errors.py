@@ -1,7 +1,8 @@
 """From what goes wrong to errors in the shape of OpenAI's API."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
@@ -60,9 +61,17 @@ class ApiError(Exception):
         return {"error": fields}
 
 
+@contextmanager
+def errors_about(prompt_param: str) -> Iterator[None]:
+    """Penstock's errors as answers to a request whose prompt is in the parameter `prompt_param`."""
+    try:
+        yield
+    except PenstockError as error:
+        raise as_api_error(error, prompt_param) from error
+
+
 def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiError:
-    """What to answer for an error of Penstock's own that came up while a request was made: it is about what the
-    client sent. `prompt_param` is what holds the prompt in this request."""
+    """What to answer for an error that came up while a request was prepared: it is about what the client sent."""
     message = str(error)
     match error:
         case ContextLengthError():
@@ -74,13 +83,8 @@ def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiEr
             message = error.message(lambda name, value: assigned(_parameter(name), value))
             return ApiError(400, message, code="invalid_value", param=param)
         case QueueFullError():
-            return ApiError(
-                429,
-                message,
-                code="queue_full",
-                type="rate_limit_error",
-                headers={"Retry-After": str(RETRY_AFTER_S)},
-            )
+            retry = {"Retry-After": str(RETRY_AFTER_S)}
+            return ApiError(429, message, code="queue_full", type="rate_limit_error", headers=retry)
         case ServiceClosedError():
             return ApiError(503, message, code="service_unavailable")
         case MemoryExhaustedError():

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from penstock.engine.events import GenerationRequest
-from penstock.engine.sampler import MAX_BIAS, SamplingParams
+from penstock.engine.sampler import SamplingParams
 from penstock.engine.service import Service
-from penstock.errors import ContextLengthError, PenstockError, QueueFullError
+from penstock.errors import ContextLengthError, QueueFullError
 from penstock.frontends.server.bodies import (
     MAX_SEED,
     ChatBody,
@@ -24,7 +24,7 @@ from penstock.frontends.server.bodies import (
     Message,
     TokenizeBody,
 )
-from penstock.frontends.server.errors import ApiError, as_api_error, client_gone
+from penstock.frontends.server.errors import ApiError, client_gone
 from penstock.frontends.server.lifecycle import Drain, disconnected, run_unless
 from penstock.frontends.server.settings import ServerSettings
 
@@ -137,10 +137,6 @@ class PreparedRequest:
     include_usage: bool
     returns_progress: bool
 
-    @property
-    def wants_json(self) -> bool:
-        return any(request.json_format is not None for request in self.requests)
-
     def num_cached(self, of_requests: Sequence[int]) -> int:
         """Prompt tokens found in the cache: those that none of a prompt's choices had to read."""
         starts = range(0, len(of_requests), self.num_choices)
@@ -183,14 +179,11 @@ class RequestBuilder:
     def tokenize(self, body: TokenizeBody) -> list[int]:
         if body.model is not None:
             self.check_model(body.model)
-        try:
-            if body.messages is not None:
-                return self._encode_chat(body.messages)
-            text = body.content if body.prompt is None else body.prompt
-            adds_special = body.prompt is not None if body.add_special is None else body.add_special
-            return self._llm.tokenizer.encode(text or "", add_special_tokens=adds_special)
-        except PenstockError as error:
-            raise as_api_error(error, body.prompt_param) from error
+        if body.messages is not None:
+            return self._encode_chat(body.messages)
+        text = body.content if body.prompt is None else body.prompt
+        adds_special = body.prompt is not None if body.add_special is None else body.add_special
+        return self._llm.tokenizer.encode(text or "", add_special_tokens=adds_special)
 
     def check_model(self, name: str) -> None:
         if name != self._model_name:
@@ -219,26 +212,22 @@ class RequestBuilder:
                 code="invalid_value",
                 param="n" if num_prompts == 1 else body.prompt_param,
             )
-        try:
-            # Before the prompt, which may be long.
-            sampling = self._sampling(body)
-            prompts = encode()
-            requests = tuple(
-                GenerationRequest(
-                    token_ids=prompt,
-                    max_tokens=self._max_tokens(body, len(prompt), default_tokens),
-                    sampling=_of_choice(sampling, index),
-                    stop=tuple(body.stop or ()),
-                    num_logprobs=body.num_logprobs,
-                    json_format=None if body.response_format is None else body.response_format.json_format(),
-                    ignore_eos=bool(body.ignore_eos),
-                    cache_salt=salt_of(tenant if self._isolates else None, body.cache_salt or ""),
-                )
-                for prompt in prompts
-                for index in range(num_choices)
+        sampling = _sampling(body)  # before the prompt, which may be long
+        prompts = encode()
+        requests = tuple(
+            GenerationRequest(
+                token_ids=prompt,
+                max_tokens=self._max_tokens(body, len(prompt), default_tokens),
+                sampling=_of_choice(sampling, index),
+                stop=tuple(body.stop or ()),
+                num_logprobs=body.num_logprobs,
+                json_format=None if body.response_format is None else body.response_format.json_format(),
+                ignore_eos=bool(body.ignore_eos),
+                cache_salt=salt_of(tenant if self._isolates else None, body.cache_salt or ""),
             )
-        except PenstockError as error:
-            raise as_api_error(error, body.prompt_param) from error
+            for prompt in prompts
+            for index in range(num_choices)
+        )
         options = body.stream_options
         return PreparedRequest(
             requests=requests,
@@ -261,32 +250,6 @@ class RequestBuilder:
         room = max(self._max_request_tokens - num_prompt, 1)
         return room if default is None else min(default, room)
 
-    def _sampling(self, body: GenerationBody) -> SamplingParams:
-        """By the names that SamplingParams and the body share; what is left out has the default."""
-        given: dict[str, Any] = {
-            field.name: value
-            for field in fields(SamplingParams)
-            if (value := getattr(body, field.name)) is not None
-        }
-        biases = self._biases(body.logit_bias or {})
-        return SamplingParams(**{"temperature": _TEMPERATURE, **given, "logit_bias": biases})
-
-    def _biases(self, given: dict[str, float]) -> dict[int, float]:
-        vocab_size = self._llm.model.config.vocab_size
-        biases = {}
-        for text, bias in given.items():
-            is_token = text.isascii() and text.isdigit() and len(text) < 19 and int(text) < vocab_size
-            if not is_token or not -MAX_BIAS <= bias <= MAX_BIAS:
-                raise ApiError(
-                    400,
-                    f"logit_bias of {bias} for {text[:40]!r} is not accepted: give token ids from 0 to "
-                    f"{vocab_size - 1}, with numbers from {-MAX_BIAS:.0f} to {MAX_BIAS:.0f}",
-                    code="invalid_value",
-                    param="logit_bias",
-                )
-            biases[int(text)] = bias
-        return biases
-
     def _encode_chat(self, messages: Sequence[Message]) -> list[int]:
         return self._llm.tokenizer.encode_chat([message.plain() for message in messages])
 
@@ -295,6 +258,16 @@ def salt_of(tenant: str | None, cache_salt: str) -> str:
     """The salt of a request's block keys: requests share a prefix only where it is the same. No two pairs of tenant
     and cache_salt have the same one, since a tenant's name has a fixed length."""
     return cache_salt if tenant is None else f"{tenant}:{cache_salt}"
+
+
+def _sampling(body: GenerationBody) -> SamplingParams:
+    """By the names that SamplingParams and the body share; what is left out has the default."""
+    given: dict[str, Any] = {"temperature": _TEMPERATURE}
+    for field in fields(SamplingParams):
+        if (value := getattr(body, field.name)) is not None:
+            given[field.name] = value
+    biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+    return SamplingParams(**{**given, "logit_bias": biases})
 
 
 def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:
