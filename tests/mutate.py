@@ -153,7 +153,7 @@ class _Sites:
 
     def _change(self, start: int, end: int, *new: str) -> list[Mutant]:
         old = self._source[start:end].decode()
-        return [Mutant(self._file, self._source, start, end, text) for text in sorted(new) if text != old]
+        return [Mutant(self._file, self._source, start, end, text) for text in sorted({*new} - {old})]
 
     def _start(self, node: ast.expr) -> int:
         return self._line_starts[node.lineno - 1] + node.col_offset
@@ -202,7 +202,11 @@ def draw(layer: str, patterns: list[str], seed: int) -> Iterator[Mutant]:
 def equivalents() -> dict[tuple[str, str, str], str]:
     """The mutants that nothing can tell from the original, and why not."""
     entries = tomllib.loads(EQUIVALENT.read_text())["mutant"]
-    return {(entry["file"], entry["line"], entry["change"]): entry["reason"] for entry in entries}
+    return {
+        (entry["file"], entry["line"], change): entry["reason"]
+        for entry in entries
+        for change in entry["changes"]
+    }
 
 
 class Tests:

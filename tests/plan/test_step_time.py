@@ -241,14 +241,14 @@ def test_kinds_are_powers_of_two_and_the_one_seen_longest_ago_is_forgotten() -> 
         assert num_kinds(StepShape(few), StepShape(many)) == 2
         assert num_kinds(StepShape(many), StepShape(2 * many - 1)) == 1
         for name, count in (("token_pasts", "num_prompt_tokens"), ("decode_pasts", "num_decodes")):
-            parts = {"num_prompt_tokens": 0, count: 3}
-            below, at, end = (
-                StepShape(**parts, **{name: 3 * 256 * size + more})
-                for size, more in ((many, -1), (many, 0), (2 * many, -1))
-            )
-            assert num_kinds(below, at) == 2
-            assert num_kinds(at, end) == 1
-            assert num_kinds(StepShape(**parts, **{name: 3}), StepShape(**parts, **{name: 3 * 256 - 1})) == 1
+            for number in (1, 3):
+                least, most, below, at, end = (
+                    StepShape(**{"num_prompt_tokens": 0, count: number, name: number * 256 * size + more})
+                    for size, more in ((0, 1), (1, -1), (many, -1), (many, 0), (2 * many, -1))
+                )
+                assert num_kinds(least, most) == 1
+                assert num_kinds(below, at) == 2
+                assert num_kinds(at, end) == 1
     assert num_kinds(StepShape(0, num_decodes=3), StepShape(0, num_decodes=4)) == 2
     model = StepTimeModel()
     steps = [StepShape(2**tokens, num_decodes=2**decodes) for tokens in range(13) for decodes in range(5)]
