@@ -11,12 +11,31 @@ from penstock.plan import ScheduleConfig, SchedulePolicy
 def test_defaults() -> None:
     config = ScheduleConfig()
     assert config.policy is SchedulePolicy.MIXED
-    assert (config.chunk_size, config.step_tokens, config.max_running, config.max_waiting) == (
-        512,
-        None,
-        16,
-        256,
+    assert (config.chunk_size, config.step_tokens, config.grid, config.auto_chunk) == (512, None, 1, False)
+    assert (config.max_running, config.max_waiting) == (16, 256)
+    assert (config.max_chunk_steps, config.max_decode_steps, config.max_overtakes) == (64, 8, 8)
+
+
+def test_the_least_that_is_accepted() -> None:
+    ScheduleConfig(
+        chunk_size=1, max_running=1, max_waiting=1, max_chunk_steps=1, max_decode_steps=1, max_overtakes=0
     )
+    assert ScheduleConfig(step_tokens=17).chunk_budget(16) == 1
+    assert ScheduleConfig(max_running=1, step_tokens=2).chunk_budget(1) == 1
+
+
+def test_a_sizer_may_let_a_step_have_one_prompt_only() -> None:
+    assert ScheduleConfig(auto_chunk=True).longest_prompt_gap == 16
+    with pytest.raises(SettingError, match=r"auto_chunk=True contradicts chunk_size=0"):
+        ScheduleConfig(auto_chunk=True, chunk_size=0)
+
+
+def test_decodes_leave_room_for_fewer_prompts() -> None:
+    # Of 271 tokens 15 are decodes: 256 are left for four prompts; one less, and there is room for three.
+    assert ScheduleConfig(step_tokens=271, chunk_size=256).longest_prompt_gap == 4
+    assert ScheduleConfig(step_tokens=270, chunk_size=256).longest_prompt_gap == 6
+    other = ScheduleConfig(policy=SchedulePolicy.INTERLEAVED, step_tokens=270, chunk_size=256)
+    assert other.longest_prompt_gap == 2 * 4
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
