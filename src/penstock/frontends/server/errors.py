@@ -4,10 +4,10 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
 
 from penstock.errors import (
     CacheFullError,
@@ -34,30 +34,26 @@ request_id: ContextVar[str] = ContextVar("request_id", default="of no name")
 _log = logging.getLogger("penstock.server")
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
-    """An answer that is an error."""
+    """An answer that is an error. `param` is the parameter that is wrong."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        code: str | None,
-        param: str | None = None,
-        type: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.code = code
-        self.param = param
-        self.type = type or ("server_error" if status >= 500 else "invalid_request_error")
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    _: KW_ONLY
+    code: str
+    param: str | None = None
+    headers: Mapping[str, str] | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def content(self) -> dict[str, Any]:
-        fields = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
+        fields = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
         return {"error": fields}
 
 
@@ -83,8 +79,7 @@ def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiEr
             message = error.message(lambda name, value: assigned(_parameter(name), value))
             return ApiError(400, message, code="invalid_value", param=param)
         case QueueFullError():
-            retry = {"Retry-After": str(RETRY_AFTER_S)}
-            return ApiError(429, message, code="queue_full", type="rate_limit_error", headers=retry)
+            return ApiError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
         case ServiceClosedError():
             return ApiError(503, message, code="service_unavailable")
         case MemoryExhaustedError():
@@ -130,12 +125,12 @@ def client_gone() -> ApiError:
     return ApiError(CLIENT_GONE, "the client has gone", code="client_closed_request")
 
 
-def as_http_error(request: Request, error: HTTPException) -> ApiError:
+def as_http_error(method: str, path: str, error: HTTPException) -> ApiError:
     """What to answer for a path, or a method, that there is not."""
-    path, headers = request.url.path, error.headers
+    headers = error.headers
     if error.status_code == 405:
         allowed = (headers or {}).get("Allow", "another method")
-        message = f"{request.method} {path} is not accepted: use {allowed}"
+        message = f"{method} {path} is not accepted: use {allowed}"
         return ApiError(405, message, code="method_not_allowed", headers=headers)
     if error.status_code == 404:
         detail = "" if error.detail == "Not Found" else f": {error.detail}"

@@ -51,7 +51,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
         case PenstockError():
             return error_response(as_api_error(error))
         case HTTPException():
-            return error_response(as_http_error(request, error))
+            return error_response(as_http_error(request.method, request.url.path, error))
         case RequestValidationError():  # of the query
             first = error.errors()[0]
             param = str(first["loc"][-1])
