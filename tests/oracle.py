@@ -19,7 +19,6 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
 from penstock.kernels.interface import select_kernels
@@ -28,6 +27,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig
+from penstock.plan.grids import RowLaw
 
 _CONFIGS = {
     "llama": LlamaConfig,
@@ -128,11 +128,11 @@ def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
 
 
 @cache
-def canon_of(model: Decoder) -> Canon:
+def canon_of(model: Decoder) -> RowLaw:
     """The model's canonical shapes, by a probe made now."""
     result = measure(model.kernels, model.probe_shapes, model.dtype, model.device)
     assert result.same_bits
-    return settle(model.kernels, result)
+    return result.bind(model.kernels)
 
 
 def run_prompt(model: Decoder, prompt: list[int], *, num_tokens: int = 1, **settings: Any) -> Run:

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
-from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.job import Job
 from penstock.engine.lookahead import expect
 from penstock.engine.sampling import Choice
 from penstock.engine.space import CacheSpace
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
+from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.request import Span
 from tests.engine.batching import Wish, new_batcher, new_job, serve
@@ -140,7 +141,7 @@ def test_what_is_expected_and_never_comes_keeps_no_cache(model: Decoder) -> None
     ahead = batcher._runner._ahead._ahead
     assert expected is None
     assert ahead is not None
-    batch = build_batch(ahead.inputs, canon=Canon(512))
+    batch = build_batch(ahead.inputs, canon=RowLaw(512))
     model.prepare(batch, batcher.space.tensors)
     del batcher, ahead, step
     gc.collect()
@@ -155,10 +156,10 @@ def test_a_sequence_without_room_is_not_expected(model: Decoder, num_tokens: int
     cache = space.new_sequence()
     cache.reserve(0, [num_tokens])
     span = SpanInput(Span(num_tokens - 1, num_tokens), (5,), cache.blocks, is_prompt=False, wants_logits=True)
-    found = expect([span], lambda inputs: build_batch(inputs, canon=Canon(512)))
+    found = expect([span], lambda inputs: build_batch(inputs, canon=RowLaw(512)))
     assert (found is None) == (num_tokens == 64)
     chunk = replace(span, is_prompt=True)
-    assert expect([span, chunk], lambda inputs: build_batch(inputs, canon=Canon(512))) is None
+    assert expect([span, chunk], lambda inputs: build_batch(inputs, canon=RowLaw(512))) is None
 
 
 def test_it_is_taken_only_by_who_it_was_launched_for(model: Decoder) -> None:
@@ -169,7 +170,7 @@ def test_it_is_taken_only_by_who_it_was_launched_for(model: Decoder) -> None:
         each.reserve(0, [10])
         each.commit(10)
     step = SpanInput(Span(8, 9), (5,), cache.blocks, is_prompt=False, wants_logits=True)
-    expected = expect([step], lambda inputs: build_batch(inputs, canon=Canon(512)))
+    expected = expect([step], lambda inputs: build_batch(inputs, canon=RowLaw(512)))
     assert expected is not None
     ahead = expected.launch([7], lambda batch: torch.zeros(1, 300))
     assert ahead is not None

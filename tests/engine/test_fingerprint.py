@@ -14,20 +14,20 @@ import pytest
 import torch
 
 import penstock.engine.fingerprint as fingerprints
-from penstock.engine.batch import Canon
 from penstock.engine.fingerprint import cache_fingerprint, weights_digest
 from penstock.models.decoder import Decoder
+from penstock.plan.grids import RowLaw
 from penstock.plan.weight_settings import WeightsSetting
 from tests.oracle import load_model, make_oracle
 
-CANON = Canon(512, 8, 0)
+CANON = RowLaw(512, 8, 0)
 
 
 @dataclass(frozen=True)
 class Loaded:
     path: Path
     model: Decoder
-    canon: Canon = CANON
+    canon: RowLaw = CANON
     weights: WeightsSetting = WeightsSetting("auto", "default")  # noqa: RUF009
 
 
@@ -95,7 +95,7 @@ def test_it_changes_with_each_thing_that_bits_depend_on(
     seen = [cache_fingerprint(llm)]
     seen += [
         cache_fingerprint(replace(llm, canon=canon))
-        for canon in (Canon(256, 8), Canon(512, 4), Canon(512, 8, 64))
+        for canon in (RowLaw(256, 8), RowLaw(512, 4), RowLaw(512, 8, 64), RowLaw(512, 8, expert_slab=32))
     ]
     seen.append(cache_fingerprint(replace(llm, model=load_model(llm.path, torch.bfloat16))))
     seen.append(cache_fingerprint(replace(llm, weights=WeightsSetting("int8", "argument"))))
@@ -105,9 +105,6 @@ def test_it_changes_with_each_thing_that_bits_depend_on(
         seen.append(cache_fingerprint(llm))
     with monkeypatch.context() as patch:
         patch.setattr(fingerprints, "_code_digest", lambda: "other code")
-        seen.append(cache_fingerprint(llm))
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.model.kernels, "expert_slab", 32)
         seen.append(cache_fingerprint(llm))
     one_more_thread()
     seen.append(cache_fingerprint(llm))

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.batch import Canon, build_batch, settle
+from penstock.engine.batch import build_batch
 from penstock.engine.space import CacheSpace
 from penstock.kernels.probe.probe import ProbeResult
 from penstock.models.decoder import Decoder
 from penstock.plan import Span
+from penstock.plan.grids import RowLaw
 from tests.engine.hybrids import (
     Tape,
     assert_all_close,
@@ -64,7 +65,7 @@ class Request:
             self.after_prompt = [logits, *self.tape.keys_and_values(), *self.tape.states()]
 
 
-def step(model: Decoder, space: CacheSpace, requests: list[Request], canon: Canon | None = None) -> None:
+def step(model: Decoder, space: CacheSpace, requests: list[Request], canon: RowLaw | None = None) -> None:
     """The next span of each request, all in one pass."""
     is_prompt = [request.is_prompt for request in requests]
     spans = [request.next_span() for request in requests]
@@ -80,7 +81,7 @@ def step(model: Decoder, space: CacheSpace, requests: list[Request], canon: Cano
     assert next(rows, None) is None
 
 
-def run_alone(model: Decoder, prompt: list[int], ends: list[int], canon: Canon | None = None) -> Request:
+def run_alone(model: Decoder, prompt: list[int], ends: list[int], canon: RowLaw | None = None) -> Request:
     request = Request(Tape(model, prompt, num_generated=NUM_DECODES), list(ends))
     while not request.is_done:
         step(model, request.tape.space, [request], canon)
@@ -91,7 +92,7 @@ def cut(num_tokens: int, size: int) -> list[int]:
     return [*range(size, num_tokens, size), num_tokens]
 
 
-def check_two_prompts_and_a_decode(model: Decoder, canon: Canon) -> None:
+def check_two_prompts_and_a_decode(model: Decoder, canon: RowLaw) -> None:
     prompts = [random_prompt(num_tokens, seed=num_tokens) for num_tokens in (70, 300, 201)]
     sizes = (64, 128, 64)
     space = CacheSpace.for_tokens(model, 3 * 320, num_slots=6)
@@ -132,7 +133,7 @@ def test_in_slabs(name: str) -> None:
     """Where rows are padded up to a fixed number of them, those of all the spans are padded together."""
     # Not from the test session's cache: its kernels are set up otherwise.
     model = load_model.__wrapped__(hybrid_oracle(name).folder, torch.float32)
-    check_two_prompts_and_a_decode(model, settle(model.kernels, ProbeResult(128, 128, True, True, True)))
+    check_two_prompts_and_a_decode(model, ProbeResult(128, 128, True, True, True).bind(model.kernels))
 
 
 @settings(max_examples=15, deadline=None)

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from penstock.engine.batch import Canon
 from penstock.engine.measured_step import measured_step_bytes
 from penstock.engine.space import CacheSpace
 from penstock.errors import CacheFullError
 from penstock.kernels.device import DeviceKind
 from penstock.models.decoder import Decoder
+from penstock.plan.grids import RowLaw
 from tests.oracle import load_model, make_oracle
 
-CANON = Canon(tile_size=512)
+CANON = RowLaw(tile_size=512)
 
 
 @pytest.fixture(params=["llama", "qwen3_5_text"])

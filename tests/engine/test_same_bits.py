@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from penstock.cache import Extent
 from penstock.cache.kv import KV
-from penstock.engine.batch import settle
 from penstock.engine.run import Run
 from penstock.engine.space import CacheSpace
 from penstock.kernels.probe.probe import ProbeResult
@@ -102,7 +101,7 @@ def test_products_in_slabs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) 
     """Where only a fixed number of rows is row-invariant, a prompt runs in slabs of that many."""
     oracle = make_oracle("qwen3")
     model = load_model.__wrapped__(oracle.folder, dtype)
-    canon = settle(model.kernels, ProbeResult(128, 128, True, True, True))
+    canon = ProbeResult(128, 128, True, True, True).bind(model.kernels)
     rows_seen: set[int] = set()
     kernels = model.kernels
     assert isinstance(kernels, TorchKernels)

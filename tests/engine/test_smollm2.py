@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.batch import Canon
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.measure.prompts import text_tokens
@@ -15,6 +14,7 @@ from penstock.measure.transformers_model import load_transformers
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model
+from penstock.plan.grids import RowLaw
 from tests.engine.test_parity import relative_error
 from tests.engine.test_same_bits import assert_same_bits, fragmented_space
 from tests.oracle import run_prompt
@@ -87,7 +87,7 @@ def test_the_grid_is_what_keeps_the_bits(opened: OpenedModel, prompt: list[int],
     """The comparison above can fail: with the reference kernels, without tiles and padding, the same schedules give
     other bits."""
     model = load_decoder(opened.source, TorchKernels(), dtype, CPU)
-    plain = Canon(tile_size=0)
+    plain = RowLaw(tile_size=0)
     whole = run_prompt(model, prompt, canon=plain).logits
     chunked = run_prompt(model, prompt, canon=plain, chunk_size=100).logits
     assert whole is not None

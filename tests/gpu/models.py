@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from penstock.engine.batch import Canon, settle
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe.probe import ProbeResult, measure
 from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
+from penstock.plan.grids import RowLaw
 from tests.oracle import Oracle, make_oracle
 
 _DELTA_NET = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -71,6 +71,6 @@ def probed(model: Decoder) -> ProbeResult:
 
 
 @cache
-def canon_of(model: Decoder) -> Canon:
+def canon_of(model: Decoder) -> RowLaw:
     """Whether or not its laws hold: answers must be right in any case."""
-    return settle(model.kernels, probed(model))
+    return probed(model).bind(model.kernels)

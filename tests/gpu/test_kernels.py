@@ -105,7 +105,7 @@ def test_placed_heads(case: HeadCase) -> None:
 @over(HEAD_CASES)
 def test_attention(case: HeadCase) -> None:
     subject = subject_of(case.dtype)
-    tile = subject.kernels.tile_size
+    tile = subject.kernels.law.tile_size
     blocks = tile // 64
     batches = (
         [in_one_place(0, 5)],
@@ -128,7 +128,7 @@ def test_attention(case: HeadCase) -> None:
 @over(HEAD_CASES)
 def test_a_chunk_has_the_bits_of_the_whole(case: HeadCase) -> None:
     subject = subject_of(case.dtype)
-    tile = subject.kernels.tile_size
+    tile = subject.kernels.law.tile_size
     edges = (
         0,
         1,
@@ -151,7 +151,7 @@ def test_a_chunk_has_the_bits_of_the_whole(case: HeadCase) -> None:
 @over(HEAD_CASES)
 def test_rows_have_the_bits_that_they_have_alone(case: HeadCase) -> None:
     subject = subject_of(case.dtype)
-    tile = subject.kernels.tile_size
+    tile = subject.kernels.law.tile_size
     blocks = tile // 64
     batch = [
         Rows(2 * tile + 3, 2 * tile + 200, (*range(blocks, 3 * blocks), 2, 0, 1, 4)),

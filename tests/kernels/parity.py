@@ -31,7 +31,7 @@ class Subject:
 
     @property
     def implementations(self) -> tuple[Kernels, ...]:
-        return self.kernels, TorchKernels(tile_size=self.kernels.tile_size)
+        return self.kernels, TorchKernels(tile_size=self.kernels.law.tile_size)
 
     def normal(self, *shape: int, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
@@ -204,7 +204,7 @@ def work_of(batch: Sequence[Rows], tile_size: int) -> AttentionWork:
 def attend(subject: Subject, queries: Tensor, batch: Sequence[Rows], kv: KV, num_padding: int = 0) -> Tensor:
     """With rows of padding behind, which must be zero, and are left away."""
     padding = subject.normal(num_padding, *queries.shape[1:])
-    work = work_of(batch, subject.kernels.tile_size)
+    work = work_of(batch, subject.kernels.law.tile_size)
     attended = subject.kernels.attend(torch.cat((queries, padding)), work, kv, SCALE)
     assert attended.dtype == subject.dtype
     assert not attended[len(queries) :].any()

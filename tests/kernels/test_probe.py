@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from penstock.cache.kv import KV
-from penstock.kernels.interface import padded_rows
 from penstock.kernels.probe import probe as probing
 from penstock.kernels.probe.probe import ProbeResult, ProbeShapes, ProductShape, measure, probe
 from penstock.kernels.probe.rows import ON_CPU, ON_GPU, tried_on
@@ -103,14 +102,6 @@ def test_on_a_gpu_every_count_is_tried(
     shapes = replace(SHAPES, products=(ProductShape(96, 64),), expert_products=())
     result = measure(Erratic(others), shapes, torch.float32, CPU)
     assert (result.row_floor, result.avoided_rows) == (floor, avoided)
-
-
-def test_rows_are_padded_past_what_is_avoided() -> None:
-    avoided = frozenset({128, 576, 640})
-    counts = [padded_rows(rows, 64, 0, 64, avoided) for rows in (1, 65, 513, 641, 2560, 2561, 3073)]
-    assert counts == [64, 192, 704, 704, 2560, 3072, 3584]
-    # Only numbers that were tried are run: beyond the last of the fine grid comes the next of the coarse one.
-    assert padded_rows(2550, 64, 0, 64, (2560,)) == 3072
 
 
 @pytest.mark.parametrize(("below", "floor", "slab"), [(300, 320, 0), (513, 512, 512)])

@@ -7,12 +7,13 @@ from hypothesis import strategies as st
 
 from penstock.cache.kv import KV
 from penstock.errors import SettingError
-from penstock.kernels.elementwise import LANES, even_shares
+from penstock.kernels.elementwise import even_shares
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.reference.kernels import TorchKernels
+from penstock.plan.grids import LANES
 
 KERNELS = TorchKernels()
-TILE = KERNELS.tile_size
+TILE = KERNELS.law.tile_size
 
 
 def plain_attention(

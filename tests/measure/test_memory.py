@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.errors import SettingError
 from penstock.kernels.interface import Kernels, select_kernels
@@ -34,6 +33,7 @@ from penstock.models.loading import load_decoder
 from penstock.models.shape import model_shape, workspace_of
 from penstock.plan import ChunkedPrefillConfig, Span
 from penstock.plan.activation_parts import SMALL_BYTES
+from penstock.plan.grids import RowLaw
 from penstock.plan.memory import weight_bytes
 from penstock.plan.step_shape import Workspace
 from tests.live_tensors import LiveTensors
@@ -59,11 +59,11 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def small_model(family: str, dtype: torch.dtype, kernels: Kernels) -> tuple[Decoder, Canon]:
+def small_model(family: str, dtype: torch.dtype, kernels: Kernels) -> tuple[Decoder, RowLaw]:
     settings = {**FAMILIES[family], **SMALL[family], "vocab_size": 1000}
     config = hf_model_config(Fields(family, settings), Fields(family, {}))
     model = load_decoder(RandomWeights(family, config), kernels, dtype, torch.device("cpu"))
-    return model, settle(kernels, ProbeResult(2, 0, True, True, True))
+    return model, ProbeResult(2, 0, True, True, True).bind(kernels)
 
 
 @pytest.mark.parametrize("family", SMALL)

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.engine.batch import Canon
 from penstock.models import decode_graphs, graphs
 from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
+from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
 from tests.engine import batching
 from tests.engine.batching import RecordingJob, Wish, serve
@@ -65,9 +65,9 @@ def model() -> Iterator[Decoder]:
 def recorded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     """The graphs that are made from now on."""
     made: list[Replayed] = []
-    monkeypatch.setattr(batching, "canon_of", lambda model: Canon(TILE))  # a probe would take a minute here
+    monkeypatch.setattr(batching, "canon_of", lambda model: RowLaw(TILE))  # a probe would take a minute here
     monkeypatch.setattr(graphs, "Recorder", Rerecorder)
-    monkeypatch.setattr(graphs, "_MOST_CHUNK_ROWS", 0)  # decodes alone
+    monkeypatch.setattr(graphs, "GRAPH_ROWS", 0)  # decodes alone
     monkeypatch.setattr(Rerecorder, "made", made)
     monkeypatch.setattr(model, "_graphs", graphs.PassGraphs(model))
     return made

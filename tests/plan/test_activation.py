@@ -6,19 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cache import BLOCK_TOKENS
-from penstock.engine import batch
 from penstock.errors import SettingError
-from penstock.kernels import elementwise as shares
-from penstock.kernels import interface as protocol
-from penstock.kernels.reference import attention as torch_attention
-from penstock.kernels.reference import delta as torch_delta
-from penstock.kernels.reference import kernels as torch_kernels
-from penstock.layers import rotary
 from penstock.plan import DeltaNetShape, ModelShape, activation_parts
 from penstock.plan.activation import step_memory, step_phases
 from penstock.plan.activation_mixing import _attending
-from penstock.plan.activation_parts import PassSizes, StepMemory, padded_rows
+from penstock.plan.activation_parts import PassSizes, StepMemory
 from penstock.plan.step_shape import StepShape, Workspace
 from tests.plan.strategies import hybrid_shapes, shapes
 from tests.plan.test_memory import workspaces
@@ -40,49 +32,6 @@ def steps(draw: st.DrawFn) -> StepShape:
 
 def peak(shape: ModelShape, step: StepShape, workspace: Workspace, dtype_bytes: int = 2) -> int:
     return step_memory(shape, step, dtype_bytes=dtype_bytes, workspace=workspace).peak_bytes
-
-
-def test_what_layers_and_kernels_have_is_what_is_counted() -> None:
-    assert (activation_parts.FEW_ROWS, activation_parts.ROW_GRID) == (protocol.FEW_ROWS, protocol.ROW_GRID)
-    assert Workspace().head_rows == torch_kernels.TorchKernels.head_rows
-    assert activation_parts.LANES == shares.LANES
-    assert (activation_parts.QUERY_GRID, activation_parts.SQUARE) == (
-        torch_attention.QUERY_GRID,
-        torch_attention.SQUARE,
-    )
-    assert activation_parts.NORM_ROWS == torch_kernels._NORM_ROWS
-    assert activation_parts.ROTARY_PAGE == rotary._PAGE
-    assert activation_parts.ELEMENTS_PER_THREAD == torch_delta._ELEMENTS_PER_THREAD
-    assert activation_parts.MOST_BLOCKS == torch_delta._MOST_BLOCKS
-    assert activation_parts.JOINED_TOKENS == batch._JOINED_TOKENS
-    assert BLOCK_TOKENS == torch_delta.BLOCK
-
-
-def test_what_a_gpu_has_is_what_is_counted() -> None:
-    pytest.importorskip("triton")
-    from penstock.kernels.cuda import delta as cuda_delta
-    from penstock.kernels.cuda import kernels as cuda_kernels
-    from penstock.kernels.cuda import past as cuda_past
-    from penstock.kernels.triton import delta as triton_delta
-    from penstock.models import graphs
-
-    assert (activation_parts.SPLITS, activation_parts.HEADS_AND_PARTS) == (
-        cuda_kernels._SPLITS,
-        cuda_past.HEADS_AND_PARTS,
-    )
-    assert activation_parts.QUERY_BUCKETS == cuda_past.QUERY_BUCKETS
-    assert (activation_parts.PIECE_TOKENS, activation_parts.BLOCK_ROWS) == (
-        cuda_delta.PIECE_TOKENS,
-        triton_delta.BLOCK_ROWS,
-    )
-    assert activation_parts.GRAPH_ROWS == graphs._MOST_CHUNK_ROWS
-    assert (activation_parts.FINE_ROWS, activation_parts.COARSER) == (protocol.FINE_ROWS, protocol.COARSER)
-
-
-@given(st.integers(1, 5000), st.integers(1, 64), st.sampled_from([0, 64, 128]), st.sampled_from([8, 64]))
-def test_rows_are_padded_as_the_kernels_need_them(num_rows: int, floor: int, slab: int, grid: int) -> None:
-    assert padded_rows(num_rows, floor, slab, grid) == protocol.padded_rows(num_rows, floor, slab, grid)
-    assert padded_rows(num_rows, floor, slab) == protocol.padded_rows(num_rows, floor, slab)
 
 
 @given(any_shape, steps(), workspaces(), st.sampled_from([2, 4]))

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.engine.space import CacheSpace
 from penstock.kernels.interface import Kernels
@@ -18,6 +17,7 @@ from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig
+from penstock.plan.grids import RowLaw
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Subject:
     """A model that is ready to run."""
 
     model: Decoder
-    canon: Canon
+    canon: RowLaw
     found: ProbeResult
 
     @property
@@ -47,7 +47,7 @@ def load_subject(weights: RandomWeights, dtype: torch.dtype, device: torch.devic
     """Load and probe."""
     model = load_decoder(weights, kernels_of(device), dtype, device)
     found = probe(model.kernels, model.probe_shapes, dtype, device)
-    return Subject(model, settle(model.kernels, found), found)
+    return Subject(model, found.bind(model.kernels), found)
 
 
 def load_untiled(weights: RandomWeights, dtype: torch.dtype, device: torch.device, chunk: int) -> Subject:
@@ -57,7 +57,7 @@ def load_untiled(weights: RandomWeights, dtype: torch.dtype, device: torch.devic
     as_it_is = ProbeResult(
         row_floor=1, row_slab=0, attention_holds=False, passes_hold=False, head_holds=False
     )
-    return Subject(model, settle(model.kernels, as_it_is), as_it_is)
+    return Subject(model, as_it_is.bind(model.kernels), as_it_is)
 
 
 def kernels_of(device: torch.device, tile_size: int | None = None) -> Kernels:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from transformers import GenerationConfig
 
-from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.kernels.device import chosen_device, device_kind
 from penstock.kernels.interface import select_kernels
@@ -17,6 +16,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.models.source import WeightSource
 from penstock.plan import ChunkedPrefillConfig
+from penstock.plan.grids import RowLaw
 
 OnToken = Callable[[int], None]
 
@@ -61,7 +61,7 @@ class System(Protocol):
 class PenstockSystem:
     """Penstock's own run: chunked, whole or token by token, with its tile grid or without."""
 
-    def __init__(self, name: SystemName, model: Decoder, canon: Canon, chunk: int) -> None:
+    def __init__(self, name: SystemName, model: Decoder, canon: RowLaw, chunk: int) -> None:
         self.name = name
         self._model = model
         self._canon = canon
@@ -153,8 +153,8 @@ def load_systems(
     systems: dict[SystemName, System] = {}
     if ours:
         model = load_decoder(source, select_kernels(device), dtype, device)
-        tiled = settle(model.kernels, probe(model.kernels, model.probe_shapes, dtype, device))
-        untiled = Canon(tile_size=0)
+        tiled = probe(model.kernels, model.probe_shapes, dtype, device).bind(model.kernels)
+        untiled = RowLaw(tile_size=0)
         sizes = {SystemName.PENSTOCK_WHOLE: 0, SystemName.PENSTOCK_TOKENWISE: 1}
         for name in ours:
             canon = untiled if name is SystemName.PENSTOCK_UNTILED else tiled

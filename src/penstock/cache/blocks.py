@@ -7,8 +7,7 @@ from itertools import pairwise
 from operator import attrgetter
 
 from penstock.errors import CacheFullError
-
-BLOCK_TOKENS = 64
+from penstock.plan.grids import BLOCK_TOKENS
 
 # The room to grow that a new sequence leaves its neighbour and wants for itself: 1,024 tokens, a long answer.
 _ROOM_BLOCKS = 16

@@ -5,7 +5,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import sha256
 
-from penstock.cache.blocks import BLOCK_TOKENS
+from penstock.plan.grids import BLOCK_TOKENS
 
 BlockKey = bytes
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.cache.blocks import BLOCK_TOKENS
 from penstock.cache.memory import zeros
 from penstock.cache.sequence import TokenRange
 from penstock.errors import CacheFullError
+from penstock.plan.grids import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

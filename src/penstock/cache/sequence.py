@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.cache.blocks import BLOCK_TOKENS, BlockPool, Extent, extents_of
+from penstock.cache.blocks import BlockPool, Extent, extents_of
+from penstock.plan.grids import BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.cache.blocks import BLOCK_TOKENS
 from penstock.cache.store.block_store import StoredBlock, StoredState
 from penstock.cache.tensors import CacheTensors
+from penstock.plan.grids import BLOCK_TOKENS
 
 
 def copy_out(tensors: CacheTensors, blocks: Sequence[int]) -> Tensor:

@@ -8,38 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.cache import SequenceBlocks, StateStep, TokenRange
-from penstock.kernels.interface import ROW_GRID, Kernels, padded_rows
-from penstock.kernels.probe.probe import ProbeResult
 from penstock.kernels.spans import AttendedSpan, AttentionWork, StateRows, StateWork, WrittenPlaces
 from penstock.layers.forward_batch import ForwardBatch
+from penstock.plan.grids import JOINED_TOKENS, RowLaw
 from penstock.plan.request import Span
-
-# A decode's past of no more tokens than this is copied together where it lies in several places: that takes less time
-# than to attend to each and merge.
-_JOINED_TOKENS = 1024
-
-
-@dataclass(frozen=True)
-class Canon:
-    """The canonical shapes on which a prompt runs, so that its bits do not depend on its chunks."""
-
-    tile_size: int  # 0: no grid
-    row_floor: int = 1  # fewer rows than this are padded up to it
-    row_slab: int = 0  # rows are padded up to a multiple of this; 0: of the grid
-    row_grid: int = ROW_GRID
-    avoided_rows: tuple[int, ...] = ()
-
-    def padded_rows(self, num_rows: int) -> int:
-        return padded_rows(num_rows, self.row_floor, self.row_slab, self.row_grid, self.avoided_rows)
-
-
-def settle(kernels: Kernels, found: ProbeResult) -> Canon:
-    """Set the kernels up as the probe found them to hold, and give the shapes to run them on."""
-    kernels.row_floor, kernels.row_slab = found.row_floor or 1, found.row_slab
-    kernels.expert_slab, kernels.avoided_rows = found.expert_slab, found.avoided_rows
-    return Canon(
-        kernels.tile_size, kernels.row_floor, kernels.row_slab, kernels.row_grid, kernels.avoided_rows
-    )
 
 
 @dataclass(frozen=True)
@@ -54,7 +26,7 @@ class SpanInput:
     state: StateStep | None = None  # where the model has recurrent layers
 
 
-def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, strict: bool = False) -> ForwardBatch:
+def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = False) -> ForwardBatch:
     """Lay the spans out as rows, one after the other, and pad them where a prompt is among them; or always, if
     `strict`: then the bits of a decode do not depend on what runs beside it either."""
     num_tokens = 0
@@ -77,7 +49,7 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: Canon, strict: bool = Fal
             is_prompt=item.is_prompt,
             tile_size=canon.tile_size,
             origin=item.span.start,
-            is_joined=strict or item.span.end <= _JOINED_TOKENS,
+            is_joined=strict or item.span.end <= JOINED_TOKENS,
         )
         spans.append(span)
         if item.wants_logits:

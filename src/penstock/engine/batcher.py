@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from penstock.cache import BLOCK_TOKENS
-from penstock.engine.batch import Canon, SpanInput
+from penstock.engine.batch import SpanInput
 from penstock.engine.events import Event, Failed
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
@@ -25,6 +25,7 @@ from penstock.errors import MemoryExhaustedError, PenstockError, RequestFailedEr
 from penstock.models.decoder import Decoder
 from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler
+from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.sizing import ChunkSizer, shape_of
 from penstock.plan.step import RequestId, SpanKind, StepPlan
@@ -55,7 +56,7 @@ class Batcher:
     def __init__(
         self,
         model: Decoder,
-        canon: Canon,
+        canon: RowLaw,
         space: CacheSpace,
         schedule: ScheduleConfig,
         *,

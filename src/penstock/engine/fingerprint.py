@@ -14,17 +14,17 @@ import torch
 
 import penstock
 from penstock.cache import BLOCK_TOKENS
-from penstock.engine.batch import Canon
 from penstock.engine.profile import profile_key
 from penstock.files import replace_json
 from penstock.home import cache_home
 from penstock.kernels.native.build import native_library
 from penstock.models.decoder import Decoder
+from penstock.plan.grids import RowLaw
 from penstock.plan.weight_settings import WeightsSetting
 
 _VERSION = 1  # of what is hashed below
 # The code that a block's bits come from, beside libraries and the processor.
-_CODE = ("kernels", "layers", "models", "engine/batch.py")
+_CODE = ("kernels", "layers", "models", "engine/batch.py", "plan/grids.py")
 _SLICE_BYTES = 4 << 20
 _MOST_MEMO_BYTES = 1 << 20
 _MOST_MEMOS = 1000
@@ -42,7 +42,7 @@ class HasWeights(Protocol):
     def model(self) -> Decoder: ...
 
     @property
-    def canon(self) -> Canon: ...
+    def canon(self) -> RowLaw: ...
 
     @property
     def weights(self) -> WeightsSetting: ...
@@ -66,7 +66,6 @@ def cache_fingerprint(llm: HasWeights) -> bytes:
         "native": _native_name() if kernels.name == "native" else "",
         "code": _code_digest(),
         "canon": asdict(llm.canon),
-        "expert_slab": kernels.expert_slab,
         "block_tokens": BLOCK_TOKENS,
     }
     return sha256(json.dumps(parts, sort_keys=True).encode()).digest()

@@ -14,7 +14,6 @@ from typing import Literal, Self
 import torch
 
 from penstock.cache.store.block_store import BlockStore
-from penstock.engine.batch import settle
 from penstock.engine.cache_choice import RequestSpaces
 from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
@@ -161,7 +160,7 @@ class LLM:
         finally:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
-        self.canon = settle(self.model.kernels, self.probe)
+        self.canon = self.probe.bind(self.model.kernels)
         self._profile = load_profile(self)
         self.chunk: ChunkSetting = _with_overlap(self._tuned(self.size.chunk), overlap)
         self._config = ChunkedPrefillConfig(max(self.chunk.effective, overlap + 1), overlap)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.lookahead import LookAhead
 from penstock.engine.results import FinishReason
@@ -26,6 +26,7 @@ from penstock.kernels.device import device_kind
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ChunkSizer, Prefill, PrefillScheduler, Span
+from penstock.plan.grids import RowLaw
 from penstock.plan.step_shape import StepShape
 
 
@@ -47,7 +48,7 @@ class Run:
         prompt: Sequence[int],
         *,
         config: ChunkedPrefillConfig,
-        canon: Canon,
+        canon: RowLaw,
         max_tokens: int,
         sampling: SamplingParams | None = None,
         eos_ids: frozenset[int] = frozenset(),

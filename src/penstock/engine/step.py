@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
 from penstock.engine.lookahead import LookAhead
@@ -17,6 +17,7 @@ from penstock.errors import is_out_of_memory
 from penstock.kernels.device import device_kind
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
+from penstock.plan.grids import RowLaw
 from penstock.plan.sizing import SizeDecision
 from penstock.plan.step import PlannedSpan, RequestId, SpanKind, StepPlan
 
@@ -82,7 +83,7 @@ class StepRunner:
     """
 
     def __init__(
-        self, model: Decoder, canon: Canon, space: CacheSpace, *, strict: bool, looks_ahead: bool
+        self, model: Decoder, canon: RowLaw, space: CacheSpace, *, strict: bool, looks_ahead: bool
     ) -> None:
         self._model = model
         self._canon = canon

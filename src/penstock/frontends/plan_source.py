@@ -130,10 +130,10 @@ def expected_workspace(device: "torch.device") -> Workspace:
     kernels = select_kernels(device)
     return Workspace(
         kind,
-        kernels.tile_size,
+        kernels.law.tile_size,
         num_threads,
         row_floor=_ROW_FLOOR_ON_GPU,
-        row_grid=kernels.row_grid,
+        row_grid=kernels.law.row_grid,
         head_rows=kernels.head_rows,
         feed_rows=kernels.feed_rows,
     )
@@ -148,7 +148,7 @@ def _expected_kernels(device: "torch.device") -> KernelKind:
     is_reference = os.environ.get(KERNELS_VARIABLE, "auto") == "torch"
     kind = device_kind(device)
     if not kind.is_host:
-        return "cuda" if kind.capability and not is_reference else "torch"
+        return "torch" if is_reference else kind.kernels
     has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
     has_compiler = "CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))
     return "native" if not is_reference and has_vectors and has_compiler else "torch"

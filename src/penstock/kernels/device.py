@@ -14,6 +14,7 @@ from penstock import machine, process_memory
 from penstock.errors import SettingError
 from penstock.plan.config import DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE
 from penstock.plan.device_settings import DevicesFound, resolve_device, settle_device
+from penstock.plan.step_shape import KernelKind
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _HOPPER = 9
@@ -25,6 +26,7 @@ class DeviceKind:
     """A device. What stands here is a processor's; other kinds say what differs."""
 
     name = "cpu"
+    kernels: KernelKind = "native"  # the best that there are for it
     is_host = True  # its tensors are the host's own memory
     has_own_memory = False  # that no other program takes, counted by torch's allocator
     takes_quantised = True  # it can have kernels for quantised weights
@@ -145,6 +147,7 @@ class _Cuda(DeviceKind):
     """A GPU of NVIDIA's. It runs behind the host: while it computes one step, the next is launched."""
 
     name = "cuda"
+    kernels = "cuda"
     is_host = False
     has_own_memory = True
     takes_quantised = False
@@ -219,6 +222,7 @@ class _Mps(DeviceKind):
     """A GPU of Apple's, which shares the machine's memory. It does not compute in float64, so the host draws."""
 
     name = "mps"
+    kernels = "torch"
     is_host = False
     takes_quantised = False
     num_threads = 0

@@ -13,8 +13,8 @@ from math import gcd
 import torch
 from torch import Tensor
 
-# No vector unit works on more elements at once, whatever the dtype.
-LANES = 64
+from penstock.plan.grids import LANES
+
 # A pass of up to this many elements is left to one thread.
 _GRAIN = 32_768
 

@@ -1,7 +1,7 @@
 """What a device must be able to compute. Plain tensors in, plain tensors out; no kernel knows a plan or a cache."""
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,15 +16,7 @@ from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.native.quantised import QuantisedProducts
 from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import AttentionWork, StateWork, WrittenPlaces
-
-# More rows than these few are padded to a multiple of the grid: libraries keep code and plans for every number that
-# they meet, and a service would meet all of them.
-FEW_ROWS = 16
-ROW_GRID = 8
-# On a device with a grid of its own, that is so many times coarser beyond so many rows.
-COARSER = 8
-FINE_ROWS = 2560
-
+from penstock.plan.grids import RowLaw
 
 KERNELS_VARIABLE = "PENSTOCK_KERNELS"
 
@@ -73,12 +65,7 @@ class Kernels(Protocol):
 
     name: str
     libraries: str  # beside torch, whose versions bits depend on
-    tile_size: int
-    row_floor: int  # products of fewer rows than this do not give a row the same bits as those of more
-    row_slab: int  # products of more rows than this run as several, of this many rows each; 0: as one
-    expert_slab: int  # the same for experts, which have few rows each; 0: as for all others
-    row_grid: int  # rows are padded to a multiple of this, where there are more than a few
-    avoided_rows: tuple[int, ...]  # numbers of rows on the grid whose products have other bits
+    law: RowLaw  # the shapes on which a row keeps its bits: as far as is known before a probe, then as it found
     head_rows: int  # the output head runs on so many rows at a time, where their number must not matter to their bits
     feed_rows: int  # feed-forward blocks run on no more rows than this at a time; 0: on all
     activation_stride: int  # rows of an activation are so many times as far apart as they are long
@@ -149,42 +136,6 @@ class Kernels(Protocol):
         `projected` is [rows, queries | keys | values | gates of the output | beta | decay], the last two of as many
         columns as `net` has lanes. Queries, keys and values first go through a causal convolution of each channel and
         silu; queries and keys are then scaled to unit length, queries by key_head_dim ** -0.5 too."""
-
-
-def padded_rows(
-    num_rows: int,
-    row_floor: int,
-    row_slab: int,
-    row_grid: int = ROW_GRID,
-    avoided: Collection[int] = (),
-) -> int:
-    """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
-    grid = row_slab or (grid_of(num_rows, row_grid) if num_rows > FEW_ROWS else 1)
-    count = max(row_floor, -(-num_rows // grid) * grid)
-    while count in avoided:
-        count += row_slab or grid_of(count + 1, row_grid)
-    return count
-
-
-def slabs_of(num_rows: int, kernels: Kernels) -> list[slice]:
-    """Rows in parts of `feed_rows` or fewer, all of them of numbers whose products have a row's usual bits; none
-    where there are no such parts."""
-    most, grid = kernels.feed_rows, kernels.row_grid
-    num_parts = -(-num_rows // most)
-    least = -(-num_rows // num_parts // grid) * grid
-    # The largest power of two is what a GPU's processors share out best.
-    for size in (1 << most.bit_length() - 1, *range(least, most + 1, grid)):
-        slabs = [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
-        sizes = {slab.stop - slab.start for slab in slabs}
-        if min(sizes) >= kernels.row_floor and not sizes & set(kernels.avoided_rows):
-            return slabs
-    return []
-
-
-def grid_of(num_rows: int, row_grid: int) -> int:
-    """What many rows are padded to a multiple of: where the grid is a device's, whose products were tried on all of
-    it, to a coarser one from some number on."""
-    return COARSER * row_grid if row_grid > ROW_GRID and num_rows > FINE_ROWS else row_grid
 
 
 def select_kernels(device: torch.device) -> Kernels:

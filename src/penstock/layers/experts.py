@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.kernels.interface import Kernels, padded_rows
+from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import Weight
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.layers.mlp import GatedMLP
@@ -57,9 +57,9 @@ def _feed(expert: GatedMLP, x: Tensor, batch: ForwardBatch, kernels: Kernels) ->
     """One expert's tokens. How many they are depends on the chunk, and must not matter to any of them."""
     if not batch.is_canonical:
         return expert.feed(x, batch, kernels)
-    slab = kernels.expert_slab or kernels.row_slab
-    floor = slab or kernels.row_floor
-    num_rows = padded_rows(x.shape[0], floor, slab, kernels.row_grid, kernels.avoided_rows)
+    law = kernels.law
+    slab = law.expert_slab or law.row_slab
+    num_rows = law.padded_expert_rows(x.shape[0])
     padded = pad(x, (0, 0, 0, num_rows - x.shape[0]))
     fed = [expert.feed(part, batch, kernels) for part in torch.split(padded, slab or num_rows)]
     return (torch.cat(fed) if len(fed) > 1 else fed[0])[: x.shape[0]]

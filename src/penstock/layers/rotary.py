@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
-
-# Tables are made a page at a time, always of this shape, so that a position's values do not depend on the prompt.
-_PAGE = 1024
+from penstock.plan.grids import ROTARY_PAGE
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Rotary:
 
     def _append_page(self) -> None:
         start = self._cos.shape[0]
-        positions = torch.arange(start, start + _PAGE, dtype=torch.float32)
+        positions = torch.arange(start, start + ROTARY_PAGE, dtype=torch.float32)
         angles = positions[:, None] * self._inverse_frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         cos_page = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from penstock.cache import BLOCK_TOKENS
-from penstock.engine.batch import Canon, settle
 from penstock.engine.run import Run
 from penstock.errors import PenstockError, SettingError
 from penstock.kernels.device import chosen_device, device_kind
@@ -39,7 +38,8 @@ from penstock.models.shape import model_shape, workspace_of
 from penstock.models.source import WeightSource
 from penstock.plan import ChunkedPrefillConfig, ModelShape, Span
 from penstock.plan.activation import step_phases
-from penstock.plan.activation_parts import ROTARY_PAGE, StepMemory
+from penstock.plan.activation_parts import StepMemory
+from penstock.plan.grids import ROTARY_PAGE, RowLaw
 from penstock.plan.memory import kv_token_bytes, state_slot_bytes
 from penstock.plan.step_shape import StepShape, Workspace
 
@@ -220,7 +220,7 @@ def run_job(job: MemoryJob) -> MemoryCase:
     # Probing takes long, is kept, and decides only how a few rows are padded: models of the user's own are worth it.
     usual = _USUAL_ON_GPU if is_gpu else _USUAL
     found = usual if job.is_random else probe(model.kernels, model.probe_shapes, dtype, device)
-    canon = settle(model.kernels, found)
+    canon = found.bind(model.kernels)
     prompt = random_tokens(model.config.vocab_size, job.prompt_tokens)
     warm = warm_up_tokens(model.config, job.chunk, len(prompt)) if job.is_steady else WARM_UP_TOKENS
     _read(model, canon, job.chunk, prompt[:warm])
@@ -313,7 +313,7 @@ def _kernels(name: str, device: torch.device) -> Kernels:
     return kernels
 
 
-def _read(model: Decoder, canon: Canon, chunk: int, tokens: Sequence[int]) -> list[Span]:
+def _read(model: Decoder, canon: RowLaw, chunk: int, tokens: Sequence[int]) -> list[Span]:
     """Read a prompt in chunks and generate one token. Returns the steps' spans."""
     run = Run(model, tokens, config=ChunkedPrefillConfig(chunk), canon=canon, max_tokens=1)
     spans = []

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.cache import BLOCK_TOKENS, SequenceCache, StateStep
-from penstock.engine.batch import Canon, SpanInput, build_batch
+from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
 from penstock.engine.space import CacheSpace
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
+from penstock.plan.grids import RowLaw
 from penstock.plan.request import Span
 from penstock.plan.step_shape import StepShape
 
@@ -50,7 +51,7 @@ class StepTimer:
     """One long sequence, whose past a step may begin anywhere in, and short ones that decode beside it."""
 
     def __init__(
-        self, model: Decoder, canon: Canon, prompt: Sequence[int], specs: Sequence[StepSpec]
+        self, model: Decoder, canon: RowLaw, prompt: Sequence[int], specs: Sequence[StepSpec]
     ) -> None:
         """Reads what the steps need to be in the cache. `prompt` is as long as the furthest of them."""
         self._model = model

@@ -11,7 +11,6 @@ from torch import Tensor
 from penstock.cache import SequenceCache, TokenRange
 from penstock.cache.kv import KV
 from penstock.cache.tensors import CacheTensors
-from penstock.engine.batch import Canon
 from penstock.engine.batcher import Batcher
 from penstock.engine.events import GenerationRequest
 from penstock.engine.job import Job
@@ -23,6 +22,7 @@ from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig
+from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
 
 # Logits of one way, at most. Keys and values are compared at every token, whatever this is.
@@ -39,7 +39,7 @@ class Subject:
     """A model and what it reads: `num_generated` tokens follow the prompt, the greedy ones of the whole prompt."""
 
     model: Decoder
-    canon: Canon
+    canon: RowLaw
     tokenizer: Tokenizer
     prompt: tuple[int, ...]
     num_generated: int
@@ -93,7 +93,7 @@ class WatchedDecoder(Decoder):
     states each time, so the second pass changes nothing. The engine gets the result of its own pass.
     """
 
-    def __init__(self, model: Decoder, canon: Canon, positions: Sequence[int], out: Tensor) -> None:
+    def __init__(self, model: Decoder, canon: RowLaw, positions: Sequence[int], out: Tensor) -> None:
         """The logits after the tokens at `positions` go to the rows of `out` [len(positions), vocab]."""
         vars(self).update(vars(model))  # weights are shared, not copied
         self.rows: range | None = None  # of the next batch, those of the sequence; None: all
@@ -127,7 +127,7 @@ class WatchedDecoder(Decoder):
         return rows, indices
 
 
-def _wanting(batch: ForwardBatch, rows: Sequence[int], canon: Canon) -> ForwardBatch:
+def _wanting(batch: ForwardBatch, rows: Sequence[int], canon: RowLaw) -> ForwardBatch:
     """The same batch, with logits wanted of these rows, ascending, in place of its own."""
     spans: list[AttendedSpan] = []
     num_done = 0

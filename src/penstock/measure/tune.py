@@ -27,8 +27,8 @@ from penstock.measure.steps import StepSpec, StepTimer
 from penstock.models.opened import open_weights
 from penstock.models.shape import model_shape, workspace_of
 from penstock.plan import ChunkedPrefillConfig
-from penstock.plan.config import STATE_GRID
 from penstock.plan.fitting import chunk_peak_bytes
+from penstock.plan.grids import STATE_GRID
 from penstock.plan.memory import kv_token_bytes, state_slot_bytes
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
 

@@ -12,7 +12,7 @@ from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.kernels.device import device_kind
-from penstock.kernels.interface import Kernels, slabs_of
+from penstock.kernels.interface import Kernels
 from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
 from penstock.kernels.probe.probe import ProbeShapes, ProductShape
 from penstock.kernels.quantised import QuantisedWeight, Weight
@@ -248,7 +248,7 @@ class Decoder:
             normed = self.dense_layers.run(x, normed, cos, sin, kvs, batch.places, batch.all_layers)
             return x if self._head is None else self._logits(normed, batch)
         # What a layer's second block has at a time; none: all rows.
-        slabs = slabs_of(len(x), kernels) if 0 < kernels.feed_rows < len(x) else []
+        slabs = kernels.law.slabs(len(x), kernels.feed_rows) if 0 < kernels.feed_rows < len(x) else []
         for index, layer in enumerate(self.layers):
             rows = layer.mixer.take_in(normed, cos, sin, batch, caches, kernels)
             del normed  # what is not needed any more is not held at the next high-water mark

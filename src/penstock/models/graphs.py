@@ -17,6 +17,7 @@ from penstock.cache.tensors import CacheTensors
 from penstock.errors import is_out_of_memory
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.recording import Recorder
+from penstock.plan.grids import GRAPH_ROWS
 
 if TYPE_CHECKING:
     from penstock.models.chunk_graphs import ChunkLayout
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 # The same for the blocks of the longest; more than the last are all that there are.
 DECODE_BLOCKS = (8, 32, 256, 1024)
-# A GPU is busy long enough with the kernels of more rows than these.
-_MOST_CHUNK_ROWS = 2560
 # Each number of rows has graphs of its own, of every layer: no more than so many.
 _MOST_CHUNK_GRAPHS = 16
 _MOST_SEEN = 1024
@@ -85,7 +84,7 @@ class _CacheGraphs:
         assert caches is not None
         if is_decode(batch):
             return self._decode(batch, model, caches)
-        if not batch.is_canonical or len(batch.token_ids) > _MOST_CHUNK_ROWS:
+        if not batch.is_canonical or len(batch.token_ids) > GRAPH_ROWS:
             return None
         layout = chunk_layout(batch)
         return None if layout is None else self._chunk(layout, model, caches)

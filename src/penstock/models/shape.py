@@ -1,7 +1,7 @@
 """A model's configuration as what its memory follows from: its sizes, and how its steps are computed."""
 
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from penstock.models.config import ModelConfig
@@ -93,14 +93,12 @@ def workspace_of(model: "Decoder") -> Workspace:
         can_attend = getattr(kernels, "can_attend", None)
         if can_attend is not None and can_attend(model.dtype, model.config.head_dim):
             kind = "native"
-    workspace = workspace_for(model.config, Workspace(kind, kernels.tile_size, torch.get_num_threads()))
-    return replace(
-        workspace,
-        row_floor=kernels.row_floor,
-        row_slab=kernels.row_slab,
-        row_grid=kernels.row_grid,
-        expert_slab=kernels.expert_slab,
+    workspace = Workspace(
+        kind,
+        num_threads=torch.get_num_threads(),
         head_rows=kernels.head_rows,
         feed_rows=kernels.feed_rows,
         library_bytes=device_kind(model.device).library_bytes,
+        **asdict(kernels.law),
     )
+    return workspace_for(model.config, workspace)

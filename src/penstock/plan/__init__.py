@@ -9,7 +9,8 @@ from penstock.plan.chunks import (
     num_prefill_chunks,
     prefill_chunk_span,
 )
-from penstock.plan.config import DEFAULT_CHUNK_SIZE, STATE_GRID, ChunkedPrefillConfig, PrefillPriority
+from penstock.plan.config import DEFAULT_CHUNK_SIZE, ChunkedPrefillConfig, PrefillPriority
+from penstock.plan.grids import STATE_GRID
 from penstock.plan.memory import PrefillMemoryEstimate, PrefillMemoryParts, peak_memory_estimate
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.prefill import (

@@ -12,16 +12,14 @@ from penstock.plan.activation_mixing import attention_marks, delta_net_marks, mi
 from penstock.plan.activation_parts import (
     FLOAT32,
     INT64,
-    LANES,
     REFERENCE,
-    ROTARY_PAGE,
     PassSizes,
     Phase,
     StepMemory,
-    padded_rows,
     rounded_up,
 )
 from penstock.plan.checks import check_int
+from penstock.plan.grids import LANES, ROTARY_PAGE
 from penstock.plan.shape import ExpertsShape, ModelShape
 from penstock.plan.step_shape import StepShape, Workspace
 
@@ -141,7 +139,7 @@ def _experts(sizes: PassSizes, experts: ExpertsShape) -> int:
     if active:
         group = min(rows, -(-_BUSIEST * rows * active // experts.num_experts))
     slab = sizes.workspace.expert_slab or sizes.workspace.row_slab
-    padded = padded_rows(group, slab or sizes.workspace.row_floor, slab, sizes.workspace.row_grid)
+    padded = sizes.workspace.law.padded_expert_rows(group)
     # The output of the expert before, a group's input, the same filled up, the block
     feeding = sizes.bytes(2 * hidden, group) + sizes.bytes(hidden, padded)
     feeding += _feeding(sizes, experts.intermediate_size, min(padded, slab) if slab else padded)

@@ -3,25 +3,21 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from penstock.plan.activation_parts import (
-    BLOCK_ROWS,
+from penstock.plan.activation_parts import FLOAT32, PassSizes, StepMemory, rounded_up
+from penstock.plan.grids import (
     ELEMENTS_PER_THREAD,
-    FLOAT32,
     HEADS_AND_PARTS,
     JOINED_TOKENS,
     LANES,
-    MOST_BLOCKS,
+    MOST_STATE_BLOCKS,
     NORM_ROWS,
     PIECE_TOKENS,
     QUERY_BUCKETS,
     QUERY_GRID,
     SPLITS,
     SQUARE,
-    PassSizes,
-    StepMemory,
-    rounded_up,
+    STATE_GRID,
 )
-from penstock.plan.config import STATE_GRID
 from penstock.plan.shape import DeltaNetShape
 
 
@@ -184,8 +180,8 @@ def _carrying_on_gpu(sizes: PassSizes, net: DeltaNetShape, projection: int) -> S
     inputs = sizes.bytes(net.conv_size, rows) + FLOAT32 * 2 * rows * net.num_value_heads
     if sizes.dtype_bytes < FLOAT32:
         # inverses of blocks, what is erased, what is written twice, the output; the state before each block
-        rule = sizes.bytes(net.num_value_heads * BLOCK_ROWS + keys + 3 * net.value_size, rows)
-        rule += sizes.bytes(matrix, -(-rows // BLOCK_ROWS))
+        rule = sizes.bytes(net.num_value_heads * STATE_GRID + keys + 3 * net.value_size, rows)
+        rule += sizes.bytes(matrix, -(-rows // STATE_GRID))
     else:
         rule = FLOAT32 * rows * net.value_size
     before = sizes.bytes(net.value_size, rows) if sizes.rows > PIECE_TOKENS else 0
@@ -225,5 +221,5 @@ def _applying_rule(sizes: PassSizes, net: DeltaNetShape) -> int:
 
 
 def _rows_at_once(sizes: PassSizes, width: int) -> int:
-    num_blocks = max(1, min(ELEMENTS_PER_THREAD * sizes.workspace.num_threads // width, MOST_BLOCKS))
+    num_blocks = max(1, min(ELEMENTS_PER_THREAD * sizes.workspace.num_threads // width, MOST_STATE_BLOCKS))
     return min(num_blocks * STATE_GRID, rounded_up(sizes.rows, STATE_GRID))

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from penstock.plan.grids import GRAPH_ROWS, ROTARY_PAGE
 from penstock.plan.shape import ModelShape
 from penstock.plan.step_shape import StepShape, Workspace
 
@@ -11,19 +12,6 @@ Phase = Literal["start", "attention", "delta_net", "mlp", "head"]
 REFERENCE = Workspace()
 FLOAT32 = 4
 INT64 = 8
-# As the layers and kernels have them; `tests/plan/test_activation.py` holds the two together.
-FEW_ROWS, ROW_GRID = 16, 8
-LANES = 64
-ROTARY_PAGE = 1024
-QUERY_GRID, SQUARE, NORM_ROWS = 64, 256, 256
-ELEMENTS_PER_THREAD, MOST_BLOCKS = 2048, 8
-JOINED_TOKENS = 1024
-# On a GPU: programs that share a decode's past, heads and parts of a chunk's past, numbers of queries that cuDNN is
-# given, tokens of a delta net's piece and of a block, the most rows of a chunk that is recorded.
-SPLITS, HEADS_AND_PARTS, QUERY_BUCKETS = 64, 32, (64, 128, 256, 512)
-PIECE_TOKENS, BLOCK_ROWS = 4096, 64
-GRAPH_ROWS = FINE_ROWS = 2560
-COARSER = 8
 # What is too small to be named: sums of norms, indices, lists of numbers.
 SMALL_BYTES = 256 << 10
 
@@ -58,15 +46,6 @@ class StepMemory:
         }
 
 
-def padded_rows(num_rows: int, row_floor: int, row_slab: int, row_grid: int = ROW_GRID) -> int:
-    """As `kernels.interface` has it, which this package must not import; but for numbers of rows that a GPU's
-    products avoid, which are a little larger."""
-    if row_grid > ROW_GRID and num_rows > FINE_ROWS:
-        row_grid *= COARSER
-    grid = row_slab or (row_grid if num_rows > FEW_ROWS else 1)
-    return max(row_floor, rounded_up(num_rows, grid))
-
-
 def rounded_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
@@ -90,11 +69,7 @@ class PassSizes:
         self.kernels = workspace.kernels
         self.is_fused = workspace.kernels != "torch"  # norms and rotation are one pass each
         # Decodes alone run in whatever shape is fastest.
-        self.rows = (
-            padded_rows(step.num_rows, workspace.row_floor, workspace.row_slab, workspace.row_grid)
-            if step.num_prompt_tokens
-            else step.num_rows
-        )
+        self.rows = workspace.law.padded_rows(step.num_rows) if step.num_prompt_tokens else step.num_rows
         self.query = shape.num_heads * shape.head_dim
         self.kv = shape.num_kv_heads * shape.head_dim
         self.projected = (2 if shape.gated_attention else 1) * self.query + 2 * self.kv

@@ -10,8 +10,6 @@ from penstock.plan.checks import check_int, check_member
 DEFAULT_CHUNK_SIZE = 512
 # The same on a GPU, which a few hundred rows do not fill.
 GPU_CHUNK_SIZE = 2048
-# Recurrent state passes through a prompt in blocks of so many tokens: chunks cut between blocks change no bits.
-STATE_GRID = 64
 
 
 class PrefillPriority(StrEnum):

@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 
 from penstock.plan.activation import step_phases
-from penstock.plan.activation_parts import LANES, REFERENCE, StepMemory
+from penstock.plan.activation_parts import REFERENCE, StepMemory
 from penstock.plan.checks import check_int
 from penstock.plan.chunks import num_prefill_chunks, prefill_chunk_span
 from penstock.plan.config import ChunkedPrefillConfig
+from penstock.plan.grids import LANES
 from penstock.plan.request import Span
 from penstock.plan.shape import ModelShape
 from penstock.plan.step_shape import StepShape, Workspace

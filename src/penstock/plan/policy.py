@@ -7,10 +7,8 @@ from typing import Self
 from penstock.errors import SettingError
 from penstock.plan.checks import check_bool, check_int, check_member
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
+from penstock.plan.grids import SHARE_GRID
 
-# A chunk that shares its step with others is a multiple of so many tokens, but for a prompt's end: smaller ones would
-# pay more for padding than for tokens.
-SHARE_GRID = 64
 # So many prompts share a step, or a few more where the chunk size is no multiple of as many units; others take turns.
 MOST_SHARES = 4
 

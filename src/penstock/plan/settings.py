@@ -8,7 +8,8 @@ from typing import Literal
 
 from penstock.errors import SettingError
 from penstock.plan.checks import check_bool, check_int
-from penstock.plan.config import DEFAULT_CHUNK_SIZE, STATE_GRID
+from penstock.plan.config import DEFAULT_CHUNK_SIZE
+from penstock.plan.grids import STATE_GRID
 
 CHUNK_VARIABLE = "PENSTOCK_PREFILL_CHUNK"
 ALIGN_VARIABLE = "PENSTOCK_PREFILL_ALIGN"

@@ -8,6 +8,7 @@ from typing import Literal
 from penstock.errors import SettingError
 from penstock.plan.checks import check_int
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
+from penstock.plan.grids import QUERY_GRID
 from penstock.plan.policy import MOST_SHARES
 from penstock.plan.step import SpanKind, StepPlan
 from penstock.plan.step_shape import StepShape, pasts_of_chunk
@@ -318,8 +319,8 @@ def _tokens_in(room_s: float, known: StepTimeCoefficients, question: SizeQuestio
 
 
 def _unit(num_tokens: int, grid: int) -> int:
-    """What long chunks are cut by: attention runs on whole rows of 64 queries."""
-    return grid if num_tokens < 256 else -(-64 // grid) * grid
+    """What long chunks are cut by: attention runs on whole rows of queries."""
+    return grid if num_tokens < 256 else -(-QUERY_GRID // grid) * grid
 
 
 def _rounded_down(num_tokens: int) -> int:

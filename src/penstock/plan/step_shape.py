@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from penstock.plan.checks import check_int
+from penstock.plan.grids import HEAD_ROWS, ROW_GRID, TILE, RowLaw
 
 KernelKind = Literal["torch", "native", "cuda"]
 
@@ -56,13 +57,13 @@ class Workspace:
     """
 
     kernels: KernelKind = "torch"
-    tile_size: int = 512  # of attention; 0: a chunk is its own tile
+    tile_size: int = TILE  # of attention; 0: a chunk is its own tile
     num_threads: int = 2
     row_floor: int = 1
     row_slab: int = 0
-    row_grid: int = 8  # more than a few rows are padded to a multiple of this, where there is no slab
+    row_grid: int = ROW_GRID
     expert_slab: int = 0
-    head_rows: int = 8  # that the output head has at a time
+    head_rows: int = HEAD_ROWS  # that the output head has at a time
     feed_rows: int = 0  # the most that feed-forward blocks have at a time; 0: all
     head_norm: bool = False  # queries and keys are normed
     float32_norm: bool = False  # norms have their weights in float32
@@ -70,3 +71,15 @@ class Workspace:
     num_active_experts: int = 0  # that a token is sent to; 0: not known
     joins_past: bool = False  # a past may lie in several places, and is copied together
     library_bytes: int = 0  # what libraries take for themselves on a GPU, and keep
+    avoided_rows: tuple[int, ...] = ()
+
+    @property
+    def law(self) -> RowLaw:
+        return RowLaw(
+            self.tile_size,
+            self.row_floor,
+            self.row_slab,
+            self.row_grid,
+            self.avoided_rows,
+            self.expert_slab,
+        )

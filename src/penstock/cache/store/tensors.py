@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.cache.blocks import BLOCK_TOKENS
 from penstock.cache.store.file import FileKind, FileLayout, FileName, TensorPart, blank_header, make_header
 from penstock.cache.tensors import CacheSpec
+from penstock.plan.grids import BLOCK_TOKENS
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -13,7 +13,6 @@ from penstock.kernels.cuda.states import DecodeStates, SpanStates, device_states
 from penstock.kernels.interface import DeltaHeads
 from penstock.kernels.spans import StateWork
 from penstock.kernels.triton.delta import (
-    BLOCK_ROWS,
     decode_states_kernel,
     delta_steps_kernel,
     gated_norm_kernel,
@@ -21,9 +20,8 @@ from penstock.kernels.triton.delta import (
     read_state_kernel,
     write_state_kernel,
 )
+from penstock.plan.grids import PIECE_TOKENS, STATE_GRID
 
-# A span runs in pieces of so many tokens, which bounds what it takes beside its inputs and outputs.
-PIECE_TOKENS = 64 * BLOCK_ROWS
 # Columns of a head's state that one program carries from token to token.
 _STEP_COLUMNS = 32
 _COPY_BLOCK = 4096
@@ -124,7 +122,7 @@ def _prepare(
         2, num_tokens, net.num_value_heads, dtype=torch.float32, device=projected.device
     )
     num_parts = 2 * net.num_key_heads + net.num_value_heads + 1
-    prepare_span_kernel[(triton.cdiv(num_tokens, BLOCK_ROWS), num_parts)](
+    prepare_span_kernel[(triton.cdiv(num_tokens, STATE_GRID), num_parts)](
         projected,
         queries,
         keys,
@@ -146,7 +144,7 @@ def _prepare(
         LANES=len(net.decay_rate),
         TAPS=len(net.conv_weight),
         IS_SUMMED=is_summed,
-        ROWS=BLOCK_ROWS,
+        ROWS=STATE_GRID,
         HEAD_BLOCK=triton.next_power_of_2(max(net.key_head_dim, net.value_head_dim)),
         LANE_BLOCK=triton.next_power_of_2(net.num_value_heads),
         num_warps=4,

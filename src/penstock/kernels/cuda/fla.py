@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime.autotuner import Autotuner, Heuristics
 
 from penstock.kernels.device import device_kind
-from penstock.kernels.triton.delta import BLOCK_ROWS
+from penstock.plan.grids import STATE_GRID
 
 # The launches below fit this one.
 _VERSION = "0.6."
@@ -68,12 +68,12 @@ def gated_delta_blocks(
     kernels = _kernels()
     num_tokens, num_key_heads, key_dim = keys.shape
     num_heads, value_dim = values.shape[1:]
-    num_blocks = triton.cdiv(num_tokens, BLOCK_ROWS)
+    num_blocks = triton.cdiv(num_tokens, STATE_GRID)
     whole = {"cu_seqlens": None, "T": num_tokens, "H": num_key_heads, "HV": num_heads, "K": key_dim}
-    whole |= {"BT": BLOCK_ROWS, "USE_G": True, "IS_VARLEN": False}
+    whole |= {"BT": STATE_GRID, "USE_G": True, "IS_VARLEN": False}
 
     # The parts above the diagonal are not written.
-    inverses = keys.new_zeros(num_tokens, num_heads, BLOCK_ROWS)
+    inverses = keys.new_zeros(num_tokens, num_heads, STATE_GRID)
     kernels.solve[(num_blocks, num_heads)](
         k=keys, g=decays, beta=beta, A=inverses, chunk_indices=None, BC=_CORNER, **whole, **_SOLVE
     )

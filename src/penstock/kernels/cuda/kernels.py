@@ -9,13 +9,12 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from penstock.cache import BLOCK_TOKENS
 from penstock.cache.kv import KV
 from penstock.kernels.cuda import delta as cuda_delta
 from penstock.kernels.cuda import fla as fla_delta
 from penstock.kernels.cuda.launches import KeptKernel
 from penstock.kernels.cuda.past import attend_past, prepare_past
-from penstock.kernels.cuda.work import TILE, ChunkWork, DecodeWork, TileWork, device_places, device_work
+from penstock.kernels.cuda.work import ChunkWork, DecodeWork, TileWork, device_places, device_work
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import HeadLayout
 from penstock.kernels.quantised import Weight
@@ -32,13 +31,12 @@ from penstock.kernels.triton.rows import (
     place_heads_kernel,
     silu_and_mul_kernel,
 )
+from penstock.plan.grids import BLOCK_TOKENS, FEED_ROWS, GPU_HEAD_ROWS, GPU_ROW_GRID, GPU_TILE, SPLITS, RowLaw
 
 _LOG2_E = 1.4426950408889634
 # Positions that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes
 # a minute.
 _TILE_ROWS, _TILE_ROWS_FLOAT32 = 64, 16
-# A row's past is shared among so many programs, whatever its length: where it is cut must not depend on others.
-_SPLITS = 64
 # A program has no fewer blocks of a past than these, unless there are no more.
 _LEAST_BLOCKS = 2
 # The matrix units take no fewer rows.
@@ -59,15 +57,14 @@ class CudaKernels(TorchKernels):
     """What is not here is the reference's."""
 
     name = "cuda"  # and "cuda+fla", where prompts of delta nets run in flash-linear-attention's kernels
-    row_grid = 64
-    head_rows = 32
-    feed_rows = 2560
+    head_rows = GPU_HEAD_ROWS
+    feed_rows = FEED_ROWS
     activation_stride = 2
     can_capture = True
     carry_states = staticmethod(cuda_delta.carry_states)
 
-    def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
-        super().__init__(tile_size, row_slab)
+    def __init__(self, tile_size: int = GPU_TILE, row_slab: int = 0) -> None:
+        self.law = RowLaw(tile_size, row_slab=row_slab, row_grid=GPU_ROW_GRID)
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         self.libraries = f"triton {triton.__version__}, cudnn {cudnn}, cuda {torch.version.cuda}"
         if fla_delta.is_available():
@@ -175,7 +172,8 @@ class CudaKernels(TorchKernels):
             self._attend_tile(queries[tile.rows], tile, own_past, kv, scale, out[tile.rows])
 
     def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
-        return prepare_past(min(num_rows, self.tile_size), num_heads, kv, scale, self.tile_size)
+        tile_size = self.law.tile_size
+        return prepare_past(min(num_rows, tile_size), num_heads, kv, scale, tile_size)
 
     def _attend_tile(
         self, queries: Tensor, tile: TileWork, past: KV | None, kv: KV, scale: float, out: Tensor
@@ -226,11 +224,11 @@ class CudaKernels(TorchKernels):
         num_heads, head_dim = queries.shape[1:]
         num_rows, num_kv_heads = len(work.rows), kv.keys.shape[1]
         part_out = torch.empty(
-            num_rows, num_heads, _SPLITS, head_dim, dtype=torch.float32, device=queries.device
+            num_rows, num_heads, SPLITS, head_dim, dtype=torch.float32, device=queries.device
         )
-        part_lse = torch.empty(num_rows, num_heads, _SPLITS, dtype=torch.float32, device=queries.device)
+        part_lse = torch.empty(num_rows, num_heads, SPLITS, dtype=torch.float32, device=queries.device)
         # Programs that would have nothing to do in any row are not launched.
-        num_splits = min(triton.cdiv(work.most_blocks, _LEAST_BLOCKS), _SPLITS)
+        num_splits = min(triton.cdiv(work.most_blocks, _LEAST_BLOCKS), SPLITS)
         decode_attention_kernel[(num_rows, num_kv_heads, num_splits)](
             queries,
             work.rows,
@@ -247,7 +245,7 @@ class CudaKernels(TorchKernels):
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             COLUMNS=triton.next_power_of_2(head_dim),
-            SPLITS=_SPLITS,
+            SPLITS=SPLITS,
             LEAST_BLOCKS=_LEAST_BLOCKS,
             GROUP_ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
             BLOCK=BLOCK_TOKENS,
@@ -264,7 +262,7 @@ class CudaKernels(TorchKernels):
             NUM_HEADS=num_heads,
             HEAD_DIM=head_dim,
             COLUMNS=triton.next_power_of_2(head_dim),
-            SPLITS=_SPLITS,
+            SPLITS=SPLITS,
             LEAST_BLOCKS=_LEAST_BLOCKS,
             BLOCK=BLOCK_TOKENS,
             num_warps=4,

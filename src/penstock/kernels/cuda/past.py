@@ -6,15 +6,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from penstock.cache import BLOCK_TOKENS
 from penstock.cache.kv import KV
 from penstock.kernels.device import device_kind
+from penstock.plan.grids import BLOCK_TOKENS, HEADS_AND_PARTS, QUERY_BUCKETS
 
-# A past is attended to in as many parts as it takes for 512 queries to give every multiprocessor something to do.
-HEADS_AND_PARTS = 32
-# cuDNN makes a plan for every number of queries that it meets, and every length of a past, which takes it tens of
-# milliseconds: the former are rounded up to few.
-QUERY_BUCKETS = (64, 128, 256, 512)
 _HOPPER = (9, 0)
 
 cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention
@@ -29,6 +24,7 @@ def attend_past(queries: Tensor, past: KV, scale: float) -> tuple[Tensor, Tensor
     num_parts = max(HEADS_AND_PARTS // num_heads, 1)
     if num_tokens % (num_parts * BLOCK_TOKENS):
         num_parts = 1
+    # cuDNN makes a plan for every number of queries and every length of a past, which takes it tens of milliseconds.
     size = next((size for size in QUERY_BUCKETS if num_rows <= size), -(-num_rows // 512) * 512)
     if size != num_rows:
         padded = queries.new_empty(size, num_heads, head_dim)

@@ -13,10 +13,9 @@ from penstock.cache.kv import KV
 from penstock.kernels.cuda.inputs import keep, made_once
 from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, WrittenPlaces, part_of
+from penstock.plan.grids import GPU_TILE
 from penstock.plan.request import Span
 from penstock.plan.tiles import cut_into_tiles
-
-TILE = 1024
 
 
 @dataclass(frozen=True)
@@ -115,7 +114,7 @@ def _prepare(work: AttentionWork, device: torch.device) -> DeviceWork:
 def _chunk(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) -> ChunkWork:
     table = device_kind(device).copied(starts)
     tiles: list[TileWork] = []
-    for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size or TILE):
+    for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size or GPU_TILE):
         own = starts[piece.tile_start // BLOCK_TOKENS : -(-piece.end // BLOCK_TOKENS)]
         shift = span.start - span.position
         tiles.append(

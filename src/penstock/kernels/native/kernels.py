@@ -18,6 +18,7 @@ from penstock.kernels.native.quantised import QuantisedProducts
 from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
+from penstock.plan.grids import TILE
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_HEAD_DIM = 1024
@@ -68,7 +69,7 @@ class NativeKernels(TorchKernels):
 
     name = "native"
 
-    def __init__(self, tile_size: int = 512, row_slab: int = 0) -> None:
+    def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         super().__init__(tile_size, row_slab)
         library = native_library()
         products = QuantisedProducts(library)

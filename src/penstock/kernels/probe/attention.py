@@ -13,7 +13,7 @@ from penstock.kernels.spans import AttendedSpan, AttentionWork
 
 
 def attention_holds(kernels: Kernels, shapes: ProbeShapes, tried: Tried, random: Random) -> bool:
-    tile, kv_shape = kernels.tile_size, (shapes.num_kv_heads, shapes.head_dim)
+    tile, kv_shape = kernels.law.tile_size, (shapes.num_kv_heads, shapes.head_dim)
     scale = shapes.head_dim**-0.5
     queries = random.normal(tile, shapes.num_heads, shapes.head_dim)
     cuts = [

@@ -11,15 +11,16 @@ from penstock.cache.slots import EMPTY
 from penstock.kernels.elementwise import whole_lanes
 from penstock.kernels.interface import DeltaHeads, Kernels
 from penstock.kernels.spans import StateRows, StateWork
+from penstock.plan.grids import STATE_GRID
 from penstock.plan.shape import DeltaNetShape
 
 # More blocks than any implementation takes at once, and a part of one.
-_NUM_TOKENS = 9 * 64 + 13
+_NUM_TOKENS = 9 * STATE_GRID + 13
 _SCHEDULES = (
-    (64, _NUM_TOKENS),
-    (512, _NUM_TOKENS),
-    (256, 320, _NUM_TOKENS),
-    (*range(64, 577, 64), _NUM_TOKENS),
+    (STATE_GRID, _NUM_TOKENS),
+    (8 * STATE_GRID, _NUM_TOKENS),
+    (4 * STATE_GRID, 5 * STATE_GRID, _NUM_TOKENS),
+    (*range(STATE_GRID, _NUM_TOKENS, STATE_GRID), _NUM_TOKENS),
 )
 
 

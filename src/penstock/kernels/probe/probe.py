@@ -15,7 +15,7 @@ None is assumed. The result is kept in the cache folder, under a key of everythi
 import hashlib
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,6 +30,7 @@ from penstock.kernels.probe.passes import passes_hold
 from penstock.kernels.probe.random import Random
 from penstock.kernels.probe.rows import EXPERT_SLAB, Tried, least_floor, other_counts, slab_holds, tried_on
 from penstock.kernels.probe.shapes import ProbeShapes, ProductShape
+from penstock.plan.grids import RowLaw
 
 __all__ = ["ProbeResult", "ProbeShapes", "ProductShape", "measure", "probe"]
 
@@ -51,6 +52,17 @@ class ProbeResult:
     avoided_rows: tuple[
         int, ...
     ] = ()  # numbers above the floor that are not row-invariant, where all were tried
+
+    def bind(self, kernels: Kernels) -> RowLaw:
+        """Let the kernels obey what was found, from now on."""
+        kernels.law = replace(
+            kernels.law,
+            row_floor=self.row_floor or 1,
+            row_slab=self.row_slab,
+            avoided_rows=self.avoided_rows,
+            expert_slab=self.expert_slab,
+        )
+        return kernels.law
 
     @property
     def same_bits(self) -> bool:
@@ -109,7 +121,7 @@ def _result_path(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, devi
         "torch": torch.__version__,
         "kernels": kernels.name,
         "libraries": kernels.libraries,
-        "tile_size": kernels.tile_size,
+        "tile_size": kernels.law.tile_size,
         "dtype": str(dtype),
         "machine": kind.features,
         "threads": kind.num_threads,

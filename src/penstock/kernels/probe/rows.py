@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.device import device_kind
-from penstock.kernels.interface import FINE_ROWS, Kernels
+from penstock.kernels.interface import Kernels
 from penstock.kernels.probe.random import ROWS_TOGETHER, Random
 from penstock.kernels.probe.shapes import ProductShape
 from penstock.kernels.quantised import BLOCK_FORMS, Weight
+from penstock.plan.grids import COARSER, FINE_ROWS, GPU_ROW_GRID
 
 EXPERT_SLAB = 32
 # If more than this share of counts is to be avoided, there is no rule in what the library does.
@@ -44,11 +45,14 @@ ON_CPU = Tried(
 )
 # Where there are too few rows to keep a GPU's multiprocessors busy, libraries share a sum among them: some products
 # do up to a few hundred rows, and at some numbers beyond. A pass of a few hundred takes hardly longer than one of a
-# single row, and every number on the grid of `padded_rows` is tried (but for those beyond the last).
+# single row, and every number on the grid of `RowLaw.padded_rows` is tried (but for those beyond the last).
 ON_GPU = Tried(
     reference=2048,
-    counts=(*range(64, FINE_ROWS + 1, 64), *range(3072, 8193, 512)),
-    floors=tuple(range(64, 513, 64)),
+    counts=(
+        *range(GPU_ROW_GRID, FINE_ROWS + 1, GPU_ROW_GRID),
+        *range(FINE_ROWS + COARSER * GPU_ROW_GRID, 8193, COARSER * GPU_ROW_GRID),
+    ),
+    floors=tuple(range(GPU_ROW_GRID, 513, GPU_ROW_GRID)),
     slabs=(512, 256, 128, 64),
     edges=(*_EDGES, 511, 512, 513, 700),
     are_all=True,

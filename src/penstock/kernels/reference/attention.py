@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from penstock.cache.kv import KV
+from penstock.plan.grids import QUERY_GRID, SQUARE
 
-# A query keeps its bits as long as it keeps its place modulo this many rows of the attention kernel's input.
-QUERY_GRID = 64
-
-# The causal part of a tile is cut into squares of this size: what lies left of a square needs no mask, and the kernel
-# computes a masked score as dearly as any other.
-SQUARE = 256
+# A query keeps its bits as long as it keeps its place modulo QUERY_GRID rows of the attention kernel's input. The
+# causal part of a tile is cut into squares: what lies left of one needs no mask, and the kernel computes a masked
+# score as dearly as any other.
 # Rows of a square's causal piece, for queries that end before the square does. A smaller one gives the same bits as
 # the whole one at these sizes (not at 192 of 256, where the library's products take another path).
 PREFIX_SIZES = (64, 128)

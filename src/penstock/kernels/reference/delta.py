@@ -21,13 +21,9 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.elementwise import in_shares
-from penstock.plan.config import STATE_GRID
+from penstock.plan.grids import ELEMENTS_PER_THREAD, MOST_STATE_BLOCKS, STATE_GRID
 
 BLOCK = STATE_GRID
-# Blocks are prepared several at once where that gives every thread so many elements of a token to work on. More would
-# only take more memory, which a processor's cache does not hold.
-_ELEMENTS_PER_THREAD = 2048
-_MOST_BLOCKS = 8
 # A block of so few tokens is cheaper one token after the other.
 STEP_TOKENS = 8
 _NORM_EPS = 1e-6
@@ -233,7 +229,7 @@ def _constants() -> _Constants:
 
 def _blocks_at_once(width: int) -> int:
     """How many blocks of tokens of so many elements to work on together."""
-    return max(1, min(_ELEMENTS_PER_THREAD * torch.get_num_threads() // width, _MOST_BLOCKS))
+    return max(1, min(ELEMENTS_PER_THREAD * torch.get_num_threads() // width, MOST_STATE_BLOCKS))
 
 
 def _by_block(x: Tensor) -> Tensor:

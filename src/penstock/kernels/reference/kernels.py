@@ -8,7 +8,7 @@ from torch import Tensor
 from penstock.cache.kv import KV
 from penstock.cache.recurrent import LayerStates
 from penstock.kernels.elementwise import in_shares
-from penstock.kernels.interface import ROW_GRID, DeltaHeads, HeadLayout
+from penstock.kernels.interface import DeltaHeads, HeadLayout
 from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers
 from penstock.kernels.native.quantised import QuantisedProducts
 from penstock.kernels.quantised import QuantisedWeight, Weight
@@ -22,11 +22,10 @@ from penstock.kernels.spans import (
     WrittenPlaces,
     part_of,
 )
+from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, TILE, RowLaw
 from penstock.plan.request import Span
 from penstock.plan.tiles import cut_into_tiles
 
-# Rows of a gated norm that are taken at once: what it holds in float32 then stays in a processor's cache.
-_NORM_ROWS = 256
 # The number of rows that packed weights are laid out for.
 _PACKED_FOR_ROWS = 512
 
@@ -36,8 +35,7 @@ class TorchKernels:
 
     name = "torch"
     libraries = ""
-    row_grid = ROW_GRID
-    head_rows = 8
+    head_rows = HEAD_ROWS
     feed_rows = 0
     activation_stride = 1
     can_capture = False
@@ -48,12 +46,8 @@ class TorchKernels:
     gated_delta_rule = staticmethod(torch_delta.gated_delta_rule)
     gated_delta_steps = staticmethod(torch_delta.gated_delta_steps)
 
-    def __init__(self, tile_size: int = 512, row_slab: int = 0) -> None:
-        self.tile_size = tile_size
-        self.row_floor = 1
-        self.row_slab = row_slab
-        self.expert_slab = 0
-        self.avoided_rows: tuple[int, ...] = ()
+    def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
+        self.law = RowLaw(tile_size, row_slab=row_slab)
 
     def pack(self, weight: Tensor) -> Tensor:
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
@@ -68,8 +62,9 @@ class TorchKernels:
     ) -> Tensor:
         if isinstance(weight, QuantisedWeight):
             raise TypeError("these kernels have no products with quantised weights")
-        if 0 < self.row_slab < x.shape[0]:
-            return torch.cat([self._product(slab, weight, bias) for slab in torch.split(x, self.row_slab)])
+        row_slab = self.law.row_slab
+        if 0 < row_slab < x.shape[0]:
+            return torch.cat([self._product(slab, weight, bias) for slab in torch.split(x, row_slab)])
         return self._product(x, weight, bias)
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -200,8 +195,8 @@ class TorchKernels:
         """The norm of each head of x [n, heads, dim], float32, times silu of gate [n, heads * dim]; in the dtype of
         the gate, and of its shape. The weight [dim] is float32."""
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
-        for start in range(0, x.shape[0], _NORM_ROWS):
-            rows = slice(start, start + _NORM_ROWS)
+        for start in range(0, x.shape[0], NORM_ROWS):
+            rows = slice(start, start + NORM_ROWS)
             activated = in_shares(torch.ops.aten.silu.out, gate[rows].float())
             normed = torch.nn.functional.rms_norm(x[rows], weight.shape, weight, eps)
             out[rows] = activated.mul_(normed.flatten(1))

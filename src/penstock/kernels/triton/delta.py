@@ -7,8 +7,6 @@ a row does not depend on how many others there are. A slot below 0 is none: its 
 import triton
 import triton.language as tl
 
-# Rows that the logarithms of decays are summed up over: the blocks of the rule.
-BLOCK_ROWS = 64
 _UNIT_EPS = tl.constexpr(1e-6)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
