@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from penstock.kernels.interface import QuantisedProducts
 from penstock.kernels.native.build import NativeUnavailableError
 from penstock.kernels.native.kernels import NativeKernels
-from penstock.kernels.native.quantised import QuantisedProducts
 from penstock.kernels.probe.probe import ProbeShapes, ProductShape, measure
 from penstock.kernels.quantised import (
     BLOCK_FORMS,

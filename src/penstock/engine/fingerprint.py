@@ -17,7 +17,6 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.engine.profile import profile_key
 from penstock.files import replace_json
 from penstock.home import cache_home
-from penstock.kernels.native.build import native_library
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
 from penstock.plan.weight_settings import WeightsSetting
@@ -63,7 +62,6 @@ def cache_fingerprint(llm: HasWeights) -> bytes:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "features": _processor_features(),
         "libraries": kernels.libraries,
-        "native": _native_name() if kernels.name == "native" else "",
         "code": _code_digest(),
         "canon": asdict(llm.canon),
         "block_tokens": BLOCK_TOKENS,
@@ -135,11 +133,6 @@ def _read_memos() -> dict[str, Any]:
 def _write_memos(memos: dict[str, Any]) -> None:
     with suppress(OSError):
         replace_json(_memo_path(), dict(list(memos.items())[-_MOST_MEMOS:]))
-
-
-def _native_name() -> str:
-    """The library's name, which stands for its sources, its compiler and the processor."""
-    return Path(native_library()._name).stem
 
 
 @functools.cache

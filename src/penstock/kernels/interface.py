@@ -1,22 +1,25 @@
-"""What a device must be able to compute. Plain tensors in, plain tensors out; no kernel knows a plan or a cache."""
+"""What a device must be able to compute, and the back ends that there are. Plain tensors in, plain tensors out; of a
+cache, kernels see a layer's keys, values and states."""
 
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.cache.recurrent import LayerStates
-from penstock.errors import SettingError
-from penstock.kernels.device import device_kind
-from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers
-from penstock.kernels.native.quantised import QuantisedProducts
-from penstock.kernels.quantised import Weight
+from penstock.errors import PenstockError, SettingError
+from penstock.kernels.device import DEVICE_KINDS, device_kind
+from penstock.kernels.quantised import BlockForm, QuantisedWeight, Weight
 from penstock.kernels.spans import AttentionWork, StateWork, WrittenPlaces
 from penstock.plan.grids import RowLaw
+from penstock.plan.step_shape import KernelKind
 
 KERNELS_VARIABLE = "PENSTOCK_KERNELS"
 
@@ -60,6 +63,74 @@ class DeltaHeads:
         return 2 * self.key_size + self.value_size
 
 
+@dataclass(frozen=True)
+class DenseProduct:
+    """A weight [out, in] in parts, each with the outputs after those of the one before, and a bias [out]."""
+
+    parts: tuple[QuantisedWeight, ...]
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """A layer of attention and one feed-forward block, all of whose matrices are quantised."""
+
+    qkv: DenseProduct
+    out: DenseProduct
+    gate_up: DenseProduct
+    down: DenseProduct
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    mlp_norm: Tensor
+    next_norm: Tensor
+
+
+@dataclass(frozen=True)
+class DenseHeads:
+    """What the layers have in common. Every norm is of one dtype."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    norm_is_float32: bool
+
+
+class DenseLayers(Protocol):
+    """All layers of a model as one call."""
+
+    spent: NDArray[np.int64] | None  # nanoseconds of products, attention and the rest are added to it
+
+    def run(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        caches: Sequence[KV],
+        places: WrittenPlaces,
+        work: AttentionWork,
+    ) -> Tensor:
+        """x [rows, hidden] and the first layer's norm of it to the last norm; both are overwritten. Every row is a
+        token's."""
+
+
+class QuantisedProducts(Protocol):
+    """Makes quantised weights, and multiplies with them."""
+
+    def zeros(self, form: BlockForm, num_out: int, num_in: int) -> QuantisedWeight:
+        """A weight [out, in] of zeros, to be filled by `place`; inputs in whole groups."""
+
+    def place(self, weight: QuantisedWeight, outputs: Tensor, blocks: Tensor) -> None:
+        """Rows of blocks [rows, bytes] become those `outputs` [rows]; inputs that they do not have stay zero."""
+
+    def rows(self, weight: QuantisedWeight, outputs: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rows [n, in] of the weight, those of the outputs [n]."""
+
+    def linear(self, x: Tensor, weight: QuantisedWeight, bias: Tensor | None, is_canonical: bool) -> Tensor:
+        """x [rows, in] of bfloat16 times a weight, plus bias [out]."""
+
+
 class Kernels(Protocol):
     """One implementation per kind of device; `TorchKernels` is the reference for all of them."""
 
@@ -71,6 +142,9 @@ class Kernels(Protocol):
     activation_stride: int  # rows of an activation are so many times as far apart as they are long
     can_capture: bool  # whether passes can be kept as graphs of a device's own
     quantised: QuantisedProducts | None  # what makes weights of blocks, where `linear` takes them
+
+    def memory_kind(self, dtype: torch.dtype, head_dim: int) -> KernelKind:
+        """What a step's memory is estimated as, with heads of such a size."""
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the form that `linear` takes it in, of the same size."""
@@ -138,50 +212,63 @@ class Kernels(Protocol):
         silu; queries and keys are then scaled to unit length, queries by key_head_dim ** -0.5 too."""
 
 
+class KernelsUnavailableError(PenstockError):
+    """Why a back end cannot be had here."""
+
+
+@dataclass(frozen=True)
+class BackEnd:
+    """Kernels that are imported when they are chosen."""
+
+    place: str  # module:class
+    package: str = ""  # that it needs beside torch
+    falls_back: bool = False  # to the reference, where `auto` chose it and it cannot be had
+
+
+REFERENCE: KernelKind = "torch"
+# Which of them is a device's, its `DeviceKind` says.
+BACK_ENDS: dict[KernelKind, BackEnd] = {
+    "native": BackEnd("penstock.kernels.native.kernels:NativeKernels", falls_back=True),
+    "cuda": BackEnd("penstock.kernels.cuda.kernels:CudaKernels", package="triton"),
+    REFERENCE: BackEnd("penstock.kernels.reference.kernels:TorchKernels"),
+}
+
+
 def select_kernels(device: torch.device) -> Kernels:
     """The kernels for a device; a device without any is an error.
 
-    `PENSTOCK_KERNELS` may be `torch`, which is the reference on every device, `auto`, or, on a CPU, `native` (an
-    error where they cannot be had, while `auto` is native where they can). On a GPU of NVIDIA's `auto` is its own
-    kernels, on one of Apple's the reference."""
+    `PENSTOCK_KERNELS` may be `torch`, which is the reference on every device, `auto`, which is the device's own, or
+    one that `auto` may fall back from (`native`, on a CPU): then it is an error where it cannot be had."""
     choice = os.environ.get(KERNELS_VARIABLE, "auto")
-    if choice not in ("auto", "native", "torch"):
-        raise SettingError(KERNELS_VARIABLE, choice, "auto, native or torch")
-    kind = device_kind(device)
-    if choice == "native" and not kind.is_host:
-        raise SettingError(
-            KERNELS_VARIABLE, choice, "auto or torch", where=f"on {kind.name}", because="they are a CPU's"
-        )
-    from penstock.kernels.reference.kernels import TorchKernels
-
-    if choice == "torch" or kind.name == "mps":
-        return TorchKernels()
-    return _cuda_kernels() if kind.name == "cuda" else _cpu_kernels(is_required=choice == "native")
-
-
-def _cuda_kernels() -> Kernels:
+    own, optional = device_kind(device).kernels, [name for name, end in BACK_ENDS.items() if end.falls_back]
+    if choice not in ("auto", REFERENCE, *optional):
+        raise SettingError(KERNELS_VARIABLE, choice, f"auto, {', '.join(optional)} or {REFERENCE}")
+    name = next((name for name in (REFERENCE, *optional) if name == choice), own)
+    if name not in (REFERENCE, own):
+        accepted, where = f"auto or {REFERENCE}", f"on {device_kind(device).name}"
+        owner = next(kind.name for kind in DEVICE_KINDS.values() if kind.kernels == name)
+        because = f"they are a {owner.upper()}'s"
+        raise SettingError(KERNELS_VARIABLE, choice, accepted, where=where, because=because)
     try:
-        from penstock.kernels.cuda.kernels import CudaKernels
+        return _made(name, device)
+    except KernelsUnavailableError as error:
+        if choice == "auto":
+            return _made(REFERENCE, device)
+        raise SettingError(KERNELS_VARIABLE, choice, where="here", because=str(error)) from error
+
+
+def _made(name: KernelKind, device: torch.device) -> Kernels:
+    end = BACK_ENDS[name]
+    module, _, kernels = end.place.partition(":")
+    try:
+        made: Kernels = getattr(import_module(module), kernels)()
     except ModuleNotFoundError as error:
-        if error.name != "triton":
+        if error.name != end.package:
             raise
         raise SettingError(
             "device",
-            "cuda",
-            f"{KERNELS_VARIABLE}=torch for the reference kernels",
-            because="it needs triton, which is not installed: pip install triton",
+            device_kind(device).name,
+            f"{KERNELS_VARIABLE}={REFERENCE} for the reference kernels",
+            because=f"it needs {end.package}, which is not installed: pip install {end.package}",
         ) from error
-    return CudaKernels()
-
-
-def _cpu_kernels(*, is_required: bool) -> Kernels:
-    from penstock.kernels.native.build import NativeUnavailableError
-    from penstock.kernels.native.kernels import NativeKernels
-    from penstock.kernels.reference.kernels import TorchKernels
-
-    try:
-        return NativeKernels()
-    except NativeUnavailableError as error:
-        if is_required:
-            raise SettingError(KERNELS_VARIABLE, "native", where="here", because=str(error)) from error
-        return TorchKernels()
+    return made

@@ -12,8 +12,7 @@ from penstock.cache.kv import KVSpec
 from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.kernels.device import device_kind
-from penstock.kernels.interface import Kernels
-from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers, DenseProduct
+from penstock.kernels.interface import DenseHeads, DenseLayer, DenseLayers, DenseProduct, Kernels
 from penstock.kernels.probe.probe import ProbeShapes, ProductShape
 from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.layers.attention import Attention

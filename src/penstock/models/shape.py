@@ -8,7 +8,7 @@ from penstock.models.config import ModelConfig
 from penstock.models.source import WeightSource
 from penstock.plan import DeltaNetShape, ExpertsShape, ModelShape
 from penstock.plan.memory import WeightBits
-from penstock.plan.step_shape import KernelKind, Workspace
+from penstock.plan.step_shape import Workspace
 
 if TYPE_CHECKING:  # a decoder imports this file
     from penstock.models.decoder import Decoder
@@ -85,16 +85,8 @@ def workspace_of(model: "Decoder") -> Workspace:
     from penstock.kernels.device import device_kind
 
     kernels = model.kernels
-    kind: KernelKind = "torch"
-    if kernels.name.startswith("cuda"):
-        kind = "cuda"
-    else:
-        # Heads that native kernels have no code for are left to torch.
-        can_attend = getattr(kernels, "can_attend", None)
-        if can_attend is not None and can_attend(model.dtype, model.config.head_dim):
-            kind = "native"
     workspace = Workspace(
-        kind,
+        kernels.memory_kind(model.dtype, model.config.head_dim),
         num_threads=torch.get_num_threads(),
         head_rows=kernels.head_rows,
         feed_rows=kernels.feed_rows,

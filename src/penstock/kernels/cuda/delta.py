@@ -8,7 +8,7 @@ import triton
 from torch import Tensor
 
 from penstock.cache.recurrent import LayerStates
-from penstock.kernels.cuda import fla as fla_delta
+from penstock.kernels.cuda import fla
 from penstock.kernels.cuda.states import DecodeStates, SpanStates, device_states
 from penstock.kernels.interface import DeltaHeads
 from penstock.kernels.spans import StateWork
@@ -74,7 +74,7 @@ def _carry_span(
     projected: Tensor, net: DeltaHeads, work: SpanStates, states: LayerStates, out: Tensor
 ) -> None:
     num_tokens = len(projected)
-    in_blocks = fla_delta.can_run(projected.dtype, net.key_head_dim)
+    in_blocks = fla.can_run(projected.dtype, net.key_head_dim)
     matrices = states.matrices
     state = torch.empty(matrices.shape[1:], dtype=matrices.dtype, device=matrices.device)
     grid = (triton.cdiv(state.numel(), _COPY_BLOCK),)
@@ -84,7 +84,7 @@ def _carry_span(
     for start in range(0, num_tokens, PIECE_TOKENS):
         end = min(start + PIECE_TOKENS, num_tokens)
         inputs = _prepare(projected, start, end, net, work, states, is_summed=in_blocks)
-        rule = fla_delta.gated_delta_blocks if in_blocks else _delta_steps
+        rule = fla.gated_delta_blocks if in_blocks else _delta_steps
         attended, state = rule(*inputs, state, net.key_head_dim**-0.5)
         gated_norm_kernel[(end - start, triton.cdiv(net.num_value_heads, _NORM_HEADS))](
             attended,

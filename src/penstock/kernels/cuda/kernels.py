@@ -10,8 +10,7 @@ from torch import Tensor
 from triton.runtime import driver
 
 from penstock.cache.kv import KV
-from penstock.kernels.cuda import delta as cuda_delta
-from penstock.kernels.cuda import fla as fla_delta
+from penstock.kernels.cuda import delta, fla
 from penstock.kernels.cuda.launches import KeptKernel
 from penstock.kernels.cuda.past import attend_past, prepare_past
 from penstock.kernels.cuda.work import ChunkWork, DecodeWork, TileWork, device_places, device_work
@@ -32,6 +31,7 @@ from penstock.kernels.triton.rows import (
     silu_and_mul_kernel,
 )
 from penstock.plan.grids import BLOCK_TOKENS, FEED_ROWS, GPU_HEAD_ROWS, GPU_ROW_GRID, GPU_TILE, SPLITS, RowLaw
+from penstock.plan.step_shape import KernelKind
 
 _LOG2_E = 1.4426950408889634
 # Positions that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes
@@ -61,15 +61,18 @@ class CudaKernels(TorchKernels):
     feed_rows = FEED_ROWS
     activation_stride = 2
     can_capture = True
-    carry_states = staticmethod(cuda_delta.carry_states)
+    carry_states = staticmethod(delta.carry_states)
 
     def __init__(self, tile_size: int = GPU_TILE, row_slab: int = 0) -> None:
         self.law = RowLaw(tile_size, row_slab=row_slab, row_grid=GPU_ROW_GRID)
         cudnn = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         self.libraries = f"triton {triton.__version__}, cudnn {cudnn}, cuda {torch.version.cuda}"
-        if fla_delta.is_available():
+        if fla.is_available():
             self.name = "cuda+fla"
             self.libraries += f", fla-core {version('fla-core')}"
+
+    def memory_kind(self, dtype: torch.dtype, head_dim: int) -> KernelKind:
+        return "cuda"
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight

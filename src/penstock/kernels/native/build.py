@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from penstock.errors import PenstockError
 from penstock.home import cache_home
+from penstock.kernels.interface import KernelsUnavailableError
 from penstock.machine import processor_flags
 
 SOURCES = Path(__file__).parent
@@ -39,7 +39,7 @@ _NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
 _LONGEST_BUILD_S = 300
 
 
-class NativeUnavailableError(PenstockError):
+class NativeUnavailableError(KernelsUnavailableError):
     """The native kernels cannot be used here."""
 
 

@@ -6,19 +6,21 @@ Decodes of all sequences, and chunks beside them, are one call.
 
 import ctypes
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from penstock.cache.kv import KV
-from penstock.kernels.interface import HeadLayout
+from penstock.kernels.interface import DenseHeads, DenseLayer, DenseLayers, HeadLayout
 from penstock.kernels.native.build import native_library
-from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers
-from penstock.kernels.native.quantised import QuantisedProducts
+from penstock.kernels.native.layers import NativeLayers
+from penstock.kernels.native.quantised import NativeProducts
 from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
 from penstock.plan.grids import TILE
+from penstock.plan.step_shape import KernelKind
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_HEAD_DIM = 1024
@@ -72,7 +74,8 @@ class NativeKernels(TorchKernels):
     def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         super().__init__(tile_size, row_slab)
         library = native_library()
-        products = QuantisedProducts(library)
+        self.libraries = Path(library._name).stem  # stands for its sources, its compiler and the processor
+        products = NativeProducts(library)
         self.quantised = products if products.is_available else None
         self._can_attend: dict[tuple[torch.dtype, int], bool] = {}
         self._attend = library.penstock_attend
@@ -87,6 +90,11 @@ class NativeKernels(TorchKernels):
         self._place_heads.argtypes = [_int, _pointer]
         for function in (self._norm, self._add_norm, self._silu_and_mul, self._place_heads):
             function.restype = None
+
+    def memory_kind(self, dtype: torch.dtype, head_dim: int) -> KernelKind:
+        return (
+            "native" if self.can_attend(dtype, head_dim) else "torch"
+        )  # what it has no code for is left to torch
 
     def can_attend(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether the library has code for such heads."""
@@ -108,7 +116,7 @@ class NativeKernels(TorchKernels):
     def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
         if self.quantised is None or not self.can_attend(torch.bfloat16, heads.head_dim):
             return None
-        return DenseLayers(native_library(), layers, heads)
+        return NativeLayers(native_library(), layers, heads)
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         if self.quantised is None or not isinstance(embedding, QuantisedWeight):

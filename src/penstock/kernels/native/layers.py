@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -10,44 +9,11 @@ import torch
 from torch import Tensor
 
 from penstock.cache.kv import KV
+from penstock.kernels.interface import DenseHeads, DenseLayer, DenseProduct
 from penstock.kernels.native.quantised import WeightStruct, struct_of
-from penstock.kernels.quantised import QuantisedWeight
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
 
 _pointer, _long, _int, _float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
-
-
-@dataclass(frozen=True)
-class DenseProduct:
-    """A weight [out, in] in parts, each with the outputs after those of the one before, and a bias [out]."""
-
-    parts: tuple[QuantisedWeight, ...]
-    bias: Tensor | None
-
-
-@dataclass(frozen=True)
-class DenseLayer:
-    """A layer of attention and one feed-forward block, all of whose matrices are quantised."""
-
-    qkv: DenseProduct
-    out: DenseProduct
-    gate_up: DenseProduct
-    down: DenseProduct
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    mlp_norm: Tensor
-    next_norm: Tensor
-
-
-@dataclass(frozen=True)
-class DenseHeads:
-    """What the layers have in common. Every norm is of one dtype."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    norm_is_float32: bool
 
 
 class _Product(ctypes.Structure):
@@ -92,7 +58,7 @@ class _Pass(ctypes.Structure):
     )
 
 
-class DenseLayers:
+class NativeLayers:
     """All layers of a model."""
 
     def __init__(self, library: ctypes.CDLL, layers: Sequence[DenseLayer], heads: DenseHeads) -> None:

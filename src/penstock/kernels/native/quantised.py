@@ -20,7 +20,7 @@ class WeightStruct(ctypes.Structure):
     )
 
 
-class QuantisedProducts:
+class NativeProducts:
     """Makes quantised weights, and multiplies with them."""
 
     def __init__(self, library: ctypes.CDLL) -> None:

@@ -8,12 +8,16 @@ from torch import Tensor
 from penstock.cache.kv import KV
 from penstock.cache.recurrent import LayerStates
 from penstock.kernels.elementwise import in_shares
-from penstock.kernels.interface import DeltaHeads, HeadLayout
-from penstock.kernels.native.layers import DenseHeads, DenseLayer, DenseLayers
-from penstock.kernels.native.quantised import QuantisedProducts
+from penstock.kernels.interface import (
+    DeltaHeads,
+    DenseHeads,
+    DenseLayer,
+    DenseLayers,
+    HeadLayout,
+    QuantisedProducts,
+)
 from penstock.kernels.quantised import QuantisedWeight, Weight
-from penstock.kernels.reference import attention as torch_attention
-from penstock.kernels.reference import delta as torch_delta
+from penstock.kernels.reference import attention, delta
 from penstock.kernels.spans import (
     AttendedSpan,
     AttentionWork,
@@ -24,6 +28,7 @@ from penstock.kernels.spans import (
 )
 from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, TILE, RowLaw
 from penstock.plan.request import Span
+from penstock.plan.step_shape import KernelKind
 from penstock.plan.tiles import cut_into_tiles
 
 # The number of rows that packed weights are laid out for.
@@ -40,14 +45,17 @@ class TorchKernels:
     activation_stride = 1
     can_capture = False
     quantised: QuantisedProducts | None = None
-    attend_tile = staticmethod(torch_attention.attend_tile)
-    attend_one = staticmethod(torch_attention.attend_one)
-    causal_conv = staticmethod(torch_delta.causal_conv)
-    gated_delta_rule = staticmethod(torch_delta.gated_delta_rule)
-    gated_delta_steps = staticmethod(torch_delta.gated_delta_steps)
+    attend_tile = staticmethod(attention.attend_tile)
+    attend_one = staticmethod(attention.attend_one)
+    causal_conv = staticmethod(delta.causal_conv)
+    gated_delta_rule = staticmethod(delta.gated_delta_rule)
+    gated_delta_steps = staticmethod(delta.gated_delta_steps)
 
     def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         self.law = RowLaw(tile_size, row_slab=row_slab)
+
+    def memory_kind(self, dtype: torch.dtype, head_dim: int) -> KernelKind:
+        return "torch"
 
     def pack(self, weight: Tensor) -> Tensor:
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
