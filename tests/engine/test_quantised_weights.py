@@ -14,7 +14,6 @@ from penstock.kernels.interface import select_kernels
 from penstock.kernels.quantised import QuantisedWeight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.layers.attention import Attention
-from penstock.layers.fused_weight import JoinedWeight
 from penstock.layers.mlp import GatedMLP
 from penstock.measure.prompts import text_tokens
 from penstock.measure.transformers_model import load_transformers
@@ -65,9 +64,9 @@ def test_the_file_s_blocks_are_kept(opened: OpenedModel, kept: Decoder) -> None:
     assert isinstance(mlp, GatedMLP)
     layer = "model.layers.3"
     fused = {
-        mixer.qkv_weight: [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"],
-        mlp.gate_up_weight: [f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")],
-        mlp.down_weight: [f"{layer}.mlp.down_proj.weight"],
+        mixer.qkv.parts[0]: [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"],
+        mlp.gate_up.parts[0]: [f"{layer}.mlp.{part}_proj.weight" for part in ("gate", "up")],
+        mlp.down.parts[0]: [f"{layer}.mlp.down_proj.weight"],
         kept._embedding: ["model.embed_tokens.weight"],
     }
     for weight, names in fused.items():
@@ -212,10 +211,9 @@ def test_a_file_that_is_quantised_in_parts(tmp_path: Path, family: str) -> None:
     kept, plain = load(source, "auto"), load(source, "bf16")
     source.close()
     assert kept.num_weight_bytes < plain.num_weight_bytes
-    weights = [layer.mixer.qkv_weight for layer in kept.layers if isinstance(layer.mixer, Attention)]
+    weights = [layer.mixer.qkv for layer in kept.layers if isinstance(layer.mixer, Attention)]
     assert weights
     for weight in weights:  # keys and values are F32
-        assert isinstance(weight, JoinedWeight)
         assert {type(part) for part in weight.parts} == {QuantisedWeight, torch.Tensor}
     prompt = random_prompt(130, vocab_size=kept.config.vocab_size)
     ours, theirs = run_prompt(kept, prompt), run_prompt(plain, prompt)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from penstock.engine.run import Run
 from penstock.kernels.interface import Kernels, select_kernels
-from penstock.kernels.quantised import BLOCK_FORMS, QuantisedWeight, Weight
+from penstock.kernels.quantised import BLOCK_FORMS, QuantisedWeight
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
-from penstock.layers.fused_weight import FusedWeight, JoinedWeight
+from penstock.layers.linear import Linear
 from penstock.layers.mlp import GatedMLP
 from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
@@ -99,22 +99,21 @@ def load(source: GgufFile, weights: WeightsName) -> Decoder:
     return load_decoder(source, select_kernels(CPU), torch.bfloat16, CPU, weights)
 
 
-def fused_weights(model: Decoder) -> list[FusedWeight]:
-    found: list[FusedWeight] = []
+def fused_weights(model: Decoder) -> list[Linear]:
+    found: list[Linear] = []
     for layer in model.layers:
         mixer = layer.mixer
-        found.append(mixer.in_weight if isinstance(mixer, DeltaNet) else mixer.qkv_weight)
+        found.append(mixer.inputs if isinstance(mixer, DeltaNet) else mixer.qkv)
         block = layer.mlp if isinstance(layer.mlp, GatedMLP) else layer.mlp.shared
         if block is not None:
-            found.append(block.gate_up_weight)
+            found.append(block.gate_up)
     return found
 
 
-def values(weight: FusedWeight, kernels: Kernels) -> Tensor:
+def values(weight: Linear, kernels: Kernels) -> Tensor:
     """A weight [out, in] in bfloat16, as products see it."""
-    parts: tuple[Weight, ...] = weight.parts if isinstance(weight, JoinedWeight) else (weight,)
     one = torch.eye(weight.shape[1], dtype=torch.bfloat16)
-    return torch.cat([kernels.linear(one, part) for part in parts], dim=1).t()
+    return torch.cat([kernels.linear(one, part) for part in weight.parts], dim=1).t()
 
 
 def check_like_bfloat16(source: GgufFile, kept: Decoder) -> None:
@@ -172,17 +171,16 @@ def test_parts_of_any_form_are_kept(tmp_path: Path, family: str) -> None:
         assert isinstance(mlp, GatedMLP)
         for weight, forms, names in (
             (
-                mixer.qkv_weight,
+                mixer.qkv,
                 ["Q4_K", "Q6_K"],
                 [f"{prefix}.self_attn.{part}_proj.weight" for part in "qkv"],
             ),
             (
-                mlp.gate_up_weight,
+                mlp.gate_up,
                 ["Q5_K", "Q4_K"],
                 [f"{prefix}.mlp.{part}_proj.weight" for part in ("gate", "up")],
             ),
         ):
-            assert isinstance(weight, JoinedWeight)
             parts = [part for part in weight.parts if isinstance(part, QuantisedWeight)]
             assert [part.form.name for part in parts] == forms
             assert len(parts) == len(weight.parts)
@@ -203,9 +201,9 @@ def test_parts_of_delta_nets_and_gates_are_kept(tmp_path: Path, family: str, leg
     source = GgufFile(path)
     kept, plain = load(source, "auto"), load(source, "bf16")
     for ours, theirs in zip(fused_weights(kept), fused_weights(plain), strict=True):
-        assert isinstance(ours, JoinedWeight)
+        assert len(ours.parts) > 1
         assert any(isinstance(part, QuantisedWeight) for part in ours.parts)
-        assert not isinstance(theirs, JoinedWeight)
+        assert len(theirs.parts) == 1
         exact = values(theirs, plain.kernels)
         found = values(ours, kept.kernels)
         # Once in a while a value lies so close to the middle of two of bfloat16 that it is rounded to the other.

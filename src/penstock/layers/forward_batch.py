@@ -4,7 +4,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from penstock.cache.tensors import CacheTensors
+from penstock.kernels.interface import Kernels
 from penstock.kernels.spans import AttentionWork, StateWork, WrittenPlaces
 
 
@@ -28,3 +31,14 @@ class ForwardBatch:
     num_logits: int
     is_canonical: bool  # whether a row's bits must not depend on how many others there are
     states: StateWork = field(default_factory=StateWork)  # where a model has recurrent layers
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardPass:
+    """A batch on its way through the layers: what every layer is told beside its rows."""
+
+    batch: ForwardBatch
+    caches: CacheTensors
+    kernels: Kernels
+    cos: Tensor  # [rows, rotary_dim]
+    sin: Tensor

@@ -19,7 +19,7 @@ from penstock.kernels.cuda.work import row_places, static_places
 from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttentionWork, StateWork
 from penstock.layers.attention import Attention
-from penstock.layers.forward_batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch, ForwardPass
 from penstock.models.recording import Recorder, borrowed
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ class ChunkGraphs:
         self._pieces[-1].graph.replay()
         due = self._pieces[-1].due
         (logit_rows,) = device_kind(model.device).all_copied((batch.logit_rows,))
-        return model.end(due.x, due.rows, logit_rows, batch, caches)
+        # The last layer has read its input in: positions are not asked for any more.
+        step = ForwardPass(batch, caches, kernels, *self._tables)
+        return model.finish(due.x, due.rows, step, logit_rows)
 
     def _fill(self, batch: ForwardBatch) -> None:
         nowhere = np.full(self._num_rows - batch.num_tokens, -1)
@@ -142,7 +144,7 @@ class _Recording:
     inputs: Tensor
     tables: tuple[Tensor, Tensor]
     attended: Tensor
-    angles: tuple[Tensor, Tensor] | None = None
+    step: ForwardPass | None = None
 
     def pieces(self, recorder: Recorder) -> list[_Piece]:
         self._run_once()
@@ -166,9 +168,9 @@ class _Recording:
         num_rows = self.batch.num_tokens
         positions = self.inputs[num_rows : 2 * num_rows]
         cos, sin = (table[positions] for table in self.tables)
-        self.angles = cos, sin
+        self.step = ForwardPass(self.batch, self.caches, self.model.kernels, cos, sin)
         x = self.model.embed(self.inputs[:num_rows])
-        return self._until_due(0, x, self.model.enter(x))
+        return self._until_due(0, x, self.model.first_norm(x))
 
     def _go_on(self, pending: list[_Due]) -> _Due:
         """From what a layer attended to up to the next such layer. What was pending is taken away: it does not live
@@ -176,24 +178,25 @@ class _Recording:
         due = pending.pop()
         index, layer = due.index, self.model.layers[due.index]
         assert isinstance(layer.mixer, Attention)
-        mixed = layer.mixer.put_out(self.attended.flatten(1), due.rows, self.batch, self.model.kernels)
+        assert self.step is not None
+        mixed = layer.mixer.project_out(self.attended.flatten(1), due.rows, self.step)
         x, normed = self._add(index, due.x, mixed)
         del due, mixed
-        return self._until_due(index + 1, *self.model.feed(index, x, normed, len(normed), self.batch))
+        return self._until_due(index + 1, *self.model.run_mlp(index, x, normed, self.step, len(normed)))
 
     def _until_due(self, index: int, x: Tensor, normed: Tensor) -> _Due:
-        model, batch, caches, kernels = self.model, self.batch, self.caches, self.model.kernels
-        assert self.angles is not None
+        model, step = self.model, self.step
+        assert step is not None
         while True:
             mixer = model.layers[index].mixer
-            rows = mixer.take_in(normed, *self.angles, batch, caches, kernels)
+            rows = mixer.read_in(normed, step)
             if isinstance(mixer, Attention) or index == len(model.layers) - 1:
                 return _Due(index, x, rows)
-            mixed = mixer.give_out(rows, batch.all_layers, batch, caches, kernels)
+            mixed = mixer.mix(rows, step.batch.all_layers, step)
             del rows
             x, normed = self._add(index, x, mixed)
             del mixed
-            x, normed = model.feed(index, x, normed, len(normed), batch)
+            x, normed = model.run_mlp(index, x, normed, step, len(normed))
             index += 1
 
     def _add(self, index: int, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:

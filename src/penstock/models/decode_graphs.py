@@ -64,7 +64,8 @@ class DecodeGraph:
         )
 
         def launch() -> Tensor | None:
-            return model.run_layers(model.embed(tokens), batch, caches, positions, logit_rows=None)
+            step = model.begin_pass(batch, caches, positions)
+            return model.run_layers(model.embed(tokens), step, logit_rows=None)
 
         launch()  # libraries then have all that they need
         self._graph, logits = recorder.record(launch)

@@ -1,6 +1,6 @@
 """The decoder that all families share. What differs between them is in `ModelConfig`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields, is_dataclass
 from functools import cached_property
 
@@ -17,10 +17,9 @@ from penstock.kernels.probe.probe import ProbeShapes, ProductShape
 from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
-from penstock.layers.experts import ExpertMLP
-from penstock.layers.forward_batch import ForwardBatch
-from penstock.layers.fused_weight import FusedWeight, JoinedWeight
-from penstock.layers.mlp import GatedMLP
+from penstock.layers.forward_batch import ForwardBatch, ForwardPass
+from penstock.layers.linear import Linear
+from penstock.layers.mlp import ExpertMLP, GatedMLP
 from penstock.layers.rotary import Rotary
 from penstock.models.config import ModelConfig
 from penstock.models.graphs import PassGraphs
@@ -35,6 +34,24 @@ class DecoderLayer:
     mixer: Attention | DeltaNet
     mlp_norm: Tensor  # [hidden]
     mlp: GatedMLP | ExpertMLP
+
+    def products(self) -> tuple[Linear, ...]:
+        """Those that every row goes through."""
+        return self.mixer.products() + self.mlp.products()
+
+    def dense(self, next_norm: Tensor) -> DenseLayer | None:
+        """The layer for `Kernels.dense_layers`; None where it is of another kind, or has matrices that are not
+        quantised."""
+        match self.mixer, self.mlp:
+            case Attention(is_gated=False) as attention, GatedMLP():
+                products = [_dense_product(product) for product in self.products()]
+                quantised = [product for product in products if product is not None]
+                if len(quantised) < len(products):
+                    return None
+                qkv, out, gate_up, down = quantised
+                norms = attention.query_norm, attention.key_norm, self.mlp_norm, next_norm
+                return DenseLayer(qkv, out, gate_up, down, *norms)
+        return None
 
 
 class Decoder:
@@ -84,7 +101,7 @@ class Decoder:
 
     def _as_one_call(self) -> DenseLayers | None:
         """The layers for decodes, where all are dense and quantised."""
-        dense = [_dense_layer(layer, norm) for layer, norm in zip(self.layers, self._next_norms, strict=True)]
+        dense = [layer.dense(norm) for layer, norm in zip(self.layers, self._next_norms, strict=True)]
         layers = [layer for layer in dense if layer is not None]
         if len(layers) < len(dense):
             return None
@@ -128,51 +145,25 @@ class Decoder:
         """The products, heads and passes whose bits must not depend on the number of rows."""
         config = self.part
         return ProbeShapes(
-            products=_in_order(self._products()),
-            head=None if self._head is None else _product(self._head),
+            products=_shapes(product for layer in self.layers for product in layer.products()),
+            head=None if self._head is None else _shape(self._head),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             hidden_size=config.hidden_size,
-            mlp_widths=tuple(sorted({block.gate_up_weight.shape[0] // 2 for block in self._blocks()})),
+            mlp_widths=tuple(sorted({width for layer in self.layers for width in layer.mlp.widths})),
             rotary_dim=config.rotary_dim or config.head_dim,
             delta_net=model_shape(config).delta_net,
             num_experts=config.experts.num_experts if config.experts else 0,
-            expert_products=_in_order(
-                {shape for layer in self.layers for shape in _expert_products(layer.mlp)}
+            expert_products=_shapes(
+                product for layer in self.layers for product in layer.mlp.expert_products()
             ),
         )
-
-    def _products(self) -> set[ProductShape]:
-        pairs: list[tuple[FusedWeight, Tensor | None]] = []
-        for layer in self.layers:
-            mixer = layer.mixer
-            if isinstance(mixer, Attention):
-                pairs += [(mixer.qkv_weight, mixer.qkv_bias), (mixer.out_weight, mixer.out_bias)]
-            else:
-                pairs += [(mixer.in_weight, None), (mixer.out_weight, None)]
-            if isinstance(layer.mlp, ExpertMLP):
-                pairs.append((layer.mlp.router_weight, None))
-            block = layer.mlp.shared if isinstance(layer.mlp, ExpertMLP) else layer.mlp
-            if block is not None:
-                pairs += [(block.gate_up_weight, block.gate_up_bias), (block.down_weight, block.down_bias)]
-        return {product for weight, bias in pairs for product in _products_of(weight, bias)}
-
-    def _blocks(self) -> Iterator[GatedMLP]:
-        """The feed-forward blocks, one of each layer's experts for all of them."""
-        for layer in self.layers:
-            if isinstance(layer.mlp, GatedMLP):
-                yield layer.mlp
-            else:
-                yield layer.mlp.experts[0]
-                if layer.mlp.shared is not None:
-                    yield layer.mlp.shared
 
     @property
     def can_record(self) -> bool:
         """Whether passes are recorded. How many rows an expert has, the host must know before it is launched."""
-        is_dense = all(isinstance(layer.mlp, GatedMLP) for layer in self.layers)
-        return self.kernels.can_capture and self.is_whole and is_dense
+        return self.kernels.can_capture and self.is_whole and all(layer.mlp.is_dense for layer in self.layers)
 
     @property
     def num_weight_bytes(self) -> int:
@@ -215,92 +206,88 @@ class Decoder:
             return graph.run(batch, self, caches)
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
         token_ids, positions, logit_rows = device_kind(self.device).all_copied(numbers)
-        # No name for it here: it would live as long as the pass.
+        # No name for what enters: it would live as long as the pass.
         return self.run_layers(
-            self.embed(token_ids) if residual is None else residual, batch, caches, positions, logit_rows
+            self.embed(token_ids) if residual is None else residual,
+            self.begin_pass(batch, caches, positions),
+            logit_rows,
         )
+
+    def begin_pass(self, batch: ForwardBatch, caches: CacheTensors, positions: Tensor) -> ForwardPass:
+        """What the layers are told of a batch whose positions [rows] are on the device."""
+        cos, sin = self.rotary.tables(positions, batch.end_position)
+        return ForwardPass(batch, caches, self.kernels, cos, sin)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """What enters the first layer [rows, hidden]."""
         assert self._embedding is not None, "the stage that begins the model has the embedding"
         return self.kernels.embed(token_ids, self._embedding)
 
-    def enter(self, x: Tensor) -> Tensor:
+    def first_norm(self, x: Tensor) -> Tensor:
         """The first layer's norm of what enters it [rows, hidden]."""
         return self.kernels.rms_norm(x, self.layers[0].mixer_norm, self.config.norm_eps)
 
-    def run_layers(
-        self,
-        x: Tensor,
-        batch: ForwardBatch,
-        caches: CacheTensors,
-        positions: Tensor,
-        logit_rows: Tensor | None,
-    ) -> Tensor | None:
-        """`forward` from x [rows, hidden] on, with the batch's numbers on the device; without `logit_rows`, logits of
-        all rows are wanted. x may be written over."""
-        kernels = self.kernels
-        normed = self.enter(x)
-        cos, sin = self.rotary.tables(positions, batch.end_position)
+    def run_layers(self, x: Tensor, step: ForwardPass, logit_rows: Tensor | None) -> Tensor | None:
+        """`forward` from x [rows, hidden] on, which may be written over; without `logit_rows`, logits of all rows are
+        wanted."""
+        kernels, batch = self.kernels, step.batch
+        normed = self.first_norm(x)
         if self.dense_layers and not batch.is_canonical and batch.num_logits == len(x):
-            kvs = [caches.kv.layer(index) for index in range(len(self.layers))]
-            normed = self.dense_layers.run(x, normed, cos, sin, kvs, batch.places, batch.all_layers)
+            kvs = [step.caches.kv.layer(index) for index in range(len(self.layers))]
+            normed = self.dense_layers.run(x, normed, step.cos, step.sin, kvs, batch.places, batch.all_layers)
             return x if self._head is None else self._logits(normed, batch)
         # What a layer's second block has at a time; none: all rows.
         slabs = kernels.law.slabs(len(x), kernels.feed_rows) if 0 < kernels.feed_rows < len(x) else []
         for index, layer in enumerate(self.layers):
-            rows = layer.mixer.take_in(normed, cos, sin, batch, caches, kernels)
+            rows = layer.mixer.read_in(normed, step)
             del normed  # what is not needed any more is not held at the next high-water mark
             if self._head is not None and index == len(self.layers) - 1:
-                return self.end(x, rows, logit_rows, batch, caches)
-            mixed = layer.mixer.give_out(rows, batch.all_layers, batch, caches, kernels)
+                return self.finish(x, rows, step, logit_rows)
+            mixed = layer.mixer.mix(rows, batch.all_layers, step)
             del rows
-            if slabs and isinstance(layer.mlp, GatedMLP):
-                x, normed = self._feed_in_slabs(index, x, mixed, slabs, batch)
+            if slabs and layer.mlp.is_dense:
+                x, normed = self._run_mlp_in_slabs(index, x, mixed, slabs, step)
                 del mixed
                 continue
             x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, self.config.norm_eps)
             del mixed
-            x, normed = self.feed(index, x, normed, batch.num_tokens, batch)
+            x, normed = self.run_mlp(index, x, normed, step, batch.num_tokens)
         return x
 
-    def feed(
-        self, index: int, x: Tensor, normed: Tensor, num_rows: int, batch: ForwardBatch
+    def run_mlp(
+        self, index: int, x: Tensor, normed: Tensor, step: ForwardPass, num_rows: int
     ) -> tuple[Tensor, Tensor]:
-        """A layer's second block. Returns what leaves the layer, and its norm for the next."""
-        out = self.layers[index].mlp(normed, num_rows, batch, self.kernels)
+        """A layer's second block, of whose rows the first `num_rows` are no padding. Returns what leaves the layer,
+        and its norm for the next."""
+        out = self.layers[index].mlp(normed, step, num_rows)
         return self.kernels.add_norm(x, out, self._next_norms[index], self.config.norm_eps)
 
-    def _feed_in_slabs(
-        self, index: int, x: Tensor, mixed: Tensor, slabs: list[slice], batch: ForwardBatch
+    def _run_mlp_in_slabs(
+        self, index: int, x: Tensor, mixed: Tensor, slabs: list[slice], step: ForwardPass
     ) -> tuple[Tensor, Tensor]:
         """Add `mixed` to x, and go on to the end of the layer; what leaves it is written over both. What a few rows
         take is still in the device's own cache when it is read again."""
         kernels, eps = self.kernels, self.config.norm_eps
         for slab in slabs:
             total, normed = kernels.add_norm(x[slab], mixed[slab], self.layers[index].mlp_norm, eps)
-            out = self.layers[index].mlp(normed, len(normed), batch, kernels)
+            out = self.layers[index].mlp(normed, step)
             kernels.add_norm(total, out, self._next_norms[index], eps, into=(x[slab], mixed[slab]))
             del total, normed, out  # before the next are made
         return x, mixed
 
-    def end(
-        self,
-        x: Tensor,
-        rows: tuple[Tensor, ...],
-        logit_rows: Tensor | None,
-        batch: ForwardBatch,
-        caches: CacheTensors,
+    def finish(
+        self, x: Tensor, rows: tuple[Tensor, ...], step: ForwardPass, logit_rows: Tensor | None
     ) -> Tensor | None:
-        """From what the last layer took in to the logits, of the rows that they are wanted of."""
+        """From what the last layer read in to the logits, of the rows that they are wanted of."""
+        batch = step.batch
         if batch.num_logits == 0:
             return None
         if logit_rows is not None:
             x, rows = x[logit_rows], tuple(part[logit_rows] for part in rows)
         index, last = len(self.layers) - 1, self.layers[-1]
-        mixed = last.mixer.give_out(rows, batch.last_layer, batch, caches, self.kernels)
+        mixed = last.mixer.mix(rows, batch.last_layer, step)
         x, normed = self.kernels.add_norm(x, mixed, last.mlp_norm, self.config.norm_eps)
-        _, normed = self.feed(index, x, normed, batch.num_logits, batch)
+        _, normed = self.run_mlp(index, x, normed, step, batch.num_logits)
         return self._logits(normed[: batch.num_logits], batch)
 
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
@@ -315,56 +302,25 @@ class Decoder:
         return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)].float()
 
 
-def _dense_layer(layer: DecoderLayer, next_norm: Tensor) -> DenseLayer | None:
-    """None where it is a layer of another kind, or has matrices that are not quantised."""
-    mixer, mlp = layer.mixer, layer.mlp
-    if not isinstance(mixer, Attention) or mixer.is_gated or not isinstance(mlp, GatedMLP):
-        return None
-    qkv = _dense_product(mixer.qkv_weight, mixer.qkv_bias)
-    out = _dense_product(mixer.out_weight, mixer.out_bias)
-    gate_up = _dense_product(mlp.gate_up_weight, mlp.gate_up_bias)
-    down = _dense_product(mlp.down_weight, mlp.down_bias)
-    if qkv is None or out is None or gate_up is None or down is None:
-        return None
-    return DenseLayer(
-        qkv,
-        out,
-        gate_up,
-        down,
-        query_norm=mixer.query_norm,
-        key_norm=mixer.key_norm,
-        mlp_norm=layer.mlp_norm,
-        next_norm=next_norm,
-    )
-
-
-def _dense_product(weight: FusedWeight, bias: Tensor | None) -> DenseProduct | None:
+def _dense_product(product: Linear) -> DenseProduct | None:
     """None where some of it is not quantised."""
-    parts = weight.parts if isinstance(weight, JoinedWeight) else (weight,)
-    quantised = tuple(part for part in parts if isinstance(part, QuantisedWeight))
-    return DenseProduct(quantised, bias) if len(quantised) == len(parts) else None
+    quantised = tuple(part for part in product.parts if isinstance(part, QuantisedWeight))
+    return DenseProduct(quantised, product.bias) if len(quantised) == len(product.parts) else None
 
 
-def _expert_products(mlp: GatedMLP | ExpertMLP) -> Iterator[ProductShape]:
-    """Those of one expert, which are those of all."""
-    if isinstance(mlp, ExpertMLP):
-        for weight in (mlp.experts[0].gate_up_weight, mlp.experts[0].down_weight):
-            yield from _products_of(weight)
+def _shapes(products: Iterable[Linear]) -> tuple[ProductShape, ...]:
+    """The distinct ones."""
+    shapes = {
+        _shape(part, bias)
+        for product in products
+        for part, bias in zip(product.parts, product.biases, strict=True)
+    }
+    return tuple(sorted(shapes, key=astuple))
 
 
-def _products_of(weight: FusedWeight, bias: Tensor | None = None) -> Iterator[ProductShape]:
-    parts = weight.with_biases(bias) if isinstance(weight, JoinedWeight) else [(weight, bias)]
-    for part, own_bias in parts:
-        yield _product(part, own_bias)
-
-
-def _product(weight: Weight, bias: Tensor | None = None) -> ProductShape:
+def _shape(weight: Weight, bias: Tensor | None = None) -> ProductShape:
     form = weight.form.name if isinstance(weight, QuantisedWeight) else ""
     return ProductShape(weight.shape[0], weight.shape[1], bias is not None, form)
-
-
-def _in_order(shapes: set[ProductShape]) -> tuple[ProductShape, ...]:
-    return tuple(sorted(shapes, key=astuple))
 
 
 def _tensors(part: object) -> Iterator[Tensor]:

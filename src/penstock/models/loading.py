@@ -11,9 +11,8 @@ from penstock.kernels.interface import DeltaHeads, Kernels
 from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
-from penstock.layers.experts import ExpertMLP
-from penstock.layers.fused_weight import FusedWeight, JoinedWeight
-from penstock.layers.mlp import GatedMLP
+from penstock.layers.linear import Linear
+from penstock.layers.mlp import ExpertMLP, GatedMLP
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.models.config import DeltaNetConfig, ExpertsConfig
 from penstock.models.decoder import Decoder, DecoderLayer
@@ -175,12 +174,13 @@ class _Loader:
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             norm_eps=config.norm_eps,
-            qkv_weight=self._matrix(self._qkv(prefix, "weight"), self._qkv_size, config.hidden_size),
-            qkv_bias=self._assembled(self._qkv(prefix, "bias"), self._dtype, self._qkv_size)
-            if config.qkv_bias
-            else None,
-            out_weight=self._packed(f"{prefix}.o_proj.weight", config.hidden_size, query),
-            out_bias=self._tensor(f"{prefix}.o_proj.bias", config.hidden_size) if config.out_bias else None,
+            qkv=self._fused(
+                self._qkv(prefix, "weight"),
+                self._qkv(prefix, "bias") if config.qkv_bias else [],
+                self._qkv_size,
+                config.hidden_size,
+            ),
+            out=self._linear(f"{prefix}.o_proj", config.hidden_size, query, config.out_bias),
             query_norm=self._norm(f"{prefix}.q_norm.weight", config.head_dim) if config.head_norm else None,
             key_norm=self._norm(f"{prefix}.k_norm.weight", config.head_dim) if config.head_norm else None,
             is_gated=config.gated_attention,
@@ -225,12 +225,13 @@ class _Loader:
                 decay_bias=bias,
                 norm=self._float32(f"{prefix}.norm.weight", net.value_head_dim),
             ),
-            in_weight=self._matrix(
+            inputs=self._fused(
                 self._delta_inputs(prefix, net, lanes),
+                [],
                 net.conv_size + net.value_size + 2 * lanes,
                 self._config.hidden_size,
             ),
-            out_weight=self._packed(f"{prefix}.out_proj.weight", self._config.hidden_size, net.value_size),
+            out=self._linear(f"{prefix}.out_proj", self._config.hidden_size, net.value_size, False),
         )
 
     def _delta_inputs(self, prefix: str, net: DeltaNetConfig, lanes: int) -> list[Part]:
@@ -265,10 +266,8 @@ class _Loader:
             return [Part(f"{prefix}.gate_proj.{kind}"), Part(f"{prefix}.up_proj.{kind}", width)]
 
         return GatedMLP(
-            gate_up_weight=self._matrix(gate_up("weight"), 2 * width, hidden),
-            gate_up_bias=self._assembled(gate_up("bias"), self._dtype, 2 * width) if has_bias else None,
-            down_weight=self._packed(f"{prefix}.down_proj.weight", hidden, width),
-            down_bias=self._tensor(f"{prefix}.down_proj.bias", hidden) if has_bias else None,
+            gate_up=self._fused(gate_up("weight"), gate_up("bias") if has_bias else [], 2 * width, hidden),
+            down=self._linear(f"{prefix}.down_proj", hidden, width, has_bias),
         )
 
     def _experts(self, prefix: str, experts: ExpertsConfig) -> ExpertMLP:
@@ -290,7 +289,7 @@ class _Loader:
                 for expert in range(count)
             ]
         return ExpertMLP(
-            router_weight=self._kernels.pack(router),
+            router=Linear((self._kernels.pack(router),)),
             experts=tuple(blocks),
             shared=self._mlp(f"{prefix}.shared_expert", shared, False) if shared else None,
             num_active=experts.num_active,
@@ -304,11 +303,11 @@ class _Loader:
         gate_up = self._tensor(f"{prefix}.gate_up_proj", count, 2 * inner, hidden)
         if width > inner:
             gate_up = pad(gate_up.view(count, 2, inner, hidden), (0, 0, 0, width - inner)).flatten(1, 2)
-        gate_ups = [self._pack(gate_up[expert]) for expert in range(count)]
+        gate_ups = [Linear((self._pack(gate_up[expert]),)) for expert in range(count)]
         del gate_up
         down = torch.zeros(count, hidden, width, dtype=self._dtype, device=self._device)
         self._source.load_into(f"{prefix}.down_proj", down[:, :, :inner])
-        return [GatedMLP(gate_ups[expert], None, self._pack(down[expert]), None) for expert in range(count)]
+        return [GatedMLP(gate_ups[expert], Linear((self._pack(down[expert]),))) for expert in range(count)]
 
     # Tensors
 
@@ -317,16 +316,19 @@ class _Loader:
         self._source.load_into(name, out)
         return out
 
-    def _packed(self, name: str, *shape: int) -> Weight:
-        return self._weights([Part(name)], *shape)[0]
+    def _linear(self, name: str, height: int, width: int, has_bias: bool) -> Linear:
+        """One tensor of the file, and its bias."""
+        bias = [Part(f"{name}.bias")] if has_bias else []
+        return self._fused([Part(f"{name}.weight")], bias, height, width)
 
-    def _matrix(self, parts: list[Part], height: int, width: int) -> FusedWeight:
-        """Tensors as one weight [height, width] for products."""
-        weights = self._weights(parts, height, width)
-        return weights[0] if len(weights) == 1 else JoinedWeight(weights)
+    def _fused(self, weights: list[Part], biases: list[Part], height: int, width: int) -> Linear:
+        """Tensors as one weight [height, width], and as one bias."""
+        bias = self._assembled(biases, self._dtype, height) if biases else None
+        return Linear(self._weights(weights, height, width), bias)
 
     def _weights(self, parts: list[Part], height: int, width: int) -> tuple[Weight, ...]:
-        """The same, as several of successive outputs where the file's forms differ and are kept."""
+        """Tensors as one weight [height, width] for products; as several of successive outputs where the file's forms
+        differ and are kept."""
         if kept := self._kept(parts, height, width):
             return kept
         dtype = self._dtype if self._form is None else torch.float32
