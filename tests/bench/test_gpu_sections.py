@@ -18,7 +18,7 @@ from penstock.bench.gpu_power import PowerSample, watch_power
 from penstock.bench.gpu_requests import Requests, tokens_to_last
 from penstock.bench.gpu_results import GpuResults, read_results
 from penstock.bench.gpu_workload import PLAN, GpuModel, Section
-from penstock.engine.space import CacheSpace
+from penstock.cache.space import CacheSpace
 from penstock.measure.transformers_model import load_transformers
 from penstock.plan.step import SpanKind
 from tests.bench.gpu_tiny import TINY, tiny_job

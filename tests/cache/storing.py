@@ -14,13 +14,21 @@ from penstock.cache.tensors import CacheSpec
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()
 ABOUT = {"model": "tiny", "dtype": "bfloat16"}
-PLAIN = CacheSpec(KVSpec(num_layers=2, num_kv_heads=1, head_dim=3, dtype=torch.bfloat16))
+PLAIN = CacheSpec((KVSpec(num_layers=2, num_kv_heads=1, head_dim=3, dtype=torch.bfloat16),))
 # Tails of an odd number of bytes, and matrices whose size is no multiple of anything.
 HYBRID = CacheSpec(
-    KVSpec(num_layers=1, num_kv_heads=2, head_dim=5, dtype=torch.float32),
+    (KVSpec(num_layers=1, num_kv_heads=2, head_dim=5, dtype=torch.float32),),
     RecurrentSpec(
         num_layers=3, conv_tail=3, conv_size=7, num_heads=1, key_dim=5, value_dim=3, dtype=torch.bfloat16
     ),
+)
+# Two K/V groups of different sizes and dtypes, as of layers with and without a window.
+GROUPS = CacheSpec(
+    (
+        KVSpec(num_layers=2, num_kv_heads=1, head_dim=3, dtype=torch.bfloat16),
+        KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32),
+    ),
+    HYBRID.recurrent,
 )
 
 
@@ -34,10 +42,13 @@ def keys_of(num_blocks: int, name: str = "a prompt") -> list[bytes]:
     return [hashlib.sha256(f"{name} {index}".encode()).digest() for index in range(num_blocks)]
 
 
-def kv_of(keys: list[bytes], spec: CacheSpec = PLAIN) -> Tensor:
-    """Random bits that follow from the keys: NaNs of every kind among them."""
-    shape = (2, spec.kv.num_layers, 64, spec.kv.num_kv_heads, spec.kv.head_dim)
-    return torch.stack([_bits(key, shape, spec.kv.dtype) for key in keys])
+def kv_of(keys: list[bytes], spec: CacheSpec = PLAIN) -> list[Tensor]:
+    """Random bits of each K/V group that follow from the keys: NaNs of every kind among them."""
+    groups: list[Tensor] = []
+    for index, kv in enumerate(spec.kv_groups):
+        shape = (2, kv.num_layers, 64, kv.num_kv_heads, kv.head_dim)
+        groups.append(torch.stack([_bits(key + bytes(index), shape, kv.dtype) for key in keys]))
+    return groups
 
 
 def state_of(key: bytes, spec: CacheSpec = HYBRID) -> tuple[Tensor, Tensor]:
@@ -57,8 +68,10 @@ def bytes_in(tensor: Tensor) -> bytes:
 def assert_right(found: StoredPrefix, keys: list[bytes], spec: CacheSpec = PLAIN) -> None:
     """What was found is what belongs to these keys, to the bit."""
     used = keys[found.start : found.start + found.num_blocks]
-    for block, kv in zip(found.blocks, kv_of(used, spec), strict=True):
-        assert (bytes_in(block.keys), bytes_in(block.values)) == (bytes_in(kv[0]), bytes_in(kv[1]))
+    for place, block in enumerate(found.blocks):
+        for read, values, kv in zip(block.keys, block.values, kv_of(used, spec), strict=True):
+            assert (read.shape, values.shape) == (kv[place][0].shape, kv[place][1].shape)
+            assert (bytes_in(read), bytes_in(values)) == (bytes_in(kv[place][0]), bytes_in(kv[place][1]))
     if spec.recurrent is None:
         assert found.state is None
     else:

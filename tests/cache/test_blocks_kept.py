@@ -24,7 +24,7 @@ class Keeper:
         self.asked.append(num_blocks)
         for block in [block for block in self.idle if self.pool.is_idle(block)][:num_blocks]:
             self.pool.drop(block)
-        self.idle = [block for block in self.idle if self.pool.is_idle(block)]
+        self.idle[:] = [block for block in self.idle if self.pool.is_idle(block)]
 
     def idle_pool(self, num_idle: int) -> BlockPool:
         """Blocks [0, num_idle) are idle, the others free."""

@@ -22,7 +22,7 @@ def test_bytes_are_what_the_tensors_take(dtype: torch.dtype) -> None:
     cache = KVCache(spec, num_blocks=4)
     assert spec.bytes_per_token == 2 * 2 * 3 * 5 * dtype.itemsize
     everything = [TokenRange(0, 4 * BLOCK_TOKENS)]
-    parts = [cache.read(layer, everything) for layer in range(2)]
+    parts = [cache.layer(layer).read(everything) for layer in range(2)]
     assert cache.num_bytes == sum(part.keys.nbytes + part.values.nbytes for part in parts)
 
 
@@ -30,7 +30,7 @@ def test_bytes_are_what_the_tensors_take(dtype: torch.dtype) -> None:
 def test_a_new_cache_is_zero_and_aligned(dtype: torch.dtype) -> None:
     cache = KVCache(KVSpec(num_layers=3, num_kv_heads=3, head_dim=5, dtype=dtype), num_blocks=3)
     for layer in range(3):
-        kv = cache.read(layer, [TokenRange(0, 3 * BLOCK_TOKENS)])
+        kv = cache.layer(layer).read([TokenRange(0, 3 * BLOCK_TOKENS)])
         for tensor in (kv.keys, kv.values):
             assert tensor.dtype == dtype
             assert not tensor.any()
@@ -54,27 +54,27 @@ def test_what_is_written_is_read_and_nothing_else_changes(
     cache = KVCache(KVSpec(num_layers=2, num_kv_heads=3, head_dim=5, dtype=dtype), num_blocks=4)
     num_tokens = sum(map(len, places))
     keys, values = rows(num_tokens, 1, dtype), rows(num_tokens, 2, dtype)
-    cache.write(1, places, keys, values)
-    kv = cache.read(1, places)
+    cache.layer(1).write(places, keys, values)
+    kv = cache.layer(1).read(places)
     assert torch.equal(kv.keys, keys)
     assert torch.equal(kv.values, values)
     everything = [TokenRange(0, 256)]
-    assert not cache.read(0, everything).keys.any()
-    assert not cache.read(0, everything).values.any()
+    assert not cache.layer(0).read(everything).keys.any()
+    assert not cache.layer(0).read(everything).values.any()
     expected_keys, expected_values = torch.zeros(2, 256, 3, 5, dtype=dtype)
     index = torch.tensor(
         [place for part in places for place in range(part.start, part.end)], dtype=torch.long
     )
     expected_keys[index], expected_values[index] = keys, values
-    assert torch.equal(cache.read(1, everything).keys, expected_keys)
-    assert torch.equal(cache.read(1, everything).values, expected_values)
+    assert torch.equal(cache.layer(1).read(everything).keys, expected_keys)
+    assert torch.equal(cache.layer(1).read(everything).values, expected_values)
 
 
 def test_one_range_is_read_in_place_and_several_are_copied() -> None:
     cache = KVCache(SPEC, num_blocks=2)
-    view = cache.read(0, [TokenRange(3, 9)])
-    copy = cache.read(0, [TokenRange(3, 6), TokenRange(6, 9)])
-    cache.write(0, [TokenRange(3, 9)], rows(6), rows(6))
+    view = cache.layer(0).read([TokenRange(3, 9)])
+    copy = cache.layer(0).read([TokenRange(3, 6), TokenRange(6, 9)])
+    cache.layer(0).write([TokenRange(3, 9)], rows(6), rows(6))
     assert torch.equal(view.keys, rows(6))
     assert torch.equal(view.values, rows(6))
     assert not copy.keys.any()
@@ -84,44 +84,24 @@ def test_one_range_is_read_in_place_and_several_are_copied() -> None:
 @pytest.mark.parametrize("places", [[], [TokenRange(60, 70)], [TokenRange(90, 95), TokenRange(0, 5)]])
 def test_padded_reading_is_a_copy_with_zeros_after_the_end(places: list[TokenRange]) -> None:
     cache = KVCache(SPEC, num_blocks=2)
-    cache.write(1, [TokenRange(0, 128)], rows(128, 1), rows(128, 2))
-    plain, num_tokens = cache.read(1, places), sum(map(len, places))
+    cache.layer(1).write([TokenRange(0, 128)], rows(128, 1), rows(128, 2))
+    plain, num_tokens = cache.layer(1).read(places), sum(map(len, places))
     for padded_to in (num_tokens, num_tokens + 1, 64):
-        padded = cache.read_padded(1, places, padded_to)
+        padded = cache.layer(1).read_padded(places, padded_to)
         for got, expected in ((padded.keys, plain.keys), (padded.values, plain.values)):
             assert got.shape == (padded_to, 3, 5)
             assert torch.equal(got[:num_tokens], expected)
             assert not got[num_tokens:].any()
             got.fill_(7)
-    assert torch.equal(cache.read(1, [TokenRange(0, 128)]).keys, rows(128, 1))
-    with pytest.raises(ValueError, match="do not fit"):
-        cache.read_padded(1, [TokenRange(0, 3)], 2)
+    assert torch.equal(cache.layer(1).read([TokenRange(0, 128)]).keys, rows(128, 1))
 
 
 def test_writes_work_in_inference_mode_and_out_of_it() -> None:
     cache = KVCache(SPEC, num_blocks=1)
     with torch.inference_mode():
-        cache.write(0, [TokenRange(0, 2)], rows(2), rows(2))
-    cache.write(0, [TokenRange(2, 4)], rows(2), rows(2))
-    assert torch.equal(cache.read(0, [TokenRange(0, 4)]).keys, torch.cat([rows(2), rows(2)]))
-
-
-@pytest.mark.parametrize(
-    ("keys", "values"),
-    [
-        (rows(3), rows(4)),
-        (rows(4), rows(3)),
-        (rows(4).reshape(4, 5, 3), rows(4)),
-        (rows(1), rows(1)),
-        (rows(4), rows(4).to(torch.bfloat16)),
-        (rows(4).to("meta"), rows(4)),
-    ],
-)
-def test_a_wrong_tensor_is_an_error_and_nothing_is_written(keys: torch.Tensor, values: torch.Tensor) -> None:
-    cache = KVCache(SPEC, num_blocks=1)
-    with pytest.raises(ValueError, match=r"must be torch.float32 \[4, 3, 5\] on cpu, not"):
-        cache.write(0, [TokenRange(0, 4)], keys, values)
-    assert not cache.read(0, [TokenRange(0, 64)]).keys.any()
+        cache.layer(0).write([TokenRange(0, 2)], rows(2), rows(2))
+    cache.layer(0).write([TokenRange(2, 4)], rows(2), rows(2))
+    assert torch.equal(cache.layer(0).read([TokenRange(0, 4)]).keys, torch.cat([rows(2), rows(2)]))
 
 
 @pytest.mark.parametrize(
@@ -129,14 +109,9 @@ def test_a_wrong_tensor_is_an_error_and_nothing_is_written(keys: torch.Tensor, v
 )
 def test_places_outside_the_cache_are_errors(place: TokenRange) -> None:
     cache = KVCache(SPEC, num_blocks=1)
-    num_tokens = place.end - place.start
-    if num_tokens > 0:
-        with pytest.raises(ValueError, match="outside the cache's 64 places"):
-            cache.write(0, [place], rows(num_tokens), rows(num_tokens))
-    with pytest.raises(ValueError, match="outside"):
-        cache.read(0, [place])
-    with pytest.raises(ValueError, match="outside"):
-        cache.read_padded(0, [place], 64)
+    with pytest.raises(ValueError, match="outside the cache's 64 places"):
+        cache.check_places([TokenRange(0, 64), place])
+    cache.check_places([TokenRange(0, 64), TokenRange(64, 64), TokenRange(3, 3)])
 
 
 def test_nonsense_is_an_error() -> None:
@@ -160,7 +135,7 @@ from penstock.cache.sequence import TokenRange
 cache = KVCache(KVSpec(num_layers=4, num_kv_heads=8, head_dim=64, dtype=torch.float32), num_blocks=512)
 ones = torch.ones(64, 8, 64)
 for layer in range(4):
-    cache.write(layer, [TokenRange(0, 64)], ones, ones)
+    cache.layer(layer).write([TokenRange(0, 64)], ones, ones)
 assert cache.num_bytes == 512 * 2**20
 """)
     assert growth < 512 * 2**20 // 8

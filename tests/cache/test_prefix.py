@@ -34,7 +34,7 @@ class Engine:
         self.index = PrefixIndex(self.blocks, self.slots, max_snapshots=max_snapshots)
 
     def sequence(self) -> SequenceCache:
-        return SequenceCache(self.blocks, self.slots)
+        return SequenceCache([self.blocks], self.slots)
 
     def read(self, text: str, num_clean: int | None = None, states: str = "") -> SequenceCache:
         """A sequence with blocks of its own for this text, known to the index, and the states after `states`."""
@@ -81,7 +81,7 @@ def test_what_was_read_is_found_and_shared() -> None:
     assert hit == PrefixHit(tuple(ids[:2]), 2, None)
     assert hit.num_tokens == 128
     second = engine.sequence()
-    second.adopt(hit.blocks, hit.slot)
+    second.adopt([hit.blocks], hit.slot)
     first.free()
     assert (engine.blocks.num_idle, engine.blocks.num_free, engine.blocks.num_available) == (1, 5, 6)
     assert engine.known("abc") == ["abc"]
@@ -137,7 +137,7 @@ def test_what_branches_off_goes_before_what_it_branches_off_from() -> None:
     trunk = engine.index.find(keys_of("ab"))
     for letter in "cd":
         branch = engine.sequence()
-        branch.adopt(trunk.blocks, None)
+        branch.adopt([trunk.blocks], None)
         branch.reserve(128, [192])
         branch.commit(192)
         engine.insert(branch, "ab" + letter)
@@ -164,7 +164,7 @@ def test_a_block_that_was_idle_and_is_in_use_again_is_not_given_up() -> None:
     engine = Engine(6)
     engine.leave("abc")
     adopted = engine.sequence()
-    adopted.adopt(engine.index.find(keys_of("abc")).blocks, None)
+    adopted.adopt([engine.index.find(keys_of("abc")).blocks], None)
     engine.leave("xyz")  # used later, and idle
     engine.need(3)
     assert engine.known("abc", "xyz") == ["abc", ""]
@@ -255,7 +255,7 @@ def test_a_hit_ends_where_a_state_is() -> None:
     assert hit == PrefixHit((0, 1), 2, slot)
     assert engine.index.find(keys_of("a")) == NOTHING
     other = engine.sequence()
-    other.adopt(hit.blocks, hit.slot)
+    other.adopt([hit.blocks], hit.slot)
     assert (other.num_tokens, other.state and other.state.slot) == (128, slot)
     engine.check()
 
@@ -298,7 +298,7 @@ def test_a_state_that_is_adopted_outlives_its_place_in_the_index() -> None:
     engine.leave("ab", states="ab")
     hit = engine.index.find(keys_of("ab"))
     sequence = engine.sequence()
-    sequence.adopt(hit.blocks, hit.slot)
+    sequence.adopt([hit.blocks], hit.slot)
     engine.leave("cd", states="cd")
     assert engine.known("ab") == [""]
     assert sequence.state is not None
@@ -357,7 +357,7 @@ def test_the_order_of_eviction_does_not_grow_with_use() -> None:
     for _ in range(200):
         hit = engine.index.find(keys_of("abcd"))
         sequence = engine.sequence()
-        sequence.adopt(hit.blocks, hit.slot)
+        sequence.adopt([hit.blocks], hit.slot)
         sequence.free()
         engine.index.check_integrity()
     assert len(engine.index._order) < 100

@@ -80,7 +80,7 @@ class CacheMachine(RuleBasedStateMachine):
         places = life.blocks.locate(start, start + len(tokens))
         for layer in range(SPEC.num_layers):
             keys = torch.tensor([[[t, layer]] for t in tokens], dtype=torch.float32)
-            self.cache.write(layer, places, keys, -keys)
+            self.cache.layer(layer).write(places, keys, -keys)
 
     @rule(data=st.data(), count=num_tokens_strategy)
     def reserve(self, data: st.DataObject, count: int) -> None:
@@ -168,7 +168,7 @@ class CacheMachine(RuleBasedStateMachine):
             for layer in range(SPEC.num_layers):
                 expected = torch.tensor([[[t, layer]] for t in life.tokens], dtype=torch.float32)
                 expected = expected.reshape(length, 1, 2)
-                kv = self.cache.read(layer, places)
+                kv = self.cache.layer(layer).read(places)
                 assert torch.equal(kv.keys, expected)
                 assert torch.equal(kv.values, -expected)
 
@@ -210,10 +210,10 @@ def test_chunks_read_back_as_one_whole_in_one_extent_or_several(
         start = sequence.num_tokens
         end = min(start + chunk, num_tokens)
         sequence.reserve(end)
-        cache.write(0, sequence.locate(start, end), keys[start:end], -keys[start:end])
+        cache.layer(0).write(sequence.locate(start, end), keys[start:end], -keys[start:end])
         sequence.commit(end)
     assert len(sequence.extents) == (-(-num_tokens // BLOCK_TOKENS) if scattered else 1)
     places = sequence.locate(0, num_tokens)
-    for kv in (cache.read(0, places), cache.read_padded(0, places, num_tokens)):
+    for kv in (cache.layer(0).read(places), cache.layer(0).read_padded(places, num_tokens)):
         assert torch.equal(kv.keys, keys)
         assert torch.equal(kv.values, -keys)

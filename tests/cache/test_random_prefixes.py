@@ -99,7 +99,7 @@ class PrefixMachine(RuleBasedStateMachine):
     # What the oracle does.
 
     def new_life(self) -> Life:
-        return Life(SequenceCache(self.pool, self.slots), [], [], 0)
+        return Life(SequenceCache([self.pool], self.slots), [], [], 0)
 
     def held(self) -> set[int]:
         return {block for life in self.lives for block in life.cache.blocks.block_ids}
@@ -245,7 +245,7 @@ class PrefixMachine(RuleBasedStateMachine):
         prompt = tokens_of(text)
         self.lives[pick] = life = Life(life.cache, [], prompt, 0)
         hit = self.look_up(prompt, clean_only)
-        life.cache.adopt(hit.blocks, hit.slot)
+        life.cache.adopt([hit.blocks], hit.slot)
         life.tokens = prompt[: hit.num_tokens]
         life.num_clean = hit.num_clean * BLOCK_TOKENS
         self.read_on(life, count)
@@ -262,7 +262,7 @@ class PrefixMachine(RuleBasedStateMachine):
         hit = self.look_up(life.prompt, clean_only=False)
         if len(hit.blocks) <= num_held or set(hit.blocks[num_held:]) & set(life.cache.blocks.block_ids):
             return
-        life.cache.adopt(hit.blocks[num_held:], hit.slot)
+        life.cache.adopt([hit.blocks[num_held:]], hit.slot)
         if life.num_clean == len(life.tokens):
             life.num_clean = max(min(hit.num_clean, len(hit.blocks)) * BLOCK_TOKENS, life.num_clean)
         life.tokens = life.prompt[: hit.num_tokens]

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.cache import EMPTY, SequenceState, SlotPool, StateSnapshot, StateStep
+from penstock.cache import EMPTY, SequenceState, SlotPool, StateStep
 from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
 from penstock.errors import CacheFullError
 
@@ -34,14 +34,14 @@ def stamp_after(stamp: int, tokens: Sequence[int]) -> int:
 def run(cache: RecurrentCache, step: StateStep, start: int, tokens: Sequence[int]) -> None:
     """Run `tokens`, those from `start` on: each state from the one before it, the first from the slot read."""
     for layer in range(SPEC.num_layers):
-        tail = [int(value) for value in cache.tail(layer, step.read).flatten()]
-        stamp = int(cache.matrix(layer, step.read).flatten()[0])
+        tail = [int(value) for value in cache.layer(layer).tail(step.read).flatten()]
+        stamp = int(cache.layer(layer).matrix(step.read).flatten()[0])
         done = start
         for write in step.writes:
             part = [token + layer for token in tokens[done - start : write.end - start]]
             tail, stamp, done = [*tail, *part][-3:], stamp_after(stamp, part), write.end
-            cache.tail_out(layer, write.slot).copy_(torch.tensor(tail).unsqueeze(1))
-            cache.matrix_out(layer, write.slot).copy_(torch.tensor([[[stamp, -stamp]]]))
+            cache.layer(layer).tail_out(write.slot).copy_(torch.tensor(tail).unsqueeze(1))
+            cache.layer(layer).matrix_out(write.slot).copy_(torch.tensor([[[stamp, -stamp]]]))
 
 
 def check_state(cache: RecurrentCache, slot: int, tokens: Sequence[int]) -> None:
@@ -49,8 +49,8 @@ def check_state(cache: RecurrentCache, slot: int, tokens: Sequence[int]) -> None
     for layer in range(SPEC.num_layers):
         shifted = [token + layer for token in tokens]
         stamp = stamp_after(0, shifted)
-        assert cache.tail(layer, slot).flatten().tolist() == [0, 0, 0, *shifted][-3:]
-        assert cache.matrix(layer, slot).flatten().tolist() == [stamp, -stamp]
+        assert cache.layer(layer).tail(slot).flatten().tolist() == [0, 0, 0, *shifted][-3:]
+        assert cache.layer(layer).matrix(slot).flatten().tolist() == [stamp, -stamp]
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +77,9 @@ class Life:
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """A live snapshot and the tokens whose state it should be."""
+    """A slot that another owner holds, and the tokens whose state it should be."""
 
-    snapshot: StateSnapshot
+    slot: int
     tokens: tuple[int, ...]
 
 
@@ -102,7 +102,7 @@ class StateMachine(RuleBasedStateMachine):
         return self.held[data.draw(st.integers(0, len(self.held) - 1))]
 
     def slots_in_use(self) -> set[int]:
-        slots = {*self.pinned, *(held.snapshot.slot for held in self.held)}
+        slots = {*self.pinned, *(held.slot for held in self.held)}
         for life in self.lives:
             slots.update(life.slots.values())
             for flying in life.steps:
@@ -174,10 +174,10 @@ class StateMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def take_snapshot(self, data: st.DataObject) -> None:
         life = self.draw_life(data, in_step=None)
-        if life is not None:
+        if life is not None and life.tokens:
             num_free = self.pool.num_free
-            self.held.append(Held(life.state.snapshot(), tuple(life.tokens)))
-            assert self.held[-1].snapshot.num_tokens == len(life.tokens)
+            self.pool.retain(life.state.slot)
+            self.held.append(Held(life.state.slot, tuple(life.tokens)))
             assert self.pool.num_free == num_free
 
     @precondition(lambda self: self.held)
@@ -185,27 +185,21 @@ class StateMachine(RuleBasedStateMachine):
     def release_snapshot(self, data: st.DataObject) -> None:
         held = self.draw_held(data)
         self.held.remove(held)
-        held.snapshot.release()
-        with pytest.raises(ValueError, match="released"):
-            held.snapshot.release()
+        self.pool.release(held.slot)
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
-    def restore(self, data: st.DataObject) -> None:
+    def adopt(self, data: st.DataObject) -> None:
+        """Go on from a state that is further on, or begin again and go on from any."""
         life, held = self.draw_life(data), self.draw_held(data)
         if life is not None:
-            life.state.restore(held.snapshot)
+            if len(held.tokens) <= len(life.tokens):
+                with pytest.raises(ValueError, match="cannot adopt"):
+                    life.state.adopt(len(held.tokens), held.slot)
+                life.state.free()
+            life.state.adopt(len(held.tokens), held.slot)
             life.tokens = list(held.tokens)
-            life.slots = {len(held.tokens): held.snapshot.slot} if held.tokens else {}
-
-    @rule(data=st.data())
-    def rewind(self, data: st.DataObject) -> None:
-        life = self.draw_life(data)
-        if life is not None:
-            position = data.draw(st.sampled_from([0, *life.slots]))
-            life.state.rewind(position)
-            del life.tokens[position:]
-            life.slots = {kept: slot for kept, slot in life.slots.items() if kept <= position}
+            life.slots = {len(held.tokens): held.slot}
 
     @rule(data=st.data(), use_again=st.booleans())
     def free(self, data: st.DataObject, use_again: bool) -> None:
@@ -237,7 +231,7 @@ class StateMachine(RuleBasedStateMachine):
                 for position, slot in flying.slots.items():
                     check_state(self.cache, slot, flying.tokens[:position])
         for held in self.held:
-            check_state(self.cache, held.snapshot.slot, held.tokens)
+            check_state(self.cache, held.slot, held.tokens)
         check_state(self.cache, EMPTY, [])
 
     def teardown(self) -> None:
@@ -246,7 +240,7 @@ class StateMachine(RuleBasedStateMachine):
         for life in self.lives:
             life.state.free()
         for held in self.held:
-            held.snapshot.release()
+            self.pool.release(held.slot)
         for slot in self.pinned:
             self.pool.release(slot)
         self.pool.check_integrity()

@@ -30,7 +30,7 @@ class Subject:
     def __init__(self, has_state: bool) -> None:
         self.blocks, self.slots = BlockPool(NUM_BLOCKS), SlotPool(NUM_SLOTS)
         self.kv, self.states = KVCache(KV_SPEC, NUM_BLOCKS), RecurrentCache(SPEC, NUM_SLOTS)
-        self.cache = SequenceCache(self.blocks, self.slots if has_state else None)
+        self.cache = SequenceCache([self.blocks], self.slots if has_state else None)
         self.in_flight: list[Chunk] = []
 
     def issue(self, chunk: Chunk, tokens: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ def test_steps_in_flight_end_as_one_at_a_time(depth: int, has_state: bool, data:
 def test_so_many_steps_need_so_many_slots_and_one_more() -> None:
     for depth in range(1, 5):
         slots = SlotPool(depth + 1)
-        cache = SequenceCache(BlockPool(8), slots)
+        cache = SequenceCache([BlockPool(8)], slots)
         for step in range(20):
             cache.reserve(step, [step + 1])
             if cache.num_in_flight == depth:
@@ -122,7 +122,7 @@ def test_so_many_steps_need_so_many_slots_and_one_more() -> None:
 
 def test_steps_are_committed_in_their_order() -> None:
     for slots in (None, SlotPool(4)):
-        cache = SequenceCache(BlockPool(4), slots)
+        cache = SequenceCache([BlockPool(4)], slots)
         cache.reserve(0, [64])
         cache.reserve(64, [128])
         with pytest.raises(ValueError, match="accepted is 64"):
@@ -135,7 +135,7 @@ def test_steps_are_committed_in_their_order() -> None:
 
 
 def test_nothing_is_cut_under_a_step() -> None:
-    cache = SequenceCache(BlockPool(4))
+    cache = SequenceCache([BlockPool(4)])
     cache.reserve(0, [64])
     cache.commit(64)
     cache.reserve(64, [128])

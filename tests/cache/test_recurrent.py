@@ -27,7 +27,7 @@ def test_a_new_cache_is_zero_and_every_slot_is_contiguous_and_aligned(
     cache = RecurrentCache(replace(spec, dtype=dtype), num_slots=5)
     for layer in range(spec.num_layers):
         for slot in (EMPTY, 0, 1, 2, 3, 4):
-            tail, matrix = cache.tail(layer, slot), cache.matrix(layer, slot)
+            tail, matrix = cache.layer(layer).tail(slot), cache.layer(layer).matrix(slot)
             assert (tail.shape, tail.dtype) == ((3, spec.conv_size), dtype)
             assert matrix.shape == (spec.num_heads, spec.key_dim, spec.value_dim)
             assert matrix.dtype == torch.float32
@@ -48,9 +48,9 @@ def test_bytes_are_what_the_tensors_take(dtype: torch.dtype) -> None:
 def test_bytes_of_odd_sizes_count_the_filling_up_to_the_alignment(dtype: torch.dtype) -> None:
     cache = RecurrentCache(replace(ODD, dtype=dtype), num_slots=4)
     between_slots = sum(
-        read(layer, 2).data_ptr() - read(layer, 1).data_ptr()
-        for layer in range(3)
-        for read in (cache.tail, cache.matrix)
+        read(2).data_ptr() - read(1).data_ptr()
+        for layer in cache.layers
+        for read in (layer.tail, layer.matrix)
     )
     assert cache.spec.bytes_per_slot == between_slots
     assert cache.num_bytes == 4 * between_slots
@@ -64,54 +64,56 @@ def test_what_is_written_is_read_and_nothing_else_changes(spec: RecurrentSpec) -
     cache = RecurrentCache(spec, num_slots=4)
     places = [(layer, slot) for slot in (2, 0, 3, 1) for layer in range(spec.num_layers)]
     for number, (layer, slot) in enumerate(places):
-        cache.tail_out(layer, slot).fill_(2 * number + 1)
-        cache.matrix_out(layer, slot).fill_(2 * number + 2)
+        cache.layer(layer).tail_out(slot).fill_(2 * number + 1)
+        cache.layer(layer).matrix_out(slot).fill_(2 * number + 2)
     for number, (layer, slot) in enumerate(places):
-        assert (cache.tail(layer, slot) == 2 * number + 1).all()
-        assert (cache.matrix(layer, slot) == 2 * number + 2).all()
+        assert (cache.layer(layer).tail(slot) == 2 * number + 1).all()
+        assert (cache.layer(layer).matrix(slot) == 2 * number + 2).all()
     for layer in range(spec.num_layers):
-        assert not cache.tail(layer, EMPTY).any()
-        assert not cache.matrix(layer, EMPTY).any()
+        assert not cache.layer(layer).tail(EMPTY).any()
+        assert not cache.layer(layer).matrix(EMPTY).any()
 
 
 def test_reading_is_a_view_and_the_empty_state_is_one_for_all() -> None:
     cache = RecurrentCache(EVEN, num_slots=2)
-    for read, write in ((cache.tail, cache.tail_out), (cache.matrix, cache.matrix_out)):
-        view = read(1, 1)
-        write(1, 1).fill_(3)
+    first, second = cache.layers
+    second_views = [(second.tail, second.tail_out), (second.matrix, second.matrix_out)]
+    for first_read, (read, write) in zip((first.tail, first.matrix), second_views, strict=True):
+        view = read(1)
+        write(1).fill_(3)
         assert (view == 3).all()
-        assert len({read(layer, EMPTY).data_ptr() for layer in range(2)}) == 1
-        places = {read(layer, slot).data_ptr() for layer in range(2) for slot in range(2)}
+        assert read(EMPTY).data_ptr() == first_read(EMPTY).data_ptr()
+        places = {each(slot).data_ptr() for each in (first_read, read) for slot in range(2)}
         assert len(places) == 4
-        assert read(0, EMPTY).data_ptr() not in places
+        assert read(EMPTY).data_ptr() not in places
 
 
 @pytest.mark.parametrize("slot", [EMPTY, -2, 3, 100])
 def test_slots_outside_the_cache_are_errors_and_the_empty_state_is_never_written(slot: int) -> None:
-    cache = RecurrentCache(ODD, num_slots=3)
+    layer = RecurrentCache(ODD, num_slots=3).layer(0)
     what = "the empty state" if slot == EMPTY else f"slot {slot}"
-    for write in (cache.tail_out, cache.matrix_out):
+    for write in (layer.tail_out, layer.matrix_out):
         with pytest.raises(ValueError, match=f"cannot write {what}: accepted are slots 0 to 2"):
-            write(0, slot)
+            write(slot)
     if slot != EMPTY:
-        for read in (cache.tail, cache.matrix):
+        for read in (layer.tail, layer.matrix):
             with pytest.raises(ValueError, match=f"cannot read slot {slot}: accepted are slots 0 to 2"):
-                read(0, slot)
+                read(slot)
 
 
 def test_a_convolution_of_one_tap_has_an_empty_tail() -> None:
     cache = RecurrentCache(replace(EVEN, conv_tail=0), num_slots=2)
     for slot in (EMPTY, 0, 1):
-        assert cache.tail(1, slot).shape == (0, 64)
-    assert cache.tail_out(0, 1).shape == (0, 64)
+        assert cache.layer(1).tail(slot).shape == (0, 64)
+    assert cache.layer(0).tail_out(1).shape == (0, 64)
 
 
 def test_writes_work_in_inference_mode_and_out_of_it() -> None:
     cache = RecurrentCache(EVEN, num_slots=2)
     with torch.inference_mode():
-        cache.matrix_out(0, 0).fill_(1)
-    cache.matrix_out(0, 0).add_(cache.matrix(0, 0))
-    assert (cache.matrix(0, 0) == 2).all()
+        cache.layer(0).matrix_out(0).fill_(1)
+    cache.layer(0).matrix_out(0).add_(cache.layer(0).matrix(0))
+    assert (cache.layer(0).matrix(0) == 2).all()
 
 
 def test_nonsense_is_an_error() -> None:
@@ -133,17 +135,17 @@ def test_a_cache_larger_than_any_memory_is_an_error_that_says_so() -> None:
 def test_memory_is_taken_only_as_slots_are_written() -> None:
     growth = growth_in_fresh_process("""
 from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
-from penstock.cache.slots import EMPTY
+from penstock.cache.states import EMPTY
 
 spec = RecurrentSpec(
     num_layers=4, conv_tail=4, conv_size=4096, num_heads=7, key_dim=128, value_dim=128, dtype=torch.float32
 )
 cache = RecurrentCache(spec, num_slots=256)
 for layer in range(4):
-    assert not cache.tail(layer, EMPTY).any()
-    assert not cache.matrix(layer, EMPTY).any()
-    cache.tail_out(layer, 0).fill_(1)
-    cache.matrix_out(layer, 0).fill_(1)
+    assert not cache.layer(layer).tail(EMPTY).any()
+    assert not cache.layer(layer).matrix(EMPTY).any()
+    cache.layer(layer).tail_out(0).fill_(1)
+    cache.layer(layer).matrix_out(0).fill_(1)
 assert cache.num_bytes == 512 * 2**20
 """)
     assert growth < 512 * 2**20 // 8

@@ -13,7 +13,7 @@ def step(cache: SequenceCache, end: int) -> None:
 
 def test_a_step_without_room_for_its_state_takes_no_blocks() -> None:
     blocks, slots = BlockPool(4), SlotPool(1)
-    cache = SequenceCache(blocks, slots)
+    cache = SequenceCache([blocks], slots)
     step(cache, 64)
     with pytest.raises(CacheFullError):
         cache.reserve(64, [128])
@@ -22,7 +22,7 @@ def test_a_step_without_room_for_its_state_takes_no_blocks() -> None:
 
 def test_a_step_without_room_for_its_tokens_takes_no_slots() -> None:
     blocks, slots = BlockPool(1), SlotPool(2)
-    cache = SequenceCache(blocks, slots)
+    cache = SequenceCache([blocks], slots)
     step(cache, 64)
     with pytest.raises(CacheFullError):
         cache.reserve(64, [65])
@@ -32,7 +32,7 @@ def test_a_step_without_room_for_its_tokens_takes_no_slots() -> None:
 
 
 def test_a_second_step_does_not_abort_the_first() -> None:
-    cache = SequenceCache(BlockPool(4), SlotPool(4))
+    cache = SequenceCache([BlockPool(4)], SlotPool(4))
     cache.reserve(0, [64])
     with pytest.raises(ValueError, match="accepted are 0, 64"):
         cache.reserve(32, [96])
@@ -41,50 +41,24 @@ def test_a_second_step_does_not_abort_the_first() -> None:
     assert cache.num_tokens == 64
 
 
-def test_restore_goes_back_in_both() -> None:
-    blocks, slots = BlockPool(4), SlotPool(4)
-    cache = SequenceCache(blocks, slots)
-    step(cache, 64)
-    snapshot = cache.snapshot()
-    assert cache.state is not None
-    slot = cache.state.slot
-    step(cache, 200)
-    cache.restore(snapshot)
-    assert (cache.num_tokens, cache.state.num_tokens, cache.state.slot) == (64, 64, slot)
-    assert blocks.num_free == 3
-    snapshot.release()
-    cache.free()
-    assert slots.num_free == 4
-
-
-def test_a_snapshot_beyond_a_return_is_refused() -> None:
-    """Other tokens may have been written since where its keys and values were."""
-    cache = SequenceCache(BlockPool(4), SlotPool(6))
-    step(cache, 50)
-    early = cache.snapshot()
-    step(cache, 100)
-    late = cache.snapshot()
-    cache.restore(early)
-    step(cache, 150)
-    with pytest.raises(ValueError, match="went back to 50"):
-        cache.restore(late)
-    assert cache.num_tokens == 150
-    cache.restore(early)
-
-
 def test_models_without_state() -> None:
-    blocks = BlockPool(4)
-    cache = SequenceCache(blocks)
+    cache = SequenceCache([BlockPool(4)])
     assert cache.reserve(0, [100]) is None
     cache.commit(100)
-    snapshot = cache.snapshot()
-    step(cache, 200)
-    cache.restore(snapshot)
     assert cache.num_tokens == 100
-    with_state = SequenceCache(BlockPool(4), SlotPool(1))
-    step(with_state, 100)
-    with pytest.raises(ValueError, match="another model"):
-        with_state.restore(snapshot)
+    cache.cut(64)
+    assert (cache.num_tokens, cache.blocks.num_blocks) == (64, 1)
+
+
+def test_a_recurrent_state_is_cut_to_nothing_only() -> None:
+    blocks, slots = BlockPool(4), SlotPool(2)
+    cache = SequenceCache([blocks], slots)
+    step(cache, 130)
+    with pytest.raises(ValueError, match="only to 0"):
+        cache.cut(64)
+    assert cache.num_tokens == 130
+    cache.cut(0)
+    assert (cache.num_tokens, blocks.num_free, slots.num_free) == (0, 4, 2)
 
 
 def shared(num_blocks: int) -> tuple[BlockPool, SlotPool, list[int], int]:
@@ -96,8 +70,8 @@ def shared(num_blocks: int) -> tuple[BlockPool, SlotPool, list[int], int]:
 
 def test_adopting_goes_on_in_both() -> None:
     blocks, slots, ids, slot = shared(2)
-    cache = SequenceCache(blocks, slots)
-    cache.adopt(ids, slot)
+    cache = SequenceCache([blocks], slots)
+    cache.adopt([ids], slot)
     assert cache.state is not None
     assert (cache.num_tokens, cache.state.num_tokens, cache.state.slot) == (128, 128, slot)
     step = cache.reserve(128, [150])
@@ -113,10 +87,10 @@ def test_adopting_goes_on_in_both() -> None:
 
 def test_adopting_more_replaces_the_state() -> None:
     blocks, slots, ids, slot = shared(3)
-    cache = SequenceCache(blocks, slots)
+    cache = SequenceCache([blocks], slots)
     early = slots.allocate()
-    cache.adopt(ids[:1], early)
-    cache.adopt(ids[1:], slot)
+    cache.adopt([ids[:1]], early)
+    cache.adopt([ids[1:]], slot)
     slots.release(early)
     assert cache.state is not None
     assert (cache.state.positions, slots.num_free) == ((192,), 3)
@@ -124,7 +98,7 @@ def test_adopting_more_replaces_the_state() -> None:
 
 def test_adopting_all_or_nothing() -> None:
     blocks, slots, ids, slot = shared(2)
-    cache = SequenceCache(blocks, slots)
+    cache = SequenceCache([blocks], slots)
     for adopted, at, message in (
         (ids, slot + 1, "slot 1: it is free"),
         (ids, None, "the slot with the state"),
@@ -132,11 +106,11 @@ def test_adopting_all_or_nothing() -> None:
         ([2], slot, "block 2: it is free"),
     ):
         with pytest.raises(ValueError, match=message):
-            cache.adopt(adopted, at)
+            cache.adopt([adopted], at)
         blocks.check_integrity()
         assert cache.state is not None
         assert (cache.num_tokens, cache.blocks.num_blocks, cache.state.positions) == (0, 0, ())
-    cache.adopt([], None)
+    cache.adopt([[]], None)
     assert (cache.num_tokens, slots.num_free) == (0, 3)
     blocks.release([Extent(0, 2)])
     assert blocks.num_free == 8
@@ -145,14 +119,12 @@ def test_adopting_all_or_nothing() -> None:
 def test_adopting_without_state() -> None:
     blocks = BlockPool(4)
     blocks.allocate(2)
-    cache = SequenceCache(blocks)
+    cache = SequenceCache([blocks])
     with pytest.raises(ValueError, match="no slot"):
-        cache.adopt([0, 1], 0)
-    cache.adopt([0, 1], None)
+        cache.adopt([[0, 1]], 0)
+    cache.adopt([[0, 1]], None)
     assert cache.num_tokens == 128
-    snapshot = cache.snapshot()
     step(cache, 200)
-    cache.restore(snapshot)
     cache.cut(64)
     assert cache.blocks.block_ids == [0]
 

@@ -1,6 +1,5 @@
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 
@@ -112,75 +111,40 @@ def test_states_are_kept_only_at_ascending_positions_after_the_start(ends: list[
 def test_nothing_moves_under_a_step() -> None:
     pool = SlotPool(5)
     state = standing_at(pool, 10, 20)
-    snapshot = state.snapshot()
     step = state.reserve(20, [30])
-    forbidden: list[Callable[[], object]] = [
-        lambda: state.restore(snapshot),
-        lambda: state.rewind(10),
-    ]
-    for action in forbidden:
-        with pytest.raises(ValueError, match="a step is reserved; commit or abort it first"):
-            action()
+    with pytest.raises(ValueError, match="a step is reserved; commit or abort it first"):
+        state.adopt(40, step.read)
     assert pool.num_free == 2
     state.commit()
     assert state.slot == step.writes[0].slot
     with pytest.raises(ValueError, match="no step is reserved"):
         state.commit()
+    with pytest.raises(ValueError, match="none is reserved"):
+        state.withdraw()
 
 
-def test_a_snapshot_is_a_reference_that_outlives_its_sequence() -> None:
+def test_a_slot_with_another_owner_outlives_its_sequence() -> None:
     pool = SlotPool(3)
     state = standing_at(pool, 10)
-    snapshot = state.snapshot()
-    assert (snapshot.num_tokens, snapshot.slot) == (10, state.slot)
+    pinned = state.slot
+    pool.retain(pinned)
     assert pool.num_free == 2
     state.reserve(10, [20])
     state.commit()
     state.free()
     assert pool.num_free == 2
-    assert pool.allocate_many(2) == (1, 2)  # not the snapshot's
-    snapshot.release()
+    assert pool.allocate_many(2) == (1, 2)  # not the pinned one
+    pool.release(pinned)
     assert pool.num_free == 1
 
 
-def test_a_snapshot_during_a_step_is_of_what_is_committed() -> None:
-    pool = SlotPool(3)
-    state = standing_at(pool, 10)
-    slot = state.slot
-    state.reserve(10, [20])
-    with state.snapshot() as snapshot:
-        state.commit()
-        assert (snapshot.num_tokens, snapshot.slot) == (10, slot)
-        assert pool.num_free == 1
-    assert pool.num_free == 2
-
-
-def test_restoring_needs_no_slot_and_leaves_the_snapshot_valid() -> None:
-    pool = SlotPool(4)
-    state = standing_at(pool, 10, 20)
-    snapshot = state.snapshot()
-    for _ in range(3):
-        state.reserve(state.num_tokens, [50, 60])
-        state.commit()
-        other = pool.allocate()
-        assert pool.num_free == 0
-        state.restore(snapshot)
-        pool.release(other)
-        assert (state.num_tokens, state.slot, state.positions) == (20, snapshot.slot, (20,))
-        assert pool.num_free == 3
-    snapshot.release()
-    assert pool.num_free == 3
-    state.free()
-    assert pool.num_free == 4
-
-
-def test_a_snapshot_restores_into_several_sequences() -> None:
+def test_a_state_is_adopted_by_several_sequences() -> None:
     pool = SlotPool(4)
     origin = standing_at(pool, 10)
     others = [SequenceState(pool), standing_at(pool, 5)]
-    with origin.snapshot() as snapshot:
-        for state in others:
-            state.restore(snapshot)
+    for state in others:
+        state.adopt(10, origin.slot)
+        assert (state.num_tokens, state.positions) == (10, (10,))
     assert {state.slot for state in others} == {origin.slot}
     assert pool.num_free == 3
     for state in (origin, *others):
@@ -189,78 +153,6 @@ def test_a_snapshot_restores_into_several_sequences() -> None:
     assert pool.num_free == 0
     for state in (origin, *others):
         state.commit()
-    assert pool.num_free == 1
-
-
-def test_restoring_where_one_stands_drops_only_the_other_states() -> None:
-    pool = SlotPool(3)
-    state = standing_at(pool, 10, 20)
-    with state.snapshot() as snapshot:
-        state.restore(snapshot)
-    assert state.positions == (20,)
-    assert pool.num_free == 2
-    pool.check_integrity()
-
-
-def test_a_snapshot_before_the_first_token_works_too() -> None:
-    pool = SlotPool(2)
-    snapshot = SequenceState(pool).snapshot()
-    assert (snapshot.num_tokens, snapshot.slot) == (0, EMPTY)
-    state = standing_at(pool, 10)
-    state.restore(snapshot)
-    assert (state.num_tokens, state.slot, state.positions) == (0, EMPTY, ())
-    assert pool.num_free == 2
-    snapshot.release()
-    with pytest.raises(ValueError, match="was released"):
-        snapshot.release()
-
-
-def test_a_released_snapshot_is_not_used_again() -> None:
-    pool = SlotPool(2)
-    state = standing_at(pool, 10)
-    with state.snapshot() as snapshot:
-        pass
-    uses: list[Callable[[], object]] = [
-        snapshot.release,
-        lambda: state.restore(snapshot),
-        lambda: snapshot.slot,
-    ]
-    for use in uses:
-        with pytest.raises(ValueError, match="snapshot at token 10 was released; take a new one"):
-            use()
-    assert state.positions == (10,)
-    assert pool.num_free == 1
-
-
-def test_a_snapshot_of_another_pool_is_an_error_and_changes_nothing() -> None:
-    mine, other = SlotPool(2), SlotPool(2)
-    state = standing_at(mine, 10)
-    for snapshot in (standing_at(other, 20).snapshot(), SequenceState(other).snapshot()):
-        with pytest.raises(ValueError, match="another pool"):
-            state.restore(snapshot)
-    assert state.positions == (10,)
-    assert mine.num_free == 1
-
-
-@pytest.mark.parametrize(("position", "kept"), [(0, ()), (10, (10,)), (20, (10, 20)), (30, (10, 20, 30))])
-def test_rewind_keeps_the_states_up_to_the_position(position: int, kept: tuple[int, ...]) -> None:
-    pool = SlotPool(4)
-    state = standing_at(pool, 10, 20, 30)
-    state.rewind(position)
-    assert state.positions == kept
-    assert state.num_tokens == position
-    assert state.slot == (len(kept) - 1 if kept else EMPTY)
-    assert pool.num_free == 4 - len(kept)
-    pool.check_integrity()
-
-
-@pytest.mark.parametrize("position", [-1, 5, 31])
-def test_a_rewind_to_elsewhere_is_an_error_that_names_the_positions(position: int) -> None:
-    pool = SlotPool(4)
-    state = standing_at(pool, 10, 20, 30)
-    with pytest.raises(ValueError, match=f"rewind to token {position}: .* 0, 10, 20, 30$"):
-        state.rewind(position)
-    assert state.positions == (10, 20, 30)
     assert pool.num_free == 1
 
 
@@ -279,5 +171,5 @@ def test_free_gives_a_reserved_step_back_too_and_the_sequence_may_be_used_again(
 
 
 def test_state_accounting_needs_no_torch() -> None:
-    code = "import sys, penstock.cache.slots, penstock.cache.state; sys.exit('torch' in sys.modules)"
+    code = "import sys, penstock.cache.states; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -92,7 +92,7 @@ def test_files_are_safetensors_that_anybody_can_read(tmp_path: Path, spec: Cache
             assert (about["kind"], about["key"]) == ("state", keys[index - 1].hex())
             expected = {"tails": tails, "matrices": matrices}
         else:
-            kv = kv_of(keys, spec)[index]
+            kv = kv_of(keys, spec)[0][index]
             assert (about["kind"], about["key"]) == ("block", keys[index].hex())
             expected = {"keys": kv[0], "values": kv[1]}
         assert tensors.keys() == expected.keys()
@@ -107,7 +107,7 @@ def test_tensors_are_aligned_in_their_files(tmp_path: Path) -> None:
     fill(store, keys)
     found = store.find(keys, 0, needs_state=False)
     assert found is not None
-    assert all(block.keys.data_ptr() % 64 == 0 for block in found.blocks)
+    assert all(block.keys[0].data_ptr() % 64 == 0 for block in found.blocks)
     store.close()
 
 
@@ -128,13 +128,13 @@ def test_what_was_found_outlives_its_files(tmp_path: Path) -> None:
     fill(store, keys)
     found = store.find(keys, 0, needs_state=False)
     assert found is not None
-    kept = found.blocks[0].keys
+    kept = found.blocks[0].keys[0]
     for file in files_in(tmp_path):
         file.unlink()
     assert_right(found, keys)
     found.close()
     assert (found.num_blocks, found.state) == (0, None)
-    assert bytes_in(kept) == bytes_in(kv_of(keys)[0, 0])  # no memory goes while a tensor has it
+    assert bytes_in(kept) == bytes_in(kv_of(keys)[0][0, 0])  # no memory goes while a tensor has it
     store.close()
 
 
@@ -199,9 +199,9 @@ def test_wrong_tensors_are_refused_at_once(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     keys = keys_of(2)
     with pytest.raises(ValueError, match=r"must be torch\.bfloat16"):
-        store.put_blocks(0, keys, kv_of(keys).float())
+        store.put_blocks(0, keys, [kv_of(keys)[0].float()])
     with pytest.raises(ValueError, match=r"\[2, 2, 2, 64, 1, 3\]"):
-        store.put_blocks(0, keys, kv_of(keys)[:1])
+        store.put_blocks(0, keys, [kv_of(keys)[0][:1]])
     with pytest.raises(ValueError, match="no recurrent state"):
         store.put_state(1, keys[0], torch.zeros(1), torch.zeros(1))
     store.close()

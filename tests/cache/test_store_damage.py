@@ -142,7 +142,7 @@ def test_a_whole_file_in_anothers_place_is_foreign(tmp_path: Path) -> None:
 
 
 def test_a_model_of_other_shapes_finds_nothing(tmp_path: Path) -> None:
-    other = CacheSpec(replace(PLAIN.kv, num_layers=1, num_kv_heads=2))  # of as many bytes
+    other = CacheSpec((replace(PLAIN.kv, num_layers=1, num_kv_heads=2),))  # of as many bytes
     store = open_store(tmp_path)
     fill(store, KEYS)
     store.close()

@@ -199,7 +199,7 @@ def test_a_slow_disk_never_keeps_the_engine_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Blocks for which the queue has no room are dropped, and counted."""
-    kv = kv_of(KEYS)
+    (kv,) = kv_of(KEYS)
     batch_bytes = kv.numel() * kv.element_size()
     monkeypatch.setattr(stores, "_QUEUE_BYTES", 2 * batch_bytes)
     store = open_store(tmp_path)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
+from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore
 from penstock.engine.batcher import Batcher
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest
@@ -14,7 +15,6 @@ from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.sampling import Choice
-from penstock.engine.space import CacheSpace
 from penstock.engine.step import StepOutcome
 from penstock.models.decoder import Decoder
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer

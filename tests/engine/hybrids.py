@@ -1,12 +1,13 @@
 """Hybrids to test with, and a sequence that is run span by span, with steps that fail and places to come back to."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from penstock.cache import SequenceCache, SequenceSnapshot
+from penstock.cache import EMPTY, SequenceCache, SlotPool
+from penstock.cache.space import CacheSpace
 from penstock.engine.batch import SpanInput, build_batch
-from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
 from penstock.plan import Span
 from tests.oracle import Oracle, canon_of, load_model, make_oracle
@@ -100,11 +101,18 @@ class Tape:
             self.cache.commit(end)
         return self.tokens[self.prompt_length :]
 
-    def snapshot(self) -> SequenceSnapshot:
-        return self.cache.snapshot()
+    def snapshot(self) -> "Snapshot":
+        assert self.cache.state is not None
+        assert self.space.slots is not None
+        return Snapshot(self.cache.num_tokens, self.cache.state.slot, self.space.slots)
 
-    def restore(self, snapshot: SequenceSnapshot) -> None:
-        self.cache.restore(snapshot)
+    def restore(self, snapshot: "Snapshot") -> None:
+        """Go back to where a snapshot was taken, as long as the sequence has not been shorter since."""
+        assert self.cache.state is not None
+        self.cache.state.free()
+        if snapshot.slot != EMPTY:
+            self.cache.state.adopt(snapshot.num_tokens, snapshot.slot)
+        self.cache.blocks.truncate(snapshot.num_tokens)
 
     def states(self) -> list[torch.Tensor]:
         """Tail and matrix of every layer where the sequence stands, copied. None where the model has no state."""
@@ -127,27 +135,36 @@ class Tape:
         return None if logits is None else logits[0]
 
 
+@dataclass(frozen=True)
+class Snapshot:
+    """A position to come back to: the slot with its state is pinned until `release`."""
+
+    num_tokens: int
+    slot: int
+    pool: SlotPool
+
+    def __post_init__(self) -> None:
+        if self.slot != EMPTY:
+            self.pool.retain(self.slot)
+
+    def release(self) -> None:
+        if self.slot != EMPTY:
+            self.pool.release(self.slot)
+
+
 def states_of(space: CacheSpace, cache: SequenceCache) -> list[torch.Tensor]:
     """Tail and matrix of every layer where a sequence stands, copied."""
     if cache.state is None:
         return []
-    states, slot = space.tensors.states, cache.state.slot
-    return [
-        part.clone()
-        for layer in range(states.spec.num_layers)
-        for part in (states.tail(layer, slot), states.matrix(layer, slot))
-    ]
+    layers, slot = space.tensors.states.layers, cache.state.slot
+    return [part.clone() for layer in layers for part in (layer.tail(slot), layer.matrix(slot))]
 
 
 def keys_and_values_of(space: CacheSpace, cache: SequenceCache, num_tokens: int) -> list[torch.Tensor]:
     """Keys and values of a sequence's first tokens in every layer, copied."""
-    places, kv = cache.blocks.locate(0, num_tokens), space.tensors.kv
-    return [
-        part.clone()
-        for layer in range(kv.spec.num_layers)
-        for cached in (kv.read(layer, places),)
-        for part in (cached.keys, cached.values)
-    ]
+    places = cache.blocks.locate(0, num_tokens)
+    read = [layer.read(places) for layer in space.tensors.kv.layers]
+    return [part.clone() for cached in read for part in (cached.keys, cached.values)]
 
 
 def assert_all_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:

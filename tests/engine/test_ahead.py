@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.cache.space import CacheSpace
 from penstock.cache.tensors import CacheTensors
 from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.job import Job
 from penstock.engine.lookahead import expect
 from penstock.engine.sampling import Choice
-from penstock.engine.space import CacheSpace
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw

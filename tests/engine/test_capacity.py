@@ -13,7 +13,7 @@ from penstock.engine import capacity
 from penstock.errors import MemoryExhaustedError
 
 KV = KVSpec(2, 2, 16, torch.float32)  # 512 bytes a token
-SPEC = CacheSpec(KV)
+SPEC = CacheSpec((KV,))
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 
@@ -30,9 +30,9 @@ def test_a_cache_takes_half_of_what_is_free_in_whole_blocks(monkeypatch: pytest.
 def test_states_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     recurrent = RecurrentSpec(1, 3, 64, 2, 16, 16, torch.float32)
     free_is(monkeypatch, 2 * (4 * recurrent.bytes_per_slot + 512 * 64 * 5))
-    assert capacity.cache_tokens_that_fit(CacheSpec(KV, recurrent), 4, 10**9, CPU) == 320
+    assert capacity.cache_tokens_that_fit(CacheSpec((KV,), recurrent), 4, 10**9, CPU) == 320
     with pytest.raises(MemoryExhaustedError, match="max_running"):
-        capacity.cache_tokens_that_fit(CacheSpec(KV, recurrent), 400, 10**9, CPU)
+        capacity.cache_tokens_that_fit(CacheSpec((KV,), recurrent), 400, 10**9, CPU)
 
 
 def test_on_a_gpu_a_cache_takes_most_of_what_a_measured_step_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cache import SequenceSnapshot
-from tests.engine.hybrids import MIXTURES, MODELS, Tape, assert_all_free, hybrid, hybrid_oracle
+from tests.engine.hybrids import MIXTURES, MODELS, Snapshot, Tape, assert_all_free, hybrid, hybrid_oracle
 from tests.engine.test_parity import relative_error
 from tests.oracle import random_prompt, run_prompt
 
@@ -69,7 +68,7 @@ def test_any_way_through_the_prompt(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(MODELS)))
     prompt = random_prompt(data.draw(st.integers(1, 400)), seed=data.draw(st.integers(0, 3)))
     tape = Tape(hybrid(name), prompt, num_generated=32)
-    snapshots: list[SequenceSnapshot] = []
+    snapshots: list[Snapshot] = []
     ways_back = data.draw(st.integers(0, 3))
     while tape.cache.num_tokens < len(prompt):
         start = tape.cache.num_tokens

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from penstock.cache.space import CacheSpace
 from penstock.engine.measured_step import measured_step_bytes
-from penstock.engine.space import CacheSpace
 from penstock.errors import CacheFullError
 from penstock.kernels.device import DeviceKind
 from penstock.models.decoder import Decoder

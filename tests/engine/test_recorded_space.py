@@ -14,9 +14,9 @@ from torch import Tensor
 
 from penstock import LLM
 from penstock.cache import BLOCK_TOKENS, Extent
+from penstock.cache.space import CacheSpace
 from penstock.engine.cache_choice import RequestSpace
 from penstock.engine.reuse import Reuse
-from penstock.engine.space import CacheSpace
 from penstock.engine.text_stream import TextStream
 from tests.byte_models import CONTEXT, model_of_bytes
 from tests.oracle import random_prompt

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.cache.space import CacheSpace
 from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
-from penstock.engine.space import CacheSpace
 from penstock.errors import (
     CacheFullError,
     ContextLengthError,

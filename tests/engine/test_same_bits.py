@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from penstock.cache import Extent
 from penstock.cache.kv import KV
+from penstock.cache.space import CacheSpace
 from penstock.engine.run import Run
-from penstock.engine.space import CacheSpace
 from penstock.kernels.probe.probe import ProbeResult
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
@@ -28,7 +28,7 @@ MODELS = {
 def cached(run: Run) -> list[KV]:
     """All keys and values of a run's prompt."""
     places = run.cache.blocks.locate(0, run.prompt_length)
-    return [run.space.tensors.kv.read(layer, places) for layer in range(run.model.cache_spec.kv.num_layers)]
+    return [layer.read(places) for layer in run.space.tensors.kv.layers]
 
 
 def assert_same_bits(run: Run, whole: Run) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache.recurrent import LayerStates, RecurrentCache, RecurrentSpec
-from penstock.cache.slots import EMPTY
+from penstock.cache.states import EMPTY
 from penstock.kernels.interface import DeltaHeads, select_kernels
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import StateRows, StateWork

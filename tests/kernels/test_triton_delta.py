@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.cache.recurrent import LayerStates, RecurrentCache, RecurrentSpec
-from penstock.cache.slots import EMPTY
+from penstock.cache.states import EMPTY
 from penstock.kernels.cuda.states import static_decode_states, static_span_states
 from penstock.kernels.interface import DeltaHeads
 from penstock.kernels.reference.kernels import TorchKernels

@@ -35,7 +35,8 @@ class Chain:
         space = space_of.space
         num_slots = space.slots.num_slots if space.slots else 0
         self.caches = [
-            CacheTensors.of(stage.cache_spec, space.tensors.kv.num_blocks, num_slots, CPU) for stage in stages
+            CacheTensors.of(stage.cache_spec, [space.tensors.kv.num_blocks], num_slots, CPU)
+            for stage in stages
         ]
 
     def forward(self, batch: ForwardBatch) -> torch.Tensor | None:
@@ -49,14 +50,14 @@ class Chain:
         places = tape.cache.blocks.locate(0, tape.cache.num_tokens)
         found = []
         for caches in self.caches:
-            for layer in range(caches.kv.spec.num_layers):
-                kv = caches.kv.read(layer, places)
+            for layer in caches.kv.layers:
+                kv = layer.read(places)
                 found += [kv.keys, kv.values]
         for caches in self.caches:
-            for layer in range(caches.recurrent.spec.num_layers if caches.recurrent else 0):
+            for states in caches.recurrent.layers if caches.recurrent else ():
                 assert tape.cache.state is not None
                 slot = tape.cache.state.slot
-                found += [caches.states.tail(layer, slot), caches.states.matrix(layer, slot)]
+                found += [states.tail(slot), states.matrix(slot)]
         return found
 
 

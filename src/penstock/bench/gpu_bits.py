@@ -12,8 +12,8 @@ from penstock.bench.gpu_requests import Requests, tokens_to_last
 from penstock.bench.gpu_results import Fact
 from penstock.bench.gpu_workload import BitsCase, GpuModel, Section
 from penstock.cache import SequenceCache
+from penstock.cache.space import CacheSpace
 from penstock.engine.run import Run
-from penstock.engine.space import CacheSpace
 from penstock.measure.traces import kv_of, states_of
 from penstock.plan import ChunkedPrefillConfig
 

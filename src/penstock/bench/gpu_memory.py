@@ -5,7 +5,7 @@ from penstock.bench.gpu_job import GpuJob
 from penstock.bench.gpu_models import Subject, first_token
 from penstock.bench.gpu_results import Figure
 from penstock.bench.gpu_workload import PrefillCase, Section
-from penstock.engine.space import CacheSpace
+from penstock.cache.space import CacheSpace
 from penstock.models.shape import model_shape, workspace_of
 from penstock.plan.activation import step_memory
 from penstock.plan.step_shape import StepShape
@@ -49,8 +49,7 @@ def measure_memory(job: GpuJob, case: PrefillCase) -> None:
 
 
 def cache_bytes(space: CacheSpace) -> int:
-    states = space.tensors.recurrent
-    return space.tensors.kv.num_bytes + (states.num_bytes if states else 0)
+    return space.tensors.num_bytes
 
 
 def predicted_bytes(subject: Subject, case: PrefillCase) -> int:

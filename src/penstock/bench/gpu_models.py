@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from penstock.cache.space import CacheSpace
 from penstock.engine.run import Run
-from penstock.engine.space import CacheSpace
 from penstock.kernels.interface import Kernels
 from penstock.kernels.probe.probe import ProbeResult, probe
 from penstock.kernels.reference.kernels import TorchKernels

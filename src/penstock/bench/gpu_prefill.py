@@ -9,7 +9,7 @@ from penstock.bench.gpu_models import Subject, first_token, load_untiled, peer_f
 from penstock.bench.gpu_results import Figure, GpuSystem
 from penstock.bench.gpu_workload import PrefillCase, Section
 from penstock.bench.timing import rounds
-from penstock.engine.space import CacheSpace
+from penstock.cache.space import CacheSpace
 
 # Libraries make plans in the first pass, graphs are captured in the second.
 _WARM_UPS = 2

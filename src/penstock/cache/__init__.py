@@ -5,9 +5,8 @@ from penstock.cache.blocks import BlockPool, Extent
 from penstock.cache.keys import BlockKey, KeyChain, root_key
 from penstock.cache.prefix import PrefixHit, PrefixIndex
 from penstock.cache.sequence import SequenceBlocks, TokenRange
-from penstock.cache.sequence_cache import SequenceCache, SequenceSnapshot
-from penstock.cache.slots import EMPTY, SlotPool
-from penstock.cache.state import SequenceState, StateSnapshot, StateStep, StateWrite
+from penstock.cache.sequence_cache import SequenceCache
+from penstock.cache.states import EMPTY, SequenceState, SlotPool, StateStep, StateWrite
 from penstock.plan.grids import BLOCK_TOKENS
 
 __all__ = [
@@ -21,10 +20,8 @@ __all__ = [
     "PrefixIndex",
     "SequenceBlocks",
     "SequenceCache",
-    "SequenceSnapshot",
     "SequenceState",
     "SlotPool",
-    "StateSnapshot",
     "StateStep",
     "StateWrite",
     "TokenRange",

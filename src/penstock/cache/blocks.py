@@ -282,12 +282,21 @@ def _room_before(run: Extent) -> int:
     return _ROOM_BLOCKS if run.start else 0
 
 
-def extents_of(blocks: Sequence[int]) -> list[Extent]:
+def extents_of(blocks: Iterable[int]) -> list[Extent]:
     """The same blocks in the same order, with those that continue each other in one extent."""
-    runs: list[Extent] = []
-    start = 0
-    for end in range(1, len(blocks) + 1):
-        if end == len(blocks) or blocks[end] != blocks[end - 1] + 1:
-            runs.append(Extent(blocks[start], blocks[end - 1] + 1))
-            start = end
-    return runs
+    return joined((block, block + 1) for block in blocks)
+
+
+def joined(runs: Iterable[tuple[int, int]]) -> list[Extent]:
+    """Runs [start, end) in the same order, with those that continue each other in one extent."""
+    extents: list[Extent] = []
+    start = end = -1
+    for next_start, next_end in runs:
+        if next_start != end:
+            if end > start:
+                extents.append(Extent(start, end))
+            start = next_start
+        end = next_end
+    if end > start:
+        extents.append(Extent(start, end))
+    return extents

@@ -1,4 +1,4 @@
-"""The keys and values of every layer, over the blocks of a pool."""
+"""The keys and values of a group of layers, over the blocks of a pool."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from penstock.plan.grids import BLOCK_TOKENS
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The keys and values that a model caches for each token."""
+    """The keys and values that a group of layers caches for each token."""
 
     num_layers: int  # 0: a stage of recurrent layers alone
     num_kv_heads: int
@@ -73,7 +73,8 @@ class KV:
 class KVCache:
     """One tensor of keys and one of values per layer: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim].
 
-    Places that were never written are zero, so what a mask hides is always finite.
+    Places that were never written are zero, so what a mask hides is always finite. A layer is all places, whoever has
+    them: what is read and written there must have been checked.
     """
 
     def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
@@ -82,7 +83,7 @@ class KVCache:
         self.spec = spec
         self.num_blocks = num_blocks
         try:
-            self._layers = [self._empty_layer(torch.device(device)) for _ in range(spec.num_layers)]
+            self.layers = tuple(self._empty_layer(torch.device(device)) for _ in range(spec.num_layers))
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise CacheFullError(
                 f"a K/V cache of {num_blocks * BLOCK_TOKENS} tokens takes {self.num_bytes} bytes, "
@@ -95,9 +96,8 @@ class KVCache:
         """Size when every place is in use. On CPU, memory is taken only as places are written."""
         return self.num_blocks * BLOCK_TOKENS * self.spec.bytes_per_token
 
-    def layer(self, layer: int) -> KV:
-        """All places of a layer, whoever has them: what is read and written there must have been checked."""
-        return self._layers[layer]
+    def layer(self, index: int) -> KV:
+        return self.layers[index]
 
     def check_places(self, places: Iterable[TokenRange]) -> None:
         """ValueError where one lies outside the cache: slices would cut it short, and kernels see no bounds."""
@@ -106,40 +106,9 @@ class KVCache:
             if not 0 <= place.start <= place.end <= num_places:
                 raise ValueError(f"{place} lies outside the cache's {num_places} places")
 
-    def write(self, layer: int, places: Sequence[TokenRange], keys: Tensor, values: Tensor) -> None:
-        """Copy keys and values, each [n, num_kv_heads, head_dim], into places of n tokens."""
-        shape = (self._count(places), self.spec.num_kv_heads, self.spec.head_dim)
-        self._check("keys", keys, shape)
-        self._check("values", values, shape)
-        self._layers[layer].write(places, keys, values)
-
-    def read(self, layer: int, places: Sequence[TokenRange]) -> KV:
-        """Keys and values at these places: a view of the cache if they are one range, else a copy."""
-        self._count(places)
-        return self._layers[layer].read(places)
-
-    def read_padded(self, layer: int, places: Sequence[TokenRange], num_tokens: int) -> KV:
-        """A copy of the keys and values at these places, with zeros after them up to `num_tokens` tokens."""
-        used = self._count(places)
-        if used > num_tokens:
-            raise ValueError(f"{used} tokens do not fit into the {num_tokens} to be read")
-        return self._layers[layer].read_padded(places, num_tokens)
-
     def _empty_layer(self, device: torch.device) -> KV:
         shape = (self.num_blocks * BLOCK_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
         return KV(zeros(shape, self.spec.dtype, device), zeros(shape, self.spec.dtype, device))
-
-    def _check(self, name: str, given: Tensor, shape: tuple[int, int, int]) -> None:
-        if given.shape != shape or given.dtype != self.spec.dtype or given.device != self.device:
-            raise ValueError(
-                f"{name} to write must be {self.spec.dtype} {list(shape)} on {self.device}, "
-                f"not {given.dtype} {list(given.shape)} on {given.device}"
-            )
-
-    def _count(self, places: Sequence[TokenRange]) -> int:
-        """The number of tokens at these places, which must lie in the cache."""
-        self.check_places(places)
-        return sum(place.end - place.start for place in places)
 
 
 def _blocks(cached: Tensor, blocks: Tensor) -> Tensor:

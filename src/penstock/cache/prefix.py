@@ -7,7 +7,7 @@ from heapq import heapify, heappop, heappush
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.keys import BlockKey
-from penstock.cache.slots import SlotPool
+from penstock.cache.states import SlotPool
 from penstock.plan.grids import BLOCK_TOKENS
 
 # Entries of the eviction order that may be out of date before it is made anew.

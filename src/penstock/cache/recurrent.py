@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache.memory import ALIGNMENT_BYTES, zeros
-from penstock.cache.slots import EMPTY
+from penstock.cache.states import EMPTY
 from penstock.errors import CacheFullError
 
 # The delta rule adds a little to its matrix at every token: in a shorter dtype, long prompts would lose it.
@@ -103,39 +103,27 @@ class RecurrentCache:
         self.spec = spec
         self.num_slots = num_slots
         try:
-            self._layers = self._new_layers(torch.device(device))
+            self.layers = self._new_layers(torch.device(device))
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise CacheFullError(
                 f"a recurrent cache of {num_slots} slots takes {self.num_bytes} bytes, "
                 f"more than there are on {device}; use fewer slots"
             ) from error
-        self.device = self._layers[0].tails.device
+        self.device = self.layers[0].tails.device
 
     @property
     def num_bytes(self) -> int:
         """Size when every slot is in use. On CPU, memory is taken only as slots are written."""
         return self.num_slots * self.spec.bytes_per_slot
 
-    def tail(self, layer: int, slot: int) -> Tensor:
-        return self._layers[layer].tail(slot)
-
-    def matrix(self, layer: int, slot: int) -> Tensor:
-        return self._layers[layer].matrix(slot)
-
-    def tail_out(self, layer: int, slot: int) -> Tensor:
-        return self._layers[layer].tail_out(slot)
-
-    def matrix_out(self, layer: int, slot: int) -> Tensor:
-        return self._layers[layer].matrix_out(slot)
-
     def layer(self, index: int) -> LayerStates:
-        return self._layers[index]
+        return self.layers[index]
 
-    def _new_layers(self, device: torch.device) -> list[LayerStates]:
+    def _new_layers(self, device: torch.device) -> tuple[LayerStates, ...]:
         spec = self.spec
         tail = _slots_of_zeros(1, spec.tail_shape, spec.dtype, device)[0]
         matrix = _slots_of_zeros(1, spec.matrix_shape, _MATRIX_DTYPE, device)[0]
-        return [
+        return tuple(
             LayerStates(
                 _slots_of_zeros(self.num_slots, spec.tail_shape, spec.dtype, device),
                 _slots_of_zeros(self.num_slots, spec.matrix_shape, _MATRIX_DTYPE, device),
@@ -143,7 +131,7 @@ class RecurrentCache:
                 matrix,
             )
             for _ in range(spec.num_layers)
-        ]
+        )
 
 
 def _slots_of_zeros(

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.cache.blocks import BlockPool, Extent, extents_of
+from penstock.cache.blocks import BlockPool, Extent, extents_of, joined
 from penstock.plan.grids import BLOCK_TOKENS
 
 
@@ -106,14 +106,26 @@ class SequenceBlocks:
         What follows would be written over the rest of the last block, so that one must be the sequence's alone: a
         length within a block that a prefix index keeps, or that others adopted, is refused.
         """
+        self.check_cut(num_tokens)
+        self._cut(_num_blocks_for(num_tokens))
+        self._num_tokens = num_tokens
+
+    def check_cut(self, num_tokens: int) -> None:
+        """ValueError where `truncate` would refuse this length."""
         if not 0 <= num_tokens <= self._num_tokens:
             raise ValueError(
                 f"cannot truncate to {num_tokens} tokens: accepted is 0 to {self._num_tokens} (the length)"
             )
-        if num_tokens < self._num_tokens and num_tokens % BLOCK_TOKENS:
-            self._check_can_write(num_tokens)
-        self._cut(_num_blocks_for(num_tokens))
-        self._num_tokens = num_tokens
+        if num_tokens == self._num_tokens or num_tokens % BLOCK_TOKENS == 0:
+            return
+        (place,) = self.locate(num_tokens, num_tokens + 1)
+        block = place.start // BLOCK_TOKENS
+        if not self._pool.can_write(block):
+            start = num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+            raise ValueError(
+                f"cannot truncate to {num_tokens} tokens: block {block}, which has tokens "
+                f"[{start}, {start + BLOCK_TOKENS}), is shared; accepted are multiples of {BLOCK_TOKENS}"
+            )
 
     def free(self) -> None:
         """Release everything. The sequence is then empty and may be used again."""
@@ -138,7 +150,7 @@ class SequenceBlocks:
         return places
 
     def _hold(self, extents: Sequence[Extent]) -> None:
-        self._extents = _merged(extents)
+        self._extents = tuple(joined((extent.start, extent.end) for extent in extents))
         self._num_blocks = sum(map(len, self._extents))
 
     def _cut(self, to_keep: int) -> None:
@@ -155,28 +167,6 @@ class SequenceBlocks:
         self._pool.release(released)
         self._hold(kept)
 
-    def _check_can_write(self, position: int) -> None:
-        """Raise ValueError unless the block with this token may be written over."""
-        (place,) = self.locate(position, position + 1)
-        block = place.start // BLOCK_TOKENS
-        if not self._pool.can_write(block):
-            start = position // BLOCK_TOKENS * BLOCK_TOKENS
-            raise ValueError(
-                f"cannot truncate to {position} tokens: block {block}, which has tokens "
-                f"[{start}, {start + BLOCK_TOKENS}), is shared; accepted are multiples of {BLOCK_TOKENS}"
-            )
-
 
 def _num_blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
-
-
-def _merged(extents: Sequence[Extent]) -> tuple[Extent, ...]:
-    """The same blocks in the same order, with extents that continue each other joined."""
-    merged: list[Extent] = []
-    for extent in extents:
-        if merged and merged[-1].end == extent.start:
-            merged[-1] = Extent(merged[-1].start, extent.end)
-        else:
-            merged.append(extent)
-    return tuple(merged)

@@ -2,29 +2,14 @@
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from penstock.cache.blocks import BlockPool
 from penstock.cache.sequence import SequenceBlocks
-from penstock.cache.slots import SlotPool
-from penstock.cache.state import SequenceState, StateSnapshot, StateStep
-
-
-@dataclass(frozen=True)
-class SequenceSnapshot:
-    """A position of a sequence to come back to. Keys and values before it stay in their blocks; the state is held."""
-
-    num_tokens: int
-    state: StateSnapshot | None
-    num_returns: int  # how often the sequence had gone back by then
-
-    def release(self) -> None:
-        if self.state is not None:
-            self.state.release()
+from penstock.cache.states import SequenceState, SlotPool, StateStep
 
 
 class SequenceCache:
-    """Blocks and, for models that have them, recurrent states; they change together.
+    """Blocks of each K/V group and, for models that have them, recurrent states; they change together.
 
     A step reserves, writes and commits; one that fails aborts, and all is as it was before. Several steps may be in
     flight:
@@ -34,15 +19,20 @@ class SequenceCache:
                                            run tokens of the one before it again
     """
 
-    def __init__(self, blocks: BlockPool, slots: SlotPool | None = None) -> None:
-        self.blocks = SequenceBlocks(blocks)
+    def __init__(self, pools: Sequence[BlockPool], slots: SlotPool | None = None) -> None:
+        self.kv_groups = tuple(map(SequenceBlocks, pools))
         self.state = None if slots is None else SequenceState(slots)
         self._steps: deque[int] = deque()  # the ends of the steps in flight, the oldest first
-        self._returns: list[int] = []  # the positions that the sequence went back to
+
+    @property
+    def blocks(self) -> SequenceBlocks:
+        """The blocks of a model with one K/V group. Where there may be several, use `kv_groups`."""
+        (only,) = self.kv_groups
+        return only
 
     @property
     def num_tokens(self) -> int:
-        return self.blocks.num_tokens
+        return self.kv_groups[0].num_tokens
 
     @property
     def num_in_flight(self) -> int:
@@ -56,30 +46,42 @@ class SequenceCache:
         """
         step = None if self.state is None else self.state.reserve(start, ends)
         try:
-            self.blocks.reserve(ends[-1])
+            for blocks in self.kv_groups:
+                blocks.reserve(ends[-1])
         except BaseException:
+            self._unreserve()
             if self.state is not None:
                 self.state.withdraw()
             raise
         self._steps.append(ends[-1])
         return step
 
-    def adopt(self, blocks: Sequence[int], slot: int | None) -> None:
-        """Go on with the tokens in these full blocks, and with the state after them in this slot. All or nothing.
+    def adopt(self, blocks: Sequence[Sequence[int]], slot: int | None) -> None:
+        """Go on with the tokens in these full blocks, as many of each K/V group, and with the state after them.
 
-        Blocks are in use or idle, the slot is in use; the sequence ends with a whole block and has no step reserved.
+        All or nothing. Blocks are in use or idle, the slot is in use; the sequence ends with a whole block and has no
+        step reserved.
         """
-        if (slot is None) != (self.state is None or not blocks):
-            needed = "no slot" if self.state is None or not blocks else "the slot with the state after them"
-            raise ValueError(f"cannot adopt {len(blocks)} blocks with slot {slot}: accepted is {needed}")
+        num_blocks = len(blocks[0])
+        if [len(group) for group in blocks] != [num_blocks] * len(self.kv_groups):
+            raise ValueError(f"cannot adopt blocks {blocks}: accepted are as many of each K/V group")
+        if (slot is None) != (self.state is None or not num_blocks):
+            needed = (
+                "no slot" if self.state is None or not num_blocks else "the slot with the state after them"
+            )
+            raise ValueError(f"cannot adopt {num_blocks} blocks with slot {slot}: accepted is {needed}")
         before = self.num_tokens
-        self.blocks.adopt(blocks)
-        if self.state is not None and slot is not None:
-            try:
+        adopted: list[SequenceBlocks] = []
+        try:
+            for own, others in zip(self.kv_groups, blocks, strict=True):
+                own.adopt(others)
+                adopted.append(own)
+            if self.state is not None and slot is not None:
                 self.state.adopt(self.num_tokens, slot)
-            except BaseException:
-                self.blocks.truncate(before)
-                raise
+        except BaseException:
+            for own in adopted:
+                own.truncate(before)
+            raise
 
     def commit(self, end: int) -> None:
         """The oldest step's tokens are written: the sequence is `end` tokens long, no fewer than before."""
@@ -87,7 +89,8 @@ class SequenceCache:
             raise ValueError(
                 f"cannot commit up to token {end}: accepted is {self._steps[0]}, where the oldest step in flight ends"
             )
-        self.blocks.commit(end)
+        for blocks in self.kv_groups:
+            blocks.commit(end)
         if self.state is not None:
             self.state.commit()
         if self._steps:
@@ -98,36 +101,16 @@ class SequenceCache:
         if not self._steps:
             raise ValueError("cannot withdraw a step: none is reserved")
         self._steps.pop()
-        self.blocks.unreserve(max(self.num_tokens, *self._steps, 0))
+        self._unreserve()
         if self.state is not None:
             self.state.withdraw()
 
     def abort(self) -> None:
         """Leave everything as it was before the oldest step in flight."""
         self._steps.clear()
-        self.blocks.unreserve(self.num_tokens)
+        self._unreserve()
         if self.state is not None:
             self.state.abort()
-
-    def snapshot(self) -> SequenceSnapshot:
-        """Where the sequence stands, to be released by the caller."""
-        state = None if self.state is None else self.state.snapshot()
-        return SequenceSnapshot(self.num_tokens, state, len(self._returns))
-
-    def restore(self, snapshot: SequenceSnapshot) -> None:
-        """Go back to a snapshot of this sequence, which has not been shorter since."""
-        shortest = min((self.num_tokens, *self._returns[snapshot.num_returns :]))
-        if snapshot.num_tokens > shortest:
-            raise ValueError(
-                f"cannot restore a snapshot at token {snapshot.num_tokens}: "
-                f"the sequence went back to {shortest} since"
-            )
-        if (self.state is None) != (snapshot.state is None):
-            raise ValueError("cannot restore a snapshot of another model's sequence")
-        if self.state is not None and snapshot.state is not None:
-            self.state.restore(snapshot.state)
-        self.blocks.truncate(snapshot.num_tokens)
-        self._returns.append(snapshot.num_tokens)
 
     def cut(self, num_tokens: int) -> None:
         """Keep the first `num_tokens` tokens only, between steps. A recurrent state cannot go back to any but 0."""
@@ -135,20 +118,24 @@ class SequenceCache:
             raise ValueError(
                 f"cannot cut to {num_tokens} tokens: a step is reserved; commit or abort it first"
             )
-        if num_tokens == 0:
-            self.free()
-        elif self.state is not None:
+        if num_tokens and self.state is not None:
             raise ValueError(
                 f"cannot cut a sequence with recurrent state back to token {num_tokens}, only to 0"
             )
-        else:
-            self.blocks.truncate(num_tokens)
-            self._returns.append(num_tokens)
-
-    def free(self) -> None:
-        """Release everything. The sequence is then empty and may be used again."""
-        self._returns.append(0)
-        self._steps.clear()
-        self.blocks.free()
+        for blocks in self.kv_groups:
+            blocks.check_cut(num_tokens)
+        for blocks in self.kv_groups:
+            blocks.truncate(num_tokens)
         if self.state is not None:
             self.state.free()
+
+    def free(self) -> None:
+        """Release everything, steps in flight too. The sequence is then empty and may be used again."""
+        self._steps.clear()
+        self.cut(0)
+
+    def _unreserve(self) -> None:
+        """Keep room for the steps in flight only."""
+        end = max(self.num_tokens, *self._steps, 0)
+        for blocks in self.kv_groups:
+            blocks.unreserve(end)

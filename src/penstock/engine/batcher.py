@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from penstock.cache import BLOCK_TOKENS
+from penstock.cache.space import CacheSpace
 from penstock.engine.batch import SpanInput
 from penstock.engine.events import Event, Failed
 from penstock.engine.explain import ChunkRecord
@@ -18,7 +19,6 @@ from penstock.engine.results import FinishReason
 from penstock.engine.reuse import Reuse
 from penstock.engine.sampling import Choice
 from penstock.engine.sharing import PrefixSharing
-from penstock.engine.space import CacheSpace
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
 from penstock.engine.step import Step, StepOutcome, StepRunner
 from penstock.errors import MemoryExhaustedError, PenstockError, RequestFailedError, is_out_of_memory

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.cache import BLOCK_TOKENS
+from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore
 from penstock.engine.reuse import MAX_SNAPSHOTS, Reuse
 from penstock.engine.run import Run
-from penstock.engine.space import CacheSpace
 from penstock.models.decoder import Decoder
 from penstock.plan import ChunkedPrefillConfig
 

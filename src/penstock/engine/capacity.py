@@ -21,7 +21,7 @@ def cache_tokens_that_fit(
 ) -> int:
     """Places for keys and values in half of the memory that is free, beside the states; no more than are of use. On a
     GPU, in most of what steps leave that were measured to need `step_bytes`."""
-    states_bytes = num_slots * spec.recurrent.bytes_per_slot if spec.recurrent else 0
+    states_bytes = spec.num_bytes(0, num_slots)
     free_bytes = free_memory_bytes(device)
     if free_bytes is None:
         return most_tokens
@@ -29,7 +29,7 @@ def cache_tokens_that_fit(
     needed_bytes = int(_STEP_MARGIN * step_bytes) + _MARGIN_BYTES if is_gpu else 0
     share = _SHARE_ON_GPU if is_gpu else _SHARE
     room_bytes = int(max(free_bytes - needed_bytes, 0) * share) - states_bytes
-    num_blocks = room_bytes // (spec.kv.bytes_per_token * BLOCK_TOKENS)
+    num_blocks = room_bytes // (spec.num_bytes(1, 0))
     if num_blocks < 1:
         needed = f" beside {format_bytes(needed_bytes)} that a step needs" if needed_bytes else ""
         raise MemoryExhaustedError(

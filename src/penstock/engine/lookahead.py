@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from penstock.cache import Extent
+from penstock.cache.space import CacheSpace
 from penstock.engine.batch import SpanInput
-from penstock.engine.space import CacheSpace
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.request import Span

@@ -1,10 +1,10 @@
 """What the largest step of a service needs on its device, measured before there is a cache."""
 
 from penstock.cache import BLOCK_TOKENS, SequenceCache
+from penstock.cache.space import CacheSpace
 from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
-from penstock.engine.space import CacheSpace
 from penstock.errors import CacheFullError, is_out_of_memory
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder

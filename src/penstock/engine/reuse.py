@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from penstock.cache import BLOCK_TOKENS, Extent, SequenceCache
 from penstock.cache.keys import KeyChain, root_key
 from penstock.cache.prefix import PrefixHit, PrefixIndex
+from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore, StoredPrefix
 from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out, copy_tokens
-from penstock.engine.space import CacheSpace
 from penstock.engine.status import ReuseStatus
 
 _log = logging.getLogger("penstock.engine")
@@ -145,7 +145,7 @@ class Reuse:
         if rest:  # the block that it was about to fill is there whole
             prefix.num_noted = min(prefix.num_noted, num_held)
             cache.cut(num_held * BLOCK_TOKENS)
-        cache.adopt(hit.blocks[num_held:], hit.slot)
+        cache.adopt([hit.blocks[num_held:]], hit.slot)
         if hit.num_clean < len(hit.blocks):
             prefix.taint(hit.num_clean)
         # What is in memory was given to the disk when it was read.
@@ -172,7 +172,7 @@ class Reuse:
             if not self._space.blocks.can_allocate(1):
                 return 0
             cache.reserve(start, [end])
-            copy_tokens(self._space.tensors, source, cache.blocks.block_ids[-1], end - start)
+            copy_tokens(self._space.tensors.kv, source, cache.blocks.block_ids[-1], end - start)
             cache.commit(end)
         finally:
             self._space.blocks.release(held)
@@ -202,7 +202,7 @@ class Reuse:
         step = cache.reserve(start, [end])
         try:
             blocks = cache.blocks.block_ids[first : first + most_blocks]
-            copy_in(self._space.tensors, blocks, stored.blocks[first - stored.start :][:most_blocks])
+            copy_in(self._space.tensors, [blocks], stored.blocks[first - stored.start :][:most_blocks])
             if step is not None:
                 assert stored.state is not None
                 copy_state_in(self._space.tensors, step.writes[0].slot, stored.state)
@@ -323,7 +323,7 @@ class Reuse:
             if not store.has_room((stop - start) * self._block_bytes):
                 return
             with self._unharmed():
-                copied = copy_out(self._space.tensors, cache.blocks.block_ids[start:stop])
+                copied = copy_out(self._space.tensors, [cache.blocks.block_ids[start:stop]])
                 store.put_blocks(start, prefix.chain.keys[start:stop], copied)
             prefix.num_stored = stop
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
+from penstock.cache.space import CacheSpace
 from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.lookahead import LookAhead
@@ -13,7 +14,6 @@ from penstock.engine.results import FinishReason
 from penstock.engine.reuse import Prefix, Reuse
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import sample_one
-from penstock.engine.space import CacheSpace
 from penstock.engine.step_clock import pace_of
 from penstock.errors import (
     ContextLengthError,

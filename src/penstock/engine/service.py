@@ -12,6 +12,7 @@ from typing import Self
 import torch
 
 from penstock.cache import BLOCK_TOKENS
+from penstock.cache.space import CacheSpace
 from penstock.engine.batcher import Batcher, Notice
 from penstock.engine.capacity import cache_tokens_that_fit, free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
@@ -23,7 +24,6 @@ from penstock.engine.llm import LLM
 from penstock.engine.measured_step import measured_step_bytes
 from penstock.engine.reuse import MAX_SNAPSHOTS, Prefix, Reuse
 from penstock.engine.run import check_request
-from penstock.engine.space import CacheSpace
 from penstock.engine.status import Observer, ServiceStatus
 from penstock.engine.stop import StopMatcher
 from penstock.errors import (
@@ -75,7 +75,7 @@ class Service:
         if (
             free_bytes is not None
         ):  # the cache has taken its part, though the system may not have given it yet
-            free_bytes = max(free_bytes - _num_bytes(space), 0)
+            free_bytes = max(free_bytes - space.tensors.num_bytes, 0)
         self.rules = llm.size_rules(free_bytes)
         if not self.schedule.auto_chunk:
             self.rules = SizeRules(
@@ -323,11 +323,6 @@ def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConf
         has_room = schedule.chunk_size >= _FEW_DECODES * schedule.max_running
         schedule = replace(schedule, step_tokens=schedule.chunk_size) if has_room else schedule
     return schedule if schedule.grid >= llm.chunk.grid else replace(schedule, grid=llm.chunk.grid)
-
-
-def _num_bytes(space: CacheSpace) -> int:
-    recurrent = space.tensors.recurrent
-    return space.tensors.kv.num_bytes + (recurrent.num_bytes if recurrent else 0)
 
 
 def _resolve_cache_tokens(

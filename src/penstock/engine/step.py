@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from penstock.cache.space import CacheSpace
 from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
 from penstock.engine.lookahead import LookAhead
 from penstock.engine.sampling import Choice, sample_rows
-from penstock.engine.space import CacheSpace
 from penstock.engine.status import SpanRecord, StepRecord
 from penstock.errors import is_out_of_memory
 from penstock.kernels.device import device_kind

@@ -117,8 +117,8 @@ class TextStream:
             ),
             memory=MemoryReport(
                 weights_bytes=self._llm.model.num_weight_bytes,
-                kv_cache_bytes=caches.kv.num_bytes,
-                recurrent_bytes=caches.recurrent.num_bytes if caches.recurrent else 0,
+                kv_cache_bytes=caches.num_bytes - caches.state_bytes,
+                recurrent_bytes=caches.state_bytes,
                 peak_resident_bytes=self._peak_bytes,
             ),
         )

@@ -17,7 +17,7 @@ class Attention:
     """One layer's attention. The projections are one product; heads lie as queries, keys, values, and gates of the
     output where the model has them."""
 
-    index: int  # among the decoder's attention layers
+    index: int  # among the decoder's attention layers of its K/V group
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -27,6 +27,7 @@ class Attention:
     query_norm: Tensor | None  # [head_dim]
     key_norm: Tensor | None
     is_gated: bool = False
+    group: int = 0  # of the K/V groups of the cache
 
     @property
     def scale(self) -> float:
@@ -45,7 +46,7 @@ class Attention:
         """Write the keys and values of x [rows, hidden] into the cache. Returns queries [rows, heads, head_dim], and
         gates [rows, heads * head_dim] where there are any."""
         projected = self.qkv(x, step)
-        kv = step.caches.kv.layer(self.index)
+        kv = step.caches.layer(self.group, self.index)
         queries = step.kernels.place_heads(projected, self.layout, step.cos, step.sin, kv, step.batch.places)
         if not self.is_gated:
             return (queries,)
@@ -54,7 +55,7 @@ class Attention:
     def mix(self, rows: tuple[Tensor, ...], work: AttentionWork, step: ForwardPass) -> Tensor:
         """What `read_in` gave, or some rows of it, to the block's output [rows, hidden]; padding rows attend to
         nothing."""
-        attended = step.kernels.attend(rows[0], work, step.caches.kv.layer(self.index), self.scale)
+        attended = step.kernels.attend(rows[0], work, step.caches.layer(self.group, self.index), self.scale)
         return self.project_out(attended, rows, step)
 
     def project_out(self, attended: Tensor, rows: tuple[Tensor, ...], step: ForwardPass) -> Tensor:

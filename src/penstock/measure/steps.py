@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from penstock.cache import BLOCK_TOKENS, SequenceCache, StateStep
+from penstock.cache.space import CacheSpace
 from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
-from penstock.engine.space import CacheSpace
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw

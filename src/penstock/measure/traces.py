@@ -10,13 +10,13 @@ from torch import Tensor
 
 from penstock.cache import SequenceCache, TokenRange
 from penstock.cache.kv import KV
+from penstock.cache.space import CacheSpace
 from penstock.cache.tensors import CacheTensors
 from penstock.engine.batcher import Batcher
 from penstock.engine.events import GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.run import Run
 from penstock.engine.sampling import Choice
-from penstock.engine.space import CacheSpace
 from penstock.kernels.spans import AttendedSpan, AttentionWork
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
@@ -369,8 +369,8 @@ def random_ends(num_tokens: int, seed: int, grid: int = 1) -> list[int]:
 
 def kv_of(cache: SequenceCache, space: CacheSpace, start: int, end: int) -> tuple[KV, ...]:
     """A copy of the keys and values of tokens [start, end), layer by layer."""
-    places, kv = cache.blocks.locate(start, end), space.tensors.kv
-    layers = (kv.read(layer, places) for layer in range(kv.spec.num_layers))
+    places = cache.blocks.locate(start, end)
+    layers = (layer.read(places) for layer in space.tensors.kv.layers)
     return tuple(KV(layer.keys.clone(), layer.values.clone()) for layer in layers)
 
 
@@ -378,12 +378,8 @@ def states_of(cache: SequenceCache, space: CacheSpace) -> tuple[Tensor, ...]:
     """A copy of the convolution tail and the matrix of each recurrent layer."""
     if cache.state is None:
         return ()
-    states, slot = space.tensors.states, cache.state.slot
-    return tuple(
-        part.clone()
-        for layer in range(states.spec.num_layers)
-        for part in (states.tail(layer, slot), states.matrix(layer, slot))
-    )
+    layers, slot = space.tensors.states.layers, cache.state.slot
+    return tuple(part.clone() for layer in layers for part in (layer.tail(slot), layer.matrix(slot)))
 
 
 def _joined(parts: Sequence[tuple[range, tuple[KV, ...], tuple[KV, ...]]]) -> Recomputed:

@@ -91,7 +91,7 @@ class ChunkGraphs:
             piece.graph.replay()
             mixer = model.layers[piece.due.index].mixer
             assert isinstance(mixer, Attention)
-            kv = caches.kv.layer(mixer.index)
+            kv = caches.layer(mixer.group, mixer.index)
             kernels.attend_into(piece.due.rows[0], batch.all_layers, kv, mixer.scale, self._attended)
         self._pieces[-1].graph.replay()
         due = self._pieces[-1].due

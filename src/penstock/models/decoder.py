@@ -126,9 +126,9 @@ class Decoder:
         config, net = self.part, self.part.delta_net
         kv = KVSpec(len(config.attention_layers), config.num_kv_heads, config.head_dim, self.dtype)
         if net is None:
-            return CacheSpec(kv)
+            return CacheSpec((kv,))
         return CacheSpec(
-            kv,
+            (kv,),
             RecurrentSpec(
                 num_layers=len(net.layers),
                 conv_tail=net.conv_kernel - 1,
@@ -179,7 +179,7 @@ class Decoder:
         attention = next((mixer for mixer in mixers if isinstance(mixer, Attention)), None)
         if attention is None:
             return
-        kv = caches.kv.layer(attention.index)
+        kv = caches.layer(attention.group, attention.index)
         longest = kv.first(self.config.max_position)
         yield from self.kernels.preparations(num_rows, self.config.num_heads, longest, attention.scale)
 

@@ -127,14 +127,16 @@ class BlockStore:
             self._num_refused += num_blocks
         self._warn_slow()
 
-    def put_blocks(self, start: int, keys: Sequence[BlockKey], kv: Tensor) -> bool:
-        """Keep blocks [start, start + len(keys)) of a sequence: kv is [num_blocks, 2, num_layers, 64, num_kv_heads,
-        head_dim] on the CPU, keys before values, and nobody else's from now on. Those on disk stay as they are. False
-        where too much waits to be written: it may be tried again."""
-        layout = self._layouts[FileKind.BLOCK]
-        check_part(layout.parts[0], kv, (len(keys), 2))
+    def put_blocks(self, start: int, keys: Sequence[BlockKey], kv: Sequence[Tensor]) -> bool:
+        """Keep blocks [start, start + len(keys)) of a sequence: of each K/V group [num_blocks, 2, num_layers, 64,
+        num_kv_heads, head_dim] on the CPU, keys before values, and nobody else's from now on. Those on disk stay as
+        they are. False where too much waits to be written: it may be tried again."""
+        parts = self._layouts[FileKind.BLOCK].parts[::2]  # the keys of each group
+        for part, group in zip(parts, kv, strict=True):
+            check_part(part, group, (len(keys), 2))
         names = [FileName.of(FileKind.BLOCK, start + place, key) for place, key in enumerate(keys)]
-        return self._put(names, keys, [[data] for data in bytes_of(kv)])
+        data = zip(*(bytes_of(group) for group in kv), strict=True)  # of each block, its groups
+        return self._put(names, keys, [list(pieces) for pieces in data])
 
     def put_state(self, index: int, key: BlockKey, tails: Tensor, matrices: Tensor) -> None:
         """Keep the state after `index` blocks, the last of which has this key. The tensors are as in `StoredState`,
@@ -203,7 +205,8 @@ class BlockStore:
         for tensors in found:
             if tensors is None:
                 break
-            blocks.append(StoredBlock(**tensors))
+            parts = list(tensors.values())
+            blocks.append(StoredBlock(tuple(parts[::2]), tuple(parts[1::2])))
         return blocks
 
     def _read(self, kind: FileKind, index: int, key: BlockKey) -> dict[str, Tensor] | None:

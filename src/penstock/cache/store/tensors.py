@@ -19,10 +19,11 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """Keys and values of a block, each [num_layers, 64, num_kv_heads, head_dim], mapped from its file."""
+    """Keys and values of a block for each K/V group, each [num_layers, 64, num_kv_heads, head_dim], mapped from its
+    file."""
 
-    keys: Tensor
-    values: Tensor
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -34,12 +35,20 @@ class StoredState:
     matrices: Tensor
 
 
+def group_names(group: int) -> tuple[str, str]:
+    """What the keys and values of a K/V group are called in a file."""
+    number = f".{group}" if group else ""
+    return f"keys{number}", f"values{number}"
+
+
 def layouts_of(spec: CacheSpec) -> dict[FileKind, FileLayout]:
     """What the files of a model hold."""
-    kv, recurrent = spec.kv, spec.recurrent
-    shape = (kv.num_layers, BLOCK_TOKENS, kv.num_kv_heads, kv.head_dim)
-    parts = [TensorPart(name, _NAMES[kv.dtype], shape) for name in ("keys", "values")]
+    parts: list[TensorPart] = []
+    for index, kv in enumerate(spec.kv_groups):
+        shape = (kv.num_layers, BLOCK_TOKENS, kv.num_kv_heads, kv.head_dim)
+        parts += [TensorPart(name, _NAMES[kv.dtype], shape) for name in group_names(index)]
     layouts = {FileKind.BLOCK: FileLayout(tuple(parts))}
+    recurrent = spec.recurrent
     if recurrent is not None:
         matrices = (recurrent.num_layers, *recurrent.matrix_shape)
         tails = (recurrent.num_layers, *recurrent.tail_shape)

@@ -222,5 +222,4 @@ def _folder_lines(service: Service) -> list[str]:
 
 def _cache_bytes(service: Service) -> int:
     cache, spec = service.status().cache, service.llm.model.cache_spec
-    states_bytes = cache.slots_total * spec.recurrent.bytes_per_slot if spec.recurrent else 0
-    return cache.blocks_total * cache.block_tokens * spec.kv.bytes_per_token + states_bytes
+    return spec.num_bytes(cache.blocks_total, cache.slots_total)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
-from penstock.cache.slots import EMPTY
+from penstock.cache.states import EMPTY
 from penstock.kernels.elementwise import whole_lanes
 from penstock.kernels.interface import DeltaHeads, Kernels
 from penstock.kernels.spans import StateRows, StateWork

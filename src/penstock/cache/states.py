@@ -1,13 +1,97 @@
-"""One sequence's recurrent states: which slots hold them, and after how many tokens each was."""
+"""Recurrent states: a pool of slots with reference counts, and which of them hold the states of one sequence."""
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import TracebackType
-from typing import Self
 
-from penstock.cache.slots import EMPTY, SlotPool
+from penstock.errors import CacheFullError
+
+# The state before the first token. It is no slot of any pool: reading it gives zeros, and it is never written.
+EMPTY = -1
+
+
+class SlotPool:
+    """Slots [0, num_slots). A slot is free, or held by as many owners as it has references.
+
+    The slot that was freed last is handed out first: it is the one most likely to be in a processor's cache,
+    and slots that were never used take no memory as long as used ones are free.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        if num_slots < 1:
+            raise ValueError(f"a slot pool needs at least 1 slot, not {num_slots}")
+        self._references = [0] * num_slots
+        self._free = list(reversed(range(num_slots)))  # the next to be handed out is the last
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._references)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def can_allocate(self, num_slots: int) -> bool:
+        return num_slots <= self.num_free
+
+    def allocate(self) -> int:
+        """Take a slot with one reference, or raise CacheFullError and change nothing."""
+        (slot,) = self.allocate_many(1)
+        return slot
+
+    def allocate_many(self, num_slots: int) -> tuple[int, ...]:
+        """Take `num_slots` slots with one reference each, or raise CacheFullError and change nothing."""
+        if num_slots < 0:
+            raise ValueError(f"cannot allocate {num_slots} slots")
+        if not self.can_allocate(num_slots):
+            raise CacheFullError(
+                f"the recurrent cache has no room: {num_slots} slots wanted, {self.num_free} free "
+                f"of {self.num_slots}; use a cache with more slots, fewer sequences or fewer snapshots"
+            )
+        slots = tuple(self._free.pop() for _ in range(num_slots))
+        for slot in slots:
+            self._references[slot] = 1
+        return slots
+
+    def retain(self, slot: int) -> None:
+        """Add an owner to a slot that is in use."""
+        self._check_in_use("retain", slot)
+        self._references[slot] += 1
+
+    def release(self, slot: int) -> None:
+        """Take an owner from a slot; a slot without owners is free."""
+        self._check_in_use("release", slot)
+        self._references[slot] -= 1
+        if not self._references[slot]:
+            self._free.append(slot)
+
+    def num_owners(self, slot: int) -> int:
+        return self._references[slot]
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless the free list is the unreferenced slots, each once."""
+        negative = [slot for slot, count in enumerate(self._references) if count < 0]
+        if negative:
+            raise AssertionError(f"slots {negative} have fewer than 0 references")
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise AssertionError(f"the free list {self._free} has a slot more than once")
+        unreferenced = {slot for slot, count in enumerate(self._references) if not count}
+        if free - unreferenced:
+            raise AssertionError(f"slots {sorted(free - unreferenced)} are in the free list but not free")
+        if unreferenced - free:
+            raise AssertionError(
+                f"slots {sorted(unreferenced - free)} leaked: no owner, and not in the free list"
+            )
+
+    def _check_in_use(self, action: str, slot: int) -> None:
+        if not 0 <= slot < self.num_slots:
+            raise ValueError(
+                f"cannot {action} slot {slot}: it lies outside the pool's {self.num_slots} slots"
+            )
+        if not self._references[slot]:
+            raise ValueError(f"cannot {action} slot {slot}: it is free")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,46 +110,6 @@ class StateStep:
     writes: tuple[StateWrite, ...]
 
 
-class StateSnapshot:
-    """A state that stays as it is until `release`, whatever becomes of its sequence. It is a reference, no copy."""
-
-    def __init__(self, pool: SlotPool, num_tokens: int, slot: int) -> None:
-        if slot != EMPTY:
-            pool.retain(slot)
-        self.num_tokens = num_tokens
-        self._pool = pool
-        self._slot = slot
-        self._released = False
-
-    @property
-    def slot(self) -> int:
-        """EMPTY if the snapshot is of a sequence without tokens."""
-        self._check_live()
-        return self._slot
-
-    def is_of(self, pool: SlotPool) -> bool:
-        return self._pool is pool
-
-    def release(self) -> None:
-        """Give the state up. Once only: a second owner may hold it by then."""
-        self._check_live()
-        self._released = True
-        if self._slot != EMPTY:
-            self._pool.release(self._slot)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.release()
-
-    def _check_live(self) -> None:
-        if self._released:
-            raise ValueError(f"the snapshot at token {self.num_tokens} was released; take a new one")
-
-
 class SequenceState:
     """The recurrent states of one sequence at some of its positions; the last is where it stands.
 
@@ -75,7 +119,7 @@ class SequenceState:
         position 0               the state is EMPTY: always known, and no slot is held for it
 
     Several steps may be in flight, committed in the order in which they were reserved: with one state a step, so
-    many slots and one more. A slot has one reference for each sequence and each snapshot that holds it.
+    many slots and one more. A slot has one reference for each sequence, and for each other owner, that holds it.
     """
 
     def __init__(self, pool: SlotPool) -> None:
@@ -90,7 +134,7 @@ class SequenceState:
     @property
     def slot(self) -> int:
         """The state where the sequence stands: EMPTY before the first token."""
-        return self._slot_at(self.num_tokens)
+        return next(reversed(self._slots.values()), EMPTY)
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -110,7 +154,11 @@ class SequenceState:
         that one keeps, or at 0.
         """
         known = self._known
-        _check_known("begin a step at", start, known)
+        if start and start not in known:
+            accepted = ", ".join(map(str, (0, *known)))
+            raise ValueError(
+                f"cannot begin a step at token {start}: its state is not kept; accepted are {accepted}"
+            )
         if not ends or any(left >= right for left, right in pairwise((start, *ends))):
             raise ValueError(
                 f"cannot keep states at {list(ends)}: accepted is at least one position, ascending, above {start}"
@@ -137,24 +185,10 @@ class SequenceState:
         while self._steps:
             self.withdraw()
 
-    def snapshot(self) -> StateSnapshot:
-        """The committed state where the sequence stands, to be released by the caller."""
-        return StateSnapshot(self._pool, self.num_tokens, self.slot)
-
-    def restore(self, snapshot: StateSnapshot) -> None:
-        """Stand where the snapshot was taken, from this sequence or another, with that state only."""
-        self._check_no_step("restore a snapshot")
-        if not snapshot.is_of(self._pool):
-            raise ValueError("cannot restore a snapshot of another pool: its slots are not this pool's")
-        restored = {} if snapshot.slot == EMPTY else {snapshot.num_tokens: snapshot.slot}
-        # Before the release: it may be the sequence's own slot.
-        for slot in restored.values():
-            self._pool.retain(slot)
-        self._replace(restored)
-
     def adopt(self, num_tokens: int, slot: int) -> None:
         """Stand after `num_tokens` tokens with the state in this slot, which is in use, and with that state only."""
-        self._check_no_step("adopt a state")
+        if self._steps:
+            raise ValueError("cannot adopt a state: a step is reserved; commit or abort it first")
         if num_tokens <= self.num_tokens:
             raise ValueError(
                 f"cannot adopt the state after {num_tokens} tokens: accepted is more than {self.num_tokens}"
@@ -168,20 +202,10 @@ class SequenceState:
         for position in [position for position, slot in self._slots.items() if slot not in needed]:
             self._pool.release(self._slots.pop(position))
 
-    def rewind(self, num_tokens: int) -> None:
-        """Go back to a position that is kept, or to 0, and release the states after it."""
-        self._check_no_step("rewind")
-        _check_known("rewind to", num_tokens, self._slots)
-        self._release(slot for position, slot in self._slots.items() if position > num_tokens)
-        self._slots = {position: slot for position, slot in self._slots.items() if position <= num_tokens}
-
     def free(self) -> None:
         """Release everything, steps in flight too. The sequence is then empty and may be used again."""
         self.abort()
-        self.rewind(0)
-
-    def _slot_at(self, position: int) -> int:
-        return self._slots[position] if position else EMPTY
+        self._replace({})
 
     def _replace(self, slots: dict[int, int]) -> None:
         """Hold these slots, whose references are the sequence's already, in place of those held now."""
@@ -196,13 +220,3 @@ class SequenceState:
     def _known(self) -> dict[int, int]:
         """The states from which the next step may begin: of the newest step in flight, else the committed ones."""
         return {write.end: write.slot for write in self._steps[-1].writes} if self._steps else self._slots
-
-    def _check_no_step(self, action: str) -> None:
-        if self._steps:
-            raise ValueError(f"cannot {action}: a step is reserved; commit or abort it first")
-
-
-def _check_known(action: str, position: int, known: Collection[int]) -> None:
-    if position and position not in known:
-        accepted = ", ".join(map(str, (0, *known)))
-        raise ValueError(f"cannot {action} token {position}: its state is not kept; accepted are {accepted}")
