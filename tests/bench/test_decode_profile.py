@@ -8,7 +8,7 @@ import pytest
 from penstock.bench.__main__ import main
 from penstock.bench.decode_profile import StepShares, profile_decodes
 from penstock.engine.llm import LLM
-from penstock.plan.weight_settings import WeightsName
+from penstock.plan.settings import WeightsName
 
 
 @pytest.mark.parametrize("weights", ["auto", "bf16"])

@@ -14,14 +14,13 @@ from penstock.errors import ContextLengthError, ModelError, PromptError, Setting
 from penstock.models.config import DeltaNetConfig, ModelConfig
 from penstock.plan import (
     STATE_GRID,
-    AlignSetting,
     ChunkedPrefillConfig,
     ChunkSetting,
     Prefill,
     PrefillScheduler,
 )
-from penstock.plan.device_settings import DeviceSetting
 from penstock.plan.progress import Progress
+from penstock.plan.settings import DeviceSetting
 
 QUESTION = "What is the capital of France? Answer in one word."
 
@@ -174,7 +173,7 @@ def test_environment_sets_the_alignment(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_alignment_is_not_a_matter_of_models_without_recurrent_state(llm: LLM, smollm2_path: Path) -> None:
-    assert llm.align == AlignSetting(True, "default")
+    assert (llm.align.enabled, llm.align.source) == (True, "default")
     other = LLM(smollm2_path, chunk=100, align=True)
     assert other.chunk == ChunkSetting("100", 100, "argument", "set by argument")
     result = other.generate(QUESTION * 12, max_tokens=1)

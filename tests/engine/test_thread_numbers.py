@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.engine import llm
-from penstock.plan.thread_settings import ThreadsSetting
+from penstock.plan.settings import ThreadsSetting
 
 
 @pytest.fixture

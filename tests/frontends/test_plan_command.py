@@ -20,8 +20,8 @@ from penstock.frontends.plan_table import table
 from penstock.models.shape import model_shape, workspace_for
 from penstock.plan.fitting import largest_chunk
 from penstock.plan.memory import WeightBits, kv_token_bytes, weight_bytes
+from penstock.plan.settings import resolve_weights
 from penstock.plan.step_shape import Workspace
-from penstock.plan.weight_settings import resolve_weights
 from tests.models.builders import SHAPE, gguf_metadata, hf_config, hf_model, write_gguf
 from tests.models.test_gguf_file import float_tensors
 

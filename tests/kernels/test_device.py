@@ -46,7 +46,10 @@ def test_devices_are_those_that_torch_sees(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_another_kind_of_device_is_an_error() -> None:
-    with pytest.raises(SettingError, match="device 'meta': there are no kernels for it; accepted: cpu, cuda"):
+    with pytest.raises(
+        SettingError,
+        match="device='meta' is not accepted: there are no kernels",
+    ):
         device_kind(torch.device("meta"))
 
 

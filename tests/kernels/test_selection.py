@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from penstock.errors import SettingError
-from penstock.kernels.interface import KERNELS_VARIABLE, select_kernels
+from penstock.kernels.interface import select_kernels
+from penstock.plan.settings import KERNELS_VARIABLE
 
 CUDA, MPS = torch.device("cuda:0"), torch.device("mps")
 

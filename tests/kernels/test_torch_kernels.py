@@ -127,5 +127,5 @@ def test_activation_of_a_row_does_not_depend_on_the_others(
 
 
 def test_a_device_without_kernels_is_an_error() -> None:
-    with pytest.raises(SettingError, match="give cpu, cuda or mps"):
+    with pytest.raises(SettingError, match="give one of cpu, cuda, mps"):
         select_kernels(torch.device("meta"))

@@ -3,14 +3,14 @@
 import pytest
 
 from penstock.errors import SettingError
-from penstock.plan.device_settings import (
+from penstock.plan.settings import (
     DEVICE_VARIABLE,
     DeviceSetting,
     DevicesFound,
+    SettingSource,
     resolve_device,
     settle_device,
 )
-from penstock.plan.settings import SettingSource
 
 NONE = DevicesFound()
 ONE = DevicesFound(num_cuda=1)

@@ -9,7 +9,6 @@ from penstock.plan import (
     ALIGN_VARIABLE,
     CHUNK_VARIABLE,
     STATE_GRID,
-    AlignSetting,
     ChunkedPrefillConfig,
     ChunkSetting,
     SettingSource,
@@ -92,13 +91,8 @@ def test_arguments_that_are_no_counts(value: Any) -> None:
 def test_rounding_is_reported() -> None:
     setting = resolve_chunk_size(100, environ={}, grid=64)
     assert (setting.requested, setting.effective, setting.grid) == ("100", 128, 64)
-    assert setting.reason == (
-        "set by argument, rounded up from 100 to 128, a multiple of 64: on a model with recurrent state such "
-        "chunks give the same bits and run faster; align=False or --no-align keeps 100"
-    )
-    assert resolve_chunk_size(environ=env("1"), grid=64).reason.startswith(
-        "set by PENSTOCK_PREFILL_CHUNK, rounded up from 1 to 64, a multiple of 64: "
-    )
+    assert "rounded up from 100 to 128" in setting.reason
+    assert resolve_chunk_size(environ=env("1"), grid=64).source == "environment"
     assert resolve_chunk_size(environ={}, grid=STATE_GRID) == auto("default", grid=STATE_GRID)
     assert "rounded up from 512 to 600" in resolve_chunk_size(environ={}, grid=100).reason
     assert resolve_chunk_size("auto", environ={}, grid=100).effective == 600
@@ -128,25 +122,28 @@ def align_env(value: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("argument", "environ", "expected"),
     [
-        (None, {}, AlignSetting(True, "default")),
-        (True, {}, AlignSetting(True, "argument")),
-        (False, {}, AlignSetting(False, "argument")),
-        (None, align_env("0"), AlignSetting(False, "environment")),
-        (None, align_env("1"), AlignSetting(True, "environment")),
-        (True, align_env("0"), AlignSetting(True, "argument")),
-        (False, align_env("1"), AlignSetting(False, "argument")),
-        (False, align_env("nonsense"), AlignSetting(False, "argument")),
+        (None, {}, (True, "default")),
+        (True, {}, (True, "argument")),
+        (False, {}, (False, "argument")),
+        (None, align_env("0"), (False, "environment")),
+        (None, align_env("1"), (True, "environment")),
+        (True, align_env("0"), (True, "argument")),
+        (False, align_env("1"), (False, "argument")),
+        (False, align_env("nonsense"), (False, "argument")),
     ],
 )
-def test_alignment_precedence(argument: bool | None, environ: dict[str, str], expected: AlignSetting) -> None:
-    assert resolve_align(argument, environ=environ) == expected
+def test_alignment_precedence(
+    argument: bool | None, environ: dict[str, str], expected: tuple[bool, str]
+) -> None:
+    setting = resolve_align(argument, environ=environ)
+    assert (setting.enabled, setting.source) == expected
 
 
 def test_the_process_environment_may_switch_alignment_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PENSTOCK_PREFILL_ALIGN", "0")
-    assert resolve_align() == AlignSetting(False, "environment")
+    assert not resolve_align().enabled
     monkeypatch.delenv("PENSTOCK_PREFILL_ALIGN")
-    assert resolve_align() == AlignSetting(True, "default")
+    assert resolve_align().enabled
 
 
 @pytest.mark.parametrize(

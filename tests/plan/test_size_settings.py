@@ -15,7 +15,7 @@ from penstock.plan import (
     resolve_chunk_size,
     resolve_size,
 )
-from penstock.plan.size_settings import check_schedule
+from penstock.plan.settings import check_schedule
 
 ENVIRON = {
     MAX_ACTIVATION_VARIABLE: "512MiB",

@@ -83,7 +83,7 @@ from penstock.measure.prompts import random_tokens, text_tokens
 from penstock.models.config import ModelConfig
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_model, open_weights
-from penstock.plan.device_settings import DEVICE_VARIABLE
+from penstock.plan.settings import DEVICE_VARIABLE
 
 NOISY_STATUS = 3
 

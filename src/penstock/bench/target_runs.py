@@ -18,6 +18,7 @@ from penstock.engine.profile import load_profile
 from penstock.engine.service import Service, ServiceConfig
 from penstock.measure.growth import MeasurementError
 from penstock.plan.policy import ScheduleConfig
+from penstock.plan.settings import Resolved
 from penstock.plan.step_time import StepTimeModel
 
 _WARM_UP_PROMPT = 64
@@ -29,7 +30,12 @@ def with_target(llm: LLM, target_ms: int | None) -> LLM:
     measure teaches it nothing, what it measures itself it knows the next time."""
     own = copy.copy(llm)
     target_s = None if target_ms is None else target_ms / 1000
-    own.size = replace(llm.size, max_activation_bytes=None, target_itl_s=target_s, target_ttft_s=None)
+    own.settings = replace(
+        llm.settings,
+        max_activation=Resolved(None),
+        target_itl_s=Resolved(target_s),
+        target_ttft_s=Resolved(None),
+    )
     profile = load_profile(llm)
     own.times = StepTimeModel(profile.coefficients if profile else None)
     return own

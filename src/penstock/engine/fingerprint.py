@@ -19,7 +19,7 @@ from penstock.files import replace_json
 from penstock.home import cache_home
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
-from penstock.plan.weight_settings import WeightsSetting
+from penstock.plan.settings import WeightsSetting
 
 _VERSION = 1  # of what is hashed below
 # The code that a block's bits come from, beside libraries and the processor.

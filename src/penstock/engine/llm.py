@@ -1,6 +1,5 @@
 """The Python interface: a model, and text in and out of it."""
 
-import os
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Self, Unpack
 
 import torch
 
@@ -27,7 +26,7 @@ from penstock.engine.text_stream import ProgressCallback, TextStream
 from penstock.engine.threads import in_own_thread
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
 from penstock.kernels.device import DeviceKind, device_kind, find_devices
-from penstock.kernels.interface import KERNELS_VARIABLE, select_kernels
+from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe.probe import ProbeResult, probe
 from penstock.models.decoder import Decoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
@@ -37,24 +36,19 @@ from penstock.models.shape import model_shape, workspace_of
 from penstock.models.source import WeightSource
 from penstock.plan import (
     AlignSetting,
-    ChunkedPrefillConfig,
     ChunkSetting,
     ChunkSizer,
+    EngineKeywords,
+    EngineSettings,
     PrefillMemoryEstimate,
     SizeRules,
     SizeSettings,
     StepTimeModel,
-    WeightsName,
     WeightsSetting,
     peak_memory_estimate,
-    resolve_align,
-    resolve_size,
-    resolve_weights,
 )
-from penstock.plan.checks import check_int
-from penstock.plan.device_settings import DeviceSetting, resolve_device, settle_device
-from penstock.plan.store_settings import resolve_store
-from penstock.plan.thread_settings import ThreadsSetting, resolve_threads
+from penstock.plan.settings import DeviceSetting, ThreadsSetting
+from penstock.plan.settings import Dtype as Dtype
 from penstock.process_memory import trim_heap
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
@@ -63,11 +57,10 @@ DEFAULT_MAX_TOKENS = 512
 _OWN_THREADS = torch.get_num_threads()
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
-Dtype = Literal["auto", "bfloat16", "float32"]
 
 
 class LLM:
-    """A loaded model. One request runs at a time.
+    """A loaded model. One request runs at a time. `settings` is in place of all other arguments but the model.
 
     `model` is `smollm2`, a folder of safetensors, a GGUF file or a Hugging Face name. `chunk` is a number of
     tokens, 0 (the whole prompt in one chunk) or "auto"; without it `PENSTOCK_PREFILL_CHUNK` applies, else "auto". On
@@ -96,64 +89,37 @@ class LLM:
     `PENSTOCK_CACHE_SIZE` apply. `reuse_tokens` is how many tokens are kept in memory from one request to the next.
     `close` (or a `with` block) waits until what was read is on disk.
 
-    `chunk` says afterwards what was asked for, what applies and why; `skipped` names the weights in the model's files
-    that it has no use for, None where there are none.
+    `settings` says afterwards what applies and why (`chunk`, `device`, `weights` and others are its parts); `skipped`
+    names the weights in the model's files that it has no use for, None where there are none.
     """
 
     def __init__(
         self,
         model: str | Path = DEFAULT_MODEL,
         *,
-        dtype: Dtype = "auto",
-        weights: WeightsName | None = None,
-        device: str | None = None,
-        chunk: int | str | None = None,
-        max_activation: int | str | None = None,
-        target_itl_ms: float | str | None = None,
-        target_ttft_ms: float | str | None = None,
-        overlap: int = 0,
-        align: bool | None = None,
-        threads: int | None = None,
-        cache_dir: str | Path | None = None,
-        cache_size: int | str | None = None,
-        reuse_tokens: int = 0,
+        settings: EngineSettings | None = None,
+        **keywords: Unpack[EngineKeywords],
     ) -> None:
         started = time.perf_counter()
         # What can be refused is refused before anything slow; rounding comes when the model is known.
-        self.align: AlignSetting = resolve_align(align)
-        resolve = partial(
-            resolve_size,
-            chunk,
-            max_activation=max_activation,
-            target_itl_ms=target_itl_ms,
-            target_ttft_ms=target_ttft_ms,
-        )
-        ChunkedPrefillConfig(resolve().chunk.effective, overlap)
-        stored = resolve_store(cache_dir, cache_size)
-        check_int("reuse_tokens", reuse_tokens, 0)
-        if overlap and (stored or reuse_tokens):
-            raise SettingError(
-                "overlap", overlap, contradicts={"cache_dir" if stored else "reuse_tokens": ...}
-            )
-        asked = resolve_weights(weights, dtype=dtype)
-        self.device: DeviceSetting = settle_device(
-            resolve_device(device), find_devices(), only_cpu=_only_on_a_processor(asked)
-        )
-        torch_device = torch.device(self.device.name)
-        torch_dtype = device_kind(torch_device).dtype(asked.dtype if dtype == "auto" else dtype)
-        self.threads: ThreadsSetting = resolve_threads(threads)
-        _set_threads(self.threads)
+        if settings is None:
+            settings = EngineSettings.resolve(**keywords)
+        elif keywords:
+            raise SettingError("settings", ..., contradicts=dict.fromkeys(keywords, ...))
+        if not settings.device.is_settled:
+            settings = settings.on(find_devices())
+        torch_device = torch.device(settings.device.name)
+        torch_dtype = device_kind(torch_device).dtype(settings.computes_in)
+        _set_threads(settings.threads)
         self.path = resolve_model(str(model))
         opened = open_model(self.path)
         try:
-            grid = self.align.grid(has_state=opened.source.config.has_state)
-            self.size: SizeSettings = resolve(grid=grid)
-            ChunkedPrefillConfig(self.size.chunk.effective, overlap)
+            settings = settings.for_model(has_state=opened.source.config.has_state)
             self.tokenizer = opened.tokenizer
             self.skipped = opened.skipped.describe()
-            with _memory_for(opened.source.describe(), self.device.name):
-                self.model, self.probe, self.weights = in_own_thread(
-                    lambda: _load(opened.source, torch_dtype, torch_device, asked)
+            with _memory_for(opened.source.describe(), settings.device.name):
+                self.model, self.probe, weights = in_own_thread(
+                    partial(_load, opened.source, torch_dtype, torch_device, settings)
                 )
             trim_heap()  # what loading and probing had for a while
             device_kind(torch_device).release()
@@ -162,14 +128,15 @@ class LLM:
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
         self.canon = self.probe.bind(self.model.kernels)
         self._profile = load_profile(self)
-        self.chunk: ChunkSetting = _with_overlap(self._tuned(self.size.chunk), overlap)
-        self._config = ChunkedPrefillConfig(max(self.chunk.effective, overlap + 1), overlap)
+        best = None if self._profile is None else self._profile.best_chunk
+        self.settings = replace(settings, weights=weights).tuned(best, self.device_kind.default_chunk)
+        self._config = self.settings.config
         # What is known of step times, from a profile and from every step that ran.
         self.times = StepTimeModel(self._profile.coefficients if self._profile else None)
         self.activations = ActivationModel(self.model)
         self.store: BlockStore | None = None
         self.fingerprint: bytes | None = None
-        if stored is not None:
+        if (stored := settings.store) is not None:
             self.fingerprint = cache_fingerprint(self)
             about = {
                 "model": str(model),
@@ -185,13 +152,37 @@ class LLM:
             )
             weakref.finalize(self, self.store.close)  # at the latest when the interpreter ends
         self._spaces = RequestSpaces(
-            self.model, self._config, self.store, self.fingerprint, reuse_tokens=reuse_tokens
+            self.model, self._config, self.store, self.fingerprint, reuse_tokens=settings.reuse_tokens
         )
         self.load_s = time.perf_counter() - started
 
     @property
+    def chunk(self) -> ChunkSetting:
+        return self.settings.chunk
+
+    @property
+    def size(self) -> SizeSettings:
+        return self.settings.size
+
+    @property
+    def align(self) -> AlignSetting:
+        return self.settings.align
+
+    @property
+    def weights(self) -> WeightsSetting:
+        return self.settings.weights
+
+    @property
+    def device(self) -> DeviceSetting:
+        return self.settings.device
+
+    @property
+    def threads(self) -> ThreadsSetting:
+        return self.settings.threads
+
+    @property
     def overlap(self) -> int:
-        return self._config.overlap
+        return self.settings.overlap
 
     @property
     def context_length(self) -> int:
@@ -331,30 +322,13 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _tuned(self, chunk: ChunkSetting) -> ChunkSetting:
-        """An automatic size as this machine's profile has it, where there is one."""
-        if not chunk.is_auto:
-            return chunk
-        if self._profile is None:
-            default = -(-self.device_kind.default_chunk // chunk.grid) * chunk.grid
-            return replace(chunk, effective=default, reason="auto: the default")
-        best = max(self._profile.best_chunk // chunk.grid, 1) * chunk.grid
-        return replace(chunk, effective=best, reason="auto: tuned on this machine")
-
-
-def _with_overlap(chunk: ChunkSetting, overlap: int) -> ChunkSetting:
-    if overlap % chunk.grid == 0:
-        return chunk
-    why = f"; an overlap of {overlap} is no multiple of {chunk.grid}, so bits may differ from those of other sizes"
-    return replace(chunk, reason=chunk.reason + why)
-
 
 def _load(
-    source: WeightSource, dtype: torch.dtype, device: torch.device, weights: WeightsSetting
+    source: WeightSource, dtype: torch.dtype, device: torch.device, settings: EngineSettings
 ) -> tuple[Decoder, ProbeResult, WeightsSetting]:
     device_kind(device).use()
-    kernels = select_kernels(device)
-    weights = settled_weights(source, kernels, dtype, device, weights)
+    kernels = select_kernels(device, settings.kernels.effective)
+    weights = settled_weights(source, kernels, dtype, device, settings.weights)
     model = load_decoder(source, kernels, dtype, device, weights.name)
     return model, probe(kernels, model.probe_shapes, dtype, device), weights
 
@@ -370,13 +344,6 @@ def _memory_for(what: str, device: str) -> Iterator[None]:
                 f"model{'' if device == 'cpu' else ', or --device cpu'}"
             ) from error
         raise
-
-
-def _only_on_a_processor(weights: WeightsSetting) -> str:
-    """What was asked for that no GPU has; nothing, if so."""
-    if weights.name in ("int8", "int4"):
-        return f"{weights.name} weights"
-    return "native kernels" if os.environ.get(KERNELS_VARIABLE) == "native" else ""
 
 
 def _set_threads(setting: ThreadsSetting) -> None:

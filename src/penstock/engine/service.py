@@ -34,7 +34,7 @@ from penstock.errors import (
 )
 from penstock.plan.checks import check_int
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.size_settings import check_schedule
+from penstock.plan.settings import check_schedule
 from penstock.plan.sizing import ChunkSizer, SizeRules
 from penstock.plan.step import RequestId
 

@@ -17,6 +17,7 @@ from penstock.models.reading import shortened
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
     from penstock.engine.results import Generation
+    from penstock.plan import EngineSettings
     from penstock.plan.progress import Progress
 
 
@@ -30,13 +31,13 @@ def fetch(model: str, display: Display) -> Path:
         return resolve_model(model, report, display.note)
 
 
-def load(model: str, display: Display, **settings: Any) -> "LLM":
+def load(model: str, display: Display, settings: "EngineSettings | None" = None) -> "LLM":
     """The model, downloaded where it must be."""
     path = fetch(model, display)
     with display.busy(f"loading {shortened(model, 60)}"):
         from penstock.engine.llm import LLM
 
-        llm = LLM(path, **settings)
+        llm = LLM(path, settings=settings)
     if llm.skipped:
         display.note(llm.skipped)
     if not llm.device_kind.is_host:
@@ -45,11 +46,11 @@ def load(model: str, display: Display, **settings: Any) -> "LLM":
 
 
 @contextlib.contextmanager
-def loaded(model: str, display: Display, **settings: Any) -> Iterator["LLM"]:
+def loaded(model: str, display: Display, settings: "EngineSettings | None" = None) -> Iterator["LLM"]:
     """The model for a while. At the end, what was read is in the cache folder, where there is one; what is wrong with
     that folder is told as a warning."""
     with display.warnings("penstock.cache"):
-        llm = load(model, display, **settings)
+        llm = load(model, display, settings)
         try:
             yield llm
         finally:

@@ -16,7 +16,7 @@ from penstock.cache.store.folder import clear_model, scan, set_aside
 from penstock.errors import PenstockError, SettingError
 from penstock.frontends.cache_table import show, summarise
 from penstock.frontends.exits import MEANINGS, reported
-from penstock.plan.store_settings import CACHE_DIR_VARIABLE, StoreSettings, resolve_store
+from penstock.plan.settings import CACHE_DIR_VARIABLE, StoreSettings, resolve_store
 from penstock.plan.units import format_bytes
 
 app = typer.Typer(

@@ -2,7 +2,7 @@
 
 import json
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -167,24 +167,22 @@ def generate(
         # What can be refused is refused before anything slow: first without torch, then without the model.
         from penstock.errors import SettingError
         from penstock.frontends.prompt import check_text, read_prompt
-        from penstock.plan import ChunkedPrefillConfig, resolve_align, resolve_size, resolve_weights
-        from penstock.plan.device_settings import resolve_device, settle_device
-        from penstock.plan.store_settings import resolve_store
-        from penstock.plan.thread_settings import resolve_threads
+        from penstock.plan import EngineSettings
 
-        sizing: dict[str, Any] = {
-            "chunk": chunk,
-            "max_activation": max_activation,
-            "target_itl_ms": target_itl,
-            "target_ttft_ms": target_ttft,
-        }
-        ChunkedPrefillConfig(resolve_size(**sizing).chunk.effective, overlap)
-        resolve_align(align)
-        resolve_weights(weights, dtype=dtype)
-        wanted_device = resolve_device(device)
-        resolve_threads(threads)
-        if resolve_store(cache_dir, cache_size) is not None and overlap:
-            raise SettingError("overlap", overlap, contradicts={"cache_dir": ...})
+        settings = EngineSettings.resolve(
+            dtype=dtype,
+            weights=weights,
+            device=device,
+            chunk=chunk,
+            max_activation=max_activation,
+            target_itl_ms=target_itl,
+            target_ttft_ms=target_ttft,
+            overlap=overlap,
+            align=align,
+            threads=threads,
+            cache_dir=cache_dir,
+            cache_size=cache_size,
+        )
         if explain and quiet:
             raise SettingError("explain", True, contradicts={"quiet": True})
         if raw and system is not None:
@@ -203,19 +201,10 @@ def generate(
             from penstock.engine.stop import StopMatcher
             from penstock.kernels.device import find_devices
 
-            settle_device(wanted_device, find_devices())
+            settings = settings.on(find_devices())
             sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
             StopMatcher(stop or ())
-        settings = {
-            "dtype": dtype,
-            "weights": weights,
-            "device": device,
-            "overlap": overlap,
-            "align": align,
-            "threads": threads,
-            **sizing,
-        }
-        with loaded(model, display, cache_dir=cache_dir, cache_size=cache_size, **settings) as llm:
+        with loaded(model, display, settings) as llm:
             result = answer(
                 llm,
                 whole_prompt,

@@ -12,9 +12,8 @@ from penstock.frontends.exits import reported
 from penstock.frontends.plan_rows import make_plan
 from penstock.frontends.plan_source import expected_workspace, read_model, resolved_dtype
 from penstock.frontends.plan_table import show, to_json
-from penstock.plan.device_settings import resolve_device
+from penstock.plan.settings import resolve_device, resolve_weights
 from penstock.plan.units import parse_bytes
-from penstock.plan.weight_settings import resolve_weights
 
 _MOST_TOKENS = 1 << 30
 _MOST_DECODES = 1 << 16

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from penstock.errors import ModelError
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.plan.memory import WeightBits, weight_bytes
+from penstock.plan.settings import WeightsSetting, resolve_threads, settle_weights, settle_without_blocks
 from penstock.plan.step_shape import KernelKind, Workspace
-from penstock.plan.thread_settings import resolve_threads
-from penstock.plan.weight_settings import WeightsSetting, settle_weights, settle_without_blocks
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +142,7 @@ def _expected_kernels(device: "torch.device") -> KernelKind:
     import torch
 
     from penstock.kernels.device import device_kind
-    from penstock.kernels.interface import KERNELS_VARIABLE
+    from penstock.plan.settings import KERNELS_VARIABLE
 
     is_reference = os.environ.get(KERNELS_VARIABLE, "auto") == "torch"
     kind = device_kind(device)

@@ -1,7 +1,7 @@
 """The command `penstock serve`."""
 
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -187,37 +187,35 @@ def serve(
 
         from penstock.errors import SettingError
         from penstock.frontends.server.settings import ServerSettings, resolve_keys
-        from penstock.plan import resolve_align, resolve_size, resolve_weights
+        from penstock.plan import EngineSettings
         from penstock.plan.checks import check_int
-        from penstock.plan.device_settings import resolve_device, settle_device
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
-        from penstock.plan.size_settings import check_schedule
-        from penstock.plan.store_settings import resolve_store
-        from penstock.plan.thread_settings import resolve_threads
+        from penstock.plan.settings import check_schedule
 
-        sizing: dict[str, Any] = {
-            "chunk": chunk,
-            "max_activation": max_activation,
-            "target_itl_ms": target_itl,
-            "target_ttft_ms": target_ttft,
-        }
-        size = resolve_size(**sizing)
+        engine = EngineSettings.resolve(
+            dtype=dtype,
+            weights=weights,
+            device=device,
+            chunk=chunk,
+            max_activation=max_activation,
+            target_itl_ms=target_itl,
+            target_ttft_ms=target_ttft,
+            align=align,
+            threads=threads,
+            cache_dir=cache_dir,
+            cache_size=cache_size,
+        )
         schedule = ScheduleConfig(
             policy=SchedulePolicy.parse(policy),
-            chunk_size=size.chunk.effective,
+            chunk_size=engine.chunk.effective,
             step_tokens=step_tokens,
             max_running=max_running,
             max_waiting=max_waiting,
             max_chunk_steps=max_chunk_steps,
             max_decode_steps=max_decode_steps,
-            auto_chunk=size.chunk.is_auto,
+            auto_chunk=engine.chunk.is_auto,
         )
-        check_schedule(size, schedule)
-        resolve_align(align)
-        resolve_weights(weights, dtype=dtype)
-        wanted_device = resolve_device(device)
-        resolve_threads(threads)
-        resolve_store(cache_dir, cache_size)
+        check_schedule(engine.size, schedule)
         if not reuse and (cache_dir is not None or cache_size is not None or isolate):
             other = "isolate" if isolate else "cache_size" if cache_dir is None else "cache_dir"
             raise SettingError("reuse", False, contradicts={other: ...})
@@ -249,19 +247,8 @@ def serve(
             from penstock.frontends.server.metrics import Telemetry
             from penstock.kernels.device import find_devices
 
-            settle_device(wanted_device, find_devices())
-        loading: dict[str, Any] = {
-            "dtype": dtype,
-            "weights": weights,
-            "device": device,
-            "align": align,
-            "threads": threads,
-            **sizing,
-        }
-        with (
-            bind(host, port) as listener,
-            loaded(model, display, cache_dir=cache_dir, cache_size=cache_size, **loading) as llm,
-        ):
+            engine = engine.on(find_devices())
+        with bind(host, port) as listener, loaded(model, display, engine) as llm:
             schedule = replace(schedule, chunk_size=llm.most_chunk, grid=llm.chunk.grid)
             telemetry = Telemetry()
             config = ServiceConfig(schedule, cache_tokens, strict, reuse=reuse)

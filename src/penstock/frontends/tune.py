@@ -49,13 +49,15 @@ def tune(
     Times steps, and whole prompts in chunks of several sizes, and measures memory; prints what was found and stores
     it in the cache folder. Best with nothing else running. Exits with 1 where --show finds no profile.
     """
-    with reported():
+    with reported(tune):
         from penstock.errors import SettingError
         from penstock.frontends.answer import loaded, write
         from penstock.frontends.present import make_display
+        from penstock.plan import EngineSettings
 
         if seconds is not None and not 0 < seconds < 1e6:
-            raise SettingError(f"--seconds {seconds:g} is not accepted: give a number of seconds above 0")
+            raise SettingError("seconds", seconds, "a number of seconds above 0")
+        settings = EngineSettings.resolve(dtype=dtype, device=device, threads=threads)
         display = make_display()
         with display.busy("starting"):
             from penstock.engine.profile import load_profile, profile_key, profile_path, save_profile
@@ -64,7 +66,7 @@ def tune(
             from penstock.measure.tune import tune as measure
 
         report.require_outputs({"--plot": plot, "--json": as_json})
-        with loaded(model, display, dtype=dtype, device=device, threads=threads) as llm:
+        with loaded(model, display, settings) as llm:
             stored_at = profile_path(profile_key(llm))
             if not show:
                 profile = measure(llm, seconds, display.note, quick=quick)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from penstock.frontends.present import Display
     from penstock.measure.memory import MemoryChecks
     from penstock.measure.verify import Checks
+    from penstock.plan import EngineSettings
 
 MEANINGS = (
     f"Exit status: 0 all laws hold; {FAILED} a law is broken, or with --memory a bar is missed; {MISTAKE} it could "
@@ -157,6 +158,7 @@ def verify(
             raise SettingError("--prompt-file contradicts --tokens: leave one of them out")
 
         from penstock.frontends.present import make_display
+        from penstock.plan import EngineSettings
 
         display = make_display()
         if memory:
@@ -187,7 +189,7 @@ def verify(
                 tolerance=tolerance,
                 with_transformers=reference is not None,
             )
-            settings = {"dtype": dtype or "auto", "device": device, "threads": threads}
+            settings = EngineSettings.resolve(chunk=0, dtype=dtype or "auto", device=device, threads=threads)
             passed = _verify(model or "smollm2", settings, text, tokens, checks, as_json, plot, display)
         if not passed:
             raise SystemExit(FAILED)
@@ -195,7 +197,7 @@ def verify(
 
 def _verify(
     model: str,
-    settings: dict[str, Any],
+    settings: "EngineSettings",
     text: str | None,
     tokens: int | None,
     checks: "Checks",
@@ -209,7 +211,7 @@ def _verify(
     from penstock.measure.verify import verify as prove
 
     report.require_outputs({"--json": as_json, "--plot": plot})
-    with loaded(model, display, chunk=0, **settings) as llm:
+    with loaded(model, display, settings) as llm:
         prompt = prompt_of(llm, text, tokens, checks.max_tokens)
         results = prove(llm, prompt, checks, display.note)
     write(f"\n{report.render_verify(results)}\n\n")

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock import machine, process_memory
 from penstock.errors import SettingError
 from penstock.plan.config import DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE
-from penstock.plan.device_settings import DevicesFound, resolve_device, settle_device
+from penstock.plan.settings import DevicesFound, resolve_device, settle_device
 from penstock.plan.step_shape import KernelKind
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -250,7 +250,7 @@ def device_kind(device: torch.device) -> DeviceKind:
     kind = DEVICE_KINDS.get(device.type)
     if kind is None:
         raise SettingError(
-            f"device {str(device)!r}: there are no kernels for it; accepted: {', '.join(DEVICE_KINDS)}"
+            "device", str(device), f"one of {', '.join(DEVICE_KINDS)}", because="there are no kernels for it"
         )
     return kind(device)
 

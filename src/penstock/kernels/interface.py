@@ -1,7 +1,6 @@
 """What a device must be able to compute, and the back ends that there are. Plain tensors in, plain tensors out; of a
 cache, kernels see a layer's keys, values and states."""
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,9 +18,8 @@ from penstock.kernels.device import DEVICE_KINDS, device_kind
 from penstock.kernels.quantised import BlockForm, QuantisedWeight, Weight
 from penstock.kernels.spans import AttentionWork, StateWork, WrittenPlaces
 from penstock.plan.grids import RowLaw
+from penstock.plan.settings import KERNELS, KERNELS_VARIABLE
 from penstock.plan.step_shape import KernelKind
-
-KERNELS_VARIABLE = "PENSTOCK_KERNELS"
 
 
 @dataclass(frozen=True)
@@ -234,12 +232,13 @@ BACK_ENDS: dict[KernelKind, BackEnd] = {
 }
 
 
-def select_kernels(device: torch.device) -> Kernels:
+def select_kernels(device: torch.device, choice: str | None = None) -> Kernels:
     """The kernels for a device; a device without any is an error.
 
-    `PENSTOCK_KERNELS` may be `torch`, which is the reference on every device, `auto`, which is the device's own, or
-    one that `auto` may fall back from (`native`, on a CPU): then it is an error where it cannot be had."""
-    choice = os.environ.get(KERNELS_VARIABLE, "auto")
+    `choice`, without it `PENSTOCK_KERNELS`, may be `torch`, which is the reference on every device, `auto`, which is
+    the device's own, or one that `auto` may fall back from (`native`, on a CPU): then it is an error where it cannot
+    be had."""
+    choice = KERNELS.resolve().effective if choice is None else choice
     own, optional = device_kind(device).kernels, [name for name, end in BACK_ENDS.items() if end.falls_back]
     if choice not in ("auto", REFERENCE, *optional):
         raise SettingError(KERNELS_VARIABLE, choice, f"auto, {', '.join(optional)} or {REFERENCE}")

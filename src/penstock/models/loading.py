@@ -21,7 +21,7 @@ from penstock.models.fused import Part, Run, interleaved, runs_of
 from penstock.models.shape import model_shape
 from penstock.models.source import WeightSource
 from penstock.plan.memory import weight_bytes
-from penstock.plan.weight_settings import (
+from penstock.plan.settings import (
     QUANTISED_WEIGHTS,
     WeightsName,
     WeightsSetting,

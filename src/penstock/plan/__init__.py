@@ -10,6 +10,7 @@ from penstock.plan.chunks import (
     prefill_chunk_span,
 )
 from penstock.plan.config import DEFAULT_CHUNK_SIZE, ChunkedPrefillConfig, PrefillPriority
+from penstock.plan.engine_settings import EngineKeywords, EngineSettings
 from penstock.plan.grids import STATE_GRID
 from penstock.plan.memory import PrefillMemoryEstimate, PrefillMemoryParts, peak_memory_estimate
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
@@ -24,34 +25,34 @@ from penstock.plan.prefill import (
 from penstock.plan.request import Span
 from penstock.plan.settings import (
     ALIGN_VARIABLE,
+    CACHE_DIR_VARIABLE,
+    CACHE_SIZE_VARIABLE,
     CHUNK_VARIABLE,
-    AlignSetting,
-    ChunkSetting,
-    SettingSource,
-    resolve_align,
-    resolve_chunk_size,
-)
-from penstock.plan.shape import DeltaNetShape, ExpertsShape, ModelShape
-from penstock.plan.size_settings import (
     MAX_ACTIVATION_VARIABLE,
     TARGET_ITL_VARIABLE,
     TARGET_TTFT_VARIABLE,
+    WEIGHTS_VARIABLE,
+    AlignSetting,
+    ChunkSetting,
+    Resolved,
+    SettingSource,
     SizeSettings,
+    StoreSettings,
+    WeightsName,
+    WeightsSetting,
+    resolve_align,
+    resolve_chunk_size,
     resolve_size,
+    resolve_store,
+    resolve_weights,
 )
+from penstock.plan.shape import DeltaNetShape, ExpertsShape, ModelShape
 from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion, SizeRule, SizeRules
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
 from penstock.plan.step_shape import StepShape, Workspace
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
-from penstock.plan.store_settings import (
-    CACHE_DIR_VARIABLE,
-    CACHE_SIZE_VARIABLE,
-    StoreSettings,
-    resolve_store,
-)
 from penstock.plan.tokens import TokenView
 from penstock.plan.units import format_bytes
-from penstock.plan.weight_settings import WEIGHTS_VARIABLE, WeightsName, WeightsSetting, resolve_weights
 
 __all__ = [
     "ALIGN_VARIABLE",
@@ -72,6 +73,8 @@ __all__ = [
     "ChunkSizer",
     "ChunkedPrefillConfig",
     "DeltaNetShape",
+    "EngineKeywords",
+    "EngineSettings",
     "ExpertsShape",
     "ModelShape",
     "PlannedSpan",
@@ -86,6 +89,7 @@ __all__ = [
     "RequestId",
     "RequestPhase",
     "RequestView",
+    "Resolved",
     "ScheduleConfig",
     "SchedulePolicy",
     "SettingSource",

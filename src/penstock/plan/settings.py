@@ -1,31 +1,176 @@
-"""The chunk size that applies and whether it is aligned, where each came from and why."""
+"""Each setting of an engine: from its argument, else from its variable, else by default; what it came to, and why."""
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from math import isfinite
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from penstock.errors import SettingError
+from penstock.machine import usable_cores
 from penstock.plan.checks import check_bool, check_int
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
 from penstock.plan.grids import STATE_GRID
+from penstock.plan.policy import ScheduleConfig, SchedulePolicy
+from penstock.plan.sizing import SizeRules
+from penstock.plan.units import format_bytes, parse_bytes
 
 CHUNK_VARIABLE = "PENSTOCK_PREFILL_CHUNK"
 ALIGN_VARIABLE = "PENSTOCK_PREFILL_ALIGN"
+MAX_ACTIVATION_VARIABLE = "PENSTOCK_MAX_ACTIVATION"
+TARGET_ITL_VARIABLE = "PENSTOCK_TARGET_ITL"
+TARGET_TTFT_VARIABLE = "PENSTOCK_TARGET_TTFT"
+WEIGHTS_VARIABLE = "PENSTOCK_WEIGHTS"
+DEVICE_VARIABLE = "PENSTOCK_DEVICE"
+KERNELS_VARIABLE = "PENSTOCK_KERNELS"
+THREADS_VARIABLE = "PENSTOCK_THREADS"
+CACHE_DIR_VARIABLE = "PENSTOCK_CACHE_DIR"
+CACHE_SIZE_VARIABLE = "PENSTOCK_CACHE_SIZE"
+
 SettingSource = Literal["argument", "environment", "default"]
+WeightsName = Literal["auto", "bf16", "int8", "int4", "f32"]
+Dtype = Literal["auto", "bfloat16", "float32"]
+WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
+QUANTISED_WEIGHTS: tuple[WeightsName, ...] = ("int8", "int4")
+DTYPES: tuple[Dtype, ...] = get_args(Dtype)
+DEFAULT_CACHE_BYTES = 10 << 30
+MAX_THREADS = 1024
+_ACCEPTED_DEVICES = "auto, cpu, cuda, cuda:1 (and so on) or mps"
+# Settings of the libraries that compute, which they follow by themselves.
+_LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+# Weights in bfloat16 may take this share of the memory: the rest is for the cache, for activations, and for others.
+_WEIGHTS_SHARE = 0.7
 
 # Digits and nothing else: no sign, space, underscore or leading zero; short enough for any int conversion.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
+_DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?", re.ASCII)
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]{0,2}))?", re.ASCII)
+
+T = TypeVar("T")
+Environment = Mapping[str, str] | None  # None: the process's
+
+
+@dataclass(frozen=True)
+class Resolved(Generic[T]):
+    """What a setting came to: what applies, where that came from, why, and what was asked for ("auto": nothing)."""
+
+    effective: T
+    source: SettingSource = "default"
+    reason: str = ""
+    requested: Any = field(default="auto", compare=False)
+
+
+@dataclass(frozen=True)
+class Setting(Generic[T]):
+    """One setting: its argument, the variable that applies without that, and how either is read. `read` takes a value
+    and what to call it in an error; `read_text` is for variables that are written otherwise. A variable that is empty
+    may count as unset."""
+
+    name: str
+    variable: str
+    default: T
+    read: Callable[[object, str], T]
+    read_text: Callable[[object, str], T] | None = None
+    empty_is_unset: bool = False
+
+    def resolve(self, argument: object = None, environ: Environment = None) -> Resolved[T]:
+        """By the argument, else by the variable, else by default. A source that is overruled is not read."""
+        if argument is not None:
+            return Resolved(self.read(argument, self.name), "argument", "set by argument", argument)
+        text = (os.environ if environ is None else environ).get(self.variable)
+        if text is None or (not text and self.empty_is_unset):
+            return Resolved(self.default)
+        value = (self.read_text or self.read)(text, self.variable)
+        return Resolved(value, "environment", f"set by {self.variable}", text)
+
+    def called(self, source: SettingSource) -> str:
+        """What the user knows it by."""
+        return self.variable if source == "environment" else self.name
+
+
+def _tokens(value: object, name: str) -> int | None:
+    """A number of tokens; None is automatic."""
+    if value == "auto":
+        return None
+    number = int(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
+    if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
+        return number
+    accepted = "a number of tokens in digits, such as 512, 0 (off: the whole prompt in one chunk) or auto"
+    raise SettingError(name, value, accepted)
+
+
+def _milliseconds(value: object, name: str) -> float:
+    """In seconds."""
+    number = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
+    if isinstance(number, int | float) and not isinstance(number, bool) and isfinite(number) and number > 0:
+        return number / 1000
+    raise SettingError(name, value, "a number of milliseconds above 0, such as 200")
+
+
+def _zero_or_one(value: object, name: str) -> bool:
+    if value in ("0", "1"):
+        return value == "1"
+    models = f"to round chunk sizes up to a multiple of {STATE_GRID} on models with recurrent state"
+    raise SettingError(name, value, f"1 {models}, or 0 to keep any size")
+
+
+def one_of(*names: Any) -> Callable[[object, str], Any]:
+    def read(value: object, name: str) -> Any:
+        if not isinstance(value, str) or value not in names:
+            raise SettingError(name, value, f"one of {', '.join(names)}")
+        return value
+
+    return read
+
+
+def _device(value: object, name: str) -> str:
+    if isinstance(value, str) and _DEVICE.fullmatch(value):
+        return value
+    raise SettingError(name, value, _ACCEPTED_DEVICES)
+
+
+def _threads(value: object, name: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_THREADS:
+        return value
+    raise SettingError(name, value, f"a whole number from 1 to {MAX_THREADS}")
+
+
+def _threads_text(value: object, name: str) -> int:
+    number = int(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else 0
+    return _threads(number if 1 <= number <= MAX_THREADS else value, name)
+
+
+def _folder(value: object, name: str) -> Path:
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise SettingError(name, value, "the path of a folder, which need not exist")
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:  # pathlib's answer where there is no such home folder
+        because = "no such user has a home folder"
+        raise SettingError(name, str(value), "another path", because=because) from None
+
+
+CHUNK: Setting[int | None] = Setting("chunk_size", CHUNK_VARIABLE, None, _tokens)
+ALIGN = Setting("align", ALIGN_VARIABLE, True, lambda value, name: check_bool(name, value), _zero_or_one)
+MAX_ACTIVATION: Setting[int | None] = Setting("max_activation", MAX_ACTIVATION_VARIABLE, None, parse_bytes)
+TARGET_ITL: Setting[float | None] = Setting("target_itl_ms", TARGET_ITL_VARIABLE, None, _milliseconds)
+TARGET_TTFT: Setting[float | None] = Setting("target_ttft_ms", TARGET_TTFT_VARIABLE, None, _milliseconds)
+WEIGHTS_SETTING: Setting[WeightsName] = Setting("weights", WEIGHTS_VARIABLE, "auto", one_of(*WEIGHTS))
+DEVICE = Setting("device", DEVICE_VARIABLE, "auto", _device)
+KERNELS: Setting[str] = Setting("kernels", KERNELS_VARIABLE, "auto", lambda value, name: str(value))
+THREADS: Setting[int | None] = Setting("threads", THREADS_VARIABLE, None, _threads, _threads_text)
+CACHE_DIR: Setting[Path | None] = Setting("cache_dir", CACHE_DIR_VARIABLE, None, _folder, empty_is_unset=True)
+CACHE_SIZE: Setting[int] = Setting(
+    "cache_size", CACHE_SIZE_VARIABLE, DEFAULT_CACHE_BYTES, parse_bytes, empty_is_unset=True
+)
 
 
 @dataclass(frozen=True)
 class ChunkSetting:
-    """A resolved chunk size: what was asked for, what applies (0: the whole prompt in one chunk), and why.
-
-    What applies is a multiple of `grid`; 1 is no grid. Where it is automatic, it is what a prompt begins with if
-    nothing speaks for less or more.
-    """
+    """A chunk size: what was asked for, what applies (0: the whole prompt in one chunk), and why. It is a multiple of
+    `grid`; 1 is no grid. An automatic one is what a prompt begins with if nothing speaks for less or more."""
 
     requested: str
     effective: int
@@ -34,86 +179,315 @@ class ChunkSetting:
     grid: int = 1
     is_auto: bool = False
 
+    def on_grid(self, grid: int) -> "ChunkSetting":
+        """Rounded up to a multiple, and the reason says so."""
+        size, effective = self.effective, -(-self.effective // check_int("grid", grid, 1)) * grid
+        reason = self.reason
+        if effective != size:
+            reason += (
+                f", rounded up from {size} to {effective}, a multiple of {grid}: on a model with recurrent state "
+                f"such chunks give the same bits and run faster; align=False or --no-align keeps {size}"
+            )
+        return replace(self, effective=effective, reason=reason, grid=grid)
+
 
 @dataclass(frozen=True)
-class AlignSetting:
+class AlignSetting(Resolved[bool]):
     """Whether chunk sizes are rounded up to whole blocks, where a model has recurrent state."""
 
-    enabled: bool
-    source: SettingSource
+    @property
+    def enabled(self) -> bool:
+        return self.effective
 
     def grid(self, *, has_state: bool) -> int:
         """The grid of chunk sizes on a model with recurrent state, or without: there nothing is to be aligned."""
-        return STATE_GRID if self.enabled and has_state else 1
+        return STATE_GRID if self.effective and has_state else 1
+
+
+@dataclass(frozen=True)
+class SizeSettings:
+    """A resolved chunk size, and the bounds that it keeps to."""
+
+    chunk: ChunkSetting
+    max_activation_bytes: int | None = None
+    target_itl_s: float | None = None
+    target_ttft_s: float | None = None
+
+    def rules(
+        self,
+        *,
+        free_bytes: int | None = None,
+        tuned: int | None = None,
+        default: int = DEFAULT_CHUNK_SIZE,
+    ) -> SizeRules:
+        """The rules for a chunk's size on a machine with so much memory free, and a profile of its best chunk;
+        `default` is for want of one."""
+        return SizeRules(
+            fixed=None if self.chunk.is_auto else self.chunk.effective,
+            max_activation_bytes=self.max_activation_bytes,
+            free_bytes=free_bytes,
+            target_itl_s=self.target_itl_s,
+            target_ttft_s=self.target_ttft_s,
+            grid=self.chunk.grid,
+            tuned=tuned,
+            default=default,
+        )
+
+
+@dataclass(frozen=True)
+class WeightsSetting(Resolved[WeightsName]):
+    """How matrices lie in memory: `auto` is as quantised as the file has them where that can be computed with.
+    `reason` says why, once that is settled."""
+
+    @property
+    def name(self) -> WeightsName:
+        return self.effective
+
+    @property
+    def dtype(self) -> str:
+        """What they compute in; `auto` where anything does."""
+        return {"auto": "auto", "f32": "float32"}.get(self.effective, "bfloat16")
+
+
+@dataclass(frozen=True)
+class DevicesFound:
+    """What there is to compute on beside the processor."""
+
+    num_cuda: int = 0
+    has_mps: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        cuda = tuple(f"cuda:{index}" for index in range(self.num_cuda))
+        return ("cpu", *cuda, *(("mps",) if self.has_mps else ()))
+
+
+@dataclass(frozen=True)
+class DeviceSetting(Resolved[str]):
+    """A device by torch's name for it; `auto`, or `cuda` without a number, until it is settled. `reason` says why,
+    once it is."""
+
+    @property
+    def name(self) -> str:
+        return self.effective
+
+    @property
+    def is_settled(self) -> bool:
+        return bool(self.reason)
+
+
+@dataclass(frozen=True)
+class ThreadsSetting(Resolved[int | None]):
+    """A number of threads; None is what the libraries take by themselves."""
+
+    @property
+    def count(self) -> int | None:
+        return self.effective
+
+    def within(self, own: int) -> int:
+        """What applies where the libraries would take `own`: a default is no reason to take more than that."""
+        if self.effective is None:
+            return own
+        return min(self.effective, own) if self.source == "default" else self.effective
+
+
+@dataclass(frozen=True)
+class StoreSettings:
+    """A folder for what was read, the most bytes that it may hold, and where each came from."""
+
+    folder: Path
+    max_bytes: int
+    folder_source: SettingSource
+    size_source: SettingSource
 
 
 def resolve_chunk_size(
-    argument: int | str | None = None, *, environ: Mapping[str, str] | None = None, grid: int = 1
+    argument: int | str | None = None, *, environ: Environment = None, grid: int = 1
 ) -> ChunkSetting:
-    """The chunk size from the argument, else from `PENSTOCK_PREFILL_CHUNK`, else `auto`.
-
-    Either is a number of tokens, 0 (off: the whole prompt in one chunk) or `auto`. Text is taken strictly: no
-    spaces, signs or capitals. An overruled source is not read. A size that is not a multiple of `grid`, which
-    a model with recurrent state has, is rounded up to one, and the reason says so.
-    """
-    check_int("grid", grid, 1)
-    environ = os.environ if environ is None else environ
-    if argument is not None:
-        return _resolve("chunk_size", argument, "argument", grid)
-    if CHUNK_VARIABLE in environ:
-        return _resolve(CHUNK_VARIABLE, environ[CHUNK_VARIABLE], "environment", grid)
-    return _auto("default", grid)
-
-
-def resolve_align(argument: bool | None = None, *, environ: Mapping[str, str] | None = None) -> AlignSetting:
-    """Whether to align chunks, from the argument, else from `PENSTOCK_PREFILL_ALIGN` (0 or 1), else yes."""
-    environ = os.environ if environ is None else environ
-    if argument is not None:
-        return AlignSetting(check_bool("align", argument), "argument")
-    if ALIGN_VARIABLE in environ:
-        text = environ[ALIGN_VARIABLE]
-        if text not in ("0", "1"):
-            raise SettingError(
-                ALIGN_VARIABLE,
-                text,
-                f"1 to round chunk sizes up to a multiple of {STATE_GRID} on models with recurrent state, or 0 to "
-                "keep any size",
-            )
-        return AlignSetting(text == "1", "environment")
-    return AlignSetting(True, "default")
-
-
-def _resolve(name: str, value: object, source: SettingSource, grid: int) -> ChunkSetting:
-    if value == "auto":
-        return _auto(source, grid)
-    size = _number_of_tokens(name, value)
-    reason = f"set by {name if source == 'environment' else source}"
+    """The chunk size from the argument, else from `PENSTOCK_PREFILL_CHUNK`, else `auto`: a number of tokens, 0 (off:
+    the whole prompt in one chunk) or `auto`. Text is taken strictly: no spaces, signs or capitals. A size that is not
+    a multiple of `grid`, which a model with recurrent state has, is rounded up to one."""
+    found = CHUNK.resolve(argument, environ)
+    size, reason = found.effective, found.reason
+    if size is None:
+        return ChunkSetting("auto", DEFAULT_CHUNK_SIZE, found.source, "auto", is_auto=True).on_grid(grid)
     if size == 0:
         reason += ": off, the whole prompt in one chunk"
-    return _on_grid(str(size), size, source, reason, grid)
+    return ChunkSetting(str(size), size, found.source, reason).on_grid(grid)
 
 
-def _auto(source: SettingSource, grid: int) -> ChunkSetting:
-    return replace(_on_grid("auto", DEFAULT_CHUNK_SIZE, source, "auto", grid), is_auto=True)
+def resolve_align(argument: bool | None = None, *, environ: Environment = None) -> AlignSetting:
+    """Whether to align chunks, from the argument, else from `PENSTOCK_PREFILL_ALIGN` (0 or 1), else yes."""
+    return AlignSetting(**vars(ALIGN.resolve(argument, environ)))
 
 
-def _number_of_tokens(name: str, value: object) -> int:
-    if isinstance(value, str) and _NUMBER.fullmatch(value):
-        return int(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
-    raise SettingError(
-        name,
-        value,
-        "a number of tokens in digits, such as 512, 0 (off: the whole prompt in one chunk) or auto",
-    )
+def resolve_size(
+    chunk: int | str | None = None,
+    *,
+    max_activation: int | str | None = None,
+    target_itl_ms: float | str | None = None,
+    target_ttft_ms: float | str | None = None,
+    environ: Environment = None,
+    grid: int = 1,
+) -> SizeSettings:
+    """Each setting from its argument, else from the environment (`PENSTOCK_PREFILL_CHUNK`, `PENSTOCK_MAX_ACTIVATION`
+    in bytes or with a unit, `PENSTOCK_TARGET_ITL` and `PENSTOCK_TARGET_TTFT` in milliseconds), else none.
+
+    A fixed chunk follows no latency target, so the two contradict each other, wherever they come from.
+    """
+    size = resolve_chunk_size(chunk, environ=environ, grid=grid)
+    activation = MAX_ACTIVATION.resolve(max_activation, environ)
+    itl = resolve_target(TARGET_ITL, target_itl_ms, size, environ)
+    ttft = resolve_target(TARGET_TTFT, target_ttft_ms, size, environ)
+    return SizeSettings(size, activation.effective, itl.effective, ttft.effective)
 
 
-def _on_grid(requested: str, size: int, source: SettingSource, reason: str, grid: int) -> ChunkSetting:
-    effective = -(-size // grid) * grid
-    if effective != size:
-        reason = (
-            f"{reason}, rounded up from {size} to {effective}, a multiple of {grid}: on a model with recurrent "
-            f"state such chunks give the same bits and run faster; align=False or --no-align keeps {size}"
+def resolve_target(
+    setting: Setting[float | None], argument: object, chunk: ChunkSetting, environ: Environment
+) -> Resolved[float | None]:
+    found = setting.resolve(argument, environ)
+    if found.effective is not None and not chunk.is_auto:
+        raise SettingError(
+            setting.called(found.source),
+            found.requested,
+            "auto as the chunk",
+            contradicts={CHUNK.called(chunk.source): chunk.effective},
+            because="a fixed chunk follows no target",
         )
-    return ChunkSetting(requested, effective, source, reason, grid)
+    return found
+
+
+def check_schedule(size: SizeSettings, schedule: ScheduleConfig) -> None:
+    """Refuse a schedule that follows no target where there is one, or that keeps tokens waiting for many chunks."""
+    if size.target_itl_s is not None and schedule.policy is SchedulePolicy.PREFILL_FIRST:
+        raise SettingError(
+            TARGET_ITL.name,
+            round(1000 * size.target_itl_s, 6),
+            "mixed, interleaved or decode-priority",
+            contradicts={"policy": schedule.policy.value},
+            because=f"by this policy a token may wait for {schedule.max_chunk_steps} chunks",
+        )
+    for setting, target in ((TARGET_ITL, size.target_itl_s), (TARGET_TTFT, size.target_ttft_s)):
+        if target is not None and not schedule.auto_chunk:
+            raise SettingError(
+                setting.name,
+                round(1000 * target, 6),
+                "a schedule with auto_chunk=True",
+                contradicts={CHUNK.name: schedule.chunk_size},
+                because="a schedule with a fixed chunk follows no target",
+            )
+    if schedule.auto_chunk and not size.chunk.is_auto:
+        raise SettingError(
+            "auto_chunk", True, "auto as the chunk", contradicts={CHUNK.name: size.chunk.effective}
+        )
+
+
+def resolve_weights(
+    argument: str | None = None, *, dtype: str = "auto", environ: Environment = None
+) -> WeightsSetting:
+    """How weights are kept, from the argument, else from `PENSTOCK_WEIGHTS`, else `auto`. `dtype` is what to compute
+    in, as far as that was named."""
+    setting = WeightsSetting(**vars(WEIGHTS_SETTING.resolve(argument, environ)))
+    if "auto" not in (dtype, setting.dtype) and dtype != setting.dtype:
+        raise SettingError(
+            WEIGHTS_SETTING.called(setting.source),
+            setting.requested,
+            contradicts={"dtype": dtype},
+            because=f"such weights compute in {setting.dtype}",
+        )
+    return replace(setting, reason="")
+
+
+def settle_weights(
+    setting: WeightsSetting, *, fast_bfloat16: bool, bfloat16_bytes: int, memory_bytes: int | None
+) -> WeightsSetting:
+    """What `auto` is for a model whose file is quantised and whose weights take so much in bfloat16: that, where the
+    processor multiplies it much faster than it unpacks blocks (`fast_bfloat16`) and the machine has the memory."""
+    if setting.effective != "auto":
+        return setting
+    if not fast_bfloat16:
+        return replace(setting, reason="auto: as the file has them")
+    if memory_bytes is not None and bfloat16_bytes > _WEIGHTS_SHARE * memory_bytes:
+        return replace(
+            setting,
+            reason=f"auto: as the file has them, since {format_bytes(bfloat16_bytes)} of bfloat16 are too much for "
+            f"{format_bytes(memory_bytes)} of memory",
+        )
+    reason = "auto: bfloat16, which this processor multiplies fastest (AMX)"
+    return replace(setting, effective="bf16", reason=reason)
+
+
+def settle_without_blocks(setting: WeightsSetting, dtype: str) -> WeightsSetting:
+    """What `auto` is for a model whose file is quantised, on a device that does not compute with blocks."""
+    if setting.effective != "auto":
+        return setting
+    name: WeightsName = "bf16" if dtype == "bfloat16" else "f32"
+    reason = f"auto: {dtype}, made of the file's blocks, with which only a CPU computes"
+    return replace(setting, effective=name, reason=reason)
+
+
+def resolve_device(argument: str | None = None, *, environ: Environment = None) -> DeviceSetting:
+    """The device from the argument, else from `PENSTOCK_DEVICE`, else `auto`. Whether it is there, `settle_device`
+    says."""
+    found = DEVICE.resolve(argument, environ)
+    return DeviceSetting(found.effective, found.source, requested=found.requested)
+
+
+def settle_device(setting: DeviceSetting, found: DevicesFound, *, only_cpu: str = "") -> DeviceSetting:
+    """The one device that it comes to, of those that were found: `auto` is the first of CUDA's, else the processor;
+    or that at once, where `only_cpu` says what else was asked for that no other device has. One that is absent is an
+    error."""
+    if setting.effective == "auto":
+        if found.num_cuda and only_cpu:
+            return replace(setting, effective="cpu", reason=f"auto: no GPU has {only_cpu}")
+        if found.num_cuda:
+            return replace(setting, effective="cuda:0", reason="auto: the first GPU that torch sees")
+        return replace(setting, effective="cpu", reason="auto: torch sees no GPU of NVIDIA's")
+    name = "cuda:0" if setting.effective == "cuda" else setting.effective
+    if name not in found.names:
+        raise SettingError(
+            DEVICE.called(setting.source),
+            setting.effective,
+            "one of these, or auto",
+            where="here",
+            because=f"torch sees {', '.join(found.names)}",
+        )
+    by = setting.source if setting.source == "argument" else DEVICE_VARIABLE
+    return replace(setting, effective=name, reason=f"set by {by}")
+
+
+def resolve_threads(
+    argument: int | None = None, *, environ: Environment = None, root: Path = Path("/")
+) -> ThreadsSetting:
+    """The number of threads from the argument, else from `PENSTOCK_THREADS`, else as many as there are physical cores
+    for this process, unless a variable of the libraries says how many. `root` is where the system tells of cores."""
+    environ = os.environ if environ is None else environ
+    found = THREADS.resolve(argument, environ)
+    if found.effective is not None:
+        return ThreadsSetting(**vars(found))
+    for name in _LIBRARY_THREADS:
+        if environ.get(name):
+            return ThreadsSetting(None, "environment", f"set by {name}", environ[name])
+    return ThreadsSetting(usable_cores(root=root), "default", "physical cores")
+
+
+def resolve_store(
+    cache_dir: str | Path | None, cache_size: int | str | None, *, environ: Environment = None
+) -> StoreSettings | None:
+    """The folder from the argument, else from `PENSTOCK_CACHE_DIR`; None where neither names one.
+    Its size from the argument, else from `PENSTOCK_CACHE_SIZE`, in bytes or with a unit, else 10 GiB.
+
+    A variable that is empty is not set. A size as an argument without any folder is a contradiction.
+    """
+    size = CACHE_SIZE.resolve(cache_size, environ)
+    folder = CACHE_DIR.resolve(cache_dir, environ)
+    if folder.effective is not None:
+        return StoreSettings(folder.effective, size.effective, folder.source, size.source)
+    if size.source == "argument":
+        raise SettingError(
+            CACHE_SIZE.name,
+            cache_size,
+            needs=(CACHE_DIR.name, CACHE_DIR.variable),
+            because="it says how much to keep, but not where",
+        )
+    return None
