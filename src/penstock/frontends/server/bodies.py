@@ -391,8 +391,8 @@ def has_too_many_containers(raw: bytes) -> bool:
 
 
 def _api_error(error: Mapping[str, Any]) -> ApiError:
-    kind, reason = str(error["type"]), str(error["msg"])
-    context = error.get("ctx", {})
+    kind, context = str(error["type"]), error.get("ctx", {})
+    reason = str(context.get("error", error["msg"])).replace("Input should", "it should")
     param = _path((*error["loc"], context["name"]) if "name" in context else error["loc"])
     match kind:
         case "missing":
@@ -401,7 +401,6 @@ def _api_error(error: Mapping[str, Any]) -> ApiError:
             return ApiError(400, f"unknown parameter: {param}", code=kind, param=param)
         case "unsupported_parameter":
             return ApiError(400, f"{param} is not supported: {reason}", code=kind, param=param)
-    reason = reason.removeprefix("Value error, ").replace("Input should", "it should")
     if kind == "invalid_value" or param is None:  # about several parameters: the reason names them
         return ApiError(400, reason, code="invalid_value", param=param)
     code = "invalid_type" if kind.endswith("_type") else "invalid_value"
