@@ -30,6 +30,10 @@ class Waiting:
     furthest_end: int
     num_tokens: int = 0
 
+    @property
+    def next_start(self) -> int:
+        return self.num_run
+
 
 class Recorder(ChunkSizer):
     """Answers with a size of its own, and keeps what it is asked and told."""
