@@ -11,6 +11,7 @@ def test_defaults() -> None:
     config = ChunkedPrefillConfig()
     assert (config.chunk_size, config.overlap, config.max_decode_steps) == (512, 0, 8)
     assert config.priority is PrefillPriority.PREFILL_FIRST
+    assert (config.num_state_slots, config.with_overlap(1).num_state_slots) == (2, 4)
 
 
 def test_the_whole_prompt_in_one_chunk_is_accepted() -> None:

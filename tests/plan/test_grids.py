@@ -88,3 +88,37 @@ def test_native_code_states_the_same() -> None:
     header = (Path(penstock.__file__).parent / "kernels/native/attention.h").read_text()
     stated = dict(re.findall(r"^constexpr int (BLOCK|SEGMENT) = (\d+);", header, re.MULTILINE))
     assert stated == {"BLOCK": str(grids.NATIVE_BLOCK), "SEGMENT": str(grids.NATIVE_SEGMENT)}
+
+
+def test_sizes_that_bits_and_files_depend_on_are_what_they_were() -> None:
+    """A cache on disk, the bits of a prompt and what memory was measured to be: all of them change with these."""
+    assert {name: value for name, value in vars(grids).items() if name.isupper()} == {
+        "BLOCK_TOKENS": 64,
+        "STATE_GRID": 64,
+        "SHARE_GRID": 64,
+        "LANES": 64,
+        "ROTARY_PAGE": 1024,
+        "JOINED_TOKENS": 1024,
+        "FEW_ROWS": 16,
+        "ROW_GRID": 8,
+        "GPU_ROW_GRID": 64,
+        "COARSER": 8,
+        "FINE_ROWS": 2560,
+        "FEED_ROWS": 2560,
+        "GRAPH_ROWS": 2560,
+        "HEAD_ROWS": 8,
+        "GPU_HEAD_ROWS": 32,
+        "TILE": 512,
+        "SQUARE": 256,
+        "QUERY_GRID": 64,
+        "NORM_ROWS": 256,
+        "ELEMENTS_PER_THREAD": 2048,
+        "MOST_STATE_BLOCKS": 8,
+        "NATIVE_BLOCK": 64,
+        "NATIVE_SEGMENT": 256,
+        "GPU_TILE": 1024,
+        "SPLITS": 64,
+        "HEADS_AND_PARTS": 32,
+        "QUERY_BUCKETS": (64, 128, 256, 512),
+        "PIECE_TOKENS": 4096,
+    }

@@ -10,12 +10,18 @@ from penstock.errors import PenstockError, PromptError, SettingError
 from penstock.plan import (
     ChunkedPrefillConfig,
     ChunkOrderError,
+    ChunkSizer,
     ModelShape,
     Prefill,
     PrefillChunk,
     PrefillPriority,
     PrefillScheduler,
+    SizeDecision,
+    SizeQuestion,
+    SizeRules,
+    Span,
     StartDecode,
+    StepShape,
     YieldToDecode,
     create_prefill_chunks,
     create_prefill_chunks_at,
@@ -389,3 +395,114 @@ def test_memory_that_runs_out_in_the_first_chunk_puts_the_rest_on_the_grid() -> 
     assert not scheduler.lies_on(64)
     scheduler.shrink(first.chunk)
     assert scheduler.lies_on(64)
+
+
+# With a sizer.
+
+
+class Asked(ChunkSizer):
+    """Sizes of 100, or whatever is configured; keeps what it is asked and told."""
+
+    def __init__(self, fixed: int | None = None) -> None:
+        super().__init__(SizeRules(fixed=fixed, default=100), step_bytes=lambda step: 7 * step.num_rows)
+        self.questions: list[SizeQuestion] = []
+        self.steps: list[tuple[StepShape, float]] = []
+
+    def decide(self, question: SizeQuestion) -> SizeDecision:
+        self.questions.append(question)
+        return super().decide(question)
+
+    def record(self, step: StepShape, seconds: float) -> None:
+        self.steps.append((step, seconds))
+
+
+def issued(scheduler: PrefillScheduler, decodes_waiting: int = 0) -> Prefill:
+    action = scheduler.next_action(decodes_waiting)
+    assert isinstance(action, Prefill)
+    return action
+
+
+def test_a_sizer_is_asked_of_each_chunk_and_told_how_long_it_took() -> None:
+    sizer = Asked()
+    scheduler = PrefillScheduler(range(290), ChunkedPrefillConfig(), sizer=sizer, start=60)
+    assert scheduler.total_chunks == 3
+    assert scheduler.progress() == 60 / 290
+    sizer.questions.clear()
+    first = issued(scheduler, 2)
+    assert scheduler.total_chunks == 3
+    scheduler.complete(first.chunk, 1.5)
+    second = issued(scheduler)
+    assert scheduler.total_chunks == 3
+    scheduler.shrink(second.chunk)
+    third = issued(scheduler)
+    scheduler.complete(third.chunk)
+    scheduler.timed(third.chunk, 0.5)
+    fourth = issued(scheduler)
+    assert [action.chunk.span for action in (first, second, third, fourth)] == [
+        Span(60, 160),
+        Span(160, 260),
+        Span(160, 210),
+        Span(210, 260),
+    ]
+    assert sizer.questions == [
+        SizeQuestion(60, 230, num_held=2, keeps_itl=True),
+        SizeQuestion(160, 130, keeps_itl=True, waited_s=1.5),
+        SizeQuestion(160, 130, keeps_itl=True, waited_s=1.5, most=50),
+        SizeQuestion(210, 80, keeps_itl=True, waited_s=2.0, most=50),
+    ]
+    assert sizer.steps == [
+        (StepShape.of_chunk(100, 60), 1.5),
+        (StepShape.of_chunk(50, 160), 0.5),
+    ]
+
+
+def test_chunks_that_are_cut_beforehand_have_reasons_too() -> None:
+    def reasons(scheduler: PrefillScheduler) -> list[tuple[str, int | None]]:
+        found: list[tuple[str, int | None]] = []
+        while not scheduler.is_complete():
+            action = issued(scheduler)
+            assert action.decision is not None
+            assert action.decision.size == len(action.chunk)
+            found.append((action.decision.rule, action.decision.predicted_bytes))
+            scheduler.complete(action.chunk)
+        return found
+
+    def fixed(num_tokens: int) -> PrefillScheduler:
+        return PrefillScheduler(range(num_tokens), ChunkedPrefillConfig(64), sizer=Asked(64))
+
+    assert reasons(fixed(150)) == [("fixed", 448), ("fixed", 448), ("end", 154)]
+    assert reasons(fixed(50)) == [("fixed", 350)]
+    halved = fixed(100)
+    halved.shrink(issued(halved).chunk)
+    assert reasons(halved) == [("halved", 224), ("halved", 224), ("halved", 224), ("halved", 28)]
+    assert issued(PrefillScheduler(range(150), ChunkedPrefillConfig(64))).decision is None
+
+
+@pytest.mark.parametrize(
+    ("start", "is_accepted"), [(0, True), (1, True), (149, True), (150, False), (151, False), (-1, False)]
+)
+def test_a_prompt_goes_on_from_before_its_last_token(start: int, is_accepted: bool) -> None:
+    if is_accepted:
+        chunks = [
+            chunk
+            for _, chunk in run(
+                PrefillScheduler(range(150), ChunkedPrefillConfig(64), start=start), repeat(0)
+            )
+        ]
+        spans = [chunk.span for chunk in chunks if isinstance(chunk, PrefillChunk)]
+        assert spans == [Span(begin, min(begin + 64, 150)) for begin in range(start, 150, 64)]
+        assert [chunk.chunk_index for chunk in chunks if isinstance(chunk, PrefillChunk)] == list(
+            range(len(spans))
+        )
+        whole = PrefillScheduler(range(150), ChunkedPrefillConfig(0), start=start)
+        assert issued(whole).chunk.span == Span(start, 150)
+    else:
+        with pytest.raises(ValueError, match="start"):
+            PrefillScheduler(range(150), ChunkedPrefillConfig(64), start=start)
+
+
+def test_a_start_has_neither_overlap_nor_chunks_of_ones_own() -> None:
+    for config, ends in ((ChunkedPrefillConfig(64, 8), None), (ChunkedPrefillConfig(64), [150])):
+        PrefillScheduler(range(150), config, chunk_ends=ends)
+        with pytest.raises(ValueError, match="without overlap"):
+            PrefillScheduler(range(150), config, chunk_ends=ends, start=10)
