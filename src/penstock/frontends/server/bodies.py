@@ -204,13 +204,6 @@ def _stops(value: object) -> object:
     return stops
 
 
-def _salt(value: str) -> str:
-    # An empty one would share with all who have none, which is hardly what its sender wants.
-    if not 1 <= len(value) <= MAX_SALT_CHARACTERS:
-        raise ValueError(f"give 1 to {MAX_SALT_CHARACTERS} characters, not {len(value)}, or leave it away")
-    return value
-
-
 def _biases(value: dict[str, float]) -> dict[str, float]:
     for name in value:
         if not (name.isascii() and name.isdigit() and len(name) < 19):
@@ -270,7 +263,8 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
-    cache_salt: Annotated[str, AfterValidator(_salt)] | None = None
+    # An empty one would share with all who have none, which is hardly what its sender wants.
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     # Accepted, without effect.
     user: str | None = None
     metadata: Annotated[dict[str, Any] | None, _at_most(MAX_ENTRIES)] = None

@@ -81,7 +81,10 @@ class RequestIds:
             if message["type"] == "http.response.start":
                 has_started = True
                 MutableHeaders(scope=message)[_ID_HEADER] = request_id.get()
-                self._count(scope["path"], message["status"])
+                # /health of a server that drains is no refusal, nor is an answer to a client that has gone.
+                status = message["status"]
+                if status >= 400 and status != CLIENT_GONE and scope["path"] != "/health":
+                    self._telemetry.on_refusal(status)
             await send(message)
 
         try:
@@ -90,11 +93,6 @@ class RequestIds:
             if has_started:  # uvicorn logs it and hangs up
                 raise
             await error_response(internal(error))(scope, receive, send_on)
-
-    def _count(self, path: str, status: int) -> None:
-        # /health of a server that drains is no refusal, nor is an answer to a client that has gone.
-        if status >= 400 and status != CLIENT_GONE and path != "/health":
-            self._telemetry.on_refusal(status)
 
 
 class AccessControl:
