@@ -103,7 +103,7 @@ def remove_models(
     with reported(remove_models):
         if everything and (model is not None or older_than is not None):
             other = "older_than" if model is None else "model"
-            raise SettingError("--all", ..., contradicts={other: ...})
+            raise SettingError("everything", True, contradicts={other: ...})
         if not everything and model is None and older_than is None:
             raise SettingError("there is nothing to remove: give --model ID, --older-than AGE or --all")
         age_s = None if older_than is None else _seconds(older_than)

@@ -1,11 +1,11 @@
 """How a command ends: its exit status, and the one line it says where something went wrong."""
 
 import contextlib
-import inspect
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import get_type_hints
 
 from penstock.errors import ModelError, PenstockError, PromptError, SettingError, assigned
 
@@ -21,8 +21,8 @@ MEANINGS = (
     f"{NO_READER} whoever read standard output has gone."
 )
 
-# Settings that the engine calls otherwise than the command line.
-_SETTINGS = {"chunk_size": "chunk", "target_itl_ms": "target_itl", "target_ttft_ms": "target_ttft"}
+# Settings that the engine calls otherwise than the commands' parameters.
+_SETTINGS = {"chunk_size": "chunk"}
 
 
 class OutputError(PenstockError):
@@ -38,8 +38,8 @@ def reported(command: Callable[..., None] | None = None) -> Iterator[None]:
             raise OutputError("standard output is closed: there is nowhere to write the answer")
         yield
     except PenstockError as error:
-        names = set() if command is None else set(inspect.signature(command).parameters)
-        complain(error.message(partial(_as_typed, names)) if isinstance(error, SettingError) else str(error))
+        name = partial(_as_typed, _options_of(command))
+        complain(error.message(name) if isinstance(error, SettingError) else str(error))
         if isinstance(error, OutputError):
             _discard_output()
         raise SystemExit(_status(error)) from None
@@ -72,12 +72,20 @@ def _status(error: PenstockError) -> int:
     return NO_MODEL if isinstance(error, ModelError) else FAILED
 
 
-def _as_typed(options: Collection[str], setting: str, value: object) -> str:
+def _options_of(command: Callable[..., None] | None) -> dict[str, str]:
+    """A command's options, by the names of its parameters."""
+    found = {}
+    for name, hint in get_type_hints(command, include_extras=True).items() if command else ():
+        declared = [text for info in getattr(hint, "__metadata__", ()) for text in info.param_decls or ()]
+        found[name] = declared[0].partition("/")[0] if declared else f"--{name.replace('_', '-')}"
+    return found
+
+
+def _as_typed(options: Mapping[str, str], setting: str, value: object) -> str:
     """`--top-p 2` for `top_p=2` and `--no-reuse` for `reuse=False`, where the command has such an option."""
-    name = _SETTINGS.get(setting, setting)
-    if name not in options and not name.startswith("--"):
+    option = options.get(_SETTINGS.get(setting, setting))
+    if option is None:
         return assigned(setting, value)
-    option = "--" + name.removeprefix("--").replace("_", "-")
     if value is False:
         return option.replace("--", "--no-", 1)
     return option if value is ... or value is True else f"{option} {value!r}"

@@ -2,16 +2,15 @@
 
 import json
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from penstock.frontends import options
 from penstock.frontends.exits import INTERRUPTED, reported
 
-_model = partial(typer.Option, rich_help_panel="Model")
 _prompt = partial(typer.Option, rich_help_panel="Prompt")
 _answer = partial(typer.Option, rich_help_panel="Answer")
-_output = partial(typer.Option, rich_help_panel="Output")
 
 
 def generate(
@@ -35,99 +34,21 @@ def generate(
     raw: Annotated[
         bool, _prompt("--raw", help="Take the prompt as it is, without the chat template.")
     ] = False,
-    chunk: Annotated[
-        str | None,
-        _prompt(
-            metavar="TOKENS",
-            help="Read the prompt in chunks of so many tokens; 0 is the whole prompt in one, auto leaves it "
-            "to Penstock. Without it $PENSTOCK_PREFILL_CHUNK applies, else auto.",
-        ),
-    ] = None,
-    max_activation: Annotated[
-        str | None,
-        _prompt(
-            metavar="BYTES",
-            help="The most memory that a step may need beside weights and cache, such as 512MiB: chunks are as long "
-            "as that allows. Without it $PENSTOCK_MAX_ACTIVATION applies, else half of what is free.",
-        ),
-    ] = None,
-    target_itl: Annotated[
-        str | None,
-        _prompt(
-            metavar="MS",
-            help="Milliseconds that a step may take at most, as others may wait for it: automatic chunks follow it. "
-            "Without it $PENSTOCK_TARGET_ITL applies.",
-        ),
-    ] = None,
-    target_ttft: Annotated[
-        str | None,
-        _prompt(
-            metavar="MS",
-            help="Milliseconds to a prompt's first token: automatic chunks are as long as that takes, within "
-            "--target-itl. Without it $PENSTOCK_TARGET_TTFT applies.",
-        ),
-    ] = None,
-    align: Annotated[
-        bool | None,
-        _prompt(
-            "--align/--no-align",
-            help="On a model with recurrent state, round the chunk up to a multiple of 64, which gives the same "
-            "bits and runs faster; --no-align keeps any size. Without either $PENSTOCK_PREFILL_ALIGN (0 or 1) "
-            "applies, else --align.",
-        ),
-    ] = None,
-    cache_dir: Annotated[
-        str | None,
-        _prompt(
-            metavar="PATH",
-            help="Keep what was read in this folder: a prompt that begins alike, or was interrupted, goes on from "
-            "there. Without it $PENSTOCK_CACHE_DIR applies, else nothing is kept.",
-        ),
-    ] = None,
-    cache_size: Annotated[
-        str | None,
-        _prompt(
-            metavar="BYTES",
-            help="The most that the folder may hold, such as 20GiB; what was used longest ago goes first. Without it "
-            "$PENSTOCK_CACHE_SIZE applies, else 10GiB.",
-        ),
-    ] = None,
-    overlap: Annotated[int, _prompt(min=0, help="Tokens at a chunk's end that the next runs again.")] = 0,
-    model: Annotated[
-        str,
-        _model(
-            metavar="NAME", help="smollm2, a folder with safetensors, a GGUF file or a Hugging Face name."
-        ),
-    ] = "smollm2",
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
-        _model(help="What to compute in; auto is bfloat16 where the device does it natively."),
-    ] = "auto",
-    weights: Annotated[
-        str | None,
-        _model(
-            metavar="FORM",
-            help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
-            "Without it $PENSTOCK_WEIGHTS applies, else auto.",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        _model(
-            metavar="NAME",
-            help="Where it runs: cpu, cuda, cuda:1 and so on, mps, or auto, the first GPU of NVIDIA's, else the "
-            "processor. Without it $PENSTOCK_DEVICE applies, else auto.",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        _model(
-            min=1,
-            metavar="NUMBER",
-            help="Threads that compute. Without it $PENSTOCK_THREADS applies, else $OMP_NUM_THREADS, else as many as "
-            "there are physical cores that the process may use.",
-        ),
-    ] = None,
+    chunk: options.Chunk = None,
+    max_activation: options.MaxActivation = None,
+    target_itl_ms: options.TargetItl = None,
+    target_ttft_ms: options.TargetTtft = None,
+    align: options.Align = None,
+    cache_dir: options.CacheDir = None,
+    cache_size: options.CacheSize = None,
+    overlap: Annotated[
+        int, options.on_chunks(min=0, help="Tokens at a chunk's end that the next runs again.")
+    ] = 0,
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.Dtype = "auto",
+    weights: options.Weights = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
     max_tokens: Annotated[
         int | None,
         _answer(min=1, help="Tokens to generate at most: 512, or what the context has left, by default."),
@@ -150,39 +71,30 @@ def generate(
         list[str] | None,
         _answer(metavar="TEXT", help="End the answer before this text. May be given several times."),
     ] = None,
-    as_json: Annotated[bool, _output("--json", help="Print one JSON object instead of the text.")] = False,
+    as_json: Annotated[
+        bool, options.on_output("--json", help="Print one JSON object instead of the text.")
+    ] = False,
     explain: Annotated[
         bool,
-        _output(
+        options.on_output(
             "--explain", help="Tell on standard error of each chunk why it was as long, and how long it took."
         ),
     ] = False,
-    quiet: Annotated[bool, _output("--quiet", help="Nothing on standard error but errors.")] = False,
+    quiet: Annotated[
+        bool, options.on_output("--quiet", help="Nothing on standard error but errors.")
+    ] = False,
 ) -> None:
     """Read a prompt in chunks, answer it on standard output.
 
     Ctrl-C ends it after the chunk or token at hand and keeps what there is; a second Ctrl-C ends it at once.
     """
+    given = locals()
     with reported(generate):
         # What can be refused is refused before anything slow: first without torch, then without the model.
         from penstock.errors import SettingError
         from penstock.frontends.prompt import check_text, read_prompt
-        from penstock.plan import EngineSettings
 
-        settings = EngineSettings.resolve(
-            dtype=dtype,
-            weights=weights,
-            device=device,
-            chunk=chunk,
-            max_activation=max_activation,
-            target_itl_ms=target_itl,
-            target_ttft_ms=target_ttft,
-            overlap=overlap,
-            align=align,
-            threads=threads,
-            cache_dir=cache_dir,
-            cache_size=cache_size,
-        )
+        settings = options.engine_settings(given)
         if explain and quiet:
             raise SettingError("explain", True, contradicts={"quiet": True})
         if raw and system is not None:

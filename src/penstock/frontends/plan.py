@@ -3,11 +3,12 @@
 import json
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from penstock.errors import MemoryExhaustedError, SettingError
+from penstock.frontends import options
 from penstock.frontends.exits import reported
 from penstock.frontends.plan_rows import make_plan
 from penstock.frontends.plan_source import expected_workspace, read_model, resolved_dtype
@@ -19,7 +20,6 @@ _MOST_TOKENS = 1 << 30
 _MOST_DECODES = 1 << 16
 
 _what = partial(typer.Option, rich_help_panel="What is planned")
-_output = partial(typer.Option, rich_help_panel="Output")
 
 
 def plan(
@@ -46,30 +46,13 @@ def plan(
     decodes: Annotated[
         int, _what(metavar="NUMBER", help="Answers that are generated beside it, each after as many tokens.")
     ] = 0,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
-        _what(help="auto is bfloat16 where this machine computes it natively."),
-    ] = "auto",
-    device: Annotated[
-        str | None,
-        _what(
-            metavar="NAME",
-            help="Where it would run, of what this machine has: auto, cpu, cuda, cuda:1 and so on, or mps. Without "
-            "it $PENSTOCK_DEVICE applies, else auto.",
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None,
-        _what(
-            metavar="FORM",
-            help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
-            "Without it $PENSTOCK_WEIGHTS applies, else auto.",
-        ),
-    ] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    weights: options.Weights = None,
     plot: Annotated[
-        Path | None, _output(metavar="PATH", help="Draw a picture: png, svg or pdf by its name.")
+        Path | None, options.on_output(metavar="PATH", help="Draw a picture: png, svg or pdf by its name.")
     ] = None,
-    as_json: Annotated[bool, _output("--json", help="Print JSON in place of a table.")] = False,
+    as_json: Annotated[bool, options.on_output("--json", help="Print JSON in place of a table.")] = False,
 ) -> None:
     """Show what a prompt takes in memory at each chunk size, and the largest chunk that fits. Loads no weights."""
     with reported(plan):

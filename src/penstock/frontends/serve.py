@@ -1,102 +1,36 @@
 """The command `penstock serve`."""
 
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from penstock.frontends import options
 from penstock.frontends.exits import reported
 
-_model = partial(typer.Option, rich_help_panel="Model")
 _steps = partial(typer.Option, rich_help_panel="Steps")
-_cache = partial(typer.Option, rich_help_panel="What was read")
 _server = partial(typer.Option, rich_help_panel="Server")
 
 _MAX_PORT = 65535
 
 
 def serve(
-    model: Annotated[
-        str,
-        _model(
-            metavar="NAME", help="smollm2, a folder with safetensors, a GGUF file or a Hugging Face name."
-        ),
-    ] = "smollm2",
+    model: options.Model = options.DEFAULT_MODEL,
     served_name: Annotated[
         str | None,
-        _model(
+        options.on_model(
             metavar="NAME", help="What requests call the model: --model, or the end of its path, by default."
         ),
     ] = None,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"],
-        _model(help="What to compute in; auto is bfloat16 where the device does it natively."),
-    ] = "auto",
-    weights: Annotated[
-        str | None,
-        _model(
-            metavar="FORM",
-            help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
-            "Without it $PENSTOCK_WEIGHTS applies, else auto.",
-        ),
-    ] = None,
-    device: Annotated[
-        str | None,
-        _model(
-            metavar="NAME",
-            help="Where it runs: cpu, cuda, cuda:1 and so on, mps, or auto, the first GPU of NVIDIA's, else the "
-            "processor. Without it $PENSTOCK_DEVICE applies, else auto.",
-        ),
-    ] = None,
-    threads: Annotated[
-        int | None,
-        _model(
-            min=1,
-            metavar="NUMBER",
-            help="Threads that compute. Without it $PENSTOCK_THREADS applies, else $OMP_NUM_THREADS, else as many as "
-            "there are physical cores that the process may use.",
-        ),
-    ] = None,
-    chunk: Annotated[
-        str | None,
-        _steps(
-            metavar="TOKENS",
-            help="The most prompt tokens of a step; 0 runs a prompt whole, auto leaves it to Penstock. Without it "
-            "$PENSTOCK_PREFILL_CHUNK applies, else auto.",
-        ),
-    ] = None,
-    max_activation: Annotated[
-        str | None,
-        _steps(
-            metavar="BYTES",
-            help="The most memory that a step may need beside weights and cache, such as 512MiB: chunks are as long "
-            "as that allows. Without it $PENSTOCK_MAX_ACTIVATION applies, else half of what is free.",
-        ),
-    ] = None,
-    target_itl: Annotated[
-        str | None,
-        _steps(
-            metavar="MS",
-            help="Milliseconds from one token of a request to its next while prompts are read: automatic chunks "
-            "follow it. Without it $PENSTOCK_TARGET_ITL applies.",
-        ),
-    ] = None,
-    target_ttft: Annotated[
-        str | None,
-        _steps(
-            metavar="MS",
-            help="Milliseconds to a prompt's first token: automatic chunks are as long as that takes, within "
-            "--target-itl. Without it $PENSTOCK_TARGET_TTFT applies.",
-        ),
-    ] = None,
-    align: Annotated[
-        bool | None,
-        _steps(
-            "--align/--no-align",
-            help="On a model with recurrent state, round the chunk up to a multiple of 64. Without either "
-            "$PENSTOCK_PREFILL_ALIGN (0 or 1) applies, else --align.",
-        ),
-    ] = None,
+    dtype: options.Dtype = "auto",
+    weights: options.Weights = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
+    chunk: options.Chunk = None,
+    max_activation: options.MaxActivation = None,
+    target_itl_ms: options.TargetItl = None,
+    target_ttft_ms: options.TargetTtft = None,
+    align: options.Align = None,
     policy: Annotated[
         str,
         _steps(
@@ -127,27 +61,15 @@ def serve(
     ] = None,
     reuse: Annotated[
         bool,
-        _cache("--reuse/--no-reuse", help="Keep what was read in memory, for requests that begin alike."),
+        options.on_cache(
+            "--reuse/--no-reuse", help="Keep what was read in memory, for requests that begin alike."
+        ),
     ] = True,
-    cache_dir: Annotated[
-        str | None,
-        _cache(
-            metavar="PATH",
-            help="Keep what was read in this folder too, where the next start finds it. Without it "
-            "$PENSTOCK_CACHE_DIR applies, else nothing is kept.",
-        ),
-    ] = None,
-    cache_size: Annotated[
-        str | None,
-        _cache(
-            metavar="BYTES",
-            help="The most that the folder may hold, such as 20GiB; what was used longest ago goes first. Without it "
-            "$PENSTOCK_CACHE_SIZE applies, else 10GiB.",
-        ),
-    ] = None,
+    cache_dir: options.CacheDir = None,
+    cache_size: options.CacheSize = None,
     isolate: Annotated[
         bool,
-        _cache(
+        options.on_cache(
             "--isolate",
             help="Requests share what was read only with those of the same API key, so that nobody learns by the "
             "clock what others have asked.",
@@ -179,6 +101,7 @@ def serve(
 
     SIGTERM or Ctrl-C ends it once requests have finished, or after --grace; a second Ctrl-C ends it at once.
     """
+    given = locals()
     with reported(serve):
         # What can be refused is refused before anything slow: first without torch, then without the model.
         import math
@@ -187,24 +110,11 @@ def serve(
 
         from penstock.errors import SettingError
         from penstock.frontends.server.settings import ServerSettings, resolve_keys
-        from penstock.plan import EngineSettings
         from penstock.plan.checks import check_int
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
         from penstock.plan.settings import check_schedule
 
-        engine = EngineSettings.resolve(
-            dtype=dtype,
-            weights=weights,
-            device=device,
-            chunk=chunk,
-            max_activation=max_activation,
-            target_itl_ms=target_itl,
-            target_ttft_ms=target_ttft,
-            align=align,
-            threads=threads,
-            cache_dir=cache_dir,
-            cache_size=cache_size,
-        )
+        engine = options.engine_settings(given)
         schedule = ScheduleConfig(
             policy=SchedulePolicy.parse(policy),
             chunk_size=engine.chunk.effective,

@@ -2,30 +2,20 @@
 
 import json
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
+from penstock.frontends import options
 from penstock.frontends.exits import FAILED, reported
-
-_model = partial(typer.Option, rich_help_panel="Model")
-_output = partial(typer.Option, rich_help_panel="Output")
 
 
 def tune(
-    model: Annotated[
-        str,
-        _model(
-            metavar="NAME", help="smollm2, a folder with safetensors, a GGUF file or a Hugging Face name."
-        ),
-    ] = "smollm2",
-    dtype: Annotated[Literal["auto", "bfloat16", "float32"], _model(help="What to compute in.")] = "auto",
-    device: Annotated[
-        str | None, _model(metavar="NAME", help="Where it runs: auto, cpu, cuda, cuda:1 and so on, or mps.")
-    ] = None,
-    threads: Annotated[int | None, _model(min=1, metavar="NUMBER", help="Threads that compute.")] = None,
+    model: options.Model = options.DEFAULT_MODEL,
+    dtype: options.Dtype = "auto",
+    device: options.Device = None,
+    threads: options.Threads = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer sizes, one length, no measured memory.")
     ] = False,
@@ -39,9 +29,11 @@ def tune(
     show: Annotated[
         bool, typer.Option("--show", help="Print the stored profile, and measure nothing.")
     ] = False,
-    plot: Annotated[Path | None, _output(metavar="FILE", help="Draw a picture (needs matplotlib).")] = None,
+    plot: Annotated[
+        Path | None, options.on_output(metavar="FILE", help="Draw a picture (needs matplotlib).")
+    ] = None,
     as_json: Annotated[
-        Path | None, _output("--json", metavar="FILE", help="Write what was found as JSON, too.")
+        Path | None, options.on_output("--json", metavar="FILE", help="Write what was found as JSON, too.")
     ] = None,
 ) -> None:
     """Measure this model on this machine, so that `--chunk auto` starts from it.
@@ -49,15 +41,15 @@ def tune(
     Times steps, and whole prompts in chunks of several sizes, and measures memory; prints what was found and stores
     it in the cache folder. Best with nothing else running. Exits with 1 where --show finds no profile.
     """
+    given = locals()
     with reported(tune):
         from penstock.errors import SettingError
         from penstock.frontends.answer import loaded, write
         from penstock.frontends.present import make_display
-        from penstock.plan import EngineSettings
 
         if seconds is not None and not 0 < seconds < 1e6:
             raise SettingError("seconds", seconds, "a number of seconds above 0")
-        settings = EngineSettings.resolve(dtype=dtype, device=device, threads=threads)
+        settings = options.engine_settings(given)
         display = make_display()
         with display.busy("starting"):
             from penstock.engine.profile import load_profile, profile_key, profile_path, save_profile

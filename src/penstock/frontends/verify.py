@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from penstock.errors import ModelError, PenstockError, PromptError, SettingError
+from penstock.frontends import options
 from penstock.frontends.exits import (
     FAILED,
     INTERRUPTED,
@@ -34,9 +35,7 @@ MEANINGS = (
     f"not be run; {NO_MODEL} a model that cannot be found, downloaded or read; {INTERRUPTED} interrupted; "
     f"{NO_READER} whoever read standard output has gone."
 )
-_model = partial(typer.Option, rich_help_panel="Model")
 _prompt = partial(typer.Option, rich_help_panel="Prompt")
-_output = partial(typer.Option, rich_help_panel="Output")
 _memory = partial(typer.Option, rich_help_panel="Memory")
 
 
@@ -81,7 +80,7 @@ def verify(
     ] = None,
     model: Annotated[
         str | None,
-        _model(
+        options.on_model(
             metavar="NAME",
             help="smollm2 (the default), a folder with safetensors, a GGUF file or a Hugging Face name. With "
             "--memory random models of several families by default.",
@@ -89,17 +88,16 @@ def verify(
     ] = None,
     dtype: Annotated[
         Literal["auto", "bfloat16", "float32"] | None,
-        _model(help="What to compute in: auto by default, with --memory bfloat16."),
+        options.on_model(help="What to compute in: auto by default, with --memory bfloat16."),
     ] = None,
-    device: Annotated[
-        str | None, _model(metavar="NAME", help="Where it runs: auto, cpu, cuda, cuda:1 and so on, or mps.")
-    ] = None,
-    threads: Annotated[int | None, _model(min=1, metavar="NUMBER", help="Threads that compute.")] = None,
+    device: options.Device = None,
+    threads: options.Threads = None,
     as_json: Annotated[
-        Path | None, _output("--json", metavar="FILE", help="Write everything that was found.")
+        Path | None, options.on_output("--json", metavar="FILE", help="Write everything that was found.")
     ] = None,
     plot: Annotated[
-        Path | None, _output(metavar="FILE", help="Draw the differences by token (needs matplotlib).")
+        Path | None,
+        options.on_output(metavar="FILE", help="Draw the differences by token (needs matplotlib)."),
     ] = None,
     memory: Annotated[
         bool,
@@ -128,34 +126,36 @@ def verify(
     Where the machine was found to give the same bits, they must be the same bit for bit; elsewhere, within a
     tolerance.
     """
-    with reported(), _failures_aside():
+    with reported(verify), _failures_aside():
         of_laws: dict[str, Any] = {
-            "--prompt-file": prompt_file,
-            "--tokens": tokens,
-            "--max-tokens": max_tokens,
-            "--overlap": overlap,
-            "--strict": strict,
-            "--reference": reference,
-            "--tolerance": tolerance,
-            "--json": as_json,
-            "--plot": plot,
+            "prompt_file": prompt_file,
+            "tokens": tokens,
+            "max_tokens": max_tokens,
+            "overlap": overlap,
+            "strict": strict,
+            "reference": reference,
+            "tolerance": tolerance,
+            "as_json": as_json,
+            "plot": plot,
         }
         of_memory: dict[str, Any] = {
-            "--families": families,
-            "--prompts": prompts,
-            "--kernels": kernels,
-            "--quick": quick,
-            "--full": full,
-            "--output": output,
+            "families": families,
+            "prompts": prompts,
+            "kernels": kernels,
+            "quick": quick,
+            "full": full,
+            "output": output,
         }
         for name, value in (of_laws if memory else of_memory).items():
             if value is not None and value is not False:
-                raise SettingError(f"{name} is not accepted {'with' if memory else 'without'} --memory")
-        sizes = _counts("--chunks", chunks)
+                if memory:
+                    raise SettingError(name, value, contradicts={"memory": True})
+                raise SettingError(name, value, needs=("memory",))
+        sizes = _counts("chunks", chunks)
         if tolerance is not None and not (tolerance > 0 and math.isfinite(tolerance)):
-            raise SettingError(f"--tolerance {tolerance:g} is not accepted: give a number above 0")
+            raise SettingError("tolerance", tolerance, "a number above 0")
         if prompt_file is not None and tokens is not None:
-            raise SettingError("--prompt-file contradicts --tokens: leave one of them out")
+            raise SettingError("prompt_file", str(prompt_file), contradicts={"tokens": tokens})
 
         from penstock.frontends.present import make_display
         from penstock.plan import EngineSettings
@@ -168,7 +168,7 @@ def verify(
                 model,
                 None if families is None else tuple(families.split(",")),
                 sizes,
-                _counts("--prompts", prompts),
+                _counts("prompts", prompts),
                 quick=quick,
                 full=full,
                 dtype=dtype or "bfloat16",
@@ -259,9 +259,7 @@ def _counts(option: str, text: str | None) -> tuple[int, ...] | None:
         return None
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise SettingError(
-            f"{option} {text!r} is not accepted: give whole numbers of 1 or more, with commas between"
-        )
+        raise SettingError(option, text, "whole numbers of 1 or more, with commas between")
     return tuple(sorted({int(part) for part in parts}))
 
 

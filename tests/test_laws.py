@@ -1,0 +1,80 @@
+"""Laws about the code as a whole, beside who imports whom."""
+
+import ast
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+
+import penstock
+from penstock.frontends import options
+from penstock.frontends.generate import generate
+from penstock.frontends.plan import plan
+from penstock.frontends.serve import serve
+from penstock.frontends.tune import tune
+from penstock.frontends.verify import verify
+
+ROOT = Path(penstock.__file__).parent
+DECLARED = {name: value for name, value in vars(options).items() if hasattr(value, "__metadata__")}
+
+
+def option(command: Any, name: str) -> Any:
+    return get_type_hints(command, include_extras=True)[name].__metadata__[0]
+
+
+@pytest.mark.parametrize("command", [generate, serve], ids=lambda command: command.__name__)
+def test_an_engines_options_are_those_that_are_declared_once(command: Any) -> None:
+    shared = {id(value.__metadata__[0]) for value in DECLARED.values()}
+    hints = get_type_hints(command, include_extras=True)
+    used = {id(hint.__metadata__[0]) for hint in hints.values() if hasattr(hint, "__metadata__")}
+    assert shared <= used
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        (plan, ("dtype", "weights", "device")),
+        (tune, ("model", "dtype", "device", "threads")),
+        (verify, ("device", "threads")),
+    ],
+)
+def test_other_commands_share_them(command: Any, names: tuple[str, ...]) -> None:
+    for name in names:
+        assert option(command, name) is option(generate, name)
+
+
+def test_options_are_called_as_the_settings() -> None:
+    keywords = set(penstock.plan.EngineKeywords.__annotations__)
+    parameters = set(get_type_hints(generate))
+    assert keywords - parameters == {"reuse_tokens"}
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_error_text_is_parsed(path: Path) -> None:
+    """What handles an error asks for its fields: no regular expression, and no replacing, over its text."""
+    for handler in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(handler, ast.ExceptHandler) or handler.name is None:
+            continue
+        for call in ast.walk(handler):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                is_parsing = call.func.attr in (
+                    "replace",
+                    "fullmatch",
+                    "match",
+                    "search",
+                    "sub",
+                    "removeprefix",
+                )
+                names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
+                assert not (is_parsing and handler.name in names), f"{path}:{call.lineno}"
+
+
+@pytest.mark.parametrize("name", ["frontends/exits.py", "frontends/server/errors.py", "errors.py"])
+def test_what_presents_errors_has_no_regular_expressions(name: str) -> None:
+    imported = [
+        alias.name
+        for node in ast.walk(ast.parse((ROOT / name).read_text()))
+        if isinstance(node, ast.Import)
+        for alias in node.names
+    ]
+    assert "re" not in imported
