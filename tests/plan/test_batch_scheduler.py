@@ -18,7 +18,7 @@ from penstock.plan import (
     StepPlan,
 )
 from penstock.plan.admission import REPLAY_TOKENS
-from penstock.plan.shares import Want, share_chunks
+from penstock.plan.batch_scheduler import Want, share_chunks
 
 AMPLE = CacheLimits(num_blocks=10_000, block_tokens=64, keeps_prefix=True)
 
@@ -433,22 +433,69 @@ def test_one_that_does_not_run_has_no_step_of_its_own() -> None:
 def test_steps_come_in_turn() -> None:
     subject = scheduler()
     subject.add("a", 2000, 10)
-    plan = subject.schedule()
+    plan, later = subject.schedule(), subject.schedule()
     assert plan is not None
-    with pytest.raises(StepOrderError, match="a step is issued"):
-        subject.schedule()
+    assert later is not None
+    with pytest.raises(StepOrderError, match="before those that were issued before it"):
+        subject.commit(later)
+    with pytest.raises(StepOrderError, match="alone"):
+        subject.schedule(only="a")
     with pytest.raises(StepOrderError, match="cannot be committed"):
         subject.commit(StepPlan(plan.spans))
     with pytest.raises(StepOrderError, match="cannot be aborted"):
         subject.abort(StepPlan(plan.spans))
-    with pytest.raises(StepOrderError, match="'a' is in the issued step"):
+    with pytest.raises(StepOrderError, match="'a' is in an issued step"):
         subject.remove("a")
+    with pytest.raises(StepOrderError, match="'a' is in an issued step"):
+        subject.advance("a", 600)
     with pytest.raises(StepOrderError, match="'b' cannot finish"):
         subject.commit(plan, ["b"])
+    with pytest.raises(StepOrderError, match="a later step has spans"):
+        subject.commit(plan, ["a"])
     subject.commit(plan)
+    subject.commit(later)
     for late in (subject.commit, subject.abort, subject.shrink):
-        with pytest.raises(StepOrderError, match="no step is issued"):
+        with pytest.raises(StepOrderError, match="not in flight"):
             late(plan)
+
+
+def test_a_prompt_is_read_ahead_of_the_steps_in_flight() -> None:
+    """It is planned on from where its issued spans end, until one samples; an abort takes all after it along."""
+    subject = scheduler()
+    subject.add("a", 1200, 3)
+    plans = [subject.schedule() for _ in range(4)]
+    assert plans[3] is None  # its next token is sampled by a step in flight
+    issued = [plan for plan in plans if plan is not None]
+    assert [ranges(plan)["a"] for plan in issued] == [(0, 512), (512, 1024), (1024, 1200)]
+    assert subject.view("a").num_run == 0
+    subject.commit(issued[0])
+    subject.abort(issued[1])
+    assert (subject.view("a").num_run, subject.num_free_blocks) == (512, AMPLE.num_blocks - 8)
+    assert ranges(step(subject))["a"] == (512, 1024)
+
+
+def test_room_that_is_lacking_is_waited_for_while_steps_are_in_flight() -> None:
+    """No request in flight is preempted: the steps end first."""
+    subject = small(4, chunk_size=64)
+    subject.add("a", 128, 60)
+    subject.add("b", 64, 60)
+    for _ in range(3):
+        step(subject)
+    first = subject.schedule()
+    assert first is not None
+    while (following := subject.schedule()) is not None:
+        assert not following.preemptions
+    subject.check_integrity()
+
+
+def test_a_chunk_overlaps_the_one_before() -> None:
+    subject = scheduler(max_running=1, chunk_size=64, overlap=16)
+    subject.add("a", 150, 2)
+    plans = [step(subject) for _ in range(3)]
+    assert [ranges(plan)["a"] for plan in plans] == [(0, 64), (48, 112), (96, 150)]
+    assert [plan.spans[0].resumes_at for plan in plans] == [48, 96, None]
+    subject.add("b", 150, 1)
+    assert subject.schedule() is not None
 
 
 def test_an_answer_has_an_end() -> None:
@@ -488,8 +535,11 @@ def test_limits_are_checked(bad: dict[str, Any]) -> None:
 
 class AnyOrder(RuleBasedStateMachine):
     subject: BatchScheduler
-    plan: StepPlan | None = None
     num_added = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flight: list[StepPlan] = []
 
     @initialize(
         policy=st.sampled_from(SchedulePolicy),
@@ -517,45 +567,49 @@ class AnyOrder(RuleBasedStateMachine):
             self.num_added += 1
             assert self.subject.request_ids == (*before, name)
 
-    @precondition(lambda self: self.plan is None)
+    @precondition(lambda self: len(self.flight) < 4)
     @rule()
     def schedule(self) -> None:
-        self.plan = self.subject.schedule()
-        assert (self.plan is not None) == bool(self.subject.request_ids)
+        plan = self.subject.schedule()
+        assert plan is not None or self.flight or not self.subject.request_ids
+        if plan is not None:
+            assert not (plan.preemptions and self.flight)
+            self.flight.append(plan)
 
-    @precondition(lambda self: self.plan is None and self.subject.request_ids)
+    @precondition(lambda self: not self.flight and self.subject.request_ids)
     @rule(data=st.data())
     def schedule_one(self, data: st.DataObject) -> None:
-        self.plan = self.subject.schedule(only=data.draw(st.sampled_from(self.subject.request_ids)))
+        plan = self.subject.schedule(only=data.draw(st.sampled_from(self.subject.request_ids)))
+        if plan is not None:
+            self.flight.append(plan)
 
-    @precondition(lambda self: self.plan)
+    @precondition(lambda self: self.flight)
     @rule(data=st.data())
     def commit(self, data: st.DataObject) -> None:
-        assert self.plan is not None
+        plan = self.flight.pop(0)
         ending = []
-        for planned in self.plan.spans:
+        for planned in plan.spans:
             view = self.subject.view(planned.request_id)
             limit = self.subject._requests[planned.request_id].most_run
             if planned.samples and (view.num_tokens == limit or data.draw(st.integers(0, 9)) == 0):
                 ending.append(planned.request_id)
-        self.subject.commit(self.plan, ending)
-        self.plan = None
+        self.subject.commit(plan, ending)
         assert not set(ending) & set(self.subject.request_ids)
 
-    @precondition(lambda self: self.plan)
-    @rule(for_memory=st.booleans())
-    def fail(self, for_memory: bool) -> None:
-        assert self.plan is not None
+    @precondition(lambda self: self.flight)
+    @rule(for_memory=st.booleans(), data=st.data())
+    def fail(self, for_memory: bool, data: st.DataObject) -> None:
         stood = [(name, self.subject.view(name)) for name in self.subject.request_ids]
-        (self.subject.shrink if for_memory else self.subject.abort)(self.plan)
+        index = data.draw(st.integers(0, len(self.flight) - 1))
+        (self.subject.shrink if for_memory else self.subject.abort)(self.flight[index])
         assert [(name, self.subject.view(name)) for name in self.subject.request_ids] == stood
-        self.plan = None
+        del self.flight[index:]
 
     @precondition(lambda self: self.subject.request_ids)
     @rule(data=st.data())
     def remove(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(self.subject.request_ids))
-        if self.plan is not None and name in ranges(self.plan):
+        if any(name in ranges(plan) for plan in self.flight):
             with pytest.raises(StepOrderError):
                 self.subject.remove(name)
         else:
@@ -570,8 +624,8 @@ class AnyOrder(RuleBasedStateMachine):
         """All that is left comes to its end."""
         if not hasattr(self, "subject"):
             return
-        if self.plan is not None:
-            self.subject.abort(self.plan)
+        if self.flight:
+            self.subject.abort(self.flight[0])
         for _ in range(20_000):
             if (plan := self.subject.schedule()) is None:
                 break

@@ -19,8 +19,8 @@ from penstock.plan import (
     batch_scheduler,
 )
 from penstock.plan.admission import choose_admissions
-from penstock.plan.shares import share_chunks
-from penstock.plan.turns import Turns
+from penstock.plan.batch_scheduler import share_chunks
+from penstock.plan.policy import Turns
 from tests.plan.simulation import Observed, Simulation, Workload
 
 CONFIG = ScheduleConfig(
@@ -142,7 +142,7 @@ def serves_only_the_first(wants: Any, budget: int | None, *, min_share: int, gri
 def loses_a_block(abort: Callable[..., None]) -> Callable[..., None]:
     def broken(self: BatchScheduler, plan: StepPlan) -> None:
         abort(self, plan)
-        self._ledger.hold(plan.spans[0].request_id, self._ledger.num_held(plan.spans[0].request_id) + 1)
+        self._requests[plan.spans[0].request_id].num_held += 1
 
     return broken
 

@@ -1,7 +1,8 @@
-"""Who may run: what a request needs of the cache, and the line of those that wait."""
+"""Who may run: what a request needs of the cache, how many blocks there are, and the line of those that wait."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from penstock.plan.checks import check_bool, check_int
 from penstock.plan.step import RequestId, SpanKind
@@ -30,8 +31,15 @@ class CacheLimits:
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """One request's place in the line and in the cache: tokens [0, num_tokens) are known, [0, num_run) are in the
-    cache, in `num_held` blocks. It wants `num_wanted` more for its known tokens and the next one."""
+    """One request's place in the line and in the cache.
+
+        tokens [0, num_run)             committed: in the cache
+        tokens [num_run, num_issued)    in flight: spans of issued steps write them
+        tokens [num_issued, num_tokens) known, and not in any step yet
+
+    It holds `num_held` blocks, those in flight included, and wants `num_wanted` more for its known tokens and the
+    next one. Its next span begins `num_again` tokens before `num_issued`: chunks may overlap.
+    """
 
     id: RequestId
     arrival: int
@@ -40,8 +48,10 @@ class TrackedRequest:
     limits: CacheLimits = field(repr=False)
     num_tokens: int = 0
     num_run: int = 0
+    num_issued: int = 0
     num_held: int = 0
     num_wanted: int = 0
+    num_again: int = 0
     kind: SpanKind = SpanKind.CHUNK  # of its next span
     is_running: bool = False
     turn: int = 0  # the smaller, the longer ago its last chunk was
@@ -49,7 +59,16 @@ class TrackedRequest:
     num_preemptions: int = 0
 
     def __post_init__(self) -> None:
-        self.stand_at(num_run=0, num_tokens=self.num_prompt)
+        self.stand_at(num_run=0, num_issued=0, num_tokens=self.num_prompt)
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a token is known that no step has: else its next one is sampled by a step in flight."""
+        return self.num_issued < self.num_tokens
+
+    @property
+    def next_start(self) -> int:
+        return self.num_issued - self.num_again
 
     @property
     def most_run(self) -> int:
@@ -59,19 +78,45 @@ class TrackedRequest:
     @property
     def furthest_end(self) -> int:
         """Where its next span ends at the latest: prompt and answer do not share one."""
-        if self.num_run < self.num_prompt:
+        if self.num_issued < self.num_prompt:
             return self.num_prompt
-        return min(self.num_tokens, self.num_run + REPLAY_TOKENS)
+        return min(self.num_tokens, self.num_issued + REPLAY_TOKENS)
 
-    def stand_at(self, num_run: int, num_tokens: int) -> None:
+    def stand_at(self, num_run: int, num_issued: int, num_tokens: int) -> None:
         self.num_run = num_run
+        self.num_issued = num_issued
         self.num_tokens = num_tokens
-        self.num_held = self.limits.blocks_for(num_run)
+        self.num_held = self.limits.blocks_for(num_issued)
         self.num_wanted = self.limits.blocks_for(min(num_tokens + 1, self.most_run)) - self.num_held
-        if num_run < self.num_prompt:
+        if num_issued < self.num_prompt:
             self.kind = SpanKind.CHUNK
         else:
-            self.kind = SpanKind.REPLAY if num_tokens - num_run > 1 else SpanKind.DECODE
+            self.kind = SpanKind.REPLAY if num_tokens - num_issued > 1 else SpanKind.DECODE
+
+
+class BlockLedger(Protocol):
+    """Answers how many blocks of a cache can be had. Requests that begin alike may hold some of the same blocks, so
+    what one gives up is not always free."""
+
+    def num_free(self, kept: Mapping[RequestId, int]) -> int:
+        """Blocks that nobody holds, once each request in `kept` holds no more than its first so many blocks."""
+
+    def num_shared(self, request_id: RequestId) -> int:
+        """Blocks that a request which holds none would share with others that hold them."""
+
+
+@dataclass(frozen=True)
+class PlainLedger:
+    """Blocks that nobody shares, by the scheduler's own count."""
+
+    num_blocks: int
+    requests: Mapping[RequestId, TrackedRequest]
+
+    def num_free(self, kept: Mapping[RequestId, int]) -> int:
+        return self.num_blocks - sum(request.num_held for request in self.requests.values())
+
+    def num_shared(self, request_id: RequestId) -> int:
+        return 0
 
 
 def choose_admissions(

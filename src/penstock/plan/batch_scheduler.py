@@ -1,22 +1,33 @@
-"""Which spans of which requests run next, where many requests share one model and one cache."""
+"""Which spans of which requests run next, where many requests share one model and one cache.
+
+There is no prefill phase and no decode phase: of each request `num_tokens` tokens are known, `num_run` are in the
+cache, and steps let the second catch up with the first. A chunk, a decode and a replay are spans of that gap.
+
+Several steps may be in flight: a plan is *issued* by `schedule`, and ends with `commit` or `abort`, the oldest first.
+A prompt is planned on from where its issued spans end; a request that samples in a step waits for that step's commit.
+"""
 
 from bisect import insort
-from collections.abc import Collection, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Literal
 
 from penstock.errors import CacheFullError, PenstockError, QueueFullError
-from penstock.plan.admission import CacheLimits, TrackedRequest, choose_admissions
+from penstock.plan.admission import (
+    BlockLedger,
+    CacheLimits,
+    PlainLedger,
+    TrackedRequest,
+    choose_admissions,
+)
 from penstock.plan.checks import check_int
-from penstock.plan.ledger import BlockLedger, PlainLedger
-from penstock.plan.policy import ScheduleConfig
+from penstock.plan.policy import ScheduleConfig, Turns, share_unit
 from penstock.plan.request import Span
-from penstock.plan.shares import Want, share_chunks
 from penstock.plan.sizing import ChunkSizer, SizeDecision
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
 from penstock.plan.step_budget import StepBudget
-from penstock.plan.turns import Turns
 
 RequestPhase = Literal["waiting", "prompt", "decode"]
 
@@ -25,7 +36,7 @@ _by_turn = attrgetter("turn", "arrival")
 
 
 class StepOrderError(PenstockError, RuntimeError):
-    """A step asked for, committed or aborted out of turn, or a request changed while its step runs."""
+    """A step asked for, committed or aborted out of turn, or a request changed while its step is in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +59,45 @@ class _Choice:
     end: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """Where a request stood before a step was issued."""
+
+    request: TrackedRequest
+    num_issued: int
+    num_again: int
+    turn: int
+
+    def restore(self) -> None:
+        self.request.num_again, self.request.turn = self.num_again, self.turn
+        self.request.stand_at(self.request.num_run, self.num_issued, self.request.num_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Issued:
+    """A step in flight, and what an abort goes back to."""
+
+    plan: StepPlan
+    turns: Turns
+    before: tuple[_Before, ...]
+
+
 class BatchScheduler:
-    """Plans steps for many requests, one step at a time.
+    """Plans steps for many requests.
 
     A step is a transaction: a plan counts for nothing until `commit`, and `abort` leaves every request where it
-    stood. Until one of them is called, asking for another plan is an error. A plan has its decodes first, then its
-    chunks and replays, both in order of arrival.
+    stood. A plan has its decodes first, then its chunks and replays, both in order of arrival.
 
     A request is admitted when the cache has room for what is known of it; it may run out of room later, as answers
-    grow. Then the newest request gives way, and goes on when there is room again. The oldest never does.
+    grow. Then the newest request is preempted, and goes on when there is room again. The oldest never is. The plan
+    names those that are preempted and what they keep: whoever runs it takes their blocks before it takes new ones.
+    No request that is in flight is preempted: where room is lacking, nothing is planned until all steps have ended.
 
     A sizer, where there is one, learns from every step that was committed with its seconds. With `auto_chunk` it says
     how many prompt tokens a step has. Its target between tokens bounds the steps that a decode is in, or waits for:
-    where there is none, nobody would gain by a shorter step.
+    where there is none, nobody would gain by a shorter step, unless `keeps_itl` says so.
 
-    A ledger, where there is one, knows of blocks that requests share; preemptions are told to it as they are decided.
+    A ledger, where there is one, knows of blocks that requests share. It is only asked.
     """
 
     def __init__(
@@ -78,11 +113,10 @@ class BatchScheduler:
         self._requests: dict[RequestId, TrackedRequest] = {}  # all three in order of arrival
         self._running: list[TrackedRequest] = []
         self._waiting: list[TrackedRequest] = []
-        self._ledger: BlockLedger = ledger or PlainLedger(limits.num_blocks)
+        self._ledger: BlockLedger = ledger or PlainLedger(limits.num_blocks, self._requests)
         self._num_arrived = 0
-        self._num_commits = 0
-        self._issued: StepPlan | None = None
-        self._is_out_of_turn = False  # the issued step is one request's alone
+        self._num_issued = 0
+        self._flight: deque[_Issued] = deque()
         self._turns = Turns(config)
 
     @property
@@ -100,8 +134,8 @@ class BatchScheduler:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds, nor is to write in the issued step."""
-        return self._ledger.num_free
+        """Blocks that no request holds, nor is to write in an issued step."""
+        return self._ledger.num_free({})
 
     @property
     def request_ids(self) -> tuple[RequestId, ...]:
@@ -112,7 +146,8 @@ class BatchScheduler:
         request = self._requests[request_id]
         phase: RequestPhase = "waiting"
         if request.is_running:
-            phase = "decode" if request.kind is SpanKind.DECODE else "prompt"
+            decodes = request.num_prompt <= request.num_run == request.num_tokens - 1
+            phase = "decode" if decodes else "prompt"
         return RequestView(
             phase, request.num_prompt, request.num_tokens, request.num_run, request.num_preemptions
         )
@@ -146,24 +181,26 @@ class BatchScheduler:
     def remove(self, request_id: RequestId) -> None:
         """Forget a request, and take its blocks back at once."""
         request = self._requests[request_id]
-        if self._issued is not None and any(span.request_id == request_id for span in self._issued.spans):
+        if self._is_in_flight(request_id):
             raise StepOrderError(
-                f"request {request_id!r} is in the issued step: commit or abort that before removing it"
+                f"request {request_id!r} is in an issued step: commit or abort that before removing it"
             )
         self._forget(request)
 
     def advance(self, request_id: RequestId, num_run: int) -> None:
-        """More of a request's prompt is in the cache, between steps, without having been read: its first `num_run`
-        tokens. The ledger knows the blocks already."""
+        """More of a request's prompt is in the cache without having been read: its first `num_run` tokens. The ledger
+        knows the blocks already."""
         request = self._requests[request_id]
-        if self._issued is not None:
-            raise StepOrderError("a step is issued: commit or abort it before a request advances")
+        if self._is_in_flight(request_id):
+            raise StepOrderError(
+                f"request {request_id!r} is in an issued step: commit or abort that before it advances"
+            )
         if not request.num_run <= num_run < request.num_prompt:
             raise ValueError(
                 f"request {request_id!r} cannot stand at token {num_run}: accepted is {request.num_run} to "
                 f"{request.num_prompt - 1}, before its prompt's last token"
             )
-        request.stand_at(num_run, request.num_tokens)
+        request.stand_at(num_run, num_run, request.num_tokens)
 
     def admit(self) -> None:
         """Let requests run that wait and have room; `schedule` does that too, unless it is told who is held."""
@@ -172,24 +209,27 @@ class BatchScheduler:
     def schedule(
         self, only: RequestId | None = None, held: Collection[RequestId] | None = None
     ) -> StepPlan | None:
-        """The next step, or None where there is nothing to run. Prompts of `held` requests wait for the step after;
-        where it is given, requests were admitted before.
+        """The next step, or None where there is nothing to run, or nothing before the steps in flight have ended.
+        Prompts of `held` requests wait for the step after; where it is given, requests were admitted before.
 
         With `only`, it has a span of that one request, as far as free blocks reach: nothing is admitted or preempted,
         and None says that the request waits, or has no block to go on. Such a step counts as nobody's turn.
         """
-        if self._issued is not None:
-            raise StepOrderError("a step is issued: commit or abort it before asking for the next one")
         if only is not None:
-            choices = self._place_alone(self._requests[only])
-            return self._issue(choices, {}, is_out_of_turn=True) if choices else None
+            if self._flight:
+                raise StepOrderError("a step of one request alone is asked for while others are in flight")
+            alone = self._place_alone(self._requests[only])
+            return self._issue(alone, {}, self._turns) if alone else None
         given: dict[RequestId, Preemption] = {}
         if held is None:
             self._admit(self.config.max_running)
         while self._running:
             if not (chosen := self._choose(held or ())):
-                return None  # all that could run are held
-            if choices := self._place(chosen, given):
+                return None  # all that could run are held, or in flight
+            choices = self._place(chosen, given)
+            if choices is None:
+                return None  # what lacks is held by requests in flight, perhaps
+            if choices:
                 return self._issue(choices, given)
             # All that were chosen gave way, each being the newest. Others run now, or the first in line.
             if not self._running:
@@ -199,11 +239,16 @@ class BatchScheduler:
     def commit(
         self, plan: StepPlan, finished: Collection[RequestId] = (), seconds: float | None = None
     ) -> None:
-        """The step ran, in so many seconds: its tokens are in the cache, and where it samples one more token is
-        known. Those that are finished by it are forgotten."""
-        self._check_issued(plan, "committed")
+        """The oldest step in flight ran, in so many seconds: its tokens are in the cache, and where it samples one
+        more token is known. Those that are finished by it are forgotten."""
+        self._check_oldest(plan)
+        later = {span.request_id for issued in list(self._flight)[1:] for span in issued.plan.spans}
         for request_id in set(finished).difference(planned.request_id for planned in plan.spans):
             raise StepOrderError(f"request {request_id!r} cannot finish in a step that has no span of it")
+        if unsettled := later.intersection(finished):
+            raise StepOrderError(
+                f"requests {sorted(unsettled)} cannot finish: a later step has spans of them"
+            )
         for planned in plan.spans:
             request = self._requests[planned.request_id]
             if (
@@ -215,35 +260,32 @@ class BatchScheduler:
                     f"request {request.id!r} has its {request.max_tokens} tokens with this step: "
                     "name it as finished"
                 )
-        self._issued = None
-        self._num_commits += 1
+        self._flight.popleft()
         self._budget.count(plan, seconds)
-        if not self._is_out_of_turn:
-            self._turns.count(
-                has_decodes=plan.num_chunk_tokens < plan.num_tokens,
-                has_chunks=plan.num_chunk_tokens > 0,
-                decodes_wait=plan.num_held_decodes > 0,
-                prompts_wait=any(request.kind is not SpanKind.DECODE for request in self._running),
-            )
         for planned in plan.spans:
             request = self._requests[planned.request_id]
-            request.stand_at(planned.span.end, request.num_tokens + planned.samples)
-            if planned.kind is not SpanKind.DECODE:
-                request.turn = 2 * self._num_commits + 1
+            request.stand_at(planned.span.end, request.num_issued, request.num_tokens + planned.samples)
         for request_id in set(finished):
             self._forget(self._requests[request_id])
 
     def abort(self, plan: StepPlan) -> None:
-        """The step did not run: every request stands where it stood. Preemptions stand, what they freed is gone."""
+        """The step did not run, nor do those after it: every request stands where it stood. Preemptions stand, what
+        they freed is gone."""
         self._check_issued(plan, "aborted")
-        self._issued = None
-        for planned in plan.spans:
-            self._ledger.hold(planned.request_id, self._requests[planned.request_id].num_held)
+        while True:
+            issued = self._flight.pop()
+            self._turns = issued.turns
+            for before in issued.before:
+                before.restore()
+            if issued.plan is plan:
+                return
 
     def shrink(self, plan: StepPlan) -> bool:
         """Abort the step since memory ran out in it: the next 64 committed steps read at most half as many tokens,
-        on the grid where that is above it. False if there is nothing to halve."""
+        on the grid where that is above it, and none twice. False if there is nothing to halve."""
         self.abort(plan)
+        for request in self._requests.values():
+            request.num_again = 0
         return self._budget.shrink(plan.num_chunk_tokens)
 
     def check_integrity(self) -> None:
@@ -254,23 +296,24 @@ class BatchScheduler:
         assert self._waiting == [request for request in requests if not request.is_running]
         assert len(self._running) <= self.config.max_running
         for request in requests:
-            assert 0 <= request.num_run < request.num_tokens <= request.most_run
-            assert request.num_held == self.limits.blocks_for(request.num_run)
+            assert 0 <= request.num_run <= request.num_issued <= request.num_tokens <= request.most_run
+            assert request.num_run < request.num_tokens
+            assert request.num_held == self.limits.blocks_for(request.num_issued)
             assert request.num_overtakes <= self.config.max_overtakes
             assert self.limits.keeps_prefix or request.is_running or request.num_run == 0
-        held = {request.id: request.num_held for request in requests}
-        for planned in self._issued.spans if self._issued else ():
-            request = self._requests[planned.request_id]
-            assert request.is_running
-            assert request.num_run == planned.span.start
-            held[request.id] = self.limits.blocks_for(planned.span.end)
-        assert held == {request.id: self._ledger.num_held(request.id) for request in requests}
-        assert self.limits.num_blocks - sum(held.values()) <= self._ledger.num_free <= self.limits.num_blocks
-        assert self._ledger.num_free >= 0
+        ends = {request.id: request.num_run for request in requests}
+        for issued in self._flight:
+            for planned in issued.plan.spans:
+                assert self._requests[planned.request_id].is_running
+                assert planned.span.start <= ends[planned.request_id] < planned.span.end
+                ends[planned.request_id] = planned.span.end
+        assert ends == {request.id: request.num_issued for request in requests}
+        num_held, num_free = sum(request.num_held for request in requests), self.num_free_blocks
+        assert max(self.limits.num_blocks - num_held, 0) <= num_free <= self.limits.num_blocks
 
     def _admit(self, max_running: int) -> None:
         """Let requests run that wait and have room."""
-        num_room = self._ledger.num_free - sum(request.num_wanted for request in self._running)
+        num_room = self.num_free_blocks - sum(request.num_wanted for request in self._running)
         if self._waiting and not self._running:
             # It can run alone: what it lacks is held by others that wait, later than it, and they give way.
             first = self._waiting[0]
@@ -287,16 +330,15 @@ class BatchScheduler:
         self._waiting.remove(request)
         insort(self._running, request, key=_by_arrival)
         request.is_running = True
-        # Before those that the step just committed served, after those that wait for longer.
-        request.turn = 2 * self._num_commits
+        # Before those that the step just issued serves, after those that wait for longer.
+        request.turn = 2 * self._num_issued
 
-    def _choose(self, held_back: Collection[RequestId] = ()) -> list[_Choice]:
+    def _choose(self, held_back: Collection[RequestId]) -> list[_Choice]:
         """The spans that the policy and the budgets want in the next step, whether there is room for them or not."""
-        decodes = [request for request in self._running if request.kind is SpanKind.DECODE]
+        able = [request for request in self._running if request.can_run]
+        decodes = [request for request in able if request.kind is SpanKind.DECODE]
         prompts = [
-            request
-            for request in self._running
-            if request.kind is not SpanKind.DECODE and request.id not in held_back
+            request for request in able if request.kind is not SpanKind.DECODE and request.id not in held_back
         ]
         held: list[TrackedRequest] = []
         if decodes and prompts:
@@ -317,29 +359,44 @@ class BatchScheduler:
             by_turn = by_turn[:1]
         budget = self._budget.settle(by_turn, decodes, held)
         ends = share_chunks(
-            [Want(request.num_run, request.furthest_end) for request in by_turn],
+            [Want(request.next_start, request.furthest_end) for request in by_turn],
             budget.num_tokens,
             min_share=budget.min_share,
             grid=self.config.grid,
         )
-        return [
-            _Choice(request, end) for request, end in zip(by_turn, ends, strict=True) if end > request.num_run
-        ]
+        choices = []
+        for request, end in zip(by_turn, ends, strict=True):
+            if request.num_again and end <= request.num_issued:  # too short to run anything twice
+                request.num_again = 0
+                return self._choose_chunks(prompts, decodes, held)
+            if end > request.num_issued:
+                choices.append(_Choice(request, end))
+        return choices
 
-    def _place(self, choices: Sequence[_Choice], given: dict[RequestId, Preemption]) -> list[_Choice]:
-        """Take the blocks that the spans write, in order of arrival; those that have to give way drop out."""
-        placed = []
+    def _place(self, choices: Sequence[_Choice], given: dict[RequestId, Preemption]) -> list[_Choice] | None:
+        """Those that have room for the blocks that their spans write, in order of arrival; others are preempted for
+        them, and drop out. None where room is lacking while steps are in flight."""
+        placed: list[_Choice] = []
+        num_taken = 0
+        num_free = self._num_free_after(given)
         for choice in sorted(choices, key=lambda choice: choice.request.arrival):
             request = choice.request
             if not request.is_running:  # it gave way to one before it
                 continue
             num_new = self._num_new_blocks(request, choice.end)
-            while request.is_running and self._ledger.num_free < num_new:
-                self._preempt_newest(request, num_new - self._ledger.num_free, given)
+            while request.is_running and num_free - num_taken < num_new:
+                if self._flight:
+                    return None
+                self._preempt_newest(request, num_new - (num_free - num_taken), given)
+                num_free = self._num_free_after(given)
             if request.is_running:
-                self._ledger.hold(request.id, request.num_held + num_new)
+                num_taken += num_new
                 placed.append(choice)
         return placed
+
+    def _num_free_after(self, given: Mapping[RequestId, Preemption]) -> int:
+        block_tokens = self.limits.block_tokens
+        return self._ledger.num_free({name: each.num_kept // block_tokens for name, each in given.items()})
 
     def _place_alone(self, request: TrackedRequest) -> list[_Choice]:
         if not request.is_running:
@@ -348,18 +405,15 @@ class BatchScheduler:
             choice = _Choice(request, request.num_tokens)
         else:
             (choice,) = self._choose_chunks([request])
-        reach = (request.num_held + self._ledger.num_free) * self.limits.block_tokens
+        reach = (request.num_held + self.num_free_blocks) * self.limits.block_tokens
         if reach < choice.end:
             choice = _Choice(request, reach // self.config.grid * self.config.grid)
-        if choice.end <= request.num_run:
-            return []
-        self._ledger.hold(request.id, self.limits.blocks_for(choice.end))
-        return [choice]
+        return [choice] if choice.end > request.num_issued else []
 
     def _preempt_newest(
         self, needy: TrackedRequest, num_lacking: int, given: dict[RequestId, Preemption]
     ) -> None:
-        """Send the newest request back to the line, and take the blocks that are lacking from its end, or all it has.
+        """Send the newest request back to the line, without the blocks that are lacking, from its end, or all it has.
 
         It is no older than `needy`, which runs, so it is never one that has its place in the step. If it is `needy`
         itself, nobody needs what it has: it keeps its whole blocks, where a prefix can be kept.
@@ -374,42 +428,147 @@ class BatchScheduler:
             had_run = newest.id in given and given[newest.id].was_running
             newest.num_preemptions += newest.is_running and not had_run
             given[newest.id] = Preemption(newest.id, num_kept, newest.is_running or had_run)
-            self._ledger.hold(newest.id, num_blocks)
-            newest.stand_at(num_kept, newest.num_tokens)
+            newest.num_again = 0
+            newest.stand_at(num_kept, num_kept, newest.num_tokens)
         if newest.is_running:
             newest.is_running = False
             self._running.remove(newest)
             insort(self._waiting, newest, key=_by_arrival)
 
     def _issue(
-        self, choices: Sequence[_Choice], given: dict[RequestId, Preemption], *, is_out_of_turn: bool = False
+        self,
+        choices: Sequence[_Choice],
+        given: Mapping[RequestId, Preemption],
+        turns_after: Turns | None = None,
     ) -> StepPlan:
+        """Put the step in flight. It counts as a turn, unless the turns after it are given."""
+        num_could_decode = sum(
+            request.kind is SpanKind.DECODE and request.can_run for request in self._running
+        )
+        prompts_wait = any(request.kind is not SpanKind.DECODE for request in self._running)
+        self._num_issued += 1
         decodes: list[PlannedSpan] = []
         chunks: list[PlannedSpan] = []
+        before: list[_Before] = []
         for choice in choices:
-            request = choice.request
-            span = Span(request.num_run, choice.end)
-            planned = PlannedSpan(request.id, span, request.kind, samples=choice.end == request.num_tokens)
-            (decodes if request.kind is SpanKind.DECODE else chunks).append(planned)
-        num_could_decode = sum(request.kind is SpanKind.DECODE for request in self._running)
-        self._issued = StepPlan(
+            request, end = choice.request, choice.end
+            before.append(_Before(request, request.num_issued, request.num_again, request.turn))
+            kind, span = request.kind, Span(request.next_start, end)
+            is_decode = kind is SpanKind.DECODE
+            request.num_again = self._overlap_after(request, span)
+            resumes_at = end - request.num_again if request.num_again else None
+            planned = PlannedSpan(request.id, span, kind, end == request.num_tokens, resumes_at)
+            (decodes if is_decode else chunks).append(planned)
+            request.stand_at(request.num_run, end, request.num_tokens)
+            if not is_decode:
+                request.turn = 2 * self._num_issued + 1
+        plan = StepPlan(
             spans=(*decodes, *chunks),
             preemptions=tuple(given.values()),
             num_held_decodes=num_could_decode - len(decodes),
         )
-        self._is_out_of_turn = is_out_of_turn
-        return self._issued
+        self._flight.append(_Issued(plan, self._turns, tuple(before)))
+        self._turns = turns_after or self._turns.after(
+            has_decodes=bool(decodes),
+            has_chunks=bool(chunks),
+            decodes_wait=plan.num_held_decodes > 0,
+            prompts_wait=prompts_wait,
+        )
+        return plan
+
+    def _overlap_after(self, request: TrackedRequest, span: Span) -> int:
+        """How many tokens of a span its request's next one runs again."""
+        overlap = self.config.overlap
+        if not overlap or self._budget.is_shrunk or len(span) <= overlap or span.end >= request.num_prompt:
+            return 0
+        return overlap
 
     def _forget(self, request: TrackedRequest) -> None:
         (self._running if request.is_running else self._waiting).remove(request)
         del self._requests[request.id]
         self._budget.forget(request.id)
-        self._ledger.forget(request.id)
 
     def _num_new_blocks(self, request: TrackedRequest, end: int) -> int:
         return self.limits.blocks_for(end) - request.num_held
 
+    def _is_in_flight(self, request_id: RequestId) -> bool:
+        return any(span.request_id == request_id for issued in self._flight for span in issued.plan.spans)
+
     def _check_issued(self, plan: StepPlan, verb: str) -> None:
-        if plan is not self._issued:
-            issued = "no step is issued" if self._issued is None else "another step is issued"
-            raise StepOrderError(f"a step cannot be {verb} that is not the issued one: {issued}")
+        if not any(issued.plan is plan for issued in self._flight):
+            raise StepOrderError(
+                f"a step cannot be {verb} that is not in flight: {len(self._flight)} others are"
+            )
+
+    def _check_oldest(self, plan: StepPlan) -> None:
+        self._check_issued(plan, "committed")
+        if self._flight[0].plan is not plan:
+            raise StepOrderError("a step cannot be committed before those that were issued before it")
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A request could run [start, end) now, or less of it."""
+
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+def share_chunks(wants: Sequence[Want], budget: int | None, *, min_share: int, grid: int) -> list[int]:
+    """Where the span of each of `wants` ends in this step; it is empty where it ends at its start. The first comes
+    first: it is the one that was served longest ago. `budget` is None for one want, whole.
+
+    As many as have room for `min_share` tokens share the budget equally, and what one does not need goes to the
+    others; what is left then goes to the rest in their order. Spans end on the grid, or where the want ends. Those
+    that share are multiples of `share_unit(grid)`, or end where the want ends. A budget below it leaves the grid.
+    """
+    ends = [want.start for want in wants]
+    if not wants:
+        return ends
+    if budget is None:
+        return [wants[0].end, *ends[1:]]
+    unit = share_unit(grid)
+    num_sharing = min(max(budget // min_share, 1), len(wants))
+    lengths = _fill([len(want) for want in wants[:num_sharing]], budget, unit)
+    left = budget
+    for index, length in enumerate(lengths):
+        ends[index] = _reach(wants[index], wants[index].start, length, grid)
+        left -= ends[index] - wants[index].start
+    for index, want in enumerate(wants):
+        if left == 0:
+            break
+        whole = left if want.end - ends[index] <= left else left // unit * unit
+        if whole and ends[index] < want.end:
+            end = _reach(want, ends[index], whole, grid)
+            left -= end - ends[index]
+            ends[index] = end
+    return ends
+
+
+def _fill(needs: Sequence[int], budget: int, unit: int) -> list[int]:
+    """The budget in equal parts of whole units, but for those that need less. A single one takes all it can."""
+    lengths = [0] * len(needs)
+    by_need = sorted(range(len(needs)), key=needs.__getitem__)
+    while by_need and needs[by_need[0]] <= budget // len(by_need):
+        index = by_need.pop(0)
+        lengths[index] = needs[index]
+        budget -= needs[index]
+    if len(by_need) == 1 == len(needs):
+        lengths[0] = budget
+    elif by_need:
+        units, num_extra = divmod(budget // unit, len(by_need))
+        for place, index in enumerate(sorted(by_need)):
+            lengths[index] = unit * (units + (place < num_extra))
+    return lengths
+
+
+def _reach(want: Want, start: int, num_tokens: int, grid: int) -> int:
+    """How far so many tokens reach from `start`: to the want's end, or back to the grid if that is a way forward."""
+    end = start + num_tokens
+    if end >= want.end:
+        return want.end
+    on_grid = end // grid * grid
+    return on_grid if on_grid > start else end

@@ -1,6 +1,6 @@
 """How steps are shared among many requests: the policy, the budgets, and the waits that follow from them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Self
 
@@ -44,7 +44,9 @@ class ScheduleConfig:
     `chunk_size` is the most prompt tokens of a step, all its prompts together; 0 runs a prompt whole, one in a step.
     `step_tokens` is the most tokens of a step, decodes included; None is room for a chunk and every decode.
     `grid` is what chunks end on, other than at a prompt's end: 64 for models with recurrent state.
-    With `auto_chunk` a sizer settles each step's budget, at most `chunk_size` and as little as it has to be.
+    With `auto_chunk` a sizer settles each step's budget, at most `chunk_size` and as little as it has to be; with
+    `keeps_itl` its target between tokens bounds every step, though no decode is known to wait.
+    `overlap`, of one request at a time, is how many tokens a chunk runs again that the one before it ran.
     """
 
     policy: SchedulePolicy = SchedulePolicy.MIXED
@@ -57,6 +59,8 @@ class ScheduleConfig:
     max_overtakes: int = 8  # later requests that may be admitted before one that has no room yet
     grid: int = 1
     auto_chunk: bool = False
+    keeps_itl: bool = False
+    overlap: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "policy", SchedulePolicy.parse(self.policy))
@@ -73,6 +77,11 @@ class ScheduleConfig:
             )
         if self.chunk_size % self.grid:
             raise SettingError("chunk_size", self.chunk_size, "a multiple of it", beside={"grid": self.grid})
+        check_bool("keeps_itl", self.keeps_itl)
+        if check_int("overlap", self.overlap, 0) and self.max_running > 1:
+            raise SettingError(
+                "overlap", self.overlap, "0, which loses nothing", beside={"max_running": self.max_running}
+            )
         if self.step_tokens is None:
             return
         if self.chunk_size == 0:
@@ -137,3 +146,38 @@ class ScheduleConfig:
                 return 2 * num_chunk_steps
             case SchedulePolicy.DECODE_PRIORITY:
                 return (self.max_decode_steps + 1) * num_chunk_steps
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """Whose turn the next step is, where some requests have prompt to read and others a token to decode."""
+
+    config: ScheduleConfig
+    chunks_were_last: bool = False
+    num_chunk_steps: int = 0  # in a row, while a decode waited
+    num_decode_steps: int = 0  # in a row, while a prompt waited
+
+    def takes_decodes(self) -> bool:
+        match self.config.policy:
+            case SchedulePolicy.MIXED:
+                return True
+            case SchedulePolicy.PREFILL_FIRST:
+                return self.num_chunk_steps >= self.config.max_chunk_steps
+            case SchedulePolicy.INTERLEAVED:
+                return self.chunks_were_last
+            case SchedulePolicy.DECODE_PRIORITY:
+                return self.num_decode_steps < self.config.max_decode_steps
+
+    def takes_chunks(self) -> bool:
+        return self.config.policy is SchedulePolicy.MIXED or not self.takes_decodes()
+
+    def after(
+        self, *, has_decodes: bool, has_chunks: bool, decodes_wait: bool, prompts_wait: bool
+    ) -> "Turns":
+        """The turn after a step that has these, while these have to wait."""
+        return replace(
+            self,
+            chunks_were_last=has_chunks,
+            num_chunk_steps=self.num_chunk_steps + 1 if decodes_wait and not has_decodes else 0,
+            num_decode_steps=self.num_decode_steps + 1 if prompts_wait and not has_chunks else 0,
+        )

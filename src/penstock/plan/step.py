@@ -19,12 +19,14 @@ class SpanKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedSpan:
-    """A span of one request. `samples` says that its last token is the request's last: the next one is sampled."""
+    """A span of one request. `samples` says that its last token is the request's last: the next one is sampled.
+    `resumes_at` is where the request's next chunk begins, if that is before the span's end."""
 
     request_id: RequestId
     span: Span
     kind: SpanKind
     samples: bool
+    resumes_at: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,11 @@ class StepPlan:
     @property
     def num_tokens(self) -> int:
         return sum(len(planned.span) for planned in self.spans)
+
+    @property
+    def samples(self) -> bool:
+        """Whether a request's next token comes of it."""
+        return any(planned.samples for planned in self.spans)
 
     @property
     def num_chunk_tokens(self) -> int:

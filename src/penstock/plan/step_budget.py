@@ -63,7 +63,7 @@ class StepBudget:
             budget = min(budget, self.decision.size)
             min_share = config.min_share_of(budget)
         else:
-            size = prompts[0].furthest_end - prompts[0].num_run if budget is None else budget
+            size = prompts[0].furthest_end - prompts[0].next_start if budget is None else budget
             self.decision = SizeDecision(size, "fixed" if self._shrunk is None else "halved")
         return TokenBudget(budget, min_share)
 
@@ -100,14 +100,15 @@ class StepBudget:
         """Those that share the step have about equal parts of it, so that the mean of their pasts counts."""
         sharing = prompts[:MOST_SHARES]
         return SizeQuestion(
-            past=sum(request.num_run for request in sharing) // len(sharing),
-            num_left=sum(request.furthest_end - request.num_run for request in prompts),
-            longest_past=max(request.num_run for request in prompts),
+            past=sum(request.next_start for request in sharing) // len(sharing),
+            num_left=sum(request.furthest_end - request.next_start for request in prompts),
+            longest_past=max(request.next_start for request in prompts),
             num_prompts=len(prompts),
             num_decodes=len(decodes),
             decode_pasts=sum(request.num_tokens for request in decodes),
             num_held=len(held),
             held_pasts=sum(request.num_tokens for request in held),
+            keeps_itl=self._config.keeps_itl,
             waited_s=self._clock_s - min(self._arrived_s[request.id] for request in sharing),
             most=self._shrunk,
         )
