@@ -15,7 +15,7 @@ from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.sampling import Choice
-from penstock.engine.step import StepOutcome
+from penstock.engine.step import Launched, Step, StepOutcome
 from penstock.models.decoder import Decoder
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
 from penstock.plan.policy import ScheduleConfig
@@ -77,9 +77,10 @@ def new_batcher(
     strict: bool,
     sharing: Sharing | None = None,
     looks_ahead: bool = False,
+    depth: int = 1,
 ) -> Batcher:
     schedule = replace(schedule, grid=64) if model.config.has_state else schedule
-    num_slots = 2 * schedule.max_running + (sharing.max_snapshots if sharing else 0)
+    num_slots = (1 + depth) * schedule.max_running + (sharing.max_snapshots if sharing else 0)
     space = CacheSpace.for_tokens(model, cache_tokens, num_slots=num_slots)
     reuse = None
     if sharing is not None:
@@ -91,28 +92,26 @@ def new_batcher(
             max_snapshots=sharing.max_snapshots,
         )
     return Batcher(
-        model, canon_of(model), space, schedule, strict=strict, reuse=reuse, looks_ahead=looks_ahead
+        model,
+        canon_of(model),
+        space,
+        schedule,
+        strict=strict,
+        reuse=reuse,
+        looks_ahead=looks_ahead,
+        depth=depth,
     )
 
 
 def new_job(batcher: Batcher, name: str, wish: Wish) -> RecordingJob:
     events: list[Event] = []
     request = GenerationRequest(wish.prompt, wish.max_tokens, wish.sampling)
-    prefix = None
+    cache, prefix = batcher.space.new_sequence(), None
     if batcher.reuse is not None:
-        prefix = batcher.reuse.open(wish.prompt)
-        batcher.reuse.search(prefix, batcher.reuse.num_in_memory(prefix))
-    job = RecordingJob(
-        name,
-        request,
-        batcher.space.new_sequence(),
-        Tokenizer(byte_backend(), SpecialTokens(), None),
-        frozenset(),
-        None,
-        events.append,
-        0.0,
-        prefix,
-    )
+        prefix = batcher.reuse.open(wish.prompt, cache)
+        prefix.search(prefix.num_in_memory())
+    tokenizer = Tokenizer(byte_backend(), SpecialTokens(), None)
+    job = RecordingJob(name, request, cache, tokenizer, frozenset(), None, events.append, prefix)
     job.logits, job.events = [], events
     return job
 
@@ -127,10 +126,11 @@ def serve(
     fails: Collection[int] = (),
     runs_out: Collection[int] = (),
     looks_ahead: bool = False,
+    depth: int = 1,
 ) -> list[RecordingJob]:
     """Serve all wishes to their end. Steps in `fails` that have several requests fail after they have run, and so do
     those in `runs_out`, for want of memory."""
-    batcher = new_batcher(model, schedule, cache_tokens, strict=strict, looks_ahead=looks_ahead)
+    batcher = new_batcher(model, schedule, cache_tokens, strict=strict, looks_ahead=looks_ahead, depth=depth)
     return serve_with(batcher, wishes, fails, runs_out)
 
 
@@ -140,30 +140,41 @@ def serve_with(
     jobs = [new_job(batcher, f"request {index}", wish) for index, wish in enumerate(wishes)]
     last_event = max([0, *(wish.arrives for wish in wishes), *(wish.cancelled or 0 for wish in wishes)])
     index = 0
+    finish = batcher._runner.finish
+
+    def finish_or_fail(step: Step, launched: Launched, sampling: Sequence[Job]) -> StepOutcome:
+        for preemption in step.plan.preemptions:
+            next(job for job in jobs if job.id == preemption.request_id)._num_preemptions += 1
+        outcome = finish(step, launched, sampling)
+        error: Exception | None = None
+        if index in fails and len(step.plan.spans) > 1:
+            error = RuntimeError("as the test wants it")
+        elif index in runs_out and step.plan.num_chunk_tokens > 1:
+            error = torch.OutOfMemoryError("as the test wants it")
+        if error is None:
+            return outcome
+        for job in jobs:  # the logits of a step that is to fail are forgotten
+            if job.id in outcome.choices:
+                job.logits.pop()
+        return StepOutcome(error=error)
+
+    batcher._runner.finish = finish_or_fail  # type: ignore[assignment, method-assign]
     while index <= last_event or batcher.has_work:
         for job, wish in zip(jobs, wishes, strict=True):
             if wish.arrives == index:
                 batcher.add(job)
             if wish.cancelled == index:
                 batcher.cancel(job.id)
-        step = batcher.begin()
-        is_loading = any(job.prefix and job.prefix.stored for job in jobs)
-        assert step is not None or not batcher.has_work or is_loading, "requests wait, and nothing runs"
-        if step is not None:
-            outcome = batcher.run(step)
-            if index in fails and len(step.plan.spans) > 1:
-                undo(jobs, step.plan.spans, outcome)
-                outcome = StepOutcome(error=RuntimeError("as the test wants it"))
-            elif index in runs_out and step.plan.num_chunk_tokens > 1:
-                undo(jobs, step.plan.spans, outcome)
-                outcome = StepOutcome(error=torch.OutOfMemoryError("as the test wants it"))
-            batcher.settle(step, outcome)
-            for preemption in step.plan.preemptions:
-                next(job for job in jobs if job.id == preemption.request_id)._num_preemptions += 1
+        num_before = batcher.num_begun
+        batcher.step()
+        is_loading = any(job.prefix and job.prefix.has_more_on_disk for job in jobs)
+        has_run = batcher.num_begun > num_before or batcher.num_in_flight
+        assert has_run or not batcher.has_work or is_loading, "requests wait, and nothing runs"
         batcher.check_integrity()
         while batcher.notices:
             batcher.notices.popleft().tell()
         index += 1
+    batcher._runner.finish = finish  # type: ignore[method-assign]
     assert batcher.space.blocks.num_available == batcher.space.blocks.num_blocks
     if batcher.space.slots is not None:
         num_kept = batcher.reuse.index.num_snapshots if batcher.reuse else 0
@@ -172,10 +183,3 @@ def serve_with(
         ends = [event for event in job.events if isinstance(event, Finished | Failed)]
         assert ends == job.events[-1:] or not job.events, "a request ends once, and says nothing after it"
     return jobs
-
-
-def undo(jobs: Sequence[RecordingJob], spans: Sequence[object], outcome: StepOutcome) -> None:
-    """Forget the logits of a step that is to fail."""
-    for job in jobs:
-        if job.id in outcome.choices:
-            job.logits.pop()

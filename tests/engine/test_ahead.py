@@ -14,6 +14,8 @@ from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.job import Job
 from penstock.engine.lookahead import expect
 from penstock.engine.sampling import Choice
+from penstock.engine.status import StepRecord
+from penstock.engine.step import Step, StepOutcome
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
@@ -59,12 +61,15 @@ def test_it_is_launched_before_the_step_is_settled(model: Decoder, monkeypatch: 
     batcher = new_batcher(model, SCHEDULE, 1024, strict=False, looks_ahead=True)
     batcher.add(new_job(batcher, "one", WISHES[0]))
     counts = []
-    for _ in range(4):
-        step = batcher.begin()
-        assert step is not None
-        outcome = batcher.run(step)
+    settle = batcher.settle
+
+    def counted(step: Step, outcome: StepOutcome) -> StepRecord | None:
         counts.append(len(passes))
-        batcher.settle(step, outcome)
+        return settle(step, outcome)
+
+    monkeypatch.setattr(batcher, "settle", counted)
+    for _ in range(4):
+        batcher.step()
     # The chunk gives the first token; from the first decode on there is one more under way.
     assert counts == [1, 3, 4, 5]
 
@@ -119,9 +124,7 @@ def test_it_is_made_ready_while_the_step_before_is_computed(
     batcher = new_batcher(model, SCHEDULE, 1024, strict=False, looks_ahead=True)
     batcher.add(new_job(batcher, "one", WISHES[0]))
     for _ in range(3):
-        step = batcher.begin()
-        assert step is not None
-        batcher.settle(step, batcher.run(step))
+        assert batcher.step() is not None
     assert said == [
         *("launched", "chosen"),  # the chunk
         *("launched", "made ready", "chosen", "launched"),
@@ -134,16 +137,14 @@ def test_what_is_expected_and_never_comes_keeps_no_cache(model: Decoder) -> None
     tensors = weakref.ref(batcher.space.tensors)
     batcher.add(new_job(batcher, "one", WISHES[0]))
     for _ in range(3):
-        step = batcher.begin()
-        assert step is not None
-        batcher.settle(step, batcher.run(step))
+        assert batcher.step() is not None
     expected = batcher._runner._ahead._expected
     ahead = batcher._runner._ahead._ahead
     assert expected is None
     assert ahead is not None
     batch = build_batch(ahead.inputs, canon=RowLaw(512))
     model.prepare(batch, batcher.space.tensors)
-    del batcher, ahead, step
+    del batcher, ahead
     gc.collect()
     assert tensors() is None
     assert batch.num_tokens == 1

@@ -74,11 +74,13 @@ def check_is_alone(model: Decoder, wish: Wish, job: RecordingJob, *, strict: boo
     fails=st.sets(st.integers(0, 40), max_size=4),
     runs_out=st.sets(st.integers(0, 40), max_size=3),
     looks_ahead=st.booleans(),
+    depth=st.integers(1, 3),
 )
 def test_batched_is_alone(
     name: str,
     strict: bool,
     looks_ahead: bool,
+    depth: int,
     wishes: list[Wish],
     schedule: ScheduleConfig,
     num_blocks: int,
@@ -96,6 +98,7 @@ def test_batched_is_alone(
         # A chunk halved below the grid of a recurrent state changes its bits, by rounding.
         runs_out=() if model.config.has_state else runs_out,
         looks_ahead=looks_ahead,
+        depth=depth,
     )
     for wish, job in zip(wishes, jobs, strict=True):
         check_is_alone(model, wish, job, strict=strict)

@@ -88,8 +88,8 @@ def trace(run: Run) -> tuple[Any, ...]:
         state.positions,
         state.slot,
         run.space.slots.num_free,
-        run.prefill.progress(),
-        run.prefill.total_chunks,
+        run.job.progress,
+        run.is_reading,
         run.num_shrinks,
     )
 
@@ -190,7 +190,7 @@ def test_running_out_of_memory_halves_the_chunk(name: str, overlap: int) -> None
             spans.append(run.step().span)
     assert run.num_shrinks == 2
     assert [span.end for span in spans] == [*range(64, 450, 64), 450]
-    assert run.prefill.lies_on(STATE_GRID)
+    assert run.lies_on(STATE_GRID)
     assert_all_equal(contents(run), whole(name))
     run.cancel()
     assert_all_free(run.space)
@@ -209,7 +209,7 @@ def test_out_of_memory_after_some_chunks(overlap: int, is_on_grid: bool) -> None
         while not run.generated:
             run.step()
     assert run.num_shrinks == 1
-    assert run.prefill.lies_on(STATE_GRID) == is_on_grid
+    assert run.lies_on(STATE_GRID) == is_on_grid
     (assert_all_equal if is_on_grid else assert_all_close)(contents(run), whole("qwen3_5"))
 
 
@@ -231,8 +231,8 @@ def test_memory_may_run_out_at_any_step(name: str, chunks: tuple[int, int], limi
         while not run.generated:
             limited.most = min(next(coming, limited.most), limited.most)
             run.step()
-    (assert_all_equal if run.prefill.lies_on(STATE_GRID) else assert_all_close)(contents(run), whole(name))
-    assert run.prefill.progress() == 1.0
+    (assert_all_equal if run.lies_on(STATE_GRID) else assert_all_close)(contents(run), whole(name))
+    assert not run.is_reading
     run.cancel()
     assert_all_free(run.space)
 
@@ -295,3 +295,32 @@ def test_ends_at_max_tokens_and_at_end_of_sequence() -> None:
     assert run.finish_reason == "stop"
     assert run.generated[-1] == third
     assert_all_free(run.space)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "overlap", "num_tokens", "keeps"),
+    [
+        (128, 0, 1000, True),
+        (128, 64, 1000, True),
+        (0, 0, 1000, True),
+        (100, 0, 100, True),  # the whole prompt in one chunk
+        (100, 0, 101, False),
+        (128, 32, 1000, False),
+    ],
+)
+def test_a_state_cut_inside_a_block_may_change_bits(
+    chunk: int, overlap: int, num_tokens: int, keeps: bool
+) -> None:
+    prompt = random_prompt(num_tokens)
+    run = run_prompt(hybrid("qwen3_5"), prompt, chunk_size=chunk, overlap=overlap)
+    assert run.lies_on(STATE_GRID) == keeps
+
+
+def test_bits_are_not_promised_once_a_block_was_halved() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        limited = Limited("qwen3_5", monkeypatch)
+        run = start("qwen3_5", 128)
+        for most, keeps in ((64, True), (32, False)):
+            limited.most = most
+            run.step()
+            assert run.lies_on(STATE_GRID) == keeps

@@ -9,15 +9,10 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.engine.text_stream import keeps_bits
 from penstock.errors import ContextLengthError, ModelError, PromptError, SettingError
 from penstock.models.config import DeltaNetConfig, ModelConfig
 from penstock.plan import (
-    STATE_GRID,
-    ChunkedPrefillConfig,
     ChunkSetting,
-    Prefill,
-    PrefillScheduler,
 )
 from penstock.plan.progress import Progress
 from penstock.plan.settings import DeviceSetting
@@ -113,7 +108,7 @@ def test_context_limit(llm: LLM) -> None:
     with pytest.raises(ContextLengthError, match=r"8000 tokens.*max_tokens is 500.*8500.*8192"):
         llm.stream([5] * 8000, max_tokens=500)
     # Where no number is asked for, the answer may take what the context has left.
-    assert llm.stream([5] * 8190)._run.max_tokens == 2
+    assert llm.stream([5] * 8190)._run.job.request.max_tokens == 2
 
 
 def test_bad_prompts(llm: LLM) -> None:
@@ -187,35 +182,6 @@ def test_nothing_of_the_model_is_skipped(llm: LLM) -> None:
 
 PLAIN = ModelConfig("llama", 100, 32, 64, 4, 4, 2, 8, 4096, 1e-6, False)
 HYBRID = replace(PLAIN, delta_net=DeltaNetConfig(2, 4, 8, 8, 4, (0, 1, 2)))
-
-
-@pytest.mark.parametrize(
-    ("chunk", "overlap", "num_tokens", "keeps"),
-    [
-        (128, 0, 1000, True),
-        (128, 64, 1000, True),
-        (0, 0, 1000, True),
-        (100, 0, 100, True),  # the whole prompt in one chunk
-        (100, 0, 101, False),
-        (128, 32, 1000, False),
-    ],
-)
-def test_a_state_cut_inside_a_block_may_change_bits(
-    chunk: int, overlap: int, num_tokens: int, keeps: bool
-) -> None:
-    prefill = PrefillScheduler(range(num_tokens), ChunkedPrefillConfig(chunk, overlap))
-    assert keeps_bits(HYBRID, prefill) == keeps
-    assert keeps_bits(PLAIN, prefill)
-
-
-def test_bits_are_not_promised_once_a_block_was_halved() -> None:
-    prefill = PrefillScheduler(range(500), ChunkedPrefillConfig(128), grid=STATE_GRID)
-    for keeps in (True, False):
-        action = prefill.next_action()
-        assert isinstance(action, Prefill)
-        prefill.shrink(action.chunk)
-        assert keeps_bits(HYBRID, prefill) == keeps
-        assert keeps_bits(PLAIN, prefill)
 
 
 def test_penstock_is_importable_without_torch() -> None:

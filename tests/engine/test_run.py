@@ -76,14 +76,14 @@ def test_failed_steps_leave_no_trace(data: st.DataObject) -> None:
         failing = Failing(monkeypatch)
         run = start(prompt, chunk_size)
         while len(run.generated) < 4:
-            before = (list(run.tokens), run.cache.blocks.num_tokens, run.prefill.progress())
+            before = (list(run.tokens), run.cache.blocks.num_tokens, run.job.progress)
             failing.calls_left = data.draw(st.one_of(st.none(), st.integers(0, 1)))
             injected = failing.calls_left is not None
             try:
                 run.step()
             except RuntimeError:
                 assert injected
-                assert (list(run.tokens), run.cache.blocks.num_tokens, run.prefill.progress()) == before
+                assert (list(run.tokens), run.cache.blocks.num_tokens, run.job.progress) == before
                 run.space.blocks.check_integrity()
             failing.calls_left = None
     expected = run_prompt(small_model(), prompt, num_tokens=4)
@@ -143,7 +143,7 @@ def test_running_out_of_memory_halves_the_chunk(error: Exception, overlap: int) 
             spans.append(run.step().span)
     assert run.num_shrinks == 2
     assert {len(span) for span in spans} == {25}
-    assert run.prefill.progress() == 1.0
+    assert not run.is_reading
     assert_same_bits(run, run_prompt(model, prompt))
 
 
@@ -221,12 +221,11 @@ def test_bad_max_tokens(max_tokens: Any) -> None:
 
 
 def test_cache_too_small_is_an_error_and_changes_nothing() -> None:
-    run = start(random_prompt(300), 100, space=CacheSpace.for_tokens(small_model(), 128))
-    run.step()
+    space = CacheSpace.for_tokens(small_model(), 128)
     with pytest.raises(CacheFullError):
-        run.step()
-    assert run.cache.blocks.num_tokens == 100
-    run.space.blocks.check_integrity()
+        start(random_prompt(300), 100, space=space)
+    assert space.blocks.num_free == space.blocks.num_blocks
+    space.blocks.check_integrity()
 
 
 def test_overlap_covers_the_prompt() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.sampler import Sampler, SamplingParams
-from penstock.engine.sampling import Choice, PlainRow, sample_one, sample_rows
+from penstock.engine.sampling import Choice, PlainRow, sample_rows
 from penstock.errors import ModelError, SettingError
 from penstock.kernels.device import DeviceKind
 
@@ -112,9 +112,10 @@ def test_an_error_is_one_row_s() -> None:
 def test_one_alone() -> None:
     logits = torch.randn(1, VOCAB)
     settings = SamplingParams(temperature=0.8, seed=5, repetition_penalty=1.2)
-    assert sample_one(logits, Sampler(settings), [3, 4]) == Sampler(settings).sample(logits[0], [3, 4])
-    with pytest.raises(ModelError, match="no token to choose"):
-        sample_one(torch.full((1, VOCAB), math.nan), Sampler(SamplingParams()), [])
+    (choice,) = sample_rows(logits, [PlainRow(Sampler(settings), [3, 4])])
+    assert choice == Choice(Sampler(settings).sample(logits[0], [3, 4]), None)
+    (failed,) = sample_rows(torch.full((1, VOCAB), math.nan), [PlainRow(Sampler(SamplingParams()))])
+    assert isinstance(failed, ModelError)
 
 
 class TestDrawnOnTheDevice:
@@ -173,4 +174,6 @@ class TestDrawnOnTheDevice:
         places = sorted(allowed)
         logits[0, places] = torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed))[places] * 20
         sampler = Sampler(SamplingParams(temperature, top_k, top_p, min_p, seed=seed))
-        assert sample_one(logits, sampler, []) in allowed
+        (choice,) = sample_rows(logits, [PlainRow(sampler)])
+        assert isinstance(choice, Choice)
+        assert choice.token in allowed

@@ -22,7 +22,7 @@ from penstock.plan import (
     StepTimeCoefficients,
 )
 from penstock.plan.admission import REPLAY_TOKENS
-from penstock.plan.policy import share_unit
+from penstock.plan.policy import half_of, share_unit
 from penstock.plan.sizing import shape_of
 
 # What a step costs, where a sizer learns it.
@@ -195,7 +195,7 @@ class Simulation:
             self._undo(plan)
             assert self.scheduler.shrink(plan) == (plan.num_chunk_tokens > 1)
             if plan.num_chunk_tokens > 1:
-                self._shrink(plan.num_chunk_tokens // 2)
+                self._shrink(plan.num_chunk_tokens)
         elif chance < self.workload.abort + self.workload.shrink + self.workload.isolate:
             self._undo(plan)
             self.scheduler.abort(plan)
@@ -420,9 +420,8 @@ class Simulation:
         if self.num_shrunk_left:
             self._count_shrunk()
 
-    def _shrink(self, budget: int) -> None:
-        grid = self.config.grid
-        self.shrunk_budget = budget // grid * grid if budget > grid else budget
+    def _shrink(self, num_tokens: int) -> None:
+        self.shrunk_budget = half_of(num_tokens, self.config.grid)
         self.num_shrunk_left = 64
         self.observed.counts["shrunk"] += 1
         self.is_ample = False

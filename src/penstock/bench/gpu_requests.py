@@ -63,7 +63,7 @@ class Requests:
 
     def _add(self, kind: type[J], name: str, prompt: Sequence[int], max_tokens: int) -> J:
         request, cache = GenerationRequest(prompt, max_tokens, ignore_eos=True), self.space.new_sequence()
-        job = kind(name, request, cache, _tokenizer(), frozenset(), None, lambda event: None, 0.0)
+        job = kind(name, request, cache, _tokenizer(), frozenset(), None, lambda event: None)
         self._batcher.add(job)
         return job
 

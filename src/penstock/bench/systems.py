@@ -78,7 +78,9 @@ def finish_run(run: Run, on_token: OnToken) -> int:
         token = run.step().token
         if token is not None:
             on_token(token)
-    key_value_bytes = (run.prompt_length + run.max_tokens - 1) * run.model.cache_spec.bytes_per_token
+    key_value_bytes = (
+        run.prompt_length + run.job.request.max_tokens - 1
+    ) * run.model.cache_spec.bytes_per_token
     # A step reads one state and writes another: after two steps both are in memory.
     return key_value_bytes + run.space.tensors.state_bytes
 

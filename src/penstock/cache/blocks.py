@@ -77,6 +77,9 @@ class BlockPool:
     def can_allocate(self, num_blocks: int) -> bool:
         return num_blocks <= self.num_available
 
+    def num_owners(self, block: int) -> int:
+        return self._references[block]
+
     def is_kept(self, block: int) -> bool:
         return block in self._kept
 

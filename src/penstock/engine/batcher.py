@@ -1,12 +1,14 @@
-"""Many requests, one step at a time: schedule, build, run, sample, commit. No threads here."""
+"""Requests, many or one, a step at a time: schedule, reserve, launch, sample, commit. No threads here."""
 
 import logging
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+
+from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.space import CacheSpace
@@ -14,21 +16,22 @@ from penstock.engine.batch import SpanInput
 from penstock.engine.events import Event, Failed
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
-from penstock.engine.ledger import PoolLedger
 from penstock.engine.results import FinishReason
 from penstock.engine.reuse import Reuse
 from penstock.engine.sampling import Choice
-from penstock.engine.sharing import PrefixSharing
+from penstock.engine.sharing import PoolLedger, share
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
-from penstock.engine.step import Step, StepOutcome, StepRunner
+from penstock.engine.step import Launched, Step, StepOutcome, StepRunner
 from penstock.errors import MemoryExhaustedError, PenstockError, RequestFailedError, is_out_of_memory
+from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler
 from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
+from penstock.plan.request import Span
 from penstock.plan.sizing import ChunkSizer, shape_of
-from penstock.plan.step import RequestId, SpanKind, StepPlan
+from penstock.plan.step import Preemption, RequestId, SpanKind, StepPlan
 
 _log = logging.getLogger("penstock.engine")
 
@@ -46,11 +49,24 @@ class Notice:
     job: Job | None = None
 
 
-class Batcher:
-    """The requests of one model, over one cache.
+@dataclass
+class _InFlight:
+    """A step that was begun, and its forward pass once that is launched."""
 
-    A step is `begin`, `run`, `settle`: the first and the last change what is known, quickly; `run` takes the time and
-    changes nothing but the cache's tensors. What is to be told of it gathers in `notices`.
+    step: Step
+    launched: Launched | None = None
+
+    @property
+    def ends_run_ahead(self) -> bool:
+        """Whether the step after it has to wait: for a token that it samples, or since it has failed."""
+        return self.step.plan.samples or (self.launched is not None and self.launched.error is not None)
+
+
+class Batcher:
+    """The requests of one model, over one cache. What is to be told of a step gathers in `notices`.
+
+    Up to `depth` steps are in flight, where the device runs behind the host: the next chunks of prompts are launched
+    while it computes. A step that samples ends that, since the next one wants its tokens.
     """
 
     def __init__(
@@ -65,33 +81,123 @@ class Batcher:
         sizer: ChunkSizer | None = None,
         reuse: Reuse | None = None,
         looks_ahead: bool | None = None,
+        depth: int | None = None,
+        lock: AbstractContextManager[object] | None = None,
+        raises: bool = False,
+        keeps_logits: bool = False,
     ) -> None:
-        """Where it looks ahead, decodes are launched before the step before them is settled: by default on devices
-        that run behind the host."""
+        """Where it looks ahead, decodes are launched before the step before them is settled; by default, that and the
+        depth are the device's. `lock` guards what is known of requests: it is taken for the short parts of a step.
+
+        With `raises`, what a step of one request raises is raised on, and the request stands where it stood; else the
+        request ends with it."""
         self.space = space
         self.reuse = reuse
         self.notices: deque[Notice] = deque()
+        self.num_shrinks = 0  # how often memory ran out, and chunks were halved
         limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.slots is None)
         self._jobs: dict[RequestId, Job] = {}  # in order of arrival
-        self._sharing = PrefixSharing(reuse, space.slots, self._skip)
-        ledger = PoolLedger(space.blocks, self._jobs, self._sharing.leave, self._sharing.num_shared)
-        self._scheduler = BatchScheduler(schedule, limits, sizer, ledger)
+        self._scheduler = BatchScheduler(schedule, limits, sizer, PoolLedger(space.blocks, self._jobs))
         self._sizer = sizer
         looks_ahead = model.can_record if looks_ahead is None else looks_ahead
-        self._runner = StepRunner(model, canon, space, strict=strict, looks_ahead=looks_ahead)
+        self._runner = StepRunner(
+            model, canon, space, strict=strict, looks_ahead=looks_ahead, keeps_logits=keeps_logits
+        )
         self._observers = tuple(observers)
+        self._depth = device_kind(model.device).steps_in_flight if depth is None else depth
+        self._lock = nullcontext() if lock is None else lock
+        self._raises = raises
+        self._flight: deque[_InFlight] = deque()  # the oldest first
+        self._settled_s = 0.0  # when the last step was
         # Chunks of the last ones.
         self._ended: OrderedDict[RequestId, tuple[ChunkRecord, ...]] = OrderedDict()
         self._steps: deque[StepRecord] = deque(maxlen=STEPS_SHOWN)
         self._num_steps = 0
-        self._in_flight: frozenset[RequestId] = frozenset()
+        self.num_begun = 0  # steps, those that failed among them
         # Requests of a step that failed: each runs alone, so that only the one at fault ends.
         self._suspects: deque[RequestId] = deque()
         self._began_s = time.perf_counter()
 
+    def step(self) -> StepRecord | None:
+        """Launch as many steps as may be in flight, then settle the oldest. None where nothing was committed: nothing
+        can be run now, or the step failed and was undone."""
+        try:
+            while self._has_room_in_flight():
+                with self._lock:
+                    step = self.begin()
+                if step is None:
+                    break
+                self._flight[-1].launched = self._runner.launch(step)
+            if not self._flight:
+                return None
+            oldest = self._flight[0]
+            assert oldest.launched is not None
+            outcome = self._finish(oldest.step, oldest.launched)
+            with self._lock:
+                return self.settle(oldest.step, outcome)
+        except BaseException:
+            with self._lock:
+                self._abort_all(self._scheduler.abort)
+            raise
+
+    def begin(self) -> Step | None:
+        """Plan a step, take what it preempts, and reserve room for it."""
+        plan = self._schedule()
+        if plan is None:
+            return None
+        now = time.perf_counter()
+        for preemption in plan.preemptions:
+            self._preempt(preemption)
+        inputs: list[SpanInput] = []
+        for index, planned in enumerate(plan.spans):
+            job, span = self._jobs[planned.request_id], planned.span
+            is_chunk = planned.kind is SpanKind.CHUNK
+            if job.start(now) and self.reuse is not None:
+                self.reuse.count(job.num_cached)
+            ends = [span.end]
+            if is_chunk and self.space.slots is not None:
+                num_free = self.space.slots.num_free - (len(plan.spans) - index)
+                ends = sorted({span.end, *self._states_to_keep(job, planned.resumes_at, span, num_free)})
+            state = job.cache.reserve(span.start, ends)
+            tokens = job.tokens[span.start : span.end]
+            inputs.append(SpanInput(span, tokens, job.cache.blocks, is_chunk, planned.samples, state))
+        step = Step(plan, tuple(inputs), now, self._scheduler.decision)
+        if self._sizer is not None and plan.num_chunk_tokens:
+            shape = shape_of(plan)
+            step = replace(
+                step,
+                predicted_s=self._sizer.predict_s(shape),
+                predicted_bytes=self._sizer.predict_bytes(shape),
+            )
+        self.num_begun += 1
+        self._flight.append(_InFlight(step))
+        return step
+
+    def run(self, step: Step) -> StepOutcome:
+        """Launch a step and finish it. It changes nothing but the cache's tensors, so it may be run again."""
+        return self._finish(step, self._runner.launch(step))
+
+    def settle(self, step: Step, outcome: StepOutcome) -> StepRecord | None:
+        """Commit the oldest step in flight; or undo it, and those after it, if it failed."""
+        if outcome.error is not None:
+            self._recover(step.plan, outcome.error)
+            return None
+        self._flight.popleft()
+        return self._commit(step, outcome)
+
     @property
     def has_work(self) -> bool:
         return bool(self._jobs)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps that are launched and not settled."""
+        return len(self._flight)
+
+    @property
+    def logits(self) -> Tensor | None:
+        """[rows, vocab] of the last step that sampled, where they are kept."""
+        return self._runner.logits
 
     def add(self, job: Job) -> None:
         """Put a request into the queue, or raise QueueFullError or CacheFullError."""
@@ -99,14 +205,18 @@ class Batcher:
         self._jobs[job.id] = job
 
     def cancel(self, request_id: RequestId) -> None:
-        """End a request: now, or with the step that it is in. Nothing happens if it has ended."""
+        """End a request: now, or with the steps that it is in. Nothing happens if it has ended."""
         job = self._jobs.get(request_id)
         if job is None:
             return
         job.wants_cancel = True
-        if request_id not in self._in_flight:
+        if not job.cache.num_in_flight:
             self._scheduler.remove(request_id)
             self._end(job, "cancelled")
+
+    def abandon(self) -> None:
+        """Undo all steps in flight."""
+        self._abort_all(self._scheduler.abort)
 
     def cancel_all(self) -> None:
         for request_id in tuple(self._jobs):
@@ -117,53 +227,6 @@ class Batcher:
         for job in tuple(self._jobs.values()):
             with suppress(Exception):
                 self._end(job, error)
-
-    def begin(self) -> Step | None:
-        """Plan a step and set room aside for it."""
-        plan = self._schedule()
-        if plan is None:
-            return None
-        now = time.perf_counter()
-        for preemption in plan.preemptions:
-            self._jobs[preemption.request_id].pause()
-        inputs: list[SpanInput] = []
-        for index, planned in enumerate(plan.spans):
-            job, span = self._jobs[planned.request_id], planned.span
-            is_chunk = planned.kind is SpanKind.CHUNK
-            if job.start(now):
-                self._sharing.start(job)
-            kept = self._sharing.states_to_keep(job, span, len(plan.spans) - index) if is_chunk else []
-            state = job.cache.reserve(span.start, [*kept, span.end])
-            tokens = job.tokens[span.start : span.end]
-            inputs.append(SpanInput(span, tokens, job.cache.blocks, is_chunk, planned.samples, state))
-        self._in_flight = frozenset(planned.request_id for planned in plan.spans)
-        step = Step(plan, tuple(inputs), now, self._scheduler.decision)
-        if self._sizer is None:
-            return step
-        shape = shape_of(plan)
-        return replace(
-            step,
-            predicted_s=self._sizer.predict_s(shape),
-            predicted_bytes=self._sizer.predict_bytes(shape),
-        )
-
-    def run(self, step: Step) -> StepOutcome:
-        """The forward pass, and a token for each request that samples."""
-        jobs = [self._jobs[planned.request_id] for planned in step.plan.spans if planned.samples]
-        outcome = self._runner.run(step, jobs)
-        scheduler = self._scheduler
-        # Where nobody else is here, the next step is as this one.
-        if not scheduler.num_waiting and len(jobs) == len(step.inputs) == scheduler.num_running:
-            self._runner.launch_next(jobs, outcome)
-        return outcome
-
-    def settle(self, step: Step, outcome: StepOutcome) -> None:
-        """Commit the step, or undo it if it failed."""
-        self._in_flight = frozenset()
-        if outcome.error is None:
-            self._commit(step, outcome)
-        else:
-            self._recover(step.plan, outcome.error)
 
     def status(self) -> ServiceStatus:
         now = time.perf_counter()
@@ -217,41 +280,86 @@ class Batcher:
                 for slot in job.cache.state.slots.values()
             }
             in_use = slots.num_slots - slots.num_free
-            assert len(states) <= in_use <= len(states) + num_snapshots, (
-                f"{len(states)} states are held and {num_snapshots} kept, but {in_use} are in use"
+            num_reserved = sum(
+                len(item.state.writes) for begun in self._flight for item in begun.step.inputs if item.state
             )
+            least = len(states) + num_reserved
+            assert least <= in_use <= least + num_snapshots, (
+                f"{least} states are held and {num_snapshots} kept, but {in_use} are in use"
+            )
+
+    def _finish(self, step: Step, launched: Launched) -> StepOutcome:
+        """Wait for a step's forward pass; a token for each request that samples."""
+        jobs = [self._jobs[planned.request_id] for planned in step.plan.spans if planned.samples]
+        outcome = self._runner.finish(step, launched, jobs)
+        if self._raises and isinstance(choice := outcome.choices.get(jobs[0].id if jobs else ""), Exception):
+            return StepOutcome(error=choice)
+        scheduler = self._scheduler
+        # Where nobody else is here, the next step is as this one.
+        if jobs and not scheduler.num_waiting and len(jobs) == len(step.inputs) == scheduler.num_running:
+            self._runner.launch_next(jobs, outcome)
+        return outcome
+
+    def _has_room_in_flight(self) -> bool:
+        if not self._flight:
+            return True
+        last, slots = self._flight[-1], self.space.slots
+        has_slots = slots is None or slots.num_free >= self._scheduler.num_running
+        return len(self._flight) < self._depth and has_slots and not last.ends_run_ahead
 
     def _schedule(self) -> StepPlan | None:
         while self._suspects:
+            if self._flight:
+                return None
             suspect = self._suspects.popleft()
             if suspect in self._jobs and (plan := self._scheduler.schedule(only=suspect)) is not None:
                 return plan
         self._scheduler.admit()
+        # What is cancelled ends when its steps in flight do: no other is begun for it.
+        cancelled = [job.id for job in self._jobs.values() if job.wants_cancel] if self._flight else []
+        if self.reuse is None:
+            return self._scheduler.schedule(held=cancelled)
         reading = (job for job in self._jobs.values() if self._scheduler.view(job.id).phase == "prompt")
-        held = self._sharing.share(reading, in_pieces=len(self._jobs) > 1)
-        return self._scheduler.schedule(held=held)
+        shared = share(reading, in_pieces=len(self._jobs) > 1)
+        for job in shared.gained:
+            self._scheduler.advance(job.id, job.cache.num_tokens)
+            if event := job.skip(job.cache.num_tokens):
+                self._tell(job, event)
+        return self._scheduler.schedule(held=shared.held.union(cancelled))
 
-    def _skip(self, job: Job) -> None:
-        """More of a prompt was there, and is the request's now."""
-        self._scheduler.advance(job.id, job.cache.num_tokens)
-        if event := job.skip(job.cache.num_tokens):
-            self._tell(job, event)
+    def _preempt(self, preemption: Preemption) -> None:
+        job = self._jobs[preemption.request_id]
+        job.pause()
+        if job.prefix is not None:
+            job.prefix.leave(preemption.num_kept // BLOCK_TOKENS)
+        job.cache.cut(preemption.num_kept)
 
-    def _commit(self, step: Step, outcome: StepOutcome) -> None:
+    def _states_to_keep(self, job: Job, resumes_at: int | None, span: Span, num_free: int) -> list[int]:
+        """Positions within a chunk whose states are kept: for its own next chunk, and for others that begin alike."""
+        kept = [] if resumes_at is None else [resumes_at]
+        if job.prefix is not None:
+            kept += job.prefix.states_to_keep(span.start, span.end, num_free)
+        return kept
+
+    def _commit(self, step: Step, outcome: StepOutcome) -> StepRecord:
         now = time.perf_counter()
-        seconds = now - step.started_s
+        # A step that was launched while the one before it ran has the device to itself from that one's end on.
+        seconds = now - max(step.started_s, self._settled_s)
+        self._settled_s = now
         ended: dict[RequestId, FinishReason | Exception] = {}
         for planned in step.plan.spans:
             job, span = self._jobs[planned.request_id], planned.span
             is_chunk = planned.kind is SpanKind.CHUNK
             job.cache.commit(span.end)
-            self._sharing.note(job, span.start, is_chunk=is_chunk)
+            if job.prefix is not None:
+                job.prefix.note(job.tokens, span.start, is_chunk=is_chunk)
             if job.wants_cancel:
-                ended[job.id] = "cancelled"
+                if not job.cache.num_in_flight:
+                    ended[job.id] = "cancelled"
                 continue
             if is_chunk:
-                job.chunks.append(step.explain(planned, job.num_prompt, seconds))
-                if event := job.read(span.start, span.end, now):
+                chunk = step.explain(planned, job.num_prompt, seconds)
+                if event := job.read(chunk, planned.resumes_at, now):
                     self._tell(job, event)
             if planned.samples and (reason := self._take(job, outcome.choices[job.id], now)) is not None:
                 ended[job.id] = reason
@@ -263,6 +371,7 @@ class Batcher:
         self._steps.append(record)
         for observer in self._observers:
             self._observe(partial(observer.on_step, record))
+        return record
 
     def _take(self, job: Job, choice: Choice | Exception, now: float) -> FinishReason | Exception | None:
         """The end of the request that its choice brings, if it does."""
@@ -279,35 +388,42 @@ class Batcher:
         return reason
 
     def _recover(self, plan: StepPlan, error: Exception) -> None:
-        """Every request stands where it stood. Out of memory makes chunks smaller, as long as they can be; anything
-        else is looked for one request at a time, and so is a request that one token is too much for."""
+        """Undo the step that failed. Out of memory makes chunks smaller, as long as they can be; anything else is
+        looked for one request at a time, and so is a request that one token is too much for."""
         planned = [span.request_id for span in plan.spans]
-        for request_id in planned:
-            self._jobs[request_id].cache.abort()
-        if not is_out_of_memory(error):
-            self._scheduler.abort(plan)
-            if len(planned) > 1:
-                self._suspects.extend(planned)
-            else:
-                self._drop(planned[0], error)
-        elif self._scheduler.shrink(plan):
-            for observer in self._observers:
-                self._observe(observer.on_shrink)
-        elif len(planned) > 1:
-            self._suspects.extend(planned)
-        else:
-            done = plan.spans[0].span.start
-            message = (
-                f"there is no memory left to run one token after {done}: try again later, or ask for less"
+        if is_out_of_memory(error):
+            if self._abort_all(self._scheduler.shrink):
+                self.num_shrinks += 1
+                for observer in self._observers:
+                    self._observe(observer.on_shrink)
+                return
+            cause, done = error, plan.spans[0].span.start
+            error = MemoryExhaustedError(
+                f"there is no memory left to run one token after {done}: free some, try again later, or ask for less"
             )
-            self._drop(planned[0], MemoryExhaustedError(message))
-        for request_id in planned:
-            if (job := self._jobs.get(request_id)) and job.wants_cancel:
-                self.cancel(request_id)
+            error.__cause__ = cause
+        else:
+            self._abort_all(self._scheduler.abort)
+        if len(planned) > 1:
+            self._suspects.extend(planned)
+        elif self._raises:
+            raise error
+        elif planned[0] in self._jobs:
+            self._scheduler.remove(planned[0])
+            self._end(self._jobs[planned[0]], error)
 
-    def _drop(self, request_id: RequestId, error: Exception) -> None:
-        self._scheduler.remove(request_id)
-        self._end(self._jobs[request_id], error)
+    def _abort_all(self, undo: Callable[[StepPlan], bool | None]) -> bool | None:
+        """Undo all steps in flight: every request stands where it stood before the oldest. What was cancelled
+        meanwhile ends."""
+        plans = [begun.step.plan for begun in self._flight]
+        self._flight.clear()
+        for request_id in dict.fromkeys(span.request_id for plan in plans for span in plan.spans):
+            self._jobs[request_id].cache.abort()
+        answer = undo(plans[0]) if plans else None
+        for job in tuple(self._jobs.values()):
+            if job.wants_cancel:
+                self.cancel(job.id)
+        return answer
 
     def _end(self, job: Job, how: FinishReason | Exception) -> None:
         """Tell how a request ended that the scheduler knows no more, and free all that it holds."""
@@ -323,7 +439,8 @@ class Batcher:
         summary = job.summary("error" if isinstance(how, Exception) else how, now)
         for observer in self._observers:
             self._observe(partial(observer.on_end, summary))
-        self._sharing.end(job)
+        if job.prefix is not None:
+            job.prefix.end()
         job.cache.free()
 
     def _tell(self, job: Job, event: Event) -> None:

@@ -4,9 +4,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.engine.results import FinishReason, Usage
+from penstock.engine.results import FinishReason, TokenLogprobs, Usage
 from penstock.engine.sampler import SamplingParams
-from penstock.errors import PenstockError
+from penstock.engine.stop import StopMatcher
+from penstock.errors import ContextLengthError, PenstockError, PromptError
+from penstock.models.config import ModelConfig
+from penstock.plan.checks import check_int
 from penstock.plan.progress import Progress
 
 
@@ -30,22 +33,26 @@ class GenerationRequest:
     ignore_eos: bool = False  # go on to max_tokens
     cache_salt: str = field(default="", repr=False)  # only requests with the same one share what was read
 
-
-@dataclass(frozen=True, slots=True)
-class RankedToken:
-    """A token that could have been chosen."""
-
-    token: int
-    logprob: float
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The natural logarithm of the probability that the model gave the chosen token, before any temperature, penalty
-    or constraint, and the most likely tokens, the likeliest first."""
-
-    logprob: float
-    most_likely: tuple[RankedToken, ...]
+    def check(self, model: ModelConfig) -> None:
+        """Refuse what a model cannot run, before any work."""
+        prompt, max_tokens = self.token_ids, self.max_tokens
+        if not len(prompt):
+            raise PromptError("the prompt is empty: give at least one token, there is nothing to sample from")
+        check_int("max_tokens", max_tokens, 1)
+        if len(prompt) + max_tokens > model.max_position:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, together "
+                f"{len(prompt) + max_tokens}, but the model's context is {model.max_position} tokens: "
+                f"shorten the prompt or ask for fewer tokens"
+            )
+        if min(prompt) < 0 or max(prompt) >= model.vocab_size:
+            raise PromptError(
+                f"the prompt has token ids outside the model's vocabulary, 0 to {model.vocab_size - 1}"
+            )
+        if self.num_logprobs is not None:
+            check_int("num_logprobs", self.num_logprobs, 0)
+        self.sampling.check_vocab(model.vocab_size)
+        StopMatcher(self.stop)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,7 @@
-"""One request of a service on its way: its tokens, its cache, how its next token is chosen, who is told."""
+"""One request on its way: its tokens, its cache, how its next token is chosen, who is told."""
+
+import time
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -23,23 +26,23 @@ from penstock.engine.stop import StopMatcher
 from penstock.models.text.detokenize import StreamDecoder
 from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan.batch_scheduler import RequestView
-from penstock.plan.progress import PrefillClock
+from penstock.plan.progress import PrefillClock, Progress
 from penstock.plan.step import RequestId
 
 
 class Job:
-    """What a service knows of one request. Times are of one monotonic clock, in seconds."""
+    """What the engine knows of one request. Times are of one monotonic clock, in seconds. Without a tokenizer its
+    events have no text."""
 
     def __init__(
         self,
         request_id: RequestId,
         request: GenerationRequest,
         cache: SequenceCache,
-        tokenizer: Tokenizer,
+        tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         constraint: TokenConstraint | None,
         listener: Listener,
-        now: float,
         prefix: Prefix | None = None,
     ) -> None:
         self.id = request_id
@@ -51,13 +54,14 @@ class Job:
         self.listener = listener
         self.wants_cancel = False
         self.chunks: list[ChunkRecord] = []  # of its prompt, as they were run; some twice, if it gave them up
+        self.cuts: set[int] = set()  # where spans of its prompt began, ended, or left a state off
         self._eos_ids = frozenset() if request.ignore_eos else eos_ids
         self.sampler = Sampler(request.sampling)
         self._constraint = constraint
-        self._decoder = StreamDecoder(tokenizer)
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
         self._stops = StopMatcher(request.stop)
-        self._clock = PrefillClock(self.num_prompt, 1)
-        self._arrived_s = now
+        self._clock = PrefillClock(self.num_prompt, 0)
+        self._arrived_s = time.perf_counter()
         self._started_s: float | None = None  # its first step
         self._chunk_began_s: float | None = None  # when its last chunk ended, or a step began after a pause
         self._first_token_s: float | None = None
@@ -72,6 +76,14 @@ class Job:
         """Tokens of the prompt that were in the cache and not read again."""
         return self._clock.progress().num_cached
 
+    @property
+    def progress(self) -> Progress:
+        """How far the prompt has been read, and how many chunks it takes if those to come are as long as the last."""
+        progress = self._clock.progress()
+        num_left = self.num_prompt - progress.num_done
+        size = len(self.chunks[-1]) if self.chunks else max(num_left, 1)
+        return replace(progress, num_chunks=progress.chunks_done + -(-num_left // size))
+
     def start(self, now: float) -> bool:
         """A step with a span of this request begins. Whether it is the first."""
         is_first = self._started_s is None
@@ -85,7 +97,7 @@ class Job:
         """Prompt tokens up to `end` are in the cache, and were not read for this request."""
         news = end > self._clock.progress().num_done
         self._clock.skip(end)
-        return PromptProgress(self._clock.progress()) if news else None
+        return PromptProgress(self.progress) if news else None
 
     def pause(self) -> None:
         """It gave cache space up: how long it waits now says nothing of how fast it reads."""
@@ -101,6 +113,10 @@ class Job:
         is_last = self.num_generated + 1 >= self.request.max_tokens or token in self._eos_ids
         return not (is_last or self.wants_cancel or self._constraint is not None)
 
+    def lies_on(self, grid: int) -> bool:
+        """Whether every span of its prompt began and ended on a grid of so many tokens, but for the prompt's end."""
+        return all(cut % grid == 0 for cut in self.cuts - {self.num_prompt})
+
     def choose(self, logits: Tensor) -> Choice:
         """The next token, from logits [vocab]."""
         allowed = logits if self._constraint is None else self._constraint.mask(logits)
@@ -108,13 +124,16 @@ class Job:
         wanted = self.request.num_logprobs
         return Choice(token, None if wanted is None else token_logprobs(logits, token, wanted))
 
-    def read(self, start: int, end: int, now: float) -> Event | None:
-        """Prompt tokens [start, end) are in the cache; those that were there once before are no news."""
+    def read(self, chunk: ChunkRecord, resumes_at: int | None, now: float) -> Event | None:
+        """A chunk of the prompt is in the cache; what was there once before is no news."""
+        start, end = chunk.start, chunk.end
+        self.chunks.append(chunk)
+        self.cuts |= {start, end} if resumes_at is None else {start, end, resumes_at}
         news = end > self._clock.progress().num_done
         if news and self._chunk_began_s is not None:
             self._clock.record(start, end, now - self._chunk_began_s)
         self._chunk_began_s = now
-        return PromptProgress(self._clock.progress()) if news else None
+        return PromptProgress(self.progress) if news else None
 
     def take(self, choice: Choice, now: float) -> tuple[Event, FinishReason | None]:
         """The chosen token is the request's: what to tell of it, and whether it is the last."""
@@ -126,7 +145,7 @@ class Job:
         is_end = token in self._eos_ids
         if self._constraint is not None:
             self._constraint.accept(token)
-        text = "" if is_end else self._stops.push(self._decoder.push(token))
+        text = "" if is_end or self._decoder is None else self._stops.push(self._decoder.push(token))
         is_whole = self._constraint is not None and self._constraint.is_finished
         reason: FinishReason | None = None
         if is_end or self._stops.has_stopped or is_whole:
@@ -137,7 +156,8 @@ class Job:
 
     def end(self, reason: FinishReason, now: float) -> Finished:
         """What to tell when nothing more will come."""
-        text = self._stops.push(self._decoder.finish()) + self._stops.finish()
+        rest = "" if self._decoder is None else self._decoder.finish()
+        text = self._stops.push(rest) + self._stops.finish()
         first = now if self._first_token_s is None else self._first_token_s
         started = now if self._started_s is None else self._started_s
         return Finished(

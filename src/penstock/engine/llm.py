@@ -5,10 +5,10 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Any, Self, TypedDict, Unpack
 
 import torch
 
@@ -16,12 +16,13 @@ from penstock.cache.store.block_store import BlockStore
 from penstock.engine.cache_choice import RequestSpaces
 from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
+from penstock.engine.constraint import ConstraintFactory
+from penstock.engine.events import GenerationRequest, JsonFormat
 from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.profile import load_profile
 from penstock.engine.results import Generation
-from penstock.engine.run import Run, check_request
+from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
-from penstock.engine.stop import StopMatcher
 from penstock.engine.text_stream import ProgressCallback, TextStream
 from penstock.engine.threads import in_own_thread
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
@@ -57,6 +58,20 @@ DEFAULT_MAX_TOKENS = 512
 _OWN_THREADS = torch.get_num_threads()
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+class GenerateSettings(TypedDict, total=False):
+    """What `LLM.generate` and `LLM.stream` take beside a prompt."""
+
+    system: str | None
+    raw: bool
+    max_tokens: int | None
+    sampling: SamplingParams | None
+    stop: Sequence[str]
+    json_format: JsonFormat | Mapping[str, Any] | None
+    num_logprobs: int | None
+    ignore_eos: bool
+    on_progress: ProgressCallback | None
 
 
 class LLM:
@@ -151,8 +166,13 @@ class LLM:
                 about=about,
             )
             weakref.finalize(self, self.store.close)  # at the latest when the interpreter ends
+        num_slots = self._config.num_state_slots + self.device_kind.steps_in_flight - 1
         self._spaces = RequestSpaces(
-            self.model, self._config, self.store, self.fingerprint, reuse_tokens=settings.reuse_tokens
+            self.model,
+            self.store,
+            self.fingerprint,
+            num_slots=num_slots,
+            reuse_tokens=settings.reuse_tokens,
         )
         self.load_s = time.perf_counter() - started
 
@@ -248,66 +268,71 @@ class LLM:
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
+        json_format: JsonFormat | Mapping[str, Any] | None = None,
+        num_logprobs: int | None = None,
+        ignore_eos: bool = False,
         on_progress: ProgressCallback | None = None,
     ) -> TextStream:
         """Text as it is generated. `on_progress` is called after each chunk of the prompt. What cannot be run is
-        refused here, before any work."""
+        refused here, before any work.
+
+        `json_format` makes the answer JSON: of a schema, or any object with `JsonFormat()`. `num_logprobs` asks for
+        log-probabilities in the result: of each token, and of so many of the most likely. With `ignore_eos` the
+        answer goes on to `max_tokens`."""
         started = time.perf_counter()
         token_ids = self.tokenize(prompt, system=system, raw=raw)
-        stops = StopMatcher(stop)
-        if max_tokens is None:
-            room = self.context_length - len(token_ids)
-            if room < 1:
-                raise ContextLengthError(
-                    f"the prompt has {len(token_ids)} tokens, which leaves no room for an answer in the "
-                    f"model's context of {self.context_length} tokens: shorten the prompt"
-                )
-            max_tokens = min(DEFAULT_MAX_TOKENS, room)
-        config = self.model.config
-        check_request(token_ids, max_tokens, config.max_position, config.vocab_size)
+        if json_format is not None and not isinstance(json_format, JsonFormat):
+            json_format = JsonFormat(dict(json_format))
+        request = GenerationRequest(
+            token_ids,
+            self._default_max_tokens(len(token_ids)) if max_tokens is None else max_tokens,
+            sampling or SamplingParams(),
+            tuple(stop),
+            num_logprobs,
+            json_format,
+            ignore_eos,
+        )
+        request.check(self.model.config)
         self.device_kind.use()
-        taken = self._spaces.take(token_ids, max_tokens)
+        constraint = None if json_format is None else self.constraints.new(json_format)
+        taken = self._spaces.take(token_ids, request.max_tokens)
         rules = self.size_rules(free_memory_bytes(self.model.device))
         self.activations.check(rules, max(len(token_ids), 1))
         run = Run(
             self.model,
-            token_ids,
+            request,
             config=self._config,
             canon=self.canon,
-            max_tokens=max_tokens,
-            sampling=sampling,
             eos_ids=self.eos_ids,
             sizer=ChunkSizer(rules, self.times, self.activations.step_bytes),
-            space=taken.space if taken else None,
-            reuse=taken.reuse if taken else None,
+            space=taken.space,
+            reuse=taken.reuse,
+            tokenizer=self.tokenizer,
+            constraint=constraint,
         )
-        self._spaces.enter(run)
-        return TextStream(self, run, stops, on_progress, time.perf_counter() - started)
+        taken.enter(run)
+        return TextStream(self, run, on_progress, time.perf_counter() - started)
 
-    def generate(
-        self,
-        prompt: Prompt,
-        *,
-        system: str | None = None,
-        raw: bool = False,
-        max_tokens: int | None = None,
-        sampling: SamplingParams | None = None,
-        stop: Sequence[str] = (),
-        on_progress: ProgressCallback | None = None,
-    ) -> Generation:
-        """The whole answer."""
-        with self.stream(
-            prompt,
-            system=system,
-            raw=raw,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=stop,
-            on_progress=on_progress,
-        ) as stream:
+    def generate(self, prompt: Prompt, **settings: Unpack[GenerateSettings]) -> Generation:
+        """The whole answer; takes what `stream` takes."""
+        with self.stream(prompt, **settings) as stream:
             for _ in stream:
                 pass
             return stream.result
+
+    @cached_property
+    def constraints(self) -> ConstraintFactory:
+        """Makes what holds an answer to a JSON schema."""
+        return ConstraintFactory(self.tokenizer, self.model.config.vocab_size, self.eos_ids)
+
+    def _default_max_tokens(self, num_prompt: int) -> int:
+        room = self.context_length - num_prompt
+        if room < 1:
+            raise ContextLengthError(
+                f"the prompt has {num_prompt} tokens, which leaves no room for an answer in the "
+                f"model's context of {self.context_length} tokens: shorten the prompt"
+            )
+        return min(DEFAULT_MAX_TOKENS, room)
 
     def close(self) -> None:
         """Wait until what was read is on disk. Requests may still be run; what they read is not kept there."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from penstock.engine.events import RankedToken, TokenLogprobs
+from penstock.engine.results import RankedToken, TokenLogprobs
 from penstock.errors import SettingError
 
 

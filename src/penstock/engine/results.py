@@ -60,9 +60,26 @@ class MemoryReport:
     recurrent_bytes: int = 0  # states of a hybrid, the one being written among them
 
 
+@dataclass(frozen=True, slots=True)
+class RankedToken:
+    """A token that could have been chosen."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The natural logarithm of the probability that the model gave the chosen token, before any temperature, penalty
+    or constraint, and the most likely tokens, the likeliest first."""
+
+    logprob: float
+    most_likely: tuple[RankedToken, ...]
+
+
 @dataclass(frozen=True)
 class Generation:
-    """A finished request."""
+    """A finished request. `logprobs` are of each token, where they were asked for."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -71,6 +88,7 @@ class Generation:
     timings: Timings
     prefill: PrefillReport
     memory: MemoryReport
+    logprobs: tuple[TokenLogprobs, ...] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.events import TokenLogprobs
+from penstock.engine.results import TokenLogprobs
 from penstock.engine.sampler import Sampler, require_finite
 from penstock.kernels.device import device_kind
 
@@ -82,16 +82,6 @@ def sample_rows(
         except Exception as error:
             choices[place] = error
     return [choices[place] for place in range(len(rows))]
-
-
-def sample_one(
-    logits: Tensor, sampler: Sampler, tokens: Sequence[int], meanwhile: Callable[[], None] = lambda: None
-) -> int:
-    """A token out of logits [1, vocab], given all tokens of the sequence so far."""
-    (choice,) = sample_rows(logits, [PlainRow(sampler, tokens)], meanwhile)
-    if isinstance(choice, Exception):
-        raise choice
-    return choice.token
 
 
 def _way_of(row: SampledRow, can_draw: bool) -> _Way:

@@ -11,21 +11,18 @@ from typing import Self
 
 import torch
 
-from penstock.cache import BLOCK_TOKENS
+from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.batcher import Batcher, Notice
 from penstock.engine.capacity import cache_tokens_that_fit, free_memory_bytes
 from penstock.engine.chunk_sizing import ActivationModel
-from penstock.engine.constraint import ConstraintFactory
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, Listener
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
 from penstock.engine.measured_step import measured_step_bytes
 from penstock.engine.reuse import MAX_SNAPSHOTS, Prefix, Reuse
-from penstock.engine.run import check_request
 from penstock.engine.status import Observer, ServiceStatus
-from penstock.engine.stop import StopMatcher
 from penstock.errors import (
     ContextLengthError,
     RequestFailedError,
@@ -97,6 +94,8 @@ class Service:
             if config.reuse
             else None
         )
+        # Guards the batcher. It is not held while a step runs.
+        self._changed = threading.Condition()
         self._batcher = Batcher(
             llm.model,
             llm.canon,
@@ -106,10 +105,8 @@ class Service:
             observers=observers,
             sizer=ChunkSizer(self.rules, llm.times, self._activations.step_bytes),
             reuse=self._reuse,
+            lock=self._changed,
         )
-        self._constraints = ConstraintFactory(llm.tokenizer, llm.model.config.vocab_size, llm.eos_ids)
-        # Guards the batcher. It is not held while a step runs.
-        self._changed = threading.Condition()
         self._is_stepping = False
         self._closes_at: float | None = None  # when what still runs is cancelled; None: not closing
         self._death: Exception | None = None
@@ -133,8 +130,7 @@ class Service:
 
     def submit(self, request: GenerationRequest, listener: Listener) -> RequestId:
         """Put a request into the queue. What cannot be run is refused here."""
-        model = self.llm.model.config
-        check_request(request.token_ids, request.max_tokens, model.max_position, model.vocab_size)
+        request.check(self.llm.model.config)
         num_tokens = len(request.token_ids) + request.max_tokens
         if num_tokens > self.max_request_tokens:
             raise ContextLengthError(
@@ -143,23 +139,12 @@ class Service:
                 f"fewer tokens, or serve with a larger cache"
             )
         self._activations.check(self.rules, len(request.token_ids), num_decodes=self.schedule.max_running - 1)
-        if request.num_logprobs is not None:
-            check_int("num_logprobs", request.num_logprobs, 0)
-        request.sampling.check_vocab(model.vocab_size)
-        StopMatcher(request.stop)
-        constraint = None if request.json_format is None else self._constraints.new(request.json_format)
-        prefix = None if self._reuse is None else self._open_prefix(self._reuse, request)
-        job = Job(
-            f"req-{uuid.uuid4().hex[:16]}",
-            request,
-            self._batcher.space.new_sequence(),
-            self.llm.tokenizer,
-            self.llm.eos_ids,
-            constraint,
-            listener,
-            time.perf_counter(),
-            prefix,
-        )
+        json_format = request.json_format
+        constraint = None if json_format is None else self.llm.constraints.new(json_format)
+        cache = self._batcher.space.new_sequence()
+        prefix = None if self._reuse is None else self._open_prefix(self._reuse, request, cache)
+        name = f"req-{uuid.uuid4().hex[:16]}"
+        job = Job(name, request, cache, self.llm.tokenizer, self.llm.eos_ids, constraint, listener, prefix)
         try:
             with self._changed:
                 if self._death is not None:
@@ -174,14 +159,14 @@ class Service:
             raise
         return job.id
 
-    def _open_prefix(self, reuse: Reuse, request: GenerationRequest) -> Prefix:
+    def _open_prefix(self, reuse: Reuse, request: GenerationRequest, cache: SequenceCache) -> Prefix:
         """What may be there of a prompt. Looking on disk takes a while: it is done by whoever asks, not by the
         engine's thread, nor with the lock."""
-        prefix = reuse.open(request.token_ids, request.cache_salt)
+        prefix = reuse.open(request.token_ids, cache, request.cache_salt)
         if self.llm.store is not None:
             with self._changed:
-                num_known = reuse.num_in_memory(prefix)
-            reuse.search(prefix, num_known)
+                num_known = prefix.num_in_memory()
+            prefix.search(num_known)
         return prefix
 
     def run(self, request: GenerationRequest) -> list[Event]:
@@ -270,17 +255,14 @@ class Service:
                 self._changed.wait()
             if self._closes_at is not None and time.monotonic() >= self._closes_at:
                 self._batcher.cancel_all()
-            step = self._batcher.begin()
-            self._is_stepping = step is not None
-        if step is None:
-            if is_idle:
-                self._prepare()
-            return True
-        outcome = self._batcher.run(step)
-        with self._changed:
-            self._batcher.settle(step, outcome)
-            self._is_stepping = False
-            self._changed.notify_all()
+            self._is_stepping = has_work = self._batcher.has_work
+        if has_work:
+            self._batcher.step()
+            with self._changed:
+                self._is_stepping = False
+                self._changed.notify_all()
+        elif is_idle:
+            self._prepare()
         return True
 
     def _prepare(self) -> None:

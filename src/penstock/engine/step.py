@@ -1,6 +1,6 @@
 """A step of many requests: what was planned of it, how it is run, and what it gave."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -76,39 +76,68 @@ class StepOutcome:
     error: Exception | None = None
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A forward pass that the device computes, or is done with: its logits, where a request samples, and how to wait
+    for it. Or the error that kept it from being launched."""
+
+    logits: Tensor | None = None
+    wait: Callable[[], None] | None = None
+    error: Exception | None = None
+
+
 class StepRunner:
     """Runs steps of one model over one cache. It changes nothing but the cache's tensors, and decides nothing.
 
-    The step after one of decodes is made ready while that one is computed, and can be launched before it is settled.
+    A step is launched and then finished; others may be launched in between. The step after one of decodes is made
+    ready while that one is computed, and can be launched before it is settled.
     """
 
     def __init__(
-        self, model: Decoder, canon: RowLaw, space: CacheSpace, *, strict: bool, looks_ahead: bool
+        self,
+        model: Decoder,
+        canon: RowLaw,
+        space: CacheSpace,
+        *,
+        strict: bool = False,
+        looks_ahead: bool = False,
+        keeps_logits: bool = False,
     ) -> None:
         self._model = model
+        self._device = device_kind(model.device)
         self._canon = canon
         self._tensors = space.tensors
         self._strict = strict
         self._ahead = LookAhead(model, space, is_wanted=looks_ahead)
+        self._keeps_logits = keeps_logits
+        self.logits: Tensor | None = None  # [rows, vocab] of the last step that sampled, where they are kept
 
-    def run(self, step: Step, jobs: Sequence[Job]) -> StepOutcome:
-        """The forward pass, and a token for each of the jobs: those that sample, in the step's order."""
+    def launch(self, step: Step) -> Launched:
+        """Start the forward pass. A GPU's is not done when this returns."""
         try:
             logits = self._ahead.take(step.inputs)
             if logits is None:
                 logits = self._forward(self._batch(step.inputs))
+            # Of a step that samples, the tokens are waited for.
+            return Launched(logits, self._device.marker() if logits is None else None)
+        except Exception as error:
+            return Launched(error=self._recoverable(error))
+
+    def finish(self, step: Step, launched: Launched, jobs: Sequence[Job]) -> StepOutcome:
+        """Wait for the pass, and choose a token for each of the jobs: those that sample, in the step's order."""
+        if launched.error is not None:
+            return StepOutcome(error=launched.error)
+        logits = launched.logits
+        try:
             if logits is None:
-                device_kind(
-                    self._model.device
-                ).synchronize()  # else a step that reads would seem to take no time
+                if launched.wait is not None:
+                    launched.wait()
                 return StepOutcome()
             choices = sample_rows(logits, jobs, lambda: self._ahead.expect_after(step.inputs, self._batch))
         except Exception as error:
-            if is_out_of_memory(error):
-                device_kind(self._model.device).release(error)
-            elif isinstance(error, torch.AcceleratorError):
-                raise  # the device does nothing more, for anybody
-            return StepOutcome(error=error)
+            return StepOutcome(error=self._recoverable(error))
+        if self._keeps_logits:
+            self.logits = logits
         return StepOutcome({job.id: choice for job, choice in zip(jobs, choices, strict=True)})
 
     def launch_next(self, jobs: Sequence[Job], outcome: StepOutcome) -> None:
@@ -121,6 +150,14 @@ class StepRunner:
                 return
             tokens.append(choice.token)
         self._ahead.launch(tokens, self._forward)
+
+    def _recoverable(self, error: Exception) -> Exception:
+        """The error of a step that can be undone, with its memory given back; others are raised."""
+        if is_out_of_memory(error):
+            self._device.release(error)
+        elif isinstance(error, torch.AcceleratorError):
+            raise error  # the device does nothing more, for anybody
+        return error
 
     def _batch(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
         return build_batch(inputs, canon=self._canon, strict=self._strict)

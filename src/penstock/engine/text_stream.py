@@ -2,20 +2,17 @@
 
 import time
 from collections.abc import Callable, Generator, Iterator
-from dataclasses import replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from penstock.engine.events import Event, Finished, PromptProgress, TokenGenerated
 from penstock.engine.explain import auto_reason, usual_size
-from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
+from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, TokenLogprobs, Usage
 from penstock.engine.run import Run
-from penstock.engine.stop import StopMatcher
 from penstock.errors import SettingError
 from penstock.kernels.device import device_kind
-from penstock.models.config import ModelConfig
-from penstock.models.text.detokenize import StreamDecoder
-from penstock.plan import STATE_GRID, PrefillScheduler
-from penstock.plan.progress import PrefillClock, Progress
+from penstock.plan import STATE_GRID
+from penstock.plan.progress import Progress
 
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
@@ -30,23 +27,19 @@ class TextStream:
         self,
         llm: "LLM",
         run: Run,
-        stops: StopMatcher,
         on_progress: ProgressCallback | None,
         before_s: float,
     ) -> None:
         self._llm = llm
         self._run = run
-        self._stops = stops
         self._on_progress = on_progress
         self._wants_cancel = False
-        self._clock = PrefillClock(run.prompt_length, run.prefill.total_chunks)
-        self._clock.skip(run.num_cached)
-        self._num_noted = 0  # of the run's chunks
         self._prefill_s = 0.0
         self._decode_s = 0.0
-        self._before_s = before_s  # what it took to tokenize the prompt and to find what is known of it
+        self._before_s = before_s  # what it took to tokenize the prompt and to choose a cache
         self._first_token_s: float | None = None
         self._text: list[str] = []
+        self._logprobs: list[TokenLogprobs] = []
         self._peak_bytes = 0
         self._pieces = self._generate()
 
@@ -80,7 +73,7 @@ class TextStream:
     @property
     def progress(self) -> Progress:
         """How far the prompt has been read, and how many chunks that takes as things stand now."""
-        return replace(self._clock.progress(), num_chunks=self._run.prefill.total_chunks)
+        return self._run.job.progress
 
     @property
     def result(self) -> Generation:
@@ -91,6 +84,7 @@ class TextStream:
         generated, progress = run.generated, self.progress
         num_decoded = len(generated) - 1
         chunk, caches = self._llm.chunk, run.space.tensors
+        keeps_bits = not run.model.config.has_state or run.lies_on(STATE_GRID)
         return Generation(
             text="".join(self._text),
             token_ids=tuple(generated),
@@ -110,9 +104,10 @@ class TextStream:
                 source=chunk.source,
                 reason=(auto_reason(run.chunks, chunk.reason) if chunk.is_auto else chunk.reason)
                 + _shrink_reason(run.num_shrinks),
-                overlap=run.prefill.config.overlap,
+                overlap=self._llm.overlap,
                 chunks=progress.chunks_done,
-                same_bits=self._llm.probe.same_bits and keeps_bits(self._llm.model.config, run.prefill),
+                # The way a prompt is cut has no part in its bits, but where a state is cut inside a block.
+                same_bits=self._llm.probe.same_bits and keeps_bits,
                 records=tuple(run.chunks),
             ),
             memory=MemoryReport(
@@ -121,61 +116,50 @@ class TextStream:
                 recurrent_bytes=caches.state_bytes,
                 peak_resident_bytes=self._peak_bytes,
             ),
+            logprobs=None if run.job.request.num_logprobs is None else tuple(self._logprobs),
         )
 
     def _generate(self) -> Generator[str, None, None]:
-        run, stops = self._run, self._stops
-        decoder = StreamDecoder(self._llm.tokenizer)
-        started = time.perf_counter()
+        run = self._run
         device_kind(run.model.device).reset_peak()
+        self._began_s = time.perf_counter()
         try:
             while run.finish_reason is None:
                 if self._wants_cancel:
                     run.cancel()
-                    break
-                token = self._step()
-                if token is not None and self._first_token_s is None:
-                    self._first_token_s = self._before_s + time.perf_counter() - started
-                if token is None or token in self._llm.eos_ids:
-                    continue
-                piece = stops.push(decoder.push(token))
-                if stops.has_stopped:
-                    run.finish("stop")
-                if piece:
-                    self._text.append(piece)
-                    yield piece
-            rest = stops.push(decoder.finish()) + stops.finish()
-            if rest:
-                self._text.append(rest)
-                yield rest
+                else:
+                    self._step()
+                while run.events:
+                    if piece := self._take(run.events.popleft()):
+                        self._text.append(piece)
+                        yield piece
         finally:
             self._peak_bytes = device_kind(run.model.device).peak_bytes()
             run.cancel()
 
-    def _step(self) -> int | None:
+    def _step(self) -> None:
         started = time.perf_counter()
-        step = self._run.step()
+        is_prompt = self._run.step().is_prompt
         seconds = time.perf_counter() - started
-        if step.is_prompt:
+        if is_prompt:
             self._prefill_s += seconds
-            self._note_chunks()
         else:
             self._decode_s += seconds
-        return step.token
 
-    def _note_chunks(self) -> None:
-        """Tell of the chunks that are known to be done. A GPU may still be at the last one."""
-        records = self._run.chunks[self._num_noted :]
-        self._num_noted += len(records)
-        for record in records:
-            self._clock.record(record.start, record.end, record.measured_s)
-            if self._on_progress is not None:
-                self._on_progress(self.progress)
-
-
-def keeps_bits(config: ModelConfig, prefill: PrefillScheduler) -> bool:
-    """Whether the way a prompt is cut has no part in its bits: always, but where a state is cut inside a block."""
-    return not config.has_state or prefill.lies_on(STATE_GRID)
+    def _take(self, event: Event) -> str:
+        """The text that an event brings, if any."""
+        match event:
+            case PromptProgress() if self._on_progress is not None:
+                self._on_progress(event.progress)
+            case TokenGenerated():
+                if self._first_token_s is None:
+                    self._first_token_s = self._before_s + time.perf_counter() - self._began_s
+                if event.logprobs is not None:
+                    self._logprobs.append(event.logprobs)
+                return event.text
+            case Finished():
+                return event.text
+        return ""
 
 
 def _shrink_reason(num_shrinks: int) -> str:

@@ -2,7 +2,7 @@
 
 import platform
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -48,9 +48,9 @@ class DeviceKind:
     def synchronize(self) -> None:
         """Return once all that was launched is done."""
 
-    def event(self) -> torch.cuda.Event:
-        """A timed point after all that was launched."""
-        raise NotImplementedError(f"{self.name} has no clock of its own: its steps are done when they return")
+    def marker(self) -> Callable[[], None] | None:
+        """Waits for all that was launched by now, and for nothing after it. None: all of it is done."""
+        return None
 
     # Memory
 
@@ -174,10 +174,10 @@ class _Cuda(DeviceKind):
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def event(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    def marker(self) -> Callable[[], None]:
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
-        return event
+        return event.synchronize
 
     def _empty_cache(self) -> None:
         torch.cuda.empty_cache()
@@ -229,6 +229,9 @@ class _Mps(DeviceKind):
 
     def synchronize(self) -> None:
         torch.mps.synchronize()
+
+    def marker(self) -> Callable[[], None]:
+        return self.synchronize
 
     def _empty_cache(self) -> None:
         torch.mps.empty_cache()

@@ -302,7 +302,7 @@ def run_batched(
     batcher = Batcher(recorder.model, subject.canon, space, schedule, strict=strict)
     jobs = {
         name: _RecordedJob(
-            name, request, space.new_sequence(), subject.tokenizer, frozenset(), None, lambda event: None, 0.0
+            name, request, space.new_sequence(), subject.tokenizer, frozenset(), None, lambda event: None
         )
         for name, request in requests.items()
     }

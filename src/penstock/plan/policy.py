@@ -18,6 +18,12 @@ def share_unit(grid: int) -> int:
     return -(-SHARE_GRID // grid) * grid
 
 
+def half_of(num_tokens: int, grid: int) -> int:
+    """Half of a chunk, rounded up; up to the grid where the chunk is longer than that, which is still shorter."""
+    half = -(-num_tokens // 2)
+    return half if num_tokens <= grid else -(-half // grid) * grid
+
+
 class SchedulePolicy(StrEnum):
     """Who runs in a step where some requests have prompt left to read and others a token to decode.
 

@@ -9,6 +9,7 @@ from penstock.plan.checks import check_int
 from penstock.plan.chunks import PrefillChunk, create_prefill_chunks, create_prefill_chunks_at, cut_chunk
 from penstock.plan.config import ChunkedPrefillConfig, PrefillPriority
 from penstock.plan.memory import peak_memory_estimate
+from penstock.plan.policy import half_of
 from penstock.plan.shape import ModelShape
 from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion
 from penstock.plan.step_shape import StepShape
@@ -156,7 +157,7 @@ class PrefillScheduler:
         if len(chunk) == 1:
             raise ChunkOrderError(f"chunk {chunk.chunk_index} has one token and cannot be halved")
         self._issued = self._decision = None
-        self._most = size = _half(len(chunk), self._grid)
+        self._most = size = half_of(len(chunk), self._grid)
         self._overlap = 0
         del self._chunks[self._num_complete :]
         if not self._is_sized:
@@ -281,9 +282,3 @@ class PrefillScheduler:
 
 def _step_of(chunk: PrefillChunk) -> StepShape:
     return StepShape.of_chunk(len(chunk), chunk.start_pos, is_last=chunk.is_last)
-
-
-def _half(num_tokens: int, grid: int) -> int:
-    """Half of a chunk, rounded up; up to the grid where the chunk is longer than that, which is still shorter."""
-    half = -(-num_tokens // 2)
-    return half if num_tokens <= grid else -(-half // grid) * grid

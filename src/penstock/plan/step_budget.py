@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from penstock.errors import SettingError
 from penstock.plan.admission import TrackedRequest
-from penstock.plan.policy import MOST_SHARES, ScheduleConfig
+from penstock.plan.policy import MOST_SHARES, ScheduleConfig, half_of
 from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion, shape_of
 from penstock.plan.step import RequestId, StepPlan
 
@@ -73,10 +73,9 @@ class StepBudget:
 
     def shrink(self, num_chunk_tokens: int) -> bool:
         """Memory ran out in a step of so many tokens. False if there is nothing to halve."""
-        half, grid = num_chunk_tokens // 2, self._config.grid
-        if half == 0:
+        if num_chunk_tokens <= 1:
             return False
-        self._shrunk = half // grid * grid if half > grid else half
+        self._shrunk = half_of(num_chunk_tokens, self._config.grid)
         self._num_shrunk_left = SHRUNK_STEPS
         return True
 
