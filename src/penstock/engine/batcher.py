@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -204,6 +204,22 @@ class Batcher:
         self._scheduler.add(job.id, job.num_prompt, job.request.max_tokens)
         self._jobs[job.id] = job
 
+    def admit(self) -> Collection[RequestId]:
+        """Let requests run that have room, and give those that read what is known of their prompts by now. Returns
+        those that are to sit the next step out."""
+        self._scheduler.admit()
+        # What is cancelled ends when its steps in flight do: no other is begun for it.
+        cancelled = [job.id for job in self._jobs.values() if job.wants_cancel] if self._flight else []
+        if self.reuse is None:
+            return cancelled
+        reading = (job for job in self._jobs.values() if self._scheduler.view(job.id).phase == "prompt")
+        shared = share(reading, in_pieces=len(self._jobs) > 1)
+        for job in shared.gained:
+            self._scheduler.advance(job.id, job.cache.num_tokens)
+            if event := job.skip(job.cache.num_tokens):
+                self._tell(job, event)
+        return shared.held.union(cancelled)
+
     def cancel(self, request_id: RequestId) -> None:
         """End a request: now, or with the steps that it is in. Nothing happens if it has ended."""
         job = self._jobs.get(request_id)
@@ -314,18 +330,7 @@ class Batcher:
             suspect = self._suspects.popleft()
             if suspect in self._jobs and (plan := self._scheduler.schedule(only=suspect)) is not None:
                 return plan
-        self._scheduler.admit()
-        # What is cancelled ends when its steps in flight do: no other is begun for it.
-        cancelled = [job.id for job in self._jobs.values() if job.wants_cancel] if self._flight else []
-        if self.reuse is None:
-            return self._scheduler.schedule(held=cancelled)
-        reading = (job for job in self._jobs.values() if self._scheduler.view(job.id).phase == "prompt")
-        shared = share(reading, in_pieces=len(self._jobs) > 1)
-        for job in shared.gained:
-            self._scheduler.advance(job.id, job.cache.num_tokens)
-            if event := job.skip(job.cache.num_tokens):
-                self._tell(job, event)
-        return self._scheduler.schedule(held=shared.held.union(cancelled))
+        return self._scheduler.schedule(held=self.admit())
 
     def _preempt(self, preemption: Preemption) -> None:
         job = self._jobs[preemption.request_id]

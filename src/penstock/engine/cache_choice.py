@@ -23,8 +23,10 @@ class RequestSpace:
 
     @property
     def is_taken(self) -> bool:
-        run = None if self._run is None else self._run()
-        return run is not None and run.finish_reason is None
+        run, blocks = None if self._run is None else self._run(), self.space.blocks
+        is_running = run is not None and run.finish_reason is None
+        # A stream that was dropped before its first step still has what it had found.
+        return is_running or blocks.num_available < blocks.num_blocks
 
     def enter(self, run: Run) -> None:
         """A request begins in this cache."""

@@ -127,6 +127,8 @@ class Run:
             prefix=None if reuse is None else reuse.open(request.token_ids, cache, request.cache_salt),
         )
         self._batcher.add(self._job)
+        self._batcher.admit()
+        self._batcher.notices.clear()  # what is known of the prompt before the first step is no progress
 
     @property
     def events(self) -> deque[Event]:
