@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import penstock.cache.store.block_store as stores
-from penstock.cache.store.writer import StoreWriter
+from penstock.cache.store.output import StoreWriter
 from tests.cache.storing import files_in, fill, keys_of, kv_of, num_found, open_store
 
 KEYS = keys_of(4)

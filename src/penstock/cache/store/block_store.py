@@ -6,6 +6,8 @@ without them.
 
 import errno
 import logging
+import os
+import stat
 import threading
 import time
 from collections import OrderedDict
@@ -13,21 +15,20 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 
+import torch
 from torch import Tensor
 
 from penstock.cache.keys import BlockKey
-from penstock.cache.store.file import FileKind, FileName
+from penstock.cache.store.file import FileKind, FileLayout, FileName, TensorPart, blank_header, make_header
 from penstock.cache.store.folder import set_aside, touch
 from penstock.cache.store.limit import SizeLimit
-from penstock.cache.store.output import FileToWrite, StoreOutput, Warnings, size_of
-from penstock.cache.store.tensors import StoredBlock as StoredBlock
-from penstock.cache.store.tensors import StoredState as StoredState
-from penstock.cache.store.tensors import bytes_of, check_part, layouts_of, map_file
-from penstock.cache.store.writer import StoreWriter
+from penstock.cache.store.output import FileToWrite, StoreOutput, StoreWriter, Warnings, size_of
 from penstock.cache.tensors import CacheSpec
+from penstock.plan.grids import BLOCK_TOKENS
 
 _log = logging.getLogger("penstock.cache")
 
@@ -36,6 +37,26 @@ _QUEUE_BYTES = 256 << 20
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO, errno.EISDIR, errno.ENXIO)
 _NUM_READERS = 2
 _MOST_ASKED = 1 << 14  # keys, of a million tokens
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """Keys and values of a block for each K/V group, each [num_layers, 64, num_kv_heads, head_dim], mapped from its
+    file."""
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class StoredState:
+    """The recurrent state after some blocks: tails [num_layers, conv_tail, conv_size] and matrices [num_layers,
+    num_heads, key_dim, value_dim], mapped from its file."""
+
+    tails: Tensor
+    matrices: Tensor
 
 
 @dataclass
@@ -89,7 +110,7 @@ class BlockStore:
     ) -> None:
         self.folder = folder
         self._fingerprint = fingerprint.hex()
-        self._layouts = layouts_of(spec)
+        self._layouts = _layouts_of(spec)
         self._lock = threading.Lock()  # of what follows
         self._num_damaged = self._num_refused = 0
         self._asked: OrderedDict[BlockKey, int] = OrderedDict()
@@ -133,9 +154,9 @@ class BlockStore:
         they are. False where too much waits to be written: it may be tried again."""
         parts = self._layouts[FileKind.BLOCK].parts[::2]  # the keys of each group
         for part, group in zip(parts, kv, strict=True):
-            check_part(part, group, (len(keys), 2))
+            _check_part(part, group, (len(keys), 2))
         names = [FileName.of(FileKind.BLOCK, start + place, key) for place, key in enumerate(keys)]
-        data = zip(*(bytes_of(group) for group in kv), strict=True)  # of each block, its groups
+        data = zip(*(_bytes_of(group) for group in kv), strict=True)  # of each block, its groups
         return self._put(names, keys, [list(pieces) for pieces in data])
 
     def put_state(self, index: int, key: BlockKey, tails: Tensor, matrices: Tensor) -> None:
@@ -146,8 +167,8 @@ class BlockStore:
         given = {"tails": tails, "matrices": matrices}
         parts = self._layouts[FileKind.STATE].parts
         for part in parts:
-            check_part(part, given[part.name])
-        data = [bytes_of(given[part.name].unsqueeze(0))[0] for part in parts]
+            _check_part(part, given[part.name])
+        data = [_bytes_of(given[part.name].unsqueeze(0))[0] for part in parts]
         self._put([FileName.of(FileKind.STATE, index, key)], [key], [data])
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -214,7 +235,7 @@ class BlockStore:
         name = FileName.of(kind, index, key)
         path = self._output.path(name)
         try:
-            tensors = map_file(path, name, self._fingerprint, self._layouts[kind])
+            tensors = _map_file(path, name, self._fingerprint, self._layouts[kind])
         except OSError as error:
             if error.errno not in _UNREADABLE:
                 return None
@@ -268,3 +289,69 @@ class BlockStore:
             touch(self._output.path(FileName.of(FileKind.BLOCK, index, key)), used_ns)
             if FileKind.STATE in self._layouts:
                 touch(self._output.path(FileName.of(FileKind.STATE, index + 1, key)), used_ns)
+
+
+def _group_names(group: int) -> tuple[str, str]:
+    """What the keys and values of a K/V group are called in a file."""
+    number = f".{group}" if group else ""
+    return f"keys{number}", f"values{number}"
+
+
+def _layouts_of(spec: CacheSpec) -> dict[FileKind, FileLayout]:
+    """What the files of a model hold."""
+    parts: list[TensorPart] = []
+    for index, kv in enumerate(spec.kv_groups):
+        shape = (kv.num_layers, BLOCK_TOKENS, kv.num_kv_heads, kv.head_dim)
+        parts += [TensorPart(name, _NAMES[kv.dtype], shape) for name in _group_names(index)]
+    layouts = {FileKind.BLOCK: FileLayout(tuple(parts))}
+    recurrent = spec.recurrent
+    if recurrent is not None:
+        matrices = (recurrent.num_layers, *recurrent.matrix_shape)
+        tails = (recurrent.num_layers, *recurrent.tail_shape)
+        # The longer items first: what follows them is then aligned as well.
+        layouts[FileKind.STATE] = FileLayout(
+            (TensorPart("matrices", "F32", matrices), TensorPart("tails", _NAMES[recurrent.dtype], tails))
+        )
+    return layouts
+
+
+def _map_file(path: Path, name: FileName, fingerprint: str, layout: FileLayout) -> dict[str, Tensor] | None:
+    """The tensors of a file by name, mapped and checked; None where it is damaged or not of this kind. OSError where
+    it cannot be read, RuntimeError where it goes while it is opened."""
+    start = len(blank_header(name, fingerprint, layout))
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode) or found.st_size != start + layout.num_bytes:
+            return None
+        # torch's map keeps no file open, of which a process may have few. It is private, and nobody writes to it.
+        mapped = torch.from_file(str(path), shared=False, size=found.st_size, dtype=torch.uint8)
+    finally:
+        os.close(file)
+    held = mapped.numpy().data
+    if held[:start].tobytes() != make_header(name, fingerprint, layout, sha256(held[start:])):
+        return None
+    tensors: dict[str, Tensor] = {}
+    for part in layout.parts:
+        data = mapped[start : start + part.num_bytes]
+        tensors[part.name] = data.view(_DTYPES[part.dtype]).view(part.shape)
+        start += part.num_bytes
+    return tensors
+
+
+def _bytes_of(tensor: Tensor) -> list[memoryview]:
+    """The bytes of each tensor[i], without a copy where they are contiguous."""
+    if not tensor.numel():
+        return [memoryview(b"")] * len(tensor)
+    flat = tensor.contiguous().view(len(tensor), -1).view(torch.uint8).numpy()
+    return [row.data for row in flat]
+
+
+def _check_part(part: TensorPart, given: Tensor, num_parts: tuple[int, ...] = ()) -> None:
+    """ValueError unless this is a part of a file, or as many as `num_parts` says."""
+    shape, dtype = (*num_parts, *part.shape), _DTYPES[part.dtype]
+    if given.shape != shape or given.dtype != dtype or not given.is_cpu:
+        raise ValueError(
+            f"{part.name} to keep must be {dtype} {list(shape)} on cpu, "
+            f"not {given.dtype} {list(given.shape)} on {given.device}"
+        )

@@ -14,7 +14,9 @@ from enum import StrEnum
 from hashlib import sha256
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
 
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
@@ -22,7 +24,6 @@ if TYPE_CHECKING:
 FORMAT = "penstock cache 1"
 # Tensors begin where a processor likes them to: the header is filled up with spaces to a multiple of this.
 _ALIGNMENT_BYTES = 64
-_LONGEST_HEADER = 1 << 16
 _SLICE_BYTES = 4 << 20
 _NO_DIGEST = "0" * 64
 _DIGEST_START = b'"sha256":"'
@@ -124,35 +125,24 @@ def find_damage(path: Path, name: FileName) -> str | None:
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         return "it is no plain file"
-    data = sha256()
-    with path.open("rb") as file:
-        start = file.read(8)
-        num_bytes = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-        if not 0 < num_bytes <= _LONGEST_HEADER:
-            return "it is no safetensors file"
-        header = start + file.read(num_bytes)
-        while piece := file.read(_SLICE_BYTES):
-            data.update(piece)
     try:
-        table = json.loads(header[8:])
-        about = table.pop("__metadata__")
-        layout = FileLayout(tuple(_part(part, table[part]) for part in table))
-        fingerprint = str(about["fingerprint"])
+        with safe_open(path, framework="np") as file:
+            fingerprint = (file.metadata() or {}).get("fingerprint", "")
+            slices = {part: file.get_slice(part) for part in file.offset_keys()}
+        parts = [TensorPart(part, kept.get_dtype(), tuple(kept.get_shape())) for part, kept in slices.items()]
+        layout = FileLayout(tuple(parts))
         blank = blank_header(name, fingerprint, layout)
-        num_bytes = len(blank) + layout.num_bytes
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return "its header is damaged"
+    except (SafetensorError, KeyError):  # of a dtype that no cache has
+        return "it is no safetensors file of a cache"
     if not fingerprint.startswith(path.parent.name):
         return "it is of another model"
-    if found.st_size != num_bytes:
-        return f"it has {found.st_size} bytes in place of {num_bytes}"
+    if found.st_size != len(blank) + layout.num_bytes:
+        return f"it has {found.st_size} bytes in place of {len(blank) + layout.num_bytes}"
+    data = sha256()
+    with path.open("rb") as file:
+        header = file.read(len(blank))
+        while piece := file.read(_SLICE_BYTES):
+            data.update(piece)
     if header != make_header(name, fingerprint, layout, data):
         return "its bytes are not those that were written"
     return None
-
-
-def _part(name: str, entry: Any) -> TensorPart:
-    shape = entry["shape"]
-    if not isinstance(shape, list) or any(type(size) is not int or size < 0 for size in shape):
-        raise ValueError("no shape")
-    return TensorPart(name, str(entry["dtype"]), tuple(shape))
