@@ -1,6 +1,7 @@
 """Small stores with random contents, which follow from the keys."""
 
 import hashlib
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def num_found(store: BlockStore, keys: list[bytes], start: int = 0, spec: CacheS
     found = store.find(keys, start, needs_state=spec.recurrent is not None)
     if found is None:
         return 0
-    with found:
+    with closing(found):
         assert found.start == start
         assert_right(found, keys, spec)
         return found.num_blocks

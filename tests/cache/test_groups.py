@@ -1,5 +1,6 @@
 """A cache with several K/V groups: each has its own shape and its own pool, and a sequence holds them together."""
 
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -204,7 +205,7 @@ def test_groups_go_to_disk_and_come_back(tmp_path: Path) -> None:
     found = store.find(keys, 0, needs_state=True)
     assert found is not None
     assert found.state is not None
-    with found:
+    with closing(found):
         copy_in(other.tensors, [group.block_ids for group in again.kv_groups], found.blocks)
         copy_state_in(other.tensors, step.writes[0].slot, found.state)
     again.commit(3 * BLOCK_TOKENS)

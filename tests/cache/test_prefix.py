@@ -320,7 +320,7 @@ def test_a_state_is_kept_once() -> None:
 def test_a_state_without_a_block_or_without_room_is_not_kept() -> None:
     engine, stateless = Engine(8, num_slots=4, max_snapshots=0), Engine(8, max_snapshots=3)
     assert engine.slots is not None
-    slot = engine.slots.allocate()
+    slot = engine.slots.allocate(1)[0]
     engine.read("ab")
     stateless.read("ab")
     assert not engine.index.snapshot(keys_of("ab"), slot)

@@ -91,7 +91,7 @@ class StateMachine(RuleBasedStateMachine):
         self.cache = RecurrentCache(SPEC, num_slots)
         self.lives = [Life(SequenceState(self.pool)) for _ in range(NUM_SEQUENCES)]
         self.held: list[Held] = []
-        self.pinned = self.pool.allocate_many(min(pinned, num_slots - 1))
+        self.pinned = self.pool.allocate(min(pinned, num_slots - 1))
         self.next_token = 1
 
     def draw_life(self, data: st.DataObject, in_step: bool | None = False) -> Life | None:
@@ -245,7 +245,7 @@ class StateMachine(RuleBasedStateMachine):
             self.pool.release(slot)
         self.pool.check_integrity()
         assert self.pool.num_free == self.pool.num_slots
-        assert sorted(self.pool.allocate_many(self.pool.num_slots)) == list(range(self.pool.num_slots))
+        assert sorted(self.pool.allocate(self.pool.num_slots)) == list(range(self.pool.num_slots))
 
 
 StateMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)

@@ -65,7 +65,7 @@ def shared(num_blocks: int) -> tuple[BlockPool, SlotPool, list[int], int]:
     """Pools in which somebody holds so many blocks, and the state after them."""
     blocks, slots = BlockPool(8), SlotPool(4)
     blocks.allocate(num_blocks)
-    return blocks, slots, list(range(num_blocks)), slots.allocate()
+    return blocks, slots, list(range(num_blocks)), slots.allocate(1)[0]
 
 
 def test_adopting_goes_on_in_both() -> None:
@@ -88,7 +88,7 @@ def test_adopting_goes_on_in_both() -> None:
 def test_adopting_more_replaces_the_state() -> None:
     blocks, slots, ids, slot = shared(3)
     cache = SequenceCache([blocks], slots)
-    early = slots.allocate()
+    early = slots.allocate(1)[0]
     cache.adopt([ids[:1]], early)
     cache.adopt([ids[1:]], slot)
     slots.release(early)
@@ -131,7 +131,7 @@ def test_adopting_without_state() -> None:
 
 def test_a_state_is_not_adopted_backwards_or_within_a_step() -> None:
     slots = SlotPool(4)
-    slot = slots.allocate()
+    slot = slots.allocate(1)[0]
     state = SequenceState(slots)
     state.adopt(64, slot)
     with pytest.raises(ValueError, match="more than 64"):

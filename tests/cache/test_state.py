@@ -133,7 +133,7 @@ def test_a_slot_with_another_owner_outlives_its_sequence() -> None:
     state.commit()
     state.free()
     assert pool.num_free == 2
-    assert pool.allocate_many(2) == (1, 2)  # not the pinned one
+    assert pool.allocate(2) == (1, 2)  # not the pinned one
     pool.release(pinned)
     assert pool.num_free == 1
 

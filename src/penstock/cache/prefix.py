@@ -66,8 +66,8 @@ class PrefixIndex:
         # (tick, -depth, block) of every idle block, and of others that were: those are passed over.
         self._order: list[tuple[int, int, int]] = []
         self._tick = 0
-        self._num_evicted_blocks = 0
-        self._num_evicted_snapshots = 0
+        self.num_evicted_blocks = 0
+        self.num_evicted_snapshots = 0
         blocks.reclaim = self._reclaim
         blocks.on_idle = self._on_idle
 
@@ -84,14 +84,6 @@ class PrefixIndex:
         """Those whose slots nobody else holds."""
         slots = self._slots
         return sum(slots.num_owners(slot) == 1 for slot in self._snapshots.values()) if slots else 0
-
-    @property
-    def num_evicted_blocks(self) -> int:
-        return self._num_evicted_blocks
-
-    @property
-    def num_evicted_snapshots(self) -> int:
-        return self._num_evicted_snapshots
 
     def find(self, keys: Sequence[BlockKey], *, clean_only: bool = False) -> PrefixHit:
         """The longest usable prefix of these keys, which counts as used now: blocks for each of them and, for models
@@ -154,7 +146,7 @@ class PrefixIndex:
         self._snapshots.move_to_end(node.key)
         if len(self._snapshots) > self._max_snapshots:
             self._forget_snapshot(next(iter(self._snapshots)))
-            self._num_evicted_snapshots += 1
+            self.num_evicted_snapshots += 1
         return True
 
     def clear(self) -> None:
@@ -219,8 +211,8 @@ class PrefixIndex:
         while num_blocks and self._order:
             entry = heappop(self._order)
             if self._is_current(entry):
-                self._num_evicted_snapshots += self._forget(self._node_of[entry[2]])
-                self._num_evicted_blocks += 1
+                self.num_evicted_snapshots += self._forget(self._node_of[entry[2]])
+                self.num_evicted_blocks += 1
                 num_blocks -= 1
 
     def _forget(self, node: _Node) -> bool:

@@ -35,12 +35,7 @@ class SlotPool:
     def can_allocate(self, num_slots: int) -> bool:
         return num_slots <= self.num_free
 
-    def allocate(self) -> int:
-        """Take a slot with one reference, or raise CacheFullError and change nothing."""
-        (slot,) = self.allocate_many(1)
-        return slot
-
-    def allocate_many(self, num_slots: int) -> tuple[int, ...]:
+    def allocate(self, num_slots: int) -> tuple[int, ...]:
         """Take `num_slots` slots with one reference each, or raise CacheFullError and change nothing."""
         if num_slots < 0:
             raise ValueError(f"cannot allocate {num_slots} slots")
@@ -163,7 +158,7 @@ class SequenceState:
             raise ValueError(
                 f"cannot keep states at {list(ends)}: accepted is at least one position, ascending, above {start}"
             )
-        slots = self._pool.allocate_many(len(ends))
+        slots = self._pool.allocate(len(ends))
         writes = tuple(StateWrite(end, slot) for end, slot in zip(ends, slots, strict=True))
         self._steps.append(StateStep(known[start] if start else EMPTY, writes))
         return self._steps[-1]

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -75,14 +74,6 @@ class StoredPrefix:
     def close(self) -> None:
         self.blocks = ()
         self.state = None
-
-    def __enter__(self) -> "StoredPrefix":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 @dataclass(frozen=True)
