@@ -7,7 +7,7 @@ from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass
 from penstock.bench.workload import DECODING, estimate_s, plan_memory, plan_timings
 from penstock.measure.prompts import random_tokens
-from penstock.models.config import ModelConfig
+from penstock.plan.model import ModelConfig
 
 CONFIG = ModelConfig(
     family="llama",

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.chunk_sizing import ActivationBudgetError
 from penstock.engine.events import Finished, GenerationRequest, TokenGenerated
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.llm import LLM
@@ -14,6 +13,7 @@ from penstock.engine.profile import TuneProfile, profile_key, save_profile
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import PromptError, SettingError
 from penstock.plan import ScheduleConfig, SchedulePolicy, StepShape, StepTimeCoefficients
+from penstock.plan.fitting import ActivationBudgetError
 from tests.byte_models import model_of_bytes
 from tests.oracle import random_prompt
 

@@ -10,10 +10,10 @@ import pytest
 
 from penstock import LLM, SamplingParams
 from penstock.errors import ContextLengthError, ModelError, PromptError, SettingError
-from penstock.models.config import DeltaNetConfig, ModelConfig
 from penstock.plan import (
     ChunkSetting,
 )
+from penstock.plan.model import DeltaNetConfig, ModelConfig
 from penstock.plan.progress import Progress
 from penstock.plan.settings import DeviceSetting
 
@@ -180,8 +180,8 @@ def test_nothing_of_the_model_is_skipped(llm: LLM) -> None:
     assert llm.skipped is None
 
 
-PLAIN = ModelConfig("llama", 100, 32, 64, 4, 4, 2, 8, 4096, 1e-6, False)
-HYBRID = replace(PLAIN, delta_net=DeltaNetConfig(2, 4, 8, 8, 4, (0, 1, 2)))
+PLAIN = ModelConfig(4, 32, 64, 4, 2, 8, 100, family="llama", max_position=4096)
+HYBRID = replace(PLAIN, delta_net=DeltaNetConfig(3, 2, 4, 8, 8, 4, (0, 1, 2)))
 
 
 def test_penstock_is_importable_without_torch() -> None:

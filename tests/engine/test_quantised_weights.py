@@ -22,7 +22,7 @@ from penstock.models.gguf.file import GgufFile
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model
-from penstock.models.shape import model_shape, stored_bits
+from penstock.models.shape import stored_bits
 from penstock.plan.memory import weight_bytes
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.settings import WeightsName
@@ -81,7 +81,7 @@ def test_the_file_s_blocks_are_kept(opened: OpenedModel, kept: Decoder) -> None:
 
 
 def test_the_arithmetic_knows_their_size(opened: OpenedModel, kept: Decoder) -> None:
-    shape, bits = model_shape(kept.config), stored_bits(opened.source, plain_bits=16)
+    shape, bits = kept.config, stored_bits(opened.source, plain_bits=16)
     assert weight_bytes(shape, 2, bits) == pytest.approx(kept.num_weight_bytes, rel=1e-3)
     assert weight_bytes(shape, 2) == pytest.approx(load(opened.source, "bf16").num_weight_bytes, rel=1e-3)
 

@@ -17,8 +17,8 @@ from penstock.frontends.plan import plan
 from penstock.frontends.plan_rows import Plan, make_plan
 from penstock.frontends.plan_source import PlannedModel, expected_workspace, read_model
 from penstock.frontends.plan_table import table
-from penstock.models.shape import model_shape, workspace_for
-from penstock.plan.fitting import largest_chunk
+from penstock.models.shape import workspace_for
+from penstock.plan.fitting import ActivationModel
 from penstock.plan.memory import WeightBits, kv_token_bytes, weight_bytes
 from penstock.plan.settings import resolve_weights
 from penstock.plan.step_shape import Workspace
@@ -98,17 +98,12 @@ def test_the_largest_chunk_that_fits_is_chosen(tmp_path: Path, config: dict[str,
     rows = {row.chunk: row for row in made.rows}
     assert rows[made.chosen].fits
     assert rows[made.chosen].total_bytes <= 24_000 * MIB
-    shape = model_shape(read_model(str(tmp_path)).config)
+    shape = read_model(str(tmp_path)).config
     assert made.weights_bytes == weight_bytes(shape, 2)
     assert made.kv_cache_bytes == 50_000 * kv_token_bytes(shape, 2)
     grid = 64 if config is HYBRID else 1
-    found = largest_chunk(
-        shape,
-        50_000,
-        24_000 * MIB - made.fixed_bytes,
-        dtype_bytes=2,
-        workspace=workspace_for(read_model(str(tmp_path)).config, Workspace("native")),
-        grid=grid,
+    found = ActivationModel(shape, 2, workspace_for(shape, Workspace("native"))).largest_chunk(
+        50_000, 24_000 * MIB - made.fixed_bytes, grid=grid
     )
     assert found is not None
     assert made.chosen == min(found, 50_000)

@@ -30,7 +30,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.loading import load_decoder
-from penstock.models.shape import model_shape, workspace_of
+from penstock.models.shape import workspace_of
 from penstock.plan import ChunkedPrefillConfig, Span
 from penstock.plan.activation_parts import SMALL_BYTES
 from penstock.plan.grids import RowLaw
@@ -82,7 +82,7 @@ def test_what_is_predicted_is_what_lives(family: str, dtype: torch.dtype, kind: 
             spans.append(run.step().span)
     predicted = [
         predict_growth(
-            model_shape(model.config),
+            model.config,
             [span],
             dtype_bytes=dtype.itemsize,
             workspace=workspace_of(model),
@@ -105,7 +105,7 @@ def test_what_is_predicted_is_what_a_gpu_s_allocator_gives(family: str) -> None:
 
 
 def test_a_cache_that_is_taken_at_once_is_predicted_whole() -> None:
-    shape = model_shape(family_config("qwen3-0.6b"))
+    shape = family_config("qwen3-0.6b")
     spans = [Span(0, 500), Span(500, 1000)]
 
     def predicted(takes_all: bool) -> PredictedGrowth:
@@ -134,7 +134,7 @@ def test_a_gpu_is_measured_by_its_allocator() -> None:
 def test_weights_by_arithmetic(family: str, dtype: torch.dtype) -> None:
     """All but biases, the norms of single heads, and that some norms are float32."""
     model, _ = small_model(family, dtype, TorchKernels())
-    by_shape = weight_bytes(model_shape(model.config), dtype.itemsize)
+    by_shape = weight_bytes(model.config, dtype.itemsize)
     assert by_shape == pytest.approx(model.num_weight_bytes, rel=0.003)
     if model.config.family == "llama":
         assert by_shape == model.num_weight_bytes
@@ -217,7 +217,7 @@ def test_nothing_is_predicted_of_nothing() -> None:
     config = family_config("smollm2-135m")
     with pytest.raises(SettingError, match="spans"):
         predict_growth(
-            model_shape(config),
+            config,
             [],
             dtype_bytes=2,
             workspace=Workspace(),

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.layers.rotary import rotary_frequencies
-from penstock.models.config import RotaryConfig
 from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.hf.folder import read_folder_config
+from penstock.plan.model import RotaryConfig
 from tests.models.builders import CLASSES, hf_config
 
 ROPES: dict[str, dict[str, Any]] = {

@@ -6,15 +6,11 @@ import pytest
 import torch
 
 from penstock.cache.kv import KVSpec
-from penstock.models.config import DeltaNetConfig, ExpertsConfig, ModelConfig
-from penstock.models.shape import model_shape
 from penstock.plan import (
     ChunkedPrefillConfig,
-    DeltaNetShape,
-    ExpertsShape,
-    ModelShape,
     peak_memory_estimate,
 )
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig
 
 LLAMA = ModelConfig(
     family="llama",
@@ -30,6 +26,7 @@ LLAMA = ModelConfig(
     tied_head=False,
 )
 NET = DeltaNetConfig(
+    num_layers=6,
     num_key_heads=2,
     num_value_heads=4,
     key_head_dim=16,
@@ -38,6 +35,7 @@ NET = DeltaNetConfig(
     layers=(0, 1, 2, 4, 5, 6),
 )
 EXPERTS = ExpertsConfig(
+    num_layers=8,
     num_experts=16,
     num_active=2,
     intermediate_size=48,
@@ -45,41 +43,38 @@ EXPERTS = ExpertsConfig(
     normalised=True,
     layers=tuple(range(8)),
 )
+SOME = replace(EXPERTS, num_layers=2, shared_intermediate_size=0, layers=(1, 3))
 HYBRID = replace(LLAMA, family="qwen3_5_text", gated_attention=True, delta_net=NET)
-MOE = replace(LLAMA, family="qwen3_moe", experts=replace(EXPERTS, shared_intermediate_size=0, layers=(1, 3)))
+MOE = replace(
+    LLAMA,
+    family="qwen3_moe",
+    experts=SOME,
+)
 HYBRID_MOE = replace(HYBRID, family="qwen3_next", experts=EXPERTS)
 CHUNKS = ChunkedPrefillConfig(chunk_size=64)
 
 
-def test_a_plain_model() -> None:
-    assert model_shape(LLAMA) == ModelShape(8, 64, 160, 4, 2, 16, 1000)
+def test_layers_of_each_kind_are_counted() -> None:
+    assert HYBRID.num_attention_layers == len(HYBRID.attention_layers) == 2
+    assert (MOE.num_dense_layers, MOE.num_attention_layers) == (6, 8)
+    assert (HYBRID_MOE.num_dense_layers, HYBRID_MOE.num_attention_layers) == (0, 2)
 
 
-def test_a_hybrid() -> None:
-    shape = model_shape(HYBRID)
-    assert shape == ModelShape(8, 64, 160, 4, 2, 16, 1000, True, DeltaNetShape(6, 2, 4, 16, 32, 4))
-    assert shape.num_attention_layers == len(HYBRID.attention_layers) == 2
-    assert shape.delta_net is not None
-    assert (shape.delta_net.conv_size, shape.delta_net.value_size) == (NET.conv_size, NET.value_size)
-
-
-def test_experts_in_some_layers_and_in_all() -> None:
-    some, every = model_shape(MOE), model_shape(HYBRID_MOE)
-    assert some.experts == ExpertsShape(2, 16, 48, 0)
-    assert (some.delta_net, some.num_dense_layers, some.num_attention_layers) == (None, 6, 8)
-    assert every.experts == ExpertsShape(8, 16, 48, 96)
-    assert (every.num_dense_layers, every.num_attention_layers) == (0, 2)
-
-
-def test_kinds_of_layers_that_no_layer_is_of_are_left_out() -> None:
-    none = replace(LLAMA, delta_net=replace(NET, layers=()), experts=replace(EXPERTS, layers=()))
-    assert model_shape(none) == model_shape(LLAMA)
+def test_some_layers_are_a_model_of_their_own() -> None:
+    assert HYBRID_MOE.of_layers(0, 8) is HYBRID_MOE
+    part = replace(HYBRID, experts=MOE.experts).of_layers(2, 5)
+    assert (part.num_layers, part.attention_layers) == (3, (1,))
+    assert part.delta_net == replace(NET, num_layers=2, layers=(0, 2))
+    assert part.experts == replace(SOME, num_layers=1, layers=(1,))
+    plain = part.of_layers(1, 2)
+    assert (plain.delta_net, plain.experts) == (None, replace(SOME, num_layers=1, layers=(0,)))
+    assert part.of_layers(2, 3).experts is None
 
 
 @pytest.mark.parametrize("config", [LLAMA, HYBRID, MOE, HYBRID_MOE], ids=lambda config: config.family)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_the_estimate_has_the_bytes_of_the_caches(config: ModelConfig, dtype: torch.dtype) -> None:
-    estimate = peak_memory_estimate(model_shape(config), 1000, CHUNKS, dtype_bytes=dtype.itemsize)
+    estimate = peak_memory_estimate(config, 1000, CHUNKS, dtype_bytes=dtype.itemsize)
     spec = KVSpec(len(config.attention_layers), config.num_kv_heads, config.head_dim, dtype)
     assert estimate.chunked.kv_cache_bytes == estimate.full.kv_cache_bytes == spec.bytes_per_token * 1000
     slot = 0

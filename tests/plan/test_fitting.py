@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import SettingError
 from penstock.plan import DeltaNetShape, ExpertsShape, ModelShape, create_prefill_chunks_at
-from penstock.plan.activation import step_memory
-from penstock.plan.fitting import chunk_peak_bytes, largest_chunk, largest_step, smallest_budget
+from penstock.plan.fitting import ActivationModel
 from penstock.plan.step_shape import StepShape, Workspace
 from tests.plan.test_memory import workspaces
 
@@ -60,30 +59,15 @@ def test_the_largest_chunk_fits_is_maximal_and_a_refusal_names_what_would_do(
     dtype_bytes: int,
     data: st.DataObject,
 ) -> None:
+    model = ActivationModel(shape, dtype_bytes, workspace)
+
     def fitted(budget: int) -> int | None:
-        return largest_chunk(
-            shape,
-            prompt_tokens,
-            budget,
-            dtype_bytes=dtype_bytes,
-            workspace=workspace,
-            grid=grid,
-            num_decodes=num_decodes,
-        )
+        return model.largest_chunk(prompt_tokens, budget, grid=grid, num_decodes=num_decodes)
 
     def peak(chunk: int) -> int:
-        return chunk_peak_bytes(
-            shape,
-            prompt_tokens,
-            chunk,
-            dtype_bytes=dtype_bytes,
-            workspace=workspace,
-            num_decodes=num_decodes,
-        )
+        return model.largest_step(prompt_tokens, chunk, num_decodes=num_decodes).peak_bytes
 
-    least = smallest_budget(
-        shape, prompt_tokens, dtype_bytes=dtype_bytes, workspace=workspace, grid=grid, num_decodes=num_decodes
-    )
+    least = model.smallest_budget(prompt_tokens, grid=grid, num_decodes=num_decodes)
     chunk = fitted(budget_bytes)
     if chunk is None:
         assert budget_bytes < least
@@ -110,35 +94,33 @@ def test_the_largest_chunk_fits_is_maximal_and_a_refusal_names_what_would_do(
         decode_pasts=num_decodes * prompt_tokens,
         is_last=start + end == prompt_tokens,
     )
-    assert step_memory(shape, step, dtype_bytes=dtype_bytes, workspace=workspace).peak_bytes <= budget_bytes
+    assert model.step_bytes(step) <= budget_bytes
 
 
 def test_a_limit_on_the_chunk_is_kept() -> None:
     def fitted(most: int | None, grid: int = 1) -> int | None:
-        return largest_chunk(LLAMA, 10_000, 1 << 40, dtype_bytes=2, most=most, grid=grid)
+        return ActivationModel(LLAMA, 2).largest_chunk(10_000, 1 << 40, most=most, grid=grid)
 
     assert (fitted(None), fitted(700), fitted(20_000)) == (10_000, 700, 10_000)
     assert (fitted(None, 64), fitted(700, 64), fitted(20, 64)) == (10_048, 640, 64)
 
 
 def test_more_memory_never_gives_a_smaller_chunk() -> None:
-    sizes = [largest_chunk(LLAMA, 30_000, budget << 20, dtype_bytes=2) or 0 for budget in range(1, 400, 7)]
+    model = ActivationModel(LLAMA, 2)
+    sizes = [model.largest_chunk(30_000, budget << 20) or 0 for budget in range(1, 400, 7)]
     assert sizes == sorted(sizes)
     assert sizes[0] == 0
     assert 512 < sizes[-1] < 30_000
 
 
 def test_the_largest_step_is_that_of_all_chunks() -> None:
+    model = ActivationModel(LLAMA, 2)
     ends = [700, 1400, 2100, 2800, 3000]
     peaks = [
-        step_memory(
-            LLAMA,
-            StepShape.of_chunk(len(chunk), chunk.start_pos, is_last=chunk.is_last),
-            dtype_bytes=2,
-        ).peak_bytes
+        model.step_bytes(StepShape.of_chunk(len(chunk), chunk.start_pos, is_last=chunk.is_last))
         for chunk in create_prefill_chunks_at(range(3000), ends)
     ]
-    bound = largest_step(LLAMA, 3000, 700, dtype_bytes=2).peak_bytes
+    bound = model.largest_step(3000, 700).peak_bytes
     assert max(peaks) <= bound <= 1.05 * max(peaks)
 
 
@@ -154,6 +136,7 @@ def test_the_largest_step_is_that_of_all_chunks() -> None:
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
-    arguments: dict[str, Any] = {"prompt_tokens": 100, "budget_bytes": 1 << 40, "dtype_bytes": 2, **changes}
+    arguments: dict[str, Any] = {"prompt_tokens": 100, "budget_bytes": 1 << 40, **changes}
+    model = ActivationModel(LLAMA, arguments.pop("dtype_bytes", 2))
     with pytest.raises(SettingError, match=said):
-        largest_chunk(LLAMA, **arguments)
+        model.largest_chunk(**arguments)

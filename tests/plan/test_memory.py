@@ -376,8 +376,8 @@ def test_experts_shape_refuses(field: str, value: Any) -> None:
             {"experts": replace(EXPERTS, num_layers=4)},
             "experts.num_layers=4 is not accepted with num_layers=3",
         ),
-        ({"delta_net": EXPERTS}, "give DeltaNetShape or None"),
-        ({"experts": 8}, "experts=8 is not accepted: give ExpertsShape or None"),
+        ({"delta_net": EXPERTS}, "give DeltaNetConfig or None"),
+        ({"experts": 8}, "experts=8 is not accepted: give ExpertsConfig or None"),
         ({"gated_attention": 1}, "gated_attention=1 is not accepted: give True or False"),
     ],
 )

@@ -28,7 +28,7 @@ from penstock.plan import (
     StepTimeModel,
 )
 from penstock.plan.activation import step_memory
-from penstock.plan.fitting import smallest_budget
+from penstock.plan.fitting import ActivationModel
 from penstock.plan.sizing import CAUTIOUS_CHUNK, shape_of
 
 CPU = StepTimeCoefficients(0.012, 8e-4, 9e-8, 4e-3, 1.5e-6)
@@ -248,7 +248,7 @@ def test_of_two_targets_the_one_between_tokens_holds_and_the_decision_says_so() 
 def test_no_step_needs_more_than_the_budget(
     num_tokens: int, budget: int, grid: int, target_s: float | None
 ) -> None:
-    budget = max(budget, smallest_budget(SHAPE, num_tokens, dtype_bytes=2, grid=grid))
+    budget = max(budget, ActivationModel(SHAPE, 2).smallest_budget(num_tokens, grid=grid))
     bounded = sizer(max_activation_bytes=budget, grid=grid, target_itl_s=target_s)
     for chunk, decision in read(num_tokens, bounded):
         needed = step_bytes(StepShape.of_chunk(len(chunk), chunk.start_pos, is_last=True))

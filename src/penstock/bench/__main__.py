@@ -80,9 +80,9 @@ from penstock.kernels.device import chosen_device
 from penstock.measure.growth import can_measure_growth
 from penstock.measure.machine import this_machine
 from penstock.measure.prompts import random_tokens, text_tokens
-from penstock.models.config import ModelConfig
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_model, open_weights
+from penstock.plan.model import ModelConfig
 from penstock.plan.settings import DEVICE_VARIABLE
 
 NOISY_STATUS = 3

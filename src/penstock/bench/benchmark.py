@@ -15,8 +15,8 @@ from penstock.bench.timing import Pass, Turn, take_turns, time_pass
 from penstock.bench.workload import DECODING, SLOW, Case, estimate_s, plan_memory, plan_timings
 from penstock.measure.growth import WARM_UP_TOKENS
 from penstock.measure.machine import this_machine
-from penstock.models.config import ModelConfig
 from penstock.models.opened import open_weights
+from penstock.plan.model import ModelConfig
 
 Say = Callable[[str], None]
 

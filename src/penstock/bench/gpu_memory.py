@@ -6,7 +6,7 @@ from penstock.bench.gpu_models import Subject, first_token
 from penstock.bench.gpu_results import Figure
 from penstock.bench.gpu_workload import PrefillCase, Section
 from penstock.cache.space import CacheSpace
-from penstock.models.shape import model_shape, workspace_of
+from penstock.models.shape import workspace_of
 from penstock.plan.activation import step_memory
 from penstock.plan.step_shape import StepShape
 
@@ -58,7 +58,7 @@ def predicted_bytes(subject: Subject, case: PrefillCase) -> int:
     starts = range(0, case.prompt_tokens, size)
     return max(
         step_memory(
-            model_shape(subject.model.config),
+            subject.model.config,
             StepShape.of_chunk(
                 min(size, case.prompt_tokens - start), start, is_last=start + size >= case.prompt_tokens
             ),

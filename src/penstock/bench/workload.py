@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from penstock.bench.suites import Suite
 from penstock.bench.systems import SystemName
 from penstock.bench.timing import Pass
-from penstock.models.config import ModelConfig
+from penstock.plan.model import ModelConfig
 
 DEFAULT_DECODE_TOKENS = 32
 DEFAULT_MEMORY_REPEATS = 3

@@ -15,7 +15,6 @@ import torch
 from penstock.cache.store.block_store import BlockStore
 from penstock.engine.cache_choice import RequestSpaces
 from penstock.engine.capacity import free_memory_bytes
-from penstock.engine.chunk_sizing import ActivationModel
 from penstock.engine.constraint import ConstraintFactory
 from penstock.engine.events import GenerationRequest, JsonFormat
 from penstock.engine.fingerprint import cache_fingerprint
@@ -33,7 +32,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder, settled_weights
 from penstock.models.opened import open_model
-from penstock.models.shape import model_shape, workspace_of
+from penstock.models.shape import activation_model, workspace_of
 from penstock.models.source import WeightSource
 from penstock.plan import (
     AlignSetting,
@@ -148,7 +147,7 @@ class LLM:
         self._config = self.settings.config
         # What is known of step times, from a profile and from every step that ran.
         self.times = StepTimeModel(self._profile.coefficients if self._profile else None)
-        self.activations = ActivationModel(self.model)
+        self.activations = activation_model(self.model)
         self.store: BlockStore | None = None
         self.fingerprint: bytes | None = None
         if (stored := settings.store) is not None:
@@ -226,7 +225,7 @@ class LLM:
     def memory_estimate(self, prompt_tokens: int) -> PrefillMemoryEstimate:
         """The peak memory of a prompt of so many tokens, besides the weights, by arithmetic."""
         return peak_memory_estimate(
-            model_shape(self.model.config),
+            self.model.config,
             prompt_tokens,
             self._config,
             dtype_bytes=self.model.dtype.itemsize,

@@ -15,7 +15,6 @@ from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.batcher import Batcher, Notice
 from penstock.engine.capacity import cache_tokens_that_fit, free_memory_bytes
-from penstock.engine.chunk_sizing import ActivationModel
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, Listener
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
@@ -29,6 +28,7 @@ from penstock.errors import (
     ServiceClosedError,
     SettingError,
 )
+from penstock.models.shape import activation_model
 from penstock.plan.checks import check_int
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.settings import check_schedule
@@ -80,7 +80,7 @@ class Service:
                 max_activation_bytes=llm.size.max_activation_bytes,
                 grid=self.schedule.grid,
             )
-        self._activations = ActivationModel(llm.model, joins_past=True)
+        self._activations = activation_model(llm.model, joins_past=True)
         # The last token of an answer is never run, so it needs no place.
         self.max_request_tokens = min(llm.context_length, space.blocks.num_blocks * BLOCK_TOKENS + 1)
         self._reuse = (

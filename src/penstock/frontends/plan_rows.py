@@ -13,12 +13,12 @@ from penstock.plan import (
     num_prefill_chunks,
 )
 from penstock.plan.activation_parts import StepMemory
-from penstock.plan.fitting import largest_chunk, largest_step, smallest_budget
+from penstock.plan.fitting import ActivationModel
 from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
 from penstock.plan.step_shape import Workspace
 
 if TYPE_CHECKING:  # torch comes with it
-    from penstock.models.config import ModelConfig
+    from penstock.plan.model import ModelConfig
 
 _SMALLEST_ROW = 128
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -74,7 +74,7 @@ def make_plan(
 ) -> Plan:
     """Rows for powers of two, the whole prompt, and the chosen size. Chunks of a model with recurrent state are
     multiples of 64."""
-    from penstock.models.shape import model_shape, workspace_for
+    from penstock.models.shape import workspace_for
 
     if prompt_tokens > config.max_position:
         raise SettingError(
@@ -84,7 +84,7 @@ def make_plan(
             because=f"the model's context is {config.max_position} tokens",
         )
     planner = _Planner(
-        shape=model_shape(config),
+        shape=config,
         prompt_tokens=prompt_tokens,
         num_decodes=num_decodes,
         dtype_bytes=_DTYPE_BYTES[dtype],
@@ -137,6 +137,10 @@ class _Planner:
         return num_tokens * kv_token_bytes(self.shape, self.dtype_bytes)
 
     @property
+    def _activations(self) -> ActivationModel:
+        return ActivationModel(self.shape, self.dtype_bytes, self.workspace)
+
+    @property
     def recurrent_bytes(self) -> int:
         """A step reads one state of each sequence and writes another."""
         num_slots = (1 + self.num_decodes) * ChunkedPrefillConfig().num_state_slots
@@ -157,12 +161,9 @@ class _Planner:
             return min(
                 DEFAULT_CHUNK_SIZE, self.prompt_tokens
             ), "the default: neither --chunk nor --memory is given"
-        found = largest_chunk(
-            self.shape,
+        found = self._activations.largest_chunk(
             self.prompt_tokens,
             max(self.budget_bytes - self.fixed_bytes, 0),
-            dtype_bytes=self.dtype_bytes,
-            workspace=self.workspace,
             grid=self.grid,
             num_decodes=self.num_decodes,
         )
@@ -172,13 +173,8 @@ class _Planner:
                 f"the largest that fits {format_bytes(self.budget_bytes)}"
                 + (": the whole prompt" if whole else "")
             )
-        least = self.fixed_bytes + smallest_budget(
-            self.shape,
-            self.prompt_tokens,
-            dtype_bytes=self.dtype_bytes,
-            workspace=self.workspace,
-            grid=self.grid,
-            num_decodes=self.num_decodes,
+        least = self.fixed_bytes + self._activations.smallest_budget(
+            self.prompt_tokens, grid=self.grid, num_decodes=self.num_decodes
         )
         return None, (
             f"no chunk fits {format_bytes(self.budget_bytes)}: weights take {format_bytes(self.weights_bytes)}, keys "
@@ -200,14 +196,7 @@ class _Planner:
         )
 
     def _step(self, chunk: int) -> StepMemory:
-        return largest_step(
-            self.shape,
-            self.prompt_tokens,
-            chunk,
-            dtype_bytes=self.dtype_bytes,
-            workspace=self.workspace,
-            num_decodes=self.num_decodes,
-        )
+        return self._activations.largest_step(self.prompt_tokens, chunk, num_decodes=self.num_decodes)
 
     def _against_budget(self, chunk: int) -> str:
         if self.budget_bytes is None:

@@ -18,7 +18,7 @@ from penstock.plan.step_shape import KernelKind, Workspace
 if TYPE_CHECKING:
     import torch
 
-    from penstock.models.config import ModelConfig
+    from penstock.plan.model import ModelConfig
 
 
 _PLAIN_BITS = 16  # of a value of bfloat16
@@ -36,7 +36,6 @@ class PlannedModel:
     def settled(self, setting: WeightsSetting, dtype: str, device: "torch.device") -> WeightsSetting:
         """What `auto` would come to on this machine, and why."""
         from penstock.kernels.device import device_kind
-        from penstock.models.shape import model_shape
 
         if self.stored is None or self.stored.matrices >= _PLAIN_BITS:
             return setting
@@ -47,7 +46,7 @@ class PlannedModel:
         return settle_weights(
             setting,
             fast_bfloat16=has_fast_bfloat16(processor_flags()),
-            bfloat16_bytes=weight_bytes(model_shape(self.config), 2),
+            bfloat16_bytes=weight_bytes(self.config, 2),
             memory_bytes=memory_bytes(),
         )
 

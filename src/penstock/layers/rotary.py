@@ -1,35 +1,13 @@
 """Rotary position embedding: the frequencies of each kind of scaling, and tables of cosines and sines."""
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from penstock.errors import ModelError
 from penstock.plan.grids import ROTARY_PAGE
-
-
-@dataclass(frozen=True)
-class RotaryConfig:
-    """Rotary embedding as transformers defines it: `kind` is its rope type, the rest are that type's parameters."""
-
-    theta: float = 10_000.0
-    kind: str = "default"  # default, linear, llama3, yarn
-    factor: float = 1.0
-    original_max_position: int | None = None
-    # llama3
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    # yarn
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    attention_factor: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    # Divisors of the inverse frequencies, one per pair, where a file carries them (GGUF's rope_freqs.weight).
-    frequency_divisors: tuple[float, ...] | None = None
+from penstock.plan.model import RotaryConfig
 
 
 class Rotary:

@@ -12,7 +12,7 @@ import torch
 
 from penstock.errors import PenstockError
 from penstock.kernels.device import device_kind
-from penstock.models.config import ModelConfig
+from penstock.plan.model import ModelConfig
 from penstock.process_memory import anonymous_bytes, peak_anonymous_bytes, reset_peak, trim_heap
 
 WARM_UP_TOKENS = 64

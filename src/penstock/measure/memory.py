@@ -34,7 +34,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.hub import resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_weights
-from penstock.models.shape import model_shape, workspace_of
+from penstock.models.shape import workspace_of
 from penstock.models.source import WeightSource
 from penstock.plan import ChunkedPrefillConfig, ModelShape, Span
 from penstock.plan.activation import step_phases
@@ -227,7 +227,7 @@ def run_job(job: MemoryJob) -> MemoryCase:
     spans: list[Span] = []
     measured = grown_bytes(lambda: spans.extend(_read(model, canon, job.chunk, prompt)), device)
     predicted = predict_growth(
-        model_shape(model.config),
+        model.config,
         spans,
         dtype_bytes=dtype.itemsize,
         workspace=replace(workspace_of(model), library_bytes=0),  # the warm-up has paid for that

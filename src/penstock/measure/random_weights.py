@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from penstock.errors import SettingError
-from penstock.models.config import ModelConfig
 from penstock.models.expected import expected_shapes
 from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
+from penstock.plan.model import ModelConfig
 
 _RANDOM_NUMBERS = 1 << 20
 _QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960}

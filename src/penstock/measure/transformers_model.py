@@ -19,9 +19,9 @@ from transformers import (
 
 from penstock.errors import ModelError
 from penstock.layers.rotary import rotary_frequencies
-from penstock.models.config import ModelConfig
 from penstock.models.expected import check_source, expected_shapes
 from penstock.models.source import WeightSource
+from penstock.plan.model import ModelConfig
 
 
 def load_transformers(source: WeightSource, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:

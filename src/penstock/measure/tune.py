@@ -25,9 +25,8 @@ from penstock.measure.memory import MemoryJob, measure_in_fresh_process
 from penstock.measure.prompts import shuffled_rounds, text_tokens
 from penstock.measure.steps import StepSpec, StepTimer
 from penstock.models.opened import open_weights
-from penstock.models.shape import model_shape, workspace_of
+from penstock.models.shape import activation_model
 from penstock.plan import ChunkedPrefillConfig
-from penstock.plan.fitting import chunk_peak_bytes
 from penstock.plan.grids import STATE_GRID
 from penstock.plan.memory import kv_token_bytes, state_slot_bytes
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
@@ -232,14 +231,12 @@ def measure_memory(llm: LLM, plan: TunePlan, say: Say) -> list[MemorySample]:
     """Activations of a prompt in chunks of each size: by arithmetic, at the step that needs the most; and as a fresh
     process grows. Where that cannot be measured, tuning goes on without."""
     model, length = llm.model, plan.memory_tokens or max(plan.prompt_lengths)
-    shape, dtype_bytes = model_shape(model.config), model.dtype.itemsize
+    shape, dtype_bytes = model.config, model.dtype.itemsize
     cached = length * kv_token_bytes(shape, dtype_bytes) + 2 * state_slot_bytes(shape, dtype_bytes)
     is_measured = plan.memory_tokens > 0 and (llm.device_kind.has_own_memory or can_measure_growth())
     samples = []
     for chunk in plan.chunks:
-        expected = chunk_peak_bytes(
-            shape, length, chunk, dtype_bytes=dtype_bytes, workspace=workspace_of(model)
-        )
+        expected = activation_model(model).largest_step(length, chunk).peak_bytes
         measured = None
         if is_measured:
             job = MemoryJob(

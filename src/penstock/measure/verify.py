@@ -33,11 +33,11 @@ from penstock.measure.compare import (
 from penstock.measure.machine import Machine, this_machine
 from penstock.measure.prompts import text_tokens
 from penstock.measure.traces import Subject, Trace, random_ends, run_batched, run_chunks, run_decodes
-from penstock.models.config import ModelConfig
 from penstock.models.opened import open_weights
 from penstock.models.reading import first_line
 from penstock.models.source import WeightSource
 from penstock.plan import STATE_GRID
+from penstock.plan.model import ModelConfig
 
 DEFAULT_CHUNKS = (1, 7, 64, 100, 512)
 DEFAULT_MAX_TOKENS = 16

@@ -21,9 +21,8 @@ from penstock.layers.forward_batch import ForwardBatch, ForwardPass
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import ExpertMLP, GatedMLP
 from penstock.layers.rotary import Rotary
-from penstock.models.config import ModelConfig
 from penstock.models.graphs import PassGraphs
-from penstock.models.shape import model_shape
+from penstock.plan.model import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,7 @@ class Decoder:
             hidden_size=config.hidden_size,
             mlp_widths=tuple(sorted({width for layer in self.layers for width in layer.mlp.widths})),
             rotary_dim=config.rotary_dim or config.head_dim,
-            delta_net=model_shape(config).delta_net,
+            delta_net=config.delta_net,
             num_experts=config.experts.num_experts if config.experts else 0,
             expert_products=_shapes(
                 product for layer in self.layers for product in layer.mlp.expert_products()

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Iterator
 
 from penstock.errors import ModelFileError
-from penstock.models.config import DeltaNetConfig, ExpertsConfig, ModelConfig
 from penstock.models.source import WeightSource
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig
 
 _SHOWN = 4
 

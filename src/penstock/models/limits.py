@@ -1,7 +1,7 @@
 """Sizes that no model has. A file that claims more is damaged or hostile."""
 
 from penstock.errors import ModelFileError
-from penstock.models.config import DeltaNetConfig, ExpertsConfig
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 
 MAX_WIDTH = 1 << 20
 MAX_HEADS = 1 << 14
@@ -31,15 +31,19 @@ def check_heads(origin: str, num_heads: int, num_kv_heads: int, head_dim: int) -
         raise ModelFileError(f"{origin}: a head size of {head_dim} cannot be rotated in pairs")
 
 
-def check_delta_net(origin: str, net: DeltaNetConfig) -> None:
-    if net.num_value_heads % net.num_key_heads:
+def delta_net_of(origin: str, layers: tuple[int, ...], **sizes: int) -> DeltaNetConfig:
+    """A delta net of sizes that a file has."""
+    key_heads, value_heads = sizes["num_key_heads"], sizes["num_value_heads"]
+    if value_heads % key_heads:
         raise ModelFileError(
-            f"{origin}: {net.num_value_heads} value heads of a delta net cannot share {net.num_key_heads} key heads"
+            f"{origin}: {value_heads} value heads of a delta net cannot share {key_heads} key heads"
         )
+    net = DeltaNetConfig(num_layers=len(layers), layers=layers, **sizes)
     if (size := max(net.key_size, net.value_size)) > MAX_WIDTH:
         raise ModelFileError(f"{origin}: a delta net's heads of {size} elements in all exceed {MAX_WIDTH}")
     if (size := net.num_value_heads * net.key_head_dim * net.value_head_dim) > MAX_STATE:
         raise ModelFileError(f"{origin}: a delta net's state of {size} elements exceeds {MAX_STATE}")
+    return net
 
 
 def check_experts(origin: str, experts: ExpertsConfig) -> None:

@@ -14,13 +14,12 @@ from penstock.layers.delta_net import DeltaNet
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import ExpertMLP, GatedMLP
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
-from penstock.models.config import DeltaNetConfig, ExpertsConfig
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.expected import check_source
 from penstock.models.fused import Part, Run, interleaved, runs_of
-from penstock.models.shape import model_shape
 from penstock.models.source import WeightSource
 from penstock.plan.memory import weight_bytes
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 from penstock.plan.settings import (
     QUANTISED_WEIGHTS,
     WeightsName,
@@ -86,7 +85,7 @@ def settled_weights(
     return settle_weights(
         setting,
         fast_bfloat16=has_fast_bfloat16(processor_flags()),
-        bfloat16_bytes=weight_bytes(model_shape(source.config), dtype.itemsize),
+        bfloat16_bytes=weight_bytes(source.config, dtype.itemsize),
         memory_bytes=memory_bytes(),
     )
 

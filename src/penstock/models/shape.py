@@ -4,47 +4,14 @@ import math
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from penstock.models.config import ModelConfig
 from penstock.models.source import WeightSource
-from penstock.plan import DeltaNetShape, ExpertsShape, ModelShape
+from penstock.plan.fitting import ActivationModel
 from penstock.plan.memory import WeightBits
+from penstock.plan.model import ModelConfig
 from penstock.plan.step_shape import Workspace
 
 if TYPE_CHECKING:  # a decoder imports this file
     from penstock.models.decoder import Decoder
-
-
-def model_shape(config: ModelConfig) -> ModelShape:
-    """What `penstock.plan.peak_memory_estimate` needs to know of a model."""
-    net, experts = config.delta_net, config.experts
-    return ModelShape(
-        num_layers=config.num_layers,
-        hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        gated_attention=config.gated_attention,
-        delta_net=DeltaNetShape(
-            num_layers=len(net.layers),
-            num_key_heads=net.num_key_heads,
-            num_value_heads=net.num_value_heads,
-            key_head_dim=net.key_head_dim,
-            value_head_dim=net.value_head_dim,
-            conv_kernel=net.conv_kernel,
-        )
-        if net and net.layers
-        else None,
-        experts=ExpertsShape(
-            num_layers=len(experts.layers),
-            num_experts=experts.num_experts,
-            intermediate_size=experts.intermediate_size,
-            shared_intermediate_size=experts.shared_intermediate_size,
-        )
-        if experts and experts.layers
-        else None,
-    )
 
 
 def stored_bits(source: WeightSource, plain_bits: int) -> WeightBits:
@@ -94,3 +61,10 @@ def workspace_of(model: "Decoder") -> Workspace:
         **asdict(kernels.law),
     )
     return workspace_for(model.config, workspace)
+
+
+def activation_model(model: "Decoder", *, joins_past: bool = False) -> ActivationModel:
+    """What the steps of a loaded model need, by arithmetic. `joins_past` says that a sequence may lie in several
+    places of the cache, as those of a service do."""
+    workspace = replace(workspace_of(model), joins_past=joins_past)
+    return ActivationModel(model.part, model.dtype.itemsize, workspace)

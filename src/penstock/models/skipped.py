@@ -4,8 +4,8 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from penstock.models.config import ModelConfig
 from penstock.models.reading import shortened
+from penstock.plan.model import ModelConfig
 
 _SHOWN = 4
 _NAME_LENGTH = 80

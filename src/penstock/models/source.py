@@ -7,7 +7,7 @@ import torch
 
 from penstock.errors import ModelFileError
 from penstock.kernels.quantised import BlockForm
-from penstock.models.config import ModelConfig
+from penstock.plan.model import ModelConfig
 
 
 class WeightSource(Protocol):

@@ -13,6 +13,15 @@ from penstock.plan.config import DEFAULT_CHUNK_SIZE, ChunkedPrefillConfig, Prefi
 from penstock.plan.engine_settings import EngineKeywords, EngineSettings
 from penstock.plan.grids import STATE_GRID
 from penstock.plan.memory import PrefillMemoryEstimate, PrefillMemoryParts, peak_memory_estimate
+from penstock.plan.model import (
+    DeltaNetConfig,
+    DeltaNetShape,
+    ExpertsConfig,
+    ExpertsShape,
+    ModelConfig,
+    ModelShape,
+    RotaryConfig,
+)
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.prefill import (
     ChunkOrderError,
@@ -46,7 +55,6 @@ from penstock.plan.settings import (
     resolve_store,
     resolve_weights,
 )
-from penstock.plan.shape import DeltaNetShape, ExpertsShape, ModelShape
 from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion, SizeRule, SizeRules
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
 from penstock.plan.step_shape import StepShape, Workspace
@@ -72,10 +80,13 @@ __all__ = [
     "ChunkSetting",
     "ChunkSizer",
     "ChunkedPrefillConfig",
+    "DeltaNetConfig",
     "DeltaNetShape",
     "EngineKeywords",
     "EngineSettings",
+    "ExpertsConfig",
     "ExpertsShape",
+    "ModelConfig",
     "ModelShape",
     "PlannedSpan",
     "Preemption",
@@ -90,6 +101,7 @@ __all__ = [
     "RequestPhase",
     "RequestView",
     "Resolved",
+    "RotaryConfig",
     "ScheduleConfig",
     "SchedulePolicy",
     "SettingSource",

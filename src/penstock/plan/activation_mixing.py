@@ -18,7 +18,7 @@ from penstock.plan.grids import (
     SQUARE,
     STATE_GRID,
 )
-from penstock.plan.shape import DeltaNetShape
+from penstock.plan.model import DeltaNetShape
 
 
 def attention_marks(sizes: PassSizes) -> Iterator[StepMemory]:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from penstock.plan.grids import GRAPH_ROWS, ROTARY_PAGE
-from penstock.plan.shape import ModelShape
+from penstock.plan.model import ModelShape
 from penstock.plan.step_shape import StepShape, Workspace
 
 Phase = Literal["start", "attention", "delta_net", "mlp", "head"]

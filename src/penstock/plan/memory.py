@@ -9,8 +9,8 @@ from penstock.plan.checks import check_int
 from penstock.plan.chunks import num_prefill_chunks, prefill_chunk_span
 from penstock.plan.config import ChunkedPrefillConfig
 from penstock.plan.grids import LANES
+from penstock.plan.model import ModelShape
 from penstock.plan.request import Span
-from penstock.plan.shape import ModelShape
 from penstock.plan.step_shape import StepShape, Workspace
 from penstock.plan.units import format_bytes
 

@@ -9,8 +9,8 @@ from penstock.plan.checks import check_int
 from penstock.plan.chunks import PrefillChunk, create_prefill_chunks, create_prefill_chunks_at, cut_chunk
 from penstock.plan.config import ChunkedPrefillConfig, PrefillPriority
 from penstock.plan.memory import peak_memory_estimate
+from penstock.plan.model import ModelShape
 from penstock.plan.policy import half_of
-from penstock.plan.shape import ModelShape
 from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion
 from penstock.plan.step_shape import StepShape
 

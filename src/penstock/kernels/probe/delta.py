@@ -12,7 +12,7 @@ from penstock.kernels.elementwise import whole_lanes
 from penstock.kernels.interface import DeltaHeads, Kernels
 from penstock.kernels.spans import StateRows, StateWork
 from penstock.plan.grids import STATE_GRID
-from penstock.plan.shape import DeltaNetShape
+from penstock.plan.model import DeltaNetShape
 
 # More blocks than any implementation takes at once, and a part of one.
 _NUM_TOKENS = 9 * STATE_GRID + 13

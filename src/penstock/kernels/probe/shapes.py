@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.plan.shape import DeltaNetShape
+from penstock.plan.model import DeltaNetShape
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.models.config import DeltaNetConfig, ExpertsConfig
 from penstock.models.fields import Fields
 from penstock.models.limits import (
     MAX_CONV_KERNEL,
@@ -12,9 +11,10 @@ from penstock.models.limits import (
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
-    check_delta_net,
     check_experts,
+    delta_net_of,
 )
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 
 
 def gguf_delta_net(fields: Fields, num_layers: int, num_blocks: int, tiled: bool) -> DeltaNetConfig | None:
@@ -34,15 +34,15 @@ def gguf_delta_net(fields: Fields, num_layers: int, num_blocks: int, tiled: bool
         raise fields.error(
             "ssm.inner_size", value_size, f"{value_heads} heads of a size from 1 to {MAX_DELTA_HEAD}"
         )
-    net = DeltaNetConfig(
+    net = delta_net_of(
+        fields.origin,
+        layers,
         num_key_heads=fields.integer("ssm.group_count", low=1, high=MAX_HEADS),
         num_value_heads=value_heads,
         key_head_dim=fields.integer("ssm.state_size", low=1, high=MAX_DELTA_HEAD),
         value_head_dim=value_size // value_heads,
         conv_kernel=fields.integer("ssm.conv_kernel", low=2, high=MAX_CONV_KERNEL),
-        layers=layers,
     )
-    check_delta_net(fields.origin, net)
     # llama.cpp leaves this key out; another program writes it, and has files in either order.
     if value_heads != net.num_key_heads and fields.boolean("ssm.v_head_reordered", tiled) != tiled:
         raise ModelError(
@@ -94,6 +94,7 @@ def gguf_experts(fields: Fields, num_layers: int, shared: bool) -> ExpertsConfig
     if shared:
         shared_size = fields.integer("expert_shared_feed_forward_length", low=1, high=MAX_WIDTH)
     experts = ExpertsConfig(
+        num_layers=num_layers,
         num_experts=fields.integer("expert_count", low=1, high=MAX_EXPERTS),
         num_active=fields.integer("expert_used_count", low=1, high=MAX_EXPERTS),
         intermediate_size=fields.integer("expert_feed_forward_length", low=1, high=MAX_WIDTH),

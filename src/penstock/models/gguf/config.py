@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.models.config import ModelConfig, RotaryConfig
 from penstock.models.fields import Fields
 from penstock.models.gguf.blocks import check_rotary_sections, gguf_delta_net, gguf_experts
 from penstock.models.gguf.header import GgufHeader
@@ -21,6 +20,7 @@ from penstock.models.limits import (
     MIN_THETA,
     check_heads,
 )
+from penstock.plan.model import ModelConfig, RotaryConfig
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelFileError
-from penstock.models.config import DeltaNetConfig, ModelConfig
 from penstock.models.gguf.config import TILED_VALUE_HEADS
 from penstock.models.gguf.header import GgufTensor
 from penstock.models.gguf.names import hugging_face_name, stacked_projections
+from penstock.plan.model import DeltaNetConfig, ModelConfig
 
 # A tensor in transformers' order -> parts of it, views whose elements lie in the file one after the other.
 Order = Callable[[Tensor], list[Tensor]]

@@ -2,7 +2,7 @@
 
 import re
 
-from penstock.models.config import ModelConfig
+from penstock.plan.model import ModelConfig
 
 _GLOBAL = {
     "token_embd": "model.embed_tokens",

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.models.config import ModelConfig
 from penstock.models.fields import Fields
 from penstock.models.hf.layers import ExpertDefaults, hf_delta_net, hf_experts
 from penstock.models.hf.rotary import hf_rotary, hf_rotary_dim
@@ -15,6 +14,7 @@ from penstock.models.limits import (
     MAX_WIDTH,
     check_heads,
 )
+from penstock.plan.model import ModelConfig
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from penstock.errors import ModelError
-from penstock.models.config import DeltaNetConfig, ExpertsConfig
 from penstock.models.fields import Fields
 from penstock.models.limits import (
     MAX_CONV_KERNEL,
@@ -12,9 +11,10 @@ from penstock.models.limits import (
     MAX_HEADS,
     MAX_LAYERS,
     MAX_WIDTH,
-    check_delta_net,
     check_experts,
+    delta_net_of,
 )
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 
 _LINEAR, _FULL = "linear_attention", "full_attention"
 
@@ -42,16 +42,15 @@ def hf_delta_net(config: Fields, num_layers: int) -> DeltaNetConfig | None:
         )
     if not layers:
         return None
-    net = DeltaNetConfig(
+    return delta_net_of(
+        config.origin,
+        layers,
         num_key_heads=config.integer("linear_num_key_heads", 16, low=1, high=MAX_HEADS),
         num_value_heads=config.integer("linear_num_value_heads", 32, low=1, high=MAX_HEADS),
         key_head_dim=config.integer("linear_key_head_dim", 128, low=1, high=MAX_DELTA_HEAD),
         value_head_dim=config.integer("linear_value_head_dim", 128, low=1, high=MAX_DELTA_HEAD),
         conv_kernel=config.integer("linear_conv_kernel_dim", 4, low=2, high=MAX_CONV_KERNEL),
-        layers=layers,
     )
-    check_delta_net(config.origin, net)
-    return net
 
 
 def _linear_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
@@ -84,6 +83,7 @@ def hf_experts(config: Fields, defaults: ExpertDefaults, num_layers: int) -> Exp
     if default_shared := defaults.shared_intermediate_size:
         shared = config.integer("shared_expert_intermediate_size", default_shared, low=1, high=MAX_WIDTH)
     experts = ExpertsConfig(
+        num_layers=len(layers),
         num_experts=num_experts,
         num_active=config.integer("num_experts_per_tok", defaults.num_active, low=1, high=MAX_EXPERTS),
         intermediate_size=config.integer(

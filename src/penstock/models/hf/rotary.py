@@ -1,9 +1,9 @@
 """Rotary embedding as a Hugging Face config.json states it."""
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.config import RotaryConfig
 from penstock.models.fields import Fields
 from penstock.models.limits import MAX_POSITIONS, MAX_SCALE, MAX_THETA, MIN_SCALE, MIN_THETA
+from penstock.plan.model import RotaryConfig
 
 _KINDS = ("default", "linear", "llama3", "yarn")
 
