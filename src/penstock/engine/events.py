@@ -8,8 +8,8 @@ from penstock.engine.results import FinishReason, TokenLogprobs, Usage
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.stop import StopMatcher
 from penstock.errors import ContextLengthError, PenstockError, PromptError
-from penstock.models.config import ModelConfig
 from penstock.plan.checks import check_int
+from penstock.plan.model import ModelConfig
 from penstock.plan.progress import Progress
 
 

@@ -18,7 +18,6 @@ from penstock.engine.reuse import Reuse
 from penstock.engine.sampler import SamplingParams
 from penstock.errors import PenstockError, SettingError
 from penstock.kernels.device import device_kind
-from penstock.models.config import ModelConfig
 from penstock.models.decoder import Decoder
 from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan import (
@@ -30,6 +29,7 @@ from penstock.plan import (
     create_prefill_chunks_at,
 )
 from penstock.plan.grids import RowLaw
+from penstock.plan.model import ModelConfig
 from penstock.plan.sizing import SizeDecision, SizeQuestion, SizeRules
 from penstock.plan.step import SpanKind
 
