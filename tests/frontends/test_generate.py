@@ -270,6 +270,8 @@ def test_a_prompt_beyond_the_context_is_refused_with_both_numbers(generate: Gene
         ),
         (("--cache-dir", "x", "--overlap", "8"), "--overlap 8 contradicts --cache-dir"),
         (("--raw", "--system", "x"), "--system is not accepted with --raw"),
+        (("--target-itl", "soon"), "--target-itl 'soon' is not accepted"),
+        (("--explain", "--quiet"), "--explain contradicts --quiet"),
         (("--system", "\udcff"), "--system is not accepted: it is not UTF-8 text"),
     ],
 )

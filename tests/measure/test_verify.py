@@ -160,8 +160,8 @@ def test_nothing_is_claimed_where_the_probe_found_nothing(
         (["--chunks", "7,x"], 2, "--chunks"),
         (["--tolerance", "0"], 2, "--tolerance"),
         (["--tolerance", "nan"], 2, "--tolerance"),
-        (["--quick"], 2, "--quick is not accepted without --memory"),
-        (["--memory", "--strict"], 2, "--strict is not accepted with --memory"),
+        (["--quick"], 2, "--quick needs --memory"),
+        (["--memory", "--strict"], 2, "--strict contradicts --memory"),
     ],
 )
 def test_a_refusal_is_one_line(arguments: list[str], status: int, words: str) -> None:

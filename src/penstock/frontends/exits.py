@@ -76,7 +76,10 @@ def _options_of(command: Callable[..., None] | None) -> dict[str, str]:
     """A command's options, by the names of its parameters."""
     found = {}
     for name, hint in get_type_hints(command, include_extras=True).items() if command else ():
-        declared = [text for info in getattr(hint, "__metadata__", ()) for text in info.param_decls or ()]
+        # Beside `Annotated`, what typer calls the default is the first name.
+        declared = [
+            info.default for info in getattr(hint, "__metadata__", ()) if isinstance(info.default, str)
+        ]
         found[name] = declared[0].partition("/")[0] if declared else f"--{name.replace('_', '-')}"
     return found
 
