@@ -71,7 +71,7 @@ INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_
 # An interrupt while the prompt is read, at the moment when so many tokens of it are, however fast that is.
 INTERRUPTED_AT = """
 import os
-from penstock.frontends.present import LineDisplay
+from penstock.frontends.display import LineDisplay
 progress = LineDisplay.progress
 def interrupted(display, told):
     progress(display, told)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.cache import BLOCK_TOKENS
-from penstock.frontends.present import LineDisplay
+from penstock.frontends.display import LineDisplay
 from tests.byte_models import CONTEXT
 from tests.frontends.conftest import Generate
 
@@ -283,6 +283,42 @@ def test_a_mistake_is_one_line_that_names_the_option(
     assert done.stdout == ""
     (line,) = done.stderr.splitlines()
     assert line.startswith(f"penstock: {said}")
+
+
+def test_an_answer_of_a_schema_from_text_or_file(generate: Generate, tmp_path: Path) -> None:
+    schema = '{"type": "boolean"}'
+    (tmp_path / "schema.json").write_text(schema)
+    for given in (schema, str(tmp_path / "schema.json")):
+        done = generate("--prompt", "hello", "--json-schema", given, "--quiet")
+        assert done.exit_code == 0, done.stderr
+        assert json.loads(done.stdout) in (True, False)
+
+
+@pytest.mark.parametrize("given", ["{", "[1]", "no-such-file.json", '{"type": "nonsense"}'])
+def test_what_is_no_schema_is_refused(generate: Generate, given: str) -> None:
+    done = generate("--prompt", "hello", "--json-schema", given)
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert done.stderr.splitlines()[-1].startswith("penstock: --json-schema ")
+
+
+def test_log_probabilities_are_in_the_json(generate: Generate) -> None:
+    arguments = ("--prompt", "hello", "--max-tokens", "3", "--logprobs", "2")
+    told = one_object(generate(*arguments, "--ignore-eos", "--json", "--quiet").stdout)
+    assert len(told["logprobs"]) == told["usage"]["completion_tokens"] == 3
+    refused = generate(*arguments)
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert refused.stderr == "penstock: --logprobs 2 needs --json\n"
+
+
+def test_penalties_change_the_answer(generate: Generate) -> None:
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "12", "--ignore-eos", "--quiet", "--json")
+    plain = one_object(generate(*arguments).stdout)["token_ids"]
+    for penalty in ("--presence-penalty", "--frequency-penalty"):
+        other = one_object(generate(*arguments, penalty, "2").stdout)["token_ids"]
+        assert len(set(other)) >= len(set(plain))
+        refused = generate(*arguments, penalty, "3")
+        assert refused.exit_code == 2
+        assert f"{penalty} 3.0 is not accepted" in refused.stderr
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,15 @@ import pytest
 from rich.console import Console
 
 from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
-from penstock.frontends.lines import cached_line, closing_line, format_rate, format_seconds, progress_facts
-from penstock.frontends.present import LineDisplay, TerminalDisplay
+from penstock.frontends.display import (
+    LineDisplay,
+    TerminalDisplay,
+    cached_line,
+    closing_line,
+    format_rate,
+    format_seconds,
+    progress_facts,
+)
 from penstock.plan import STATE_GRID, resolve_chunk_size
 from penstock.plan.progress import PrefillClock, Progress
 

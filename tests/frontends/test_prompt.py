@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.errors import PromptError
-from penstock.frontends.prompt import read_prompt
+from penstock.frontends.answer import read_prompt
 
 
 def set_stdin(monkeypatch: pytest.MonkeyPatch, content: bytes, *, is_terminal: bool = False) -> None:

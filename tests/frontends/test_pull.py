@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from penstock.errors import ModelError
 from penstock.frontends.cli import app
-from penstock.frontends.present import Report
+from penstock.frontends.display import Report
 from penstock.models import hub
 from penstock.models.pull import Note
 

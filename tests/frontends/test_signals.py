@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.frontends.signals import on_interrupt
+from penstock.frontends.answer import on_interrupt
 
 
 @pytest.fixture

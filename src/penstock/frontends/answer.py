@@ -1,17 +1,20 @@
-"""From a model's name to an answer on standard output: what the command line and the demo share."""
+"""From a prompt and a model's name to an answer on standard output: what the command line and the demo share."""
 
 import contextlib
 import io
+import json
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from penstock.errors import PromptError, SettingError
+from penstock.frontends.display import Display, cached_line, closing_line, device_line
 from penstock.frontends.exits import OutputError
-from penstock.frontends.lines import cached_line, closing_line, device_line
-from penstock.frontends.present import Display
-from penstock.frontends.signals import on_interrupt
 from penstock.models.reading import shortened
 
 if TYPE_CHECKING:
@@ -19,6 +22,71 @@ if TYPE_CHECKING:
     from penstock.engine.results import Generation
     from penstock.plan import EngineSettings
     from penstock.plan.progress import Progress
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """A file's text, a blank line, then `prompt`; either alone; standard input where there is neither.
+
+    The file `-` is standard input. A line end at the end of a file is the file's and not the prompt's.
+    """
+    if prompt is not None:
+        check_text("--prompt", prompt)
+    if file is not None:
+        document = _read(file)
+        text = document if prompt is None else f"{document}\n\n{prompt}"
+    elif prompt is not None:
+        text = prompt
+    elif sys.stdin is None or sys.stdin.isatty():
+        raise PromptError("there is no prompt: give --prompt, --prompt-file or text on standard input")
+    else:
+        text = _read("-")
+    if not text.strip():
+        raise PromptError("the prompt is empty: give --prompt, --prompt-file or text on standard input")
+    return text
+
+
+def check_text(option: str, text: str) -> None:
+    """Refuse what the shell passed on but no text can hold."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise PromptError(f"{option} is not accepted: it is not UTF-8 text") from None
+
+
+def _read(file: str) -> str:
+    name = "standard input" if file == "-" else f"--prompt-file {shortened(file)}"
+    if file == "-" and sys.stdin is None:
+        raise PromptError("standard input is closed: give --prompt or --prompt-file")
+    try:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+    except FileNotFoundError:
+        raise PromptError(f"{name}: there is no such file") from None
+    except IsADirectoryError:
+        raise PromptError(f"{name} is a folder: give a text file") from None
+    except (OSError, ValueError, RuntimeError) as error:  # the last of expanduser
+        raise PromptError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(
+            f"{name} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}): convert it first"
+        ) from None
+    return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_schema(text: str) -> dict[str, Any]:
+    """A JSON schema, or the file that holds one."""
+    try:
+        schema = json.loads(text if text.lstrip().startswith("{") else Path(text).expanduser().read_text())
+        if isinstance(schema, dict):
+            return schema
+        because = "it is no object"
+    except OSError as error:
+        because = error.strerror or str(error)
+    except (ValueError, RuntimeError) as error:
+        because = str(error)
+    raise SettingError("json_schema", shortened(text), "a JSON schema, or a file with one", because=because)
 
 
 def fetch(model: str, display: Display) -> Path:
@@ -105,3 +173,29 @@ def write(text: str) -> None:
         raise
     except OSError as error:
         raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def on_interrupt(cancel: Callable[[], None]) -> Iterator[None]:
+    """The first Ctrl-C calls `cancel`, which must only take note; the second raises KeyboardInterrupt; after
+    that the system's own handling applies. What was in force before is restored at the end."""
+    before = signal.getsignal(signal.SIGINT)
+    is_ours = threading.current_thread() is threading.main_thread() and before is not None
+    if not is_ours or before is signal.SIG_IGN:  # a background job is not to be interrupted
+        yield
+        return
+    is_cancelled = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal is_cancelled
+        if is_cancelled:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            raise KeyboardInterrupt
+        is_cancelled = True
+        cancel()
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

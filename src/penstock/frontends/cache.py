@@ -5,16 +5,17 @@ They work on files alone, without torch and without any model."""
 import json
 import re
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from penstock.cache.store.file import find_damage
-from penstock.cache.store.folder import clear_model, scan, set_aside
+from penstock.cache import BLOCK_TOKENS
+from penstock.cache.store.file import FileKind, find_damage
+from penstock.cache.store.folder import ABOUT, ModelFiles, clear_model, scan, set_aside
 from penstock.errors import PenstockError, SettingError
-from penstock.frontends.cache_table import show, summarise
 from penstock.frontends.exits import MEANINGS, reported
 from penstock.plan.settings import CACHE_DIR_VARIABLE, StoreSettings, resolve_store
 from penstock.plan.units import format_bytes
@@ -26,6 +27,10 @@ app = typer.Typer(
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 _AGE = re.compile(r"([0-9]{1,9})([smhdw])", re.ASCII)
 _ID = re.compile(r"[0-9a-f]{1,32}", re.ASCII)
+
+_MOST_ABOUT_BYTES = 1 << 16
+_ID_DIGITS = 12  # enough to tell any models apart
+_LONGEST_NAME = 40
 
 _CacheDir = Annotated[
     Path | None,
@@ -150,3 +155,86 @@ def _seconds(text: str) -> int:
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclass(frozen=True)
+class ModelSummary:
+    id: str
+    model: str
+    dtype: str
+    tokens: int  # of all blocks
+    states: int
+    files: int
+    damaged: int
+    num_bytes: int
+    last_used: str | None  # in ISO format
+
+
+def summarise(model: ModelFiles) -> ModelSummary:
+    about = _about(model)
+    states = sum(file.name is not None and file.name.kind is FileKind.STATE for file in model.files)
+    used_ns = max((file.used_ns for file in model.files), default=None)
+    return ModelSummary(
+        id=model.folder.name,
+        model=about.get("model", "unknown"),
+        dtype=about.get("dtype", "unknown"),
+        tokens=(len(model.files) - states) * BLOCK_TOKENS,
+        states=states,
+        files=len(model.files),
+        damaged=len(model.damaged),
+        num_bytes=model.num_bytes,
+        last_used=None if used_ns is None else _time(used_ns),
+    )
+
+
+def table(models: list[ModelSummary]) -> list[list[str]]:
+    """Titles, then a row for each model, the one that was used last before the others."""
+    rows = [["id", "model", "dtype", "tokens", "states", "files", "size", "last used"]]
+    for model in sorted(models, key=lambda model: model.last_used or "", reverse=True):
+        name = model.model if len(model.model) <= _LONGEST_NAME else "..." + model.model[3 - _LONGEST_NAME :]
+        rows.append(
+            [
+                model.id[:_ID_DIGITS],
+                "".join(letter if letter.isprintable() else "?" for letter in name),
+                model.dtype,
+                f"{model.tokens:,}",
+                f"{model.states:,}",
+                f"{model.files:,}" + (f" ({model.damaged} damaged)" if model.damaged else ""),
+                format_bytes(model.num_bytes),
+                "-" if model.last_used is None else _local(model.last_used),
+            ]
+        )
+    return rows
+
+
+def show(models: list[ModelSummary]) -> None:
+    from penstock.frontends.display import make_table, show_table
+
+    if not models:
+        typer.echo("nothing is kept")
+        return
+    titles, *rows = table(models)
+    show_table(make_table(titles, rows, left=range(3)))
+
+
+def _about(model: ModelFiles) -> dict[str, str]:
+    """What the store says of a model, for people; nothing where that cannot be read."""
+    path = model.folder / ABOUT
+    try:
+        plain = json.loads(path.read_bytes()) if path.stat().st_size <= _MOST_ABOUT_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    if not isinstance(plain, dict):
+        return {}
+    return {name: value for name, value in plain.items() if isinstance(value, str)}
+
+
+def _time(used_ns: int) -> str:
+    try:
+        return datetime.fromtimestamp(used_ns // 10**9, UTC).isoformat()
+    except (ValueError, OverflowError, OSError):  # of a clock that was wrong by ages
+        return "unknown"
+
+
+def _local(text: str) -> str:
+    return text if text == "unknown" else datetime.fromisoformat(text).astimezone().strftime("%Y-%m-%d %H:%M")

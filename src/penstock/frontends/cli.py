@@ -55,7 +55,7 @@ def pull(
     """Download a model, unless it is there, and print where it lies."""
     with reported():
         from penstock.frontends.answer import fetch, write
-        from penstock.frontends.present import make_display
+        from penstock.frontends.display import make_display
 
         write(f"{fetch(name, make_display())}\n")
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from pydoc_data.topics import topics
 
 from penstock.frontends.answer import answer, loaded, write
+from penstock.frontends.display import make_display
 from penstock.frontends.exits import INTERRUPTED, fill_closed_error, reported
-from penstock.frontends.present import make_display
 
 MODEL = "smollm2"
 # A topic that would lead beyond the upper limit is left out; the model's context has 8,192 tokens.

@@ -22,7 +22,7 @@ MEANINGS = (
 )
 
 # Settings that the engine calls otherwise than the commands' parameters.
-_SETTINGS = {"chunk_size": "chunk"}
+_SETTINGS = {"chunk_size": "chunk", "json_format": "json_schema"}
 
 
 class OutputError(PenstockError):

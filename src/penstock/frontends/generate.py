@@ -66,11 +66,33 @@ def generate(
     repetition_penalty: Annotated[
         float, _answer(help="Above 1, tokens that were there before are less likely.")
     ] = 1.0,
+    presence_penalty: Annotated[
+        float, _answer(help="Above 0, tokens that the answer has had are less likely, however often.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, _answer(help="Above 0, tokens are less likely the more often the answer has had them.")
+    ] = 0.0,
     seed: Annotated[int | None, _answer(help="Makes what is drawn repeatable.")] = None,
     stop: Annotated[
         list[str] | None,
         _answer(metavar="TEXT", help="End the answer before this text. May be given several times."),
     ] = None,
+    json_schema: Annotated[
+        str | None,
+        _answer(metavar="FILE|JSON", help="Answer with JSON of this schema: its text, or a file with it."),
+    ] = None,
+    num_logprobs: Annotated[
+        int | None,
+        _answer(
+            "--logprobs",
+            min=0,
+            metavar="N",
+            help="Log-probabilities of each token and of the N likeliest in its place, in the output of --json.",
+        ),
+    ] = None,
+    ignore_eos: Annotated[
+        bool, _answer("--ignore-eos", help="Go on to --max-tokens, whatever tokens come.")
+    ] = False,
     as_json: Annotated[
         bool, options.on_output("--json", help="Print one JSON object instead of the text.")
     ] = False,
@@ -92,20 +114,20 @@ def generate(
     with reported(generate):
         # What can be refused is refused before anything slow: first without torch, then without the model.
         from penstock.errors import SettingError
-        from penstock.frontends.prompt import check_text, read_prompt
+        from penstock.frontends.answer import answer, check_text, loaded, read_prompt, read_schema, write
+        from penstock.frontends.display import explain_lines, make_display
 
         settings = options.engine_settings(given)
         if explain and quiet:
             raise SettingError("explain", True, contradicts={"quiet": True})
+        if num_logprobs is not None and not as_json:
+            raise SettingError("num_logprobs", num_logprobs, needs=("as_json",))
         if raw and system is not None:
             raise SettingError("system", ..., because="put it into the prompt itself", beside={"raw": True})
         for option, text in [("--system", system or ""), *(("--stop", text) for text in stop or ())]:
             check_text(option, text)
+        schema = None if json_schema is None else read_schema(json_schema)
         whole_prompt = read_prompt(prompt, prompt_file)
-
-        from penstock.frontends.answer import answer, loaded, write
-        from penstock.frontends.explain import explain_lines
-        from penstock.frontends.present import make_display
 
         display = make_display(quiet)
         with display.busy("starting"):
@@ -114,7 +136,16 @@ def generate(
             from penstock.kernels.device import find_devices
 
             settings = settings.on(find_devices())
-            sampling = SamplingParams(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+            sampling = SamplingParams(
+                temperature,
+                top_k,
+                top_p,
+                min_p,
+                repetition_penalty,
+                seed,
+                presence_penalty=presence_penalty,
+                frequency_penalty=frequency_penalty,
+            )
             StopMatcher(stop or ())
         with loaded(model, display, settings) as llm:
             result = answer(
@@ -127,6 +158,9 @@ def generate(
                 max_tokens=max_tokens,
                 sampling=sampling,
                 stop=stop or (),
+                json_format=schema,
+                num_logprobs=num_logprobs,
+                ignore_eos=ignore_eos,
             )
             if explain:
                 for line in explain_lines(result.prefill.records):

@@ -145,7 +145,7 @@ def serve(
         )
 
         from penstock.frontends.answer import loaded
-        from penstock.frontends.present import make_display
+        from penstock.frontends.display import make_display
 
         display = make_display()
         with display.busy("starting"):

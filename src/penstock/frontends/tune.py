@@ -45,7 +45,7 @@ def tune(
     with reported(tune):
         from penstock.errors import SettingError
         from penstock.frontends.answer import loaded, write
-        from penstock.frontends.present import make_display
+        from penstock.frontends.display import make_display
 
         if seconds is not None and not 0 < seconds < 1e6:
             raise SettingError("seconds", seconds, "a number of seconds above 0")

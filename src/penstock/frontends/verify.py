@@ -25,7 +25,7 @@ from penstock.frontends.exits import (
 )
 
 if TYPE_CHECKING:
-    from penstock.frontends.present import Display
+    from penstock.frontends.display import Display
     from penstock.measure.memory import MemoryChecks
     from penstock.measure.verify import Checks
     from penstock.plan import EngineSettings
@@ -157,7 +157,7 @@ def verify(
         if prompt_file is not None and tokens is not None:
             raise SettingError("prompt_file", str(prompt_file), contradicts={"tokens": tokens})
 
-        from penstock.frontends.present import make_display
+        from penstock.frontends.display import make_display
         from penstock.plan import EngineSettings
 
         display = make_display()

@@ -13,7 +13,7 @@ from penstock.engine.batcher import ENDED_EXPLAINED
 from penstock.engine.explain import ChunkRecord
 from penstock.engine.service import Service
 from penstock.engine.status import RequestStatus
-from penstock.frontends.lines import device_line
+from penstock.frontends.display import device_line
 from penstock.frontends.server.errors import ApiError
 from penstock.frontends.server.metrics import Telemetry
 from penstock.frontends.server.responses import LIVE_HEADERS, JsonResponse

@@ -1,20 +1,27 @@
-"""What a person sees on standard error while a request runs."""
+"""What a person sees: progress and notes on standard error, facts as lines, tables."""
 
 import contextlib
+import io
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as Bar
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
-from penstock.frontends.lines import is_complete, progress_facts
 from penstock.home import cache_home
+from penstock.plan import format_bytes
 from penstock.plan.progress import Progress
+
+if TYPE_CHECKING:  # torch comes with these, and a message on the screen should not wait for that
+    from penstock.engine.explain import ChunkRecord
+    from penstock.engine.llm import LLM
+    from penstock.engine.results import Generation
 
 Report = Callable[[int, int], None]
 
@@ -212,3 +219,156 @@ def make_display(quiet: bool = False) -> Display:
     if not sys.stderr.isatty() or console.is_dumb_terminal:
         return LineDisplay()
     return TerminalDisplay(console)
+
+
+def format_seconds(seconds: float) -> str:
+    """0.8 s, 12 s, 1 min 5 s, 2 h 3 min."""
+    return f"{seconds:.1f} s" if seconds < 9.95 else format_whole_seconds(seconds)
+
+
+def format_whole_seconds(seconds: float) -> str:
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def format_rate(tokens_per_s: float) -> str:
+    return f"{tokens_per_s:.0f} tok/s" if tokens_per_s >= 99.5 else f"{tokens_per_s:.1f} tok/s"
+
+
+def progress_facts(progress: Progress, since_s: float = 0.0) -> str:
+    """How far the prompt was read, `since_s` seconds ago, and how long the rest will take from now."""
+    facts = [f"{progress.num_done}/{progress.num_tokens} tokens"]
+    if progress.chunks_done:
+        facts.append(format_rate(progress.tokens_per_s))
+    facts.append(f"chunk {progress.chunks_done}/{progress.num_chunks}")
+    if is_complete(progress):
+        facts.append(format_seconds(progress.elapsed_s))
+    elif progress.eta_s is not None:
+        facts.append(f"ETA {format_whole_seconds(max(progress.eta_s - since_s, 0.0))}")
+    return ", ".join(facts)
+
+
+def cached_line(progress: Progress) -> str:
+    """How much of a prompt need not be read."""
+    return f"{progress.num_cached:,} of {progress.num_tokens:,} tokens were in the cache: reading goes on from there"
+
+
+def device_line(llm: "LLM") -> str:
+    """Where a model runs, what it computes in, and how its weights lie there, where that was chosen."""
+    dtype = str(llm.model.dtype).removeprefix("torch.")
+    weights = f"; weights {llm.weights.reason}" if llm.weights.reason else ""
+    return (
+        f"device {llm.device.name} ({llm.device.reason}), {llm.model.kernels.name} kernels, {dtype}{weights}"
+    )
+
+
+def is_complete(progress: Progress) -> bool:
+    return progress.num_done == progress.num_tokens
+
+
+def closing_line(result: "Generation", progress: Progress) -> str:
+    """What a finished or cancelled request did, and at what cost."""
+    timings, prefill = result.timings, result.prefill
+    facts = []
+    if is_complete(progress):
+        cached = f", {progress.num_cached} of them cached" if progress.num_cached else ""
+        facts += [_count(result.usage.prompt_tokens, "prompt token") + cached, _answer(result)]
+        if timings.time_to_first_token_s is not None:
+            facts += [f"first token after {format_seconds(timings.time_to_first_token_s)}"]
+    else:
+        facts += [f"cancelled after {progress.num_done} of {progress.num_tokens} prompt tokens"]
+    if progress.chunks_done:
+        facts.append(f"prefill {format_rate(timings.prefill_tokens_per_s)}")
+    if timings.decode_tokens_per_s is not None:
+        facts.append(f"decode {format_rate(timings.decode_tokens_per_s)}")
+    facts.append(f"chunk {prefill.effective} ({prefill.reason})")
+    facts.append(f"peak memory {format_bytes(result.memory.peak_resident_bytes)}")
+    return ", ".join(facts)
+
+
+def _answer(result: "Generation") -> str:
+    count = _count(result.usage.completion_tokens, "answer token")
+    if result.finish_reason == "cancelled":
+        return f"cancelled after {count}"
+    return f"{count} (the limit)" if result.finish_reason == "length" else count
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+_EXPLAIN_TITLES = (
+    "chunk",
+    "tokens",
+    "past",
+    "decodes",
+    "set by",
+    "predicted",
+    "measured",
+    "memory",
+    "measured",
+    "",
+)
+
+
+def explain_lines(records: Sequence["ChunkRecord"]) -> list[str]:
+    """The chunks of a prompt as a table: how long each was, why, what was expected of it and what came. A dash is for
+    what was not known; memory that was measured has a column where any was."""
+    rows = [
+        (
+            str(index),
+            str(len(record)),
+            str(record.past),
+            str(record.num_decodes),
+            record.rule,
+            _milliseconds(record.predicted_s),
+            _milliseconds(record.measured_s),
+            _bytes(record.predicted_bytes),
+            _bytes(record.measured_bytes),
+            record.because,
+        )
+        for index, record in enumerate(records, 1)
+    ]
+    has_memory = any(record.measured_bytes is not None for record in records)
+    shown = [row if has_memory else (*row[:-2], row[-1]) for row in (_EXPLAIN_TITLES, *rows)]
+    return table_lines(make_table(shown[0], shown[1:], left={4, len(shown[0]) - 1}))
+
+
+def make_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> Table:
+    """Numbers to the right, the columns `left` to the left. Cells are taken as they are, without any markup."""
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
+    for index, title in enumerate(titles):
+        table.add_column(Text(title), justify="left" if index in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
+
+
+def table_lines(table: Table) -> list[str]:
+    """A table as plain text, however wide."""
+    console = Console(file=io.StringIO(), width=1 << 16, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return [line.rstrip() for line in captured.get().splitlines()]
+
+
+def show_table(table: Table) -> None:
+    """On standard output: as wide as the terminal, else as wide as it is."""
+    if sys.stdout.isatty():
+        Console().print(table)
+    else:
+        print("\n".join(table_lines(table)))
+
+
+def _milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{1000 * seconds:.1f} ms" if seconds < 0.0995 else f"{1000 * seconds:.0f} ms"
+
+
+def _bytes(num_bytes: int | None) -> str:
+    return "-" if num_bytes is None else format_bytes(num_bytes)
