@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.cache.recurrent import LayerStates, RecurrentCache, RecurrentSpec
 from penstock.cache.states import EMPTY
-from penstock.kernels.cuda.states import static_decode_states, static_span_states
+from penstock.kernels.cuda.work import static_decode_states, static_span_states
 from penstock.kernels.interface import DeltaHeads
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import StateRows, StateWork

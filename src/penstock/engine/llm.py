@@ -18,6 +18,7 @@ from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.constraint import ConstraintFactory
 from penstock.engine.events import GenerationRequest, JsonFormat
 from penstock.engine.fingerprint import cache_fingerprint
+from penstock.engine.graphs import record_passes
 from penstock.engine.profile import load_profile
 from penstock.engine.results import Generation
 from penstock.engine.run import Run
@@ -141,6 +142,7 @@ class LLM:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
         self.canon = self.probe.bind(self.model.kernels)
+        record_passes(self.model)
         self._profile = load_profile(self)
         best = None if self._profile is None else self._profile.best_chunk
         self.settings = replace(settings, weights=weights).tuned(best, self.device_kind.default_chunk)

@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.cache.space import CacheSpace
 from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.explain import ChunkRecord
+from penstock.engine.graphs import record_passes
 from penstock.engine.job import Job
 from penstock.engine.lookahead import LookAhead
 from penstock.engine.sampling import Choice, sample_rows
@@ -103,6 +104,7 @@ class StepRunner:
         looks_ahead: bool = False,
         keeps_logits: bool = False,
     ) -> None:
+        record_passes(model)
         self._model = model
         self._device = device_kind(model.device)
         self._canon = canon

@@ -31,6 +31,7 @@ class DeviceKind:
     has_own_memory = False  # that no other program takes, counted by torch's allocator
     takes_quantised = True  # it can have kernels for quantised weights
     draws = False  # samples whole steps by itself; else the host does, row by row
+    records = False  # launches can be recorded as graphs
     copies_pinned = False  # it fetches pinned memory while the host goes on
     steps_in_flight = 1  # that are launched before the host waits for the first
     default_chunk = DEFAULT_CHUNK_SIZE
@@ -152,6 +153,7 @@ class _Cuda(DeviceKind):
     has_own_memory = True
     takes_quantised = False
     draws = True
+    records = True
     copies_pinned = True
     steps_in_flight = 2
     default_chunk = GPU_CHUNK_SIZE

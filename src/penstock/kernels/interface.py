@@ -16,7 +16,7 @@ from penstock.cache.recurrent import LayerStates
 from penstock.errors import PenstockError, SettingError
 from penstock.kernels.device import DEVICE_KINDS, device_kind
 from penstock.kernels.quantised import BlockForm, QuantisedWeight, Weight
-from penstock.kernels.spans import AttentionWork, StateWork, WrittenPlaces
+from penstock.kernels.spans import AttentionWork, StateWork, Work, WrittenPlaces
 from penstock.plan.grids import RowLaw
 from penstock.plan.settings import KERNELS, KERNELS_VARIABLE
 from penstock.plan.step_shape import KernelKind
@@ -143,6 +143,10 @@ class Kernels(Protocol):
 
     def memory_kind(self, dtype: torch.dtype, head_dim: int) -> KernelKind:
         """What a step's memory is estimated as, with heads of such a size."""
+
+    def prepare(self, work: Work, device: torch.device) -> Work:
+        """The work of a pass with what the device needs of it, for all layers at once. What was not prepared is taken
+        as well: every call then prepares it for itself."""
 
     def pack(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the form that `linear` takes it in, of the same size."""

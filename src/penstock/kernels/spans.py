@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +96,19 @@ class StateWork:
     def end(self) -> int:
         """The row after the last that carries a state."""
         return max((rows.end for rows in self.rows), default=0)
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """What kernels are told of one pass. `Kernels.prepare` makes it what they need of it on their device."""
+
+    places: WrittenPlaces  # where the keys and values of the first rows go
+    all_layers: AttentionWork
+    last_layer: AttentionWork  # of the rows whose logits are wanted
+    states: StateWork  # where a model has recurrent layers
+
+
+Work = TypeVar("Work", bound=PassWork)
 
 
 def part_of(places: Places, start: int, end: int) -> list[TokenRange]:

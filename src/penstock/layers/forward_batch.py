@@ -1,6 +1,6 @@
 """One forward pass, as the layers see it: rows of tokens, where their keys go, and what each attends to."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -8,11 +8,11 @@ from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
 from penstock.kernels.interface import Kernels
-from penstock.kernels.spans import AttentionWork, StateWork, WrittenPlaces
+from penstock.kernels.spans import PassWork
 
 
 @dataclass(frozen=True)
-class ForwardBatch:
+class ForwardBatch(PassWork):
     """Spans of tokens to run in one pass, one after the other, then padding rows.
 
     The last layer's queries are needed only where logits are wanted: `logit_rows` says which rows of the batch
@@ -24,13 +24,9 @@ class ForwardBatch:
     positions: NDArray[np.int64]  # [rows]
     end_position: int  # above every position
     num_tokens: int  # rows before the padding
-    places: WrittenPlaces  # where the keys and values of the first num_tokens rows go
-    all_layers: AttentionWork
-    last_layer: AttentionWork
     logit_rows: NDArray[np.int64]  # [last layer's rows]
     num_logits: int
     is_canonical: bool  # whether a row's bits must not depend on how many others there are
-    states: StateWork = field(default_factory=StateWork)  # where a model has recurrent layers
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields, is_dataclass
 from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from penstock.layers.forward_batch import ForwardBatch, ForwardPass
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import ExpertMLP, GatedMLP
 from penstock.layers.rotary import Rotary
-from penstock.models.graphs import PassGraphs
 from penstock.plan.model import ModelConfig
 
 
@@ -51,6 +51,23 @@ class DecoderLayer:
                 norms = attention.query_norm, attention.key_norm, self.mlp_norm, next_norm
                 return DenseLayer(qkv, out, gate_up, down, *norms)
         return None
+
+
+class RecordedPass(Protocol):
+    """A pass that a device has recorded."""
+
+    def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor | None:
+        """What `Decoder.forward` gives."""
+
+
+class RecordedPasses(Protocol):
+    """Passes of a decoder that run in another way than layer by layer."""
+
+    def find(self, batch: ForwardBatch, caches: CacheTensors) -> RecordedPass | None:
+        """What runs a batch; None where its layers are to be run."""
+
+    def prepare(self, batch: ForwardBatch, caches: CacheTensors) -> None:
+        """Make what is recorded ready for a batch of decodes, whose tokens may still change."""
 
 
 class Decoder:
@@ -91,7 +108,7 @@ class Decoder:
             self.device,
         )
         self.dense_layers = self._as_one_call()  # for decodes, where there is such a call
-        self._graphs = PassGraphs(self) if self.can_record else None
+        self.recorded: RecordedPasses | None = None  # of the engine, where it records passes
 
     @property
     def is_whole(self) -> bool:
@@ -161,7 +178,7 @@ class Decoder:
 
     @property
     def can_record(self) -> bool:
-        """Whether passes are recorded. How many rows an expert has, the host must know before it is launched."""
+        """Whether passes can be recorded. How many rows an expert has, the host must know before it is launched."""
         return self.kernels.can_capture and self.is_whole and all(layer.mlp.is_dense for layer in self.layers)
 
     @property
@@ -186,8 +203,8 @@ class Decoder:
     def prepare(self, batch: ForwardBatch, caches: CacheTensors) -> None:
         """Do what can be done of a pass over decodes before their tokens are known, which may still be changed in
         `batch`. Nothing is launched."""
-        if self._graphs is not None:
-            self._graphs.prepare(batch, caches)
+        if self.recorded is not None:
+            self.recorded.prepare(batch, caches)
 
     @torch.inference_mode()
     def forward(
@@ -201,8 +218,8 @@ class Decoder:
         for work in works.values():
             caches.kv.check_places(place for span in work.spans for place in span.places)
         caches.kv.check_places(batch.places.ranges)
-        if self._graphs is not None and (graph := self._graphs.find(batch, caches)) is not None:
-            return graph.run(batch, self, caches)
+        if self.recorded is not None and (found := self.recorded.find(batch, caches)) is not None:
+            return found.run(batch, self, caches)
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
         token_ids, positions, logit_rows = device_kind(self.device).all_copied(numbers)
         # No name for what enters: it would live as long as the pass.
@@ -215,7 +232,7 @@ class Decoder:
     def begin_pass(self, batch: ForwardBatch, caches: CacheTensors, positions: Tensor) -> ForwardPass:
         """What the layers are told of a batch whose positions [rows] are on the device."""
         cos, sin = self.rotary.tables(positions, batch.end_position)
-        return ForwardPass(batch, caches, self.kernels, cos, sin)
+        return ForwardPass(self.kernels.prepare(batch, self.device), caches, self.kernels, cos, sin)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """What enters the first layer [rows, hidden]."""

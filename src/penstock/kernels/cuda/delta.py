@@ -9,7 +9,7 @@ from torch import Tensor
 
 from penstock.cache.recurrent import LayerStates
 from penstock.kernels.cuda import fla
-from penstock.kernels.cuda.states import DecodeStates, SpanStates, device_states
+from penstock.kernels.cuda.work import DecodeStates, SpanStates, device_states
 from penstock.kernels.interface import DeltaHeads
 from penstock.kernels.spans import StateWork
 from penstock.kernels.triton.delta import (
@@ -36,8 +36,8 @@ def carry_states(projected: Tensor, net: DeltaHeads, work: StateWork, states: La
         _carry_span(projected[rows], net, span, states, out[rows])
     if found.decodes is not None:
         _carry_decodes(projected, net, found.decodes, states, out)
-    if work.end < out.shape[0]:
-        out[work.end :] = 0
+    if found.end < out.shape[0]:
+        out[found.end :] = 0
     return out
 
 

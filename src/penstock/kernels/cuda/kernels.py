@@ -1,6 +1,7 @@
 """Kernels for NVIDIA's GPUs: products by cuBLAS, attention to a long past by cuDNN, the rest in Triton."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 
@@ -13,12 +14,19 @@ from penstock.cache.kv import KV
 from penstock.kernels.cuda import delta, fla
 from penstock.kernels.cuda.launches import KeptKernel
 from penstock.kernels.cuda.past import attend_past, prepare_past
-from penstock.kernels.cuda.work import ChunkWork, DecodeWork, TileWork, device_places, device_work
+from penstock.kernels.cuda.work import (
+    ChunkWork,
+    DecodeWork,
+    TileWork,
+    device_attention,
+    device_places,
+    device_states,
+)
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import HeadLayout
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttentionWork, WrittenPlaces
+from penstock.kernels.spans import AttentionWork, Work, WrittenPlaces
 from penstock.kernels.triton.attention import (
     decode_attention_kernel,
     join_parts_kernel,
@@ -74,6 +82,18 @@ class CudaKernels(TorchKernels):
     def memory_kind(self, dtype: torch.dtype, head_dim: int) -> KernelKind:
         return "cuda"
 
+    def prepare(self, work: Work, device: torch.device) -> Work:
+        all_layers = device_attention(work.all_layers, device)
+        is_alike = work.last_layer is work.all_layers
+        last_layer = all_layers if is_alike else device_attention(work.last_layer, device)
+        return replace(
+            work,
+            places=device_places(work.places, device),
+            all_layers=all_layers,
+            last_layer=last_layer,
+            states=device_states(work.states, device),
+        )
+
     def pack(self, weight: Tensor) -> Tensor:
         return weight
 
@@ -111,7 +131,7 @@ class CudaKernels(TorchKernels):
     def place_heads(
         self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces
     ) -> Tensor:
-        num_rows = projected.shape[0]
+        num_rows, placed = projected.shape[0], device_places(places, projected.device)
         queries = projected.new_empty(num_rows, heads.num_heads, heads.head_dim)
         norm = heads.query_norm
         rotary_dim = cos.shape[1]
@@ -122,13 +142,13 @@ class CudaKernels(TorchKernels):
             queries,
             kv.keys,
             kv.values,
-            device_places(places, projected.device),
+            placed.rows,
             cos,
             sin,
             norm,
             heads.key_norm,
             projected.stride(0),
-            places.num_tokens,
+            placed.num_tokens,
             heads.norm_eps,
             NUM_HEADS=heads.num_heads,
             NUM_KV_HEADS=heads.num_kv_heads,
@@ -162,7 +182,7 @@ class CudaKernels(TorchKernels):
 
     def attend_into(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float, out: Tensor) -> None:
         """The same into `out` [rows, heads, head_dim], whose rows that see nothing stay as they are."""
-        found = device_work(work, queries.device)
+        found = device_attention(work, queries.device)
         for chunk in found.chunks:
             self._attend_chunk(queries, chunk, kv, scale, out)
         if found.decodes is not None:

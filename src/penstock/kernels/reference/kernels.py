@@ -23,6 +23,7 @@ from penstock.kernels.spans import (
     AttentionWork,
     StateRows,
     StateWork,
+    Work,
     WrittenPlaces,
     part_of,
 )
@@ -56,6 +57,9 @@ class TorchKernels:
 
     def memory_kind(self, dtype: torch.dtype, head_dim: int) -> KernelKind:
         return "torch"
+
+    def prepare(self, work: Work, device: torch.device) -> Work:
+        return work
 
     def pack(self, weight: Tensor) -> Tensor:
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the

@@ -5,7 +5,6 @@ What attention does depends on how much was read before, so it is launched as it
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,17 +12,20 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
+from penstock.engine.graphs.recording import Recorder, borrowed
 from penstock.kernels.cuda.kernels import CudaKernels
-from penstock.kernels.cuda.states import static_span_states
-from penstock.kernels.cuda.work import row_places, static_places
+from penstock.kernels.cuda.work import (
+    DeviceAttention,
+    device_attention,
+    row_places,
+    static_places,
+    static_span_states,
+)
 from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttentionWork, StateWork
 from penstock.layers.attention import Attention
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
-from penstock.models.recording import Recorder, borrowed
-
-if TYPE_CHECKING:
-    from penstock.models.decoder import Decoder
+from penstock.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,7 @@ class _Piece:
 class ChunkGraphs:
     """The pieces of a pass over so many rows."""
 
-    def __init__(
-        self, model: "Decoder", caches: CacheTensors, layout: ChunkLayout, recorder: Recorder
-    ) -> None:
+    def __init__(self, model: Decoder, caches: CacheTensors, layout: ChunkLayout, recorder: Recorder) -> None:
         assert isinstance(model.kernels, CudaKernels)
         self._num_rows = layout.num_rows
         config, device = model.config, model.device
@@ -81,18 +81,21 @@ class ChunkGraphs:
             model, caches, self._batch, self._inputs, self._tables, self._attended
         ).pieces(recorder)
 
-    def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor | None:
+    def run(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> Tensor | None:
         kernels = model.kernels
         assert isinstance(kernels, CudaKernels)
         self._fill(batch)
         if batch.num_tokens < self._num_rows:
             self._attended[batch.num_tokens :] = 0
+        attention: DeviceAttention | None = None
         for piece in self._pieces[:-1]:
             piece.graph.replay()
+            if attention is None:  # while the device runs the first piece
+                attention = device_attention(batch.all_layers, model.device)
             mixer = model.layers[piece.due.index].mixer
             assert isinstance(mixer, Attention)
             kv = caches.layer(mixer.group, mixer.index)
-            kernels.attend_into(piece.due.rows[0], batch.all_layers, kv, mixer.scale, self._attended)
+            kernels.attend_into(piece.due.rows[0], attention, kv, mixer.scale, self._attended)
         self._pieces[-1].graph.replay()
         due = self._pieces[-1].due
         (logit_rows,) = device_kind(model.device).all_copied((batch.logit_rows,))
@@ -138,7 +141,7 @@ class ChunkGraphs:
 class _Recording:
     """What is recorded: the layers' own code, on the graphs' tensors."""
 
-    model: "Decoder"
+    model: Decoder
     caches: CacheTensors
     batch: ForwardBatch
     inputs: Tensor

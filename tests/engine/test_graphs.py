@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.models import decode_graphs, graphs
+from penstock.engine.graphs import decode as decode_graphs
+from penstock.engine.graphs import passes as graphs
 from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
@@ -69,14 +70,15 @@ def recorded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     monkeypatch.setattr(graphs, "Recorder", Rerecorder)
     monkeypatch.setattr(graphs, "GRAPH_ROWS", 0)  # decodes alone
     monkeypatch.setattr(Rerecorder, "made", made)
-    monkeypatch.setattr(model, "_graphs", graphs.PassGraphs(model))
+    monkeypatch.setattr(model, "recorded", graphs.PassGraphs(model))
     return made
 
 
 def launched(model: Decoder) -> list[RecordingJob]:
     """Without graphs."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "_graphs", None)
+        patch.setattr(model, "recorded", None)
+        patch.setattr(model.kernels, "can_capture", False)
         return serve(model, WISHES, SCHEDULE)
 
 

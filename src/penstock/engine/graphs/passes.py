@@ -7,22 +7,19 @@ Which kernels run, and on what shapes, is as without graphs, and so are the bits
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
+from penstock.engine.graphs.chunk import ChunkGraphs, ChunkLayout, chunk_layout
+from penstock.engine.graphs.decode import DecodeGraph, is_decode
+from penstock.engine.graphs.recording import Recorder
 from penstock.errors import is_out_of_memory
 from penstock.layers.forward_batch import ForwardBatch
-from penstock.models.recording import Recorder
+from penstock.models.decoder import Decoder, RecordedPass
 from penstock.plan.grids import GRAPH_ROWS
-
-if TYPE_CHECKING:
-    from penstock.models.chunk_graphs import ChunkLayout
-    from penstock.models.decode_graphs import DecodeGraph
-    from penstock.models.decoder import Decoder
 
 # Rows of decodes are rounded up to one of these. More than the last are launched one by one.
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
@@ -36,15 +33,10 @@ _MOST_SEEN = 1024
 _Pass = TypeVar("_Pass")
 
 
-class RecordedPass(Protocol):
-    def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor | None:
-        """What the model's forward pass gives."""
-
-
 class PassGraphs:
     """The graphs of a model, for each cache that it runs over."""
 
-    def __init__(self, model: "Decoder") -> None:
+    def __init__(self, model: Decoder) -> None:
         self._model = weakref.ref(model)
         self._of_cache: weakref.WeakKeyDictionary[CacheTensors, _CacheGraphs] = weakref.WeakKeyDictionary()
 
@@ -76,10 +68,7 @@ class _CacheGraphs:
         self._chunks: dict[object, RecordedPass | None] = {}
         self._seen: set[object] = set()  # layouts of chunks that came once
 
-    def find(self, batch: ForwardBatch, model: "Decoder") -> RecordedPass | None:
-        from penstock.models.chunk_graphs import chunk_layout
-        from penstock.models.decode_graphs import is_decode
-
+    def find(self, batch: ForwardBatch, model: Decoder) -> RecordedPass | None:
         caches = self._caches()
         assert caches is not None
         if is_decode(batch):
@@ -89,17 +78,13 @@ class _CacheGraphs:
         layout = chunk_layout(batch)
         return None if layout is None else self._chunk(layout, model, caches)
 
-    def prepare(self, batch: ForwardBatch, model: "Decoder") -> None:
-        from penstock.models.decode_graphs import is_decode
-
+    def prepare(self, batch: ForwardBatch, model: Decoder) -> None:
         caches = self._caches()
         assert caches is not None
         if is_decode(batch) and (graph := self._decode(batch, model, caches)) is not None:
             graph.prepare(batch)
 
-    def _decode(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> "DecodeGraph | None":
-        from penstock.models.decode_graphs import DecodeGraph
-
+    def _decode(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> DecodeGraph | None:
         num_rows = next((size for size in DECODE_ROWS if batch.num_tokens <= size), None)
         if num_rows is None:
             return None
@@ -112,9 +97,7 @@ class _CacheGraphs:
             )
         return self._decodes[shape]
 
-    def _chunk(self, layout: "ChunkLayout", model: "Decoder", caches: CacheTensors) -> RecordedPass | None:
-        from penstock.models.chunk_graphs import ChunkGraphs
-
+    def _chunk(self, layout: ChunkLayout, model: Decoder, caches: CacheTensors) -> RecordedPass | None:
         if layout not in self._chunks:
             # A number of rows that comes once may never come again.
             if layout not in self._seen or len(self._chunks) >= _MOST_CHUNK_GRAPHS:

@@ -1,7 +1,5 @@
 """Decodes alone as one graph, from tokens to logits."""
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -9,15 +7,17 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.tensors import CacheTensors
-from penstock.kernels.cuda.states import static_decode_states
-from penstock.kernels.cuda.work import block_starts, row_places, static_decodes, static_places
+from penstock.engine.graphs.recording import Recorder
+from penstock.kernels.cuda.work import (
+    block_starts,
+    row_places,
+    static_decode_states,
+    static_decodes,
+    static_places,
+)
 from penstock.kernels.device import device_kind
 from penstock.layers.forward_batch import ForwardBatch
-from penstock.models.recording import Recorder
-
-if TYPE_CHECKING:
-    from penstock.models.decoder import Decoder
-
+from penstock.models.decoder import Decoder
 
 _NOTHING_STAGED: tuple[ForwardBatch | None, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
 # What a graph is told of each row: token, position, place, tokens seen, slots read and written; then its blocks.
@@ -33,7 +33,7 @@ class DecodeGraph:
     """Of so many rows, which see no more blocks than so many; rows that a pass has not go nowhere and see nothing."""
 
     def __init__(
-        self, model: "Decoder", caches: CacheTensors, num_rows: int, num_blocks: int, recorder: Recorder
+        self, model: Decoder, caches: CacheTensors, num_rows: int, num_blocks: int, recorder: Recorder
     ) -> None:
         self._num_rows = num_rows
         self._staged = _NOTHING_STAGED
@@ -76,7 +76,7 @@ class DecodeGraph:
         """Do all for a pass that does not take its tokens."""
         self._staged = (batch, self._stage(batch))
 
-    def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor:
+    def run(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> Tensor:
         (prepared, staged), self._staged = self._staged, _NOTHING_STAGED
         if prepared is not batch:
             staged = self._stage(batch)
