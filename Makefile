@@ -42,11 +42,11 @@ test: lint
 # Every suite runs, whatever became of those before it.
 bench: setup
 	status=0; for suite in prefill decode start hybrid serve targets cache $(if $(wildcard .peers),peers); do \
-	$(BIN)/python -m penstock.bench $$suite --check || status=1; done; exit $$status
+	$(BIN)/python -m benchmarks $$suite --check || status=1; done; exit $$status
 
 # The engines to compare with, each in an environment of its own. llama.cpp is built for this processor: that needs a C++
 # compiler and some minutes. vLLM needs torch's build for CPUs: where pip would find another, name its index to pip.
-WORKERS := src/penstock/bench/peer_workers
+WORKERS := benchmarks/workers
 bench-peers: .peers/llama.cpp/.ready .peers/vllm/.ready
 
 .peers/llama.cpp/.ready: $(WORKERS)/llama_cpp.txt

@@ -7,7 +7,7 @@ import pytest
 
 import penstock
 
-LAYERS = ("plan", "cache", "kernels", "layers", "models", "engine", "measure", "frontends", "bench")
+LAYERS = ("plan", "cache", "kernels", "layers", "models", "engine", "measure", "frontends")
 SHARED = {"errors", "files", "home", "machine", "process_memory"}  # for every layer; they import no layer
 ROOT = Path(penstock.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
@@ -32,9 +32,7 @@ def imported_parts(path: Path) -> set[str]:
 def test_imports_go_up(path: Path) -> None:
     layer = path.relative_to(ROOT).parts[0]
     assert layer in LAYERS
-    # The two lowest layers stand side by side.
-    above = LAYERS[: LAYERS.index(layer) + 1] if layer != "bench" else (*LAYERS[:7], "bench")
-    allowed = {*above, *SHARED, "__version__"}
+    allowed = {*LAYERS[: LAYERS.index(layer) + 1], *SHARED, "__version__"}
     assert imported_parts(path) <= allowed
 
 

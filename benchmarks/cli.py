@@ -1,0 +1,172 @@
+"""`python -m benchmarks SUITE`: options, the run, its table, JSON and picture, and the exit status."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from benchmarks import show
+from benchmarks.harness import UNUSABLE, Bench, Results, read_results
+from benchmarks.suite import Suite, count
+from penstock.errors import PenstockError, SettingError
+from penstock.kernels.device import chosen_device
+from penstock.measure.machine import this_machine
+from penstock.models.hub import DEFAULT_MODEL
+from penstock.plan.settings import DEVICE_VARIABLE
+
+# By name: where it is, and what it measures.
+SUITES = {
+    "prefill": (
+        "prefill:PREFILL",
+        "reading, decoding and memory beside transformers, on a model of your choice",
+    ),
+    "hybrid": ("prefill:HYBRID", "the same on a random Qwen3.5, three delta nets to one attention"),
+    "decode": ("decode:DECODE", "where the time of a decode step goes"),
+    "start": ("start:START", "how soon there is progress, and what a loaded model occupies"),
+    "sweep": ("sweep:SWEEP", "chunk sizes against prompt lengths"),
+    "serve": ("serve:SERVE", "many users at once"),
+    "targets": ("targets:TARGETS", "automatic chunks and latency targets against fixed chunks"),
+    "cache": ("cache:CACHE", "prompts that were read before"),
+    "peers": ("peers:PEERS", "llama.cpp, vLLM and transformers beside Penstock"),
+    "gpu": ("gpu.suite:GPU", "an NVIDIA GPU, with random weights of published shapes"),
+}
+DEFAULT_SUITE = "prefill"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0; 1 where a bar that is checked is missed or answers differ that must not; 2 where nothing
+    could be measured; 3 where figures were too noisy to be given."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] in (["--help"], ["-h"]):
+        print(_overview())
+        return 0
+    name = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_SUITE
+    try:
+        if name not in SUITES:
+            raise SettingError(f"suite {name!r} is not accepted: give one of {', '.join(SUITES)}")
+        return _run(name, find_suite(name), arguments)
+    except PenstockError as error:
+        say(f"error: {error}")
+        return UNUSABLE
+
+
+def find_suite(name: str) -> Suite:
+    """Suites are imported when they are asked for: some machines have not what others need."""
+    module, _, attribute = SUITES[name][0].partition(":")
+    suite: Suite = getattr(import_module(f"benchmarks.suites.{module}"), attribute)
+    return suite
+
+
+def _run(name: str, suite: Suite, arguments: Sequence[str]) -> int:
+    options = _parser(name, suite).parse_args(arguments)
+    usual = Path("bench-results") / f"{name}.json"
+    if options.plot is not None and not show.can_draw():
+        raise SettingError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    if options.plot_from:
+        results = read_results(options.plot_from, name)
+        output = options.plot_from[0]
+    else:
+        output = options.output or usual
+        require_writable(output)
+        _prepare(options)
+        results = Results(name, asdict(this_machine()), {})
+        bench = Bench(results, say, output)
+        try:
+            suite.measure(options, bench)
+        except KeyboardInterrupt:
+            if results.figures:
+                bench.save()
+            say(
+                f"stopped: {f'what was measured is in {output}' if results.figures else 'nothing was written'}"
+            )
+            return 130
+    results.bars = suite.bars(results)
+    if not options.plot_from:
+        bench.save()
+    print(f"\n{show.render(results)}\n")
+    if not options.plot_from:
+        print(f"results: {output}")
+    _draw(suite, results, options.plot or output.with_suffix(".png"))
+    for fact in results.facts:
+        if not fact.holds:
+            say(f"error: {fact.section}: {fact.name}: not so")
+    return results.status(check=options.check)
+
+
+def _draw(suite: Suite, results: Results, path: Path) -> None:
+    if suite.draw is None or not results.figures:
+        return
+    if show.can_draw():
+        suite.draw(results, path)
+        if path.exists():
+            print(f"plot:    {path}")
+    else:
+        print("plot:    none, matplotlib is not installed")
+
+
+def _parser(name: str, suite: Suite) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=suite.about)
+    add = parser.add_argument
+    if suite.needs_model:
+        model = "smollm2, a folder, a GGUF file or a Hugging Face name (%(default)s)"
+        add("--model", default=DEFAULT_MODEL, help=model)
+        add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
+        add("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1, mps (PENSTOCK_DEVICE, else auto)")
+        add("--threads", type=count, metavar="N", help="threads to compute with (torch's own choice)")
+    suite.add_options(parser)
+    add("--repeats", type=count, metavar="N", help=suite.repeats)
+    add("--check", action="store_true", help="exit with 1 where a bar is missed or was not measured")
+    results = f"results as JSON (bench-results/{name}.json)"
+    add("--output", "--json", "--out", nargs="?", type=Path, metavar="FILE", help=results)
+    add(
+        "--plot",
+        nargs="?",
+        type=Path,
+        metavar="FILE",
+        const=Path("bench-results") / f"{name}.png",
+        help="a picture (beside the results, where matplotlib is installed)",
+    )
+    add(
+        "--plot-from",
+        nargs="+",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: table and picture of these results, the later ones' sections before the earlier ones'",
+    )
+    return parser
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    if getattr(options, "threads", None) is not None:
+        torch.set_num_threads(options.threads)
+    if getattr(options, "device", None) is not None:
+        chosen_device(options.device)
+        os.environ[DEVICE_VARIABLE] = options.device  # for processes that measure, too
+
+
+def require_writable(path: Path) -> None:
+    """Better to know now than after the measurements."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingError(
+            f"--output {path}: {error.strerror or error}; give a file in a folder of yours"
+        ) from error
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise SettingError(f"--output {path} cannot be written: give a file in a folder of yours")
+
+
+def _overview() -> str:
+    lines = [f"  {name:<9}{about}" for name, (_, about) in SUITES.items()]
+    return "\n".join(
+        ["usage: python -m benchmarks SUITE [OPTIONS]; SUITE --help lists its options", "", *lines]
+    )
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

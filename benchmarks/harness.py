@@ -1,0 +1,366 @@
+"""What all suites share: figures, facts and bars; turns, ratios by round and noise; results to JSON and back."""
+
+import gc
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import inf
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any, TypeVar
+
+from penstock.errors import SettingError
+
+T = TypeVar("T")
+
+SCHEMA = 2
+OURS = "Penstock"
+RATIOS = "ratios, round by round"
+# Quartiles further apart than this share of the median: the middle is not worth quoting by itself.
+NOISY_SHARE = 0.15
+# Fewer values than this have no spread to speak of.
+MIN_VALUES = 3
+MISSED, UNUSABLE, NOISY = 1, 2, 3  # exit statuses beside 0
+_NUMBERS = re.compile(r"\[[-+.eE\d,\s]*\]")
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Values in the order they were measured; there is at least one."""
+
+    values: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if not self.values:
+            raise ValueError("a spread needs at least one value")
+
+    @property
+    def median(self) -> float:
+        return median(self.values)
+
+    @property
+    def smallest(self) -> float:
+        return min(self.values)
+
+    @property
+    def largest(self) -> float:
+        return max(self.values)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The first and the third; between measured values they are interpolated."""
+        if len(self.values) == 1:
+            return self.values[0], self.values[0]
+        first, _, third = quantiles(self.values, n=4, method="inclusive")
+        return first, third
+
+    @property
+    def relative(self) -> float:
+        """How far the quartiles lie apart, as a share of the median."""
+        first, third = self.quartiles
+        if third == first:
+            return 0.0
+        return (third - first) / abs(self.median) if self.median else inf
+
+    @property
+    def noise(self) -> str:
+        """Why the median should not be trusted by itself; empty where nothing speaks against it."""
+        if len(self.values) < MIN_VALUES:
+            return "too few"
+        return "noisy" if self.relative > NOISY_SHARE else ""
+
+    def to_dict(self) -> dict[str, Any]:
+        first, third = self.quartiles
+        return {
+            "median": self.median,
+            "min": self.smallest,
+            "max": self.largest,
+            "first_quartile": first,
+            "third_quartile": third,
+            "noise": self.noise,
+        }
+
+
+@dataclass(frozen=True)
+class Figure:
+    """Repeated measurements of one thing: a case (`name`) of a section, by one system."""
+
+    section: str
+    name: str
+    unit: str
+    values: tuple[float, ...]
+    system: str = OURS
+    rounds: tuple[int, ...] = ()  # of the values; empty: the first ones
+    most_spread: float | None = None  # quartiles further apart than this share of the median: it is not given
+
+    @property
+    def spread(self) -> Spread:
+        return Spread(self.values)
+
+    @property
+    def median(self) -> float:
+        return self.spread.median
+
+    @property
+    def by_round(self) -> dict[int, float]:
+        return dict(zip(self.rounds or range(len(self.values)), self.values, strict=True))
+
+    @property
+    def is_noisy(self) -> bool:
+        """Too noisy to be given. A few values have no spread to judge by."""
+        if self.most_spread is None or len(self.values) < MIN_VALUES:
+            return False
+        return self.spread.relative > self.most_spread
+
+    def to_dict(self) -> dict[str, Any]:
+        """A noisy one has its values, and no median."""
+        summary = {} if self.is_noisy else self.spread.to_dict()
+        return {**asdict(self), **summary}
+
+
+@dataclass(frozen=True)
+class Fact:
+    """Something that must be so. Where it is not, the run fails, whether bars are checked or not."""
+
+    section: str
+    name: str
+    holds: bool
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A value and the limit it must keep. A value that was not measured is None, and its bar is not met."""
+
+    name: str
+    value: float | None
+    limit: float
+    is_lower_limit: bool
+    noise: str = ""  # why the value should be taken with care, or why there is none
+
+    @property
+    def is_met(self) -> bool:
+        if self.value is None:
+            return False
+        return self.value >= self.limit if self.is_lower_limit else self.value <= self.limit
+
+
+@dataclass(frozen=True)
+class SectionRun:
+    """How a section went. What failed in it left what else was measured."""
+
+    section: str
+    seconds: float
+    error: str = ""
+
+
+@dataclass
+class Results:
+    """All that a run measured, and what follows from it. It grows from turn to turn."""
+
+    suite: str
+    machine: dict[str, Any]
+    settings: dict[str, Any]
+    figures: list[Figure] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    bars: list[Bar] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what was left out or is to be known
+    sections: list[SectionRun] = field(default_factory=list)
+    traces: dict[str, Any] = field(default_factory=dict)  # for pictures: times of single tokens and the like
+    duration_s: float = 0.0
+
+    def add(
+        self,
+        section: str,
+        name: str,
+        unit: str,
+        *values: float,
+        system: str = OURS,
+        round_index: int | None = None,
+        most_spread: float | None = None,
+    ) -> Figure:
+        """Values to a figure, which is a new one if need be; those of a round have its index."""
+        found = self.figure(name, system, section)
+        if found is None:
+            found = Figure(section, name, unit, (), system, (), most_spread)
+            self.figures.append(found)
+        rounds = () if round_index is None else (*found.rounds, *[round_index] * len(values))
+        grown = replace(found, values=(*found.values, *map(float, values)), rounds=rounds)
+        self.figures[self.figures.index(found)] = grown
+        return grown
+
+    def figure(self, name: str, system: str = OURS, section: str | None = None) -> Figure | None:
+        """The last of that name."""
+        for each in reversed(self.figures):
+            if (each.name, each.system) == (name, system) and section in (None, each.section):
+                return each
+        return None
+
+    def of(self, section: str) -> list[Figure]:
+        return [each for each in self.figures if each.section == section]
+
+    def by_case(self, section: str, unit: str | None = None) -> dict[str, dict[str, Spread]]:
+        """Of each system, by case, what is not too noisy to be given."""
+        found: dict[str, dict[str, Spread]] = {}
+        for each in self.of(section):
+            if unit in (None, each.unit) and not each.is_noisy:
+                found.setdefault(each.system, {})[each.name] = each.spread
+        return found
+
+    def add_ratio(
+        self,
+        label: str,
+        name: str,
+        over: Figure | None,
+        under: Figure | None,
+        *,
+        inverse: bool = False,
+        most_spread: float | None = None,
+    ) -> Figure | None:
+        """One figure over another, round by round. None where no round has both."""
+        values = ratios(over, under)
+        if not values:
+            return None
+        numbers = tuple(1 / each for each in values) if inverse else values
+        return self.add(RATIOS, name, "x", *numbers, system=label, most_spread=most_spread)
+
+    def arrange(self, systems: Sequence[str]) -> None:
+        """Figures in the order of systems, and of the number that a case begins with: turns come in any order."""
+        sections = list(dict.fromkeys(each.section for each in self.figures))
+
+        def place(figure: Figure) -> tuple[int, int, int]:
+            number = figure.name.split()[0].replace(",", "")
+            rank = systems.index(figure.system) if figure.system in systems else len(systems)
+            return sections.index(figure.section), rank, int(number) if number.isdigit() else 0
+
+        self.figures.sort(key=place)
+
+    def require(self, section: str, name: str, holds: bool) -> None:
+        self.facts.append(Fact(section, name, holds))
+
+    @property
+    def noisy(self) -> list[Figure]:
+        return [each for each in self.figures if each.is_noisy]
+
+    def status(self, *, check: bool) -> int:
+        """The exit status: 1 where a fact does not hold or a checked bar is missed, 3 where figures are too noisy."""
+        if not all(fact.holds for fact in self.facts):
+            return MISSED
+        if check and not all(bar.is_met for bar in self.bars):
+            return MISSED
+        return NOISY if self.noisy else 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": SCHEMA,
+            **{name: value for name, value in vars(self).items() if name not in ("figures", "bars")},
+            "facts": [asdict(fact) for fact in self.facts],
+            "sections": [asdict(run) for run in self.sections],
+            "bars": [{**asdict(bar), "is_met": bar.is_met} for bar in self.bars],
+            "figures": [figure.to_dict() for figure in self.figures],
+        }
+
+    @classmethod
+    def of_dict(cls, kept: Mapping[str, Any]) -> "Results":
+        def made(kind: type[T], plain: Mapping[str, Any]) -> T:
+            fields = {name: plain[name] for name in kind.__dataclass_fields__ if name in plain}  # type: ignore[attr-defined]
+            return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+
+        if kept["schema"] != SCHEMA:
+            raise ValueError(f"schema {kept['schema']}, where {SCHEMA} is understood")
+        return cls(
+            kept["suite"],
+            dict(kept["machine"]),
+            dict(kept["settings"]),
+            figures=[made(Figure, each) for each in kept["figures"]],
+            facts=[made(Fact, each) for each in kept["facts"]],
+            bars=[made(Bar, each) for each in kept["bars"]],
+            notes=list(kept["notes"]),
+            sections=[made(SectionRun, each) for each in kept["sections"]],
+            traces=dict(kept["traces"]),
+            duration_s=kept["duration_s"],
+        )
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Indented, but a list of numbers on one line: there are thousands of them."""
+    text = json.dumps(results.to_dict(), indent=2)
+    path.write_text(_NUMBERS.sub(lambda match: json.dumps(json.loads(match[0])), text) + "\n")
+
+
+def read_results(paths: Sequence[Path], suite: str) -> Results:
+    """Results from files, as one: of a section that several have, the last one's."""
+    found = [_read(path, suite) for path in paths]
+    merged = replace(found[-1], figures=[], facts=[], sections=[], notes=[])
+    for index, results in enumerate(found):
+        later: set[str] = set()
+        for other in found[index + 1 :]:
+            later |= {each.section for each in other.figures} | {each.section for each in other.facts}
+            later |= {each.section for each in other.sections}
+        merged.figures += [each for each in results.figures if each.section not in later]
+        merged.facts += [each for each in results.facts if each.section not in later]
+        merged.sections += [each for each in results.sections if each.section not in later]
+        merged.notes += [note for note in results.notes if note not in merged.notes]
+    return merged
+
+
+def _read(path: Path, suite: str) -> Results:
+    try:
+        results = Results.of_dict(json.loads(path.read_text()))
+        if results.suite != suite:
+            raise ValueError(f"it is of `{results.suite}`")
+    except OSError as error:
+        raise SettingError(f"--plot-from {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise SettingError(f"--plot-from {path} is not a result of `bench {suite}`: {error!r}") from error
+    return results
+
+
+def ratios(over: Figure | None, under: Figure | None) -> tuple[float, ...]:
+    """One figure over another in every round that has both."""
+    if over is None or under is None:
+        return ()
+    first, second = over.by_round, under.by_round
+    return tuple(first[index] / second[index] for index in sorted(first.keys() & second.keys()))
+
+
+def bar_of(name: str, figure: Figure | None, limit: float, *, is_lower_limit: bool) -> Bar:
+    """A bar for the median of a figure, which may not have been measured."""
+    if figure is None:
+        return Bar(name, None, limit, is_lower_limit, "not measured")
+    return Bar(name, figure.median, limit, is_lower_limit, figure.spread.noise)
+
+
+def rotated(items: Iterable[T], num_rounds: int) -> Iterator[list[T]]:
+    """All items in every round, each round beginning with the next one."""
+    order = list(items)
+    for index in range(num_rounds):
+        shift = index % max(len(order), 1)
+        yield [*order[shift:], *order[:shift]]
+
+
+def take_turns(
+    orders: Iterable[Sequence[T]], num_rounds: Callable[[T], int] | None = None
+) -> Iterator[tuple[int, T]]:
+    """Each turn with its round. An item with fewer rounds than others has the first ones."""
+    for index, order in enumerate(orders):
+        for item in order:
+            if num_rounds is None or index < num_rounds(item):
+                gc.collect()
+                yield index, item
+
+
+@dataclass
+class Bench:
+    """What a suite is given: where results go, and who is told what goes on."""
+
+    results: Results
+    say: Callable[[str], None]
+    path: Path | None = None
+    started: float = field(default_factory=time.perf_counter)
+
+    def save(self) -> None:
+        self.results.duration_s = time.perf_counter() - self.started
+        if self.path is not None:
+            write_results(self.results, self.path)

@@ -1,0 +1,85 @@
+"""Random models on a GPU, loaded and probed. A process whose start is timed imports this, and no more."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from penstock.cache.space import CacheSpace
+from penstock.engine.run import Run
+from penstock.kernels.device import device_kind
+from penstock.kernels.interface import Kernels
+from penstock.kernels.probe.probe import ProbeResult, probe
+from penstock.kernels.reference.kernels import TorchKernels
+from penstock.measure.random_weights import RandomWeights
+from penstock.models.decoder import Decoder
+from penstock.models.fields import Fields
+from penstock.models.hf.config import hf_model_config
+from penstock.models.loading import load_decoder
+from penstock.plan import ChunkedPrefillConfig
+from penstock.plan.grids import RowLaw
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model that is ready to run."""
+
+    model: Decoder
+    canon: RowLaw
+    found: ProbeResult
+
+    def space(self, num_tokens: int, num_sequences: int = 1) -> CacheSpace:
+        """Room for sequences of so many tokens together."""
+        return CacheSpace.for_tokens(self.model, num_tokens, num_slots=2 * num_sequences)
+
+    def first_token(self, space: CacheSpace, prompt: Sequence[int], chunk: int) -> int:
+        """Read a prompt, of which nothing is cached, and choose the token after it."""
+        config = ChunkedPrefillConfig(chunk)
+        run = Run(self.model, prompt, config=config, canon=self.canon, max_tokens=1, space=space)
+        while run.finish_reason is None:
+            run.step()
+        return run.generated[0]
+
+
+def random_weights(name: str, settings: Mapping[str, Any], device: torch.device) -> RandomWeights:
+    """Settings in transformers' own names."""
+    config = hf_model_config(Fields(name, dict(settings)), Fields(name, {}))
+    return RandomWeights(name, config, device)
+
+
+def load_subject(weights: RandomWeights, dtype: torch.dtype, device: torch.device) -> Subject:
+    """Load and probe."""
+    model = load_decoder(weights, kernels_of(device), dtype, device)
+    found = probe(model.kernels, model.probe_shapes, dtype, device)
+    return Subject(model, found.bind(model.kernels), found)
+
+
+def load_untiled(weights: RandomWeights, dtype: torch.dtype, device: torch.device, chunk: int) -> Subject:
+    """The same kernels in the fastest way for chunks of this size: each is its own tile, and no product is padded.
+    Its bits depend on the chunk."""
+    model = load_decoder(weights, kernels_of(device, chunk), dtype, device)
+    as_it_is = ProbeResult(
+        row_floor=1, row_slab=0, attention_holds=False, passes_hold=False, head_holds=False
+    )
+    return Subject(model, as_it_is.bind(model.kernels), as_it_is)
+
+
+def kernels_of(device: torch.device, tile_size: int | None = None) -> Kernels:
+    """The device's kernels, with their own tile unless another is given."""
+    if device.type != "cuda":
+        return TorchKernels() if tile_size is None else TorchKernels(tile_size)
+    from penstock.kernels.cuda.kernels import CudaKernels  # needs Triton
+
+    return CudaKernels() if tile_size is None else CudaKernels(tile_size)
+
+
+class ReadyEngine:
+    """A process that makes a model ready on a device, and says when it was, by the clock that all processes share."""
+
+    def ready(self, name: str, settings: dict[str, Any], dtype: str, device: str) -> dict[str, float]:
+        imported, place = time.monotonic(), torch.device(device)
+        load_subject(random_weights(name, settings, place), getattr(torch, dtype), place)
+        device_kind(place).synchronize()
+        return {"imported_s": imported, "ready_s": time.monotonic()}

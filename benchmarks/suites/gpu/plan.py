@@ -1,0 +1,164 @@
+"""What is measured on a GPU: models, prompts, chunks and batches. Plain numbers; a test has smaller ones."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.measure.random_weights import FAMILIES
+
+# Sections, in the order in which they run.
+LARGE, SMALL, HYBRID = "8b", "0.6b", "hybrid"
+SECTIONS = (
+    LARGE,
+    SMALL,
+    HYBRID,
+    "decode",
+    "memory",
+    "start",
+    "bits",
+    "tiles",
+    "mixed",
+    "profile",
+    "sweep",
+)
+# Models of published shapes, by what they are called in the results.
+BIG, LITTLE, MIXED_LAYERS = "8B", "0.6B", "9B hybrid"
+_CHUNK = 2048
+_LONG, _SHORT, _LONGEST = 32_768, 8_192, 131_072
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    """A prompt that is read in chunks of so many tokens; 0: whole."""
+
+    model: str
+    prompt_tokens: int
+    chunk: int
+
+    @property
+    def label(self) -> str:
+        how = f"chunk {self.chunk:,}" if self.chunk else "whole"
+        return f"{self.model}, {self.prompt_tokens:,} tokens, {how}"
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """Sequences that decode together, each after a past of so many tokens."""
+
+    model: str
+    num_sequences: int
+    past: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}, decode, batch {self.num_sequences}, after {self.past:,} tokens"
+
+
+@dataclass(frozen=True)
+class MixedCase:
+    """A step of so many tokens of a prompt, after a past, of which some make room for sequences that decode."""
+
+    model: str
+    chunk: int
+    past: int
+    num_decodes: int
+    decode_past: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}, step of {self.chunk:,} tokens after {self.past:,}"
+
+
+@dataclass(frozen=True)
+class BitsCase:
+    """A prompt in many chunkings, through the first layers of a model, alone and beside sequences that decode."""
+
+    num_layers: int
+    prompt_tokens: int
+    chunks: tuple[int, ...]  # against the whole
+    off_grid_chunks: tuple[int, ...]  # of models without recurrent state alone
+    num_decodes: int
+    decode_past: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of it; a test has smaller numbers. Settings of models are in transformers' own names."""
+
+    models: Mapping[str, Mapping[str, Any]]
+    prefills: Mapping[str, tuple[PrefillCase, ...]]  # by section
+    decodes: tuple[DecodeCase, ...]
+    decode_steps: int
+    mixed: MixedCase
+    memory: PrefillCase
+    start: str
+    bits: BitsCase
+    tiles: PrefillCase
+    profiles: tuple[PrefillCase, ...]  # all of one model
+    sweeps: tuple[PrefillCase, ...]  # beside those of `prefills`
+    sweep_repeats: int
+    swept_peer_chunks: tuple[int, ...]  # of a sweep, those that transformers reads too
+
+
+_MODELS: Mapping[str, Mapping[str, Any]] = {
+    BIG: {
+        **FAMILIES["qwen3-4b"],
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "max_position_embeddings": 140_000,
+    },
+    LITTLE: {**FAMILIES["qwen3-0.6b"], "num_hidden_layers": 28, "tie_word_embeddings": True},
+    # transformers' default Qwen3.5, but for the context.
+    MIXED_LAYERS: {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248_320,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 40_960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
+    },
+}
+
+
+def _cases(model: str, *sizes: tuple[int, int]) -> tuple[PrefillCase, ...]:
+    return tuple(PrefillCase(model, prompt_tokens, chunk) for prompt_tokens, chunk in sizes)
+
+
+PLAN = Plan(
+    models=_MODELS,
+    prefills={
+        LARGE: _cases(BIG, (_LONG, _CHUNK), (_LONG, 0), (_LONG, 512), (_SHORT, _CHUNK), (_LONGEST, _CHUNK)),
+        SMALL: _cases(LITTLE, (_LONG, _CHUNK), (_LONG, 512), (_SHORT, _CHUNK)),
+        HYBRID: _cases(MIXED_LAYERS, (_LONG, _CHUNK), (_LONG, 0), (_LONG, 512)),
+    },
+    decodes=(
+        DecodeCase(BIG, 1, 128),
+        DecodeCase(BIG, 32, 128),
+        DecodeCase(BIG, 1, _LONG),
+        DecodeCase(LITTLE, 1, 128),
+        DecodeCase(LITTLE, 32, 128),
+    ),
+    decode_steps=100,
+    mixed=MixedCase(BIG, _CHUNK, _SHORT, num_decodes=32, decode_past=128),
+    memory=PrefillCase(BIG, _LONG, _CHUNK),
+    start=BIG,
+    bits=BitsCase(4, 9000, (64, 512, _CHUNK, 8192), (1000,), num_decodes=4, decode_past=100),
+    tiles=PrefillCase(BIG, _LONG, _CHUNK),
+    profiles=_cases(BIG, (_LONG, _CHUNK), (_LONG, 0), (_SHORT, _CHUNK)),
+    sweeps=(
+        *(PrefillCase(model, _LONG, chunk) for model in _MODELS for chunk in (256, 1024, 4096, 8192)),
+        PrefillCase(LITTLE, _LONG, 0),
+    ),
+    sweep_repeats=3,
+    swept_peer_chunks=(512, _CHUNK, 8192, 0),
+)

@@ -1,0 +1,510 @@
+"""Penstock, transformers, llama.cpp and vLLM read the same tokens and decode after them, each in its own process."""
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import penstock
+from benchmarks.harness import RATIOS, Bar, Bench, Results, bar_of, take_turns
+from benchmarks.models import text_subject
+from benchmarks.show import Panel, draw, title_of
+from benchmarks.suite import Suite, count, counts
+from benchmarks.systems import (
+    AUTO,
+    Answer,
+    AutoSystem,
+    Child,
+    OnToken,
+    PeerError,
+    PenstockSystem,
+    TransformersSystem,
+    ask,
+)
+from penstock.engine.llm import LLM
+from penstock.measure.prompts import shuffled_rounds
+from penstock.measure.transformers_model import load_transformers
+from penstock.models.opened import open_weights
+from penstock.plan import format_bytes
+
+PREFILLING, DECODING = "prefill", "decode"
+FIXED, CHOSEN, TRANSFORMERS = "Penstock, chunk 512", "Penstock, auto", "transformers, whole"
+LLAMA_FILE, LLAMA_BEST, VLLM = "llama.cpp, this file", "llama.cpp, its best format", "vLLM, bfloat16"
+# By system: its engine. Those of PEERS run in environments of their own, where there are any.
+SYSTEMS = {
+    FIXED: "penstock",
+    CHOSEN: "penstock",
+    TRANSFORMERS: "transformers",
+    LLAMA_FILE: "llama.cpp",
+    LLAMA_BEST: "llama.cpp",
+    VLLM: "vllm",
+}
+PEER_ENGINES = ("llama.cpp", "vllm")
+ENGINES = {
+    "penstock": "benchmarks.suites.peers:PenstockEngine",
+    "transformers": "benchmarks.suites.peers:TransformersEngine",
+    "llama.cpp": "llama_cpp_engine:Engine",
+    "vllm": "vllm_engine:Engine",
+}
+# By quantity and peer: what Penstock's speed over its must be at least, by prompt length.
+LIMITS: Mapping[tuple[str, str], Mapping[int, float]] = {
+    (PREFILLING, LLAMA_FILE): {512: 3.0, 2048: 4.0, 8000: 4.0},
+    (PREFILLING, LLAMA_BEST): {2048: 2.0, 8000: 2.0},
+    (PREFILLING, VLLM): {512: 1.1, 2048: 1.1, 8000: 1.1},
+    (PREFILLING, TRANSFORMERS): {2048: 1.2, 8000: 1.5},
+    (DECODING, LLAMA_FILE): {512: 1.5, 8000: 1.5},
+    (DECODING, LLAMA_BEST): {512: 1.1, 8000: 1.1},
+}
+_DTYPE = "bfloat16"
+_BATCHES = {"llama.cpp": (512, 2048), "vllm": (512, 2048, 8192)}
+_FORMATS = ("Q4_0", "Q8_0", "BF16", "F16")
+# Less than this is noise, and another process for its sake would only take memory.
+_MIN_GAIN = 1.03
+_TRIAL_DECODES = 16
+_LONG_TOKENS = 4000  # prompts of so many are tried once
+# Threads of the engine before go to sleep in this time.
+_SETTLE_S = 0.3
+METHOD = (
+    "every engine in a process of its own, in its own environment, on the same token ids; one computes at a time; "
+    "after a warm-up all take turns, in another order each round; each engine stamps its tokens itself, from the "
+    "call to the token; prefill: prompt tokens over the time to the first token; decode: tokens after the first over "
+    "theirs"
+)
+
+
+class PenstockEngine:
+    """Penstock in a child."""
+
+    def load(
+        self, model: str, chunk: Any, dtype: Any, threads: int, weights: Any = None, **_: Any
+    ) -> dict[str, str]:
+        llm = LLM(model, dtype=dtype, chunk=chunk, threads=threads, weights=weights, device="cpu")
+        is_auto = chunk == AUTO
+        self._system = AutoSystem(llm) if is_auto else PenstockSystem(llm.model, llm.canon, chunk)
+        shapes, plain = llm.model.probe_shapes, str(llm.model.dtype).removeprefix("torch.")
+        products = (*shapes.products, *shapes.expert_products, shapes.head)
+        forms = ", ".join(sorted({product.form or plain for product in products if product}))
+        why = f" ({llm.weights.reason})" if llm.weights.reason else ""
+        return {
+            "about": f"penstock {penstock.__version__}, torch {torch.__version__}, weights in memory: {forms}, "
+            f"{format_bytes(llm.model.num_weight_bytes)}{why}"
+        }
+
+    def generate(self, prompt: list[int], num_tokens: int, on_token: OnToken) -> None:
+        self._system.generate(prompt, num_tokens, on_token)
+
+
+class TransformersEngine:
+    """transformers in a child. It writes weights for others that read its files."""
+
+    def prepare(self, model: str, output: str, dtype: str, **_: Any) -> None:
+        """The weights of a model, unpacked, as a Hugging Face folder."""
+        self._open(model, dtype).save_pretrained(output)
+
+    def load(self, model: str, dtype: str, threads: int, **_: Any) -> dict[str, str]:
+        torch.set_num_threads(threads)
+        self._system = TransformersSystem(self._open(model, dtype), 0)
+        return {"about": f"transformers {version('transformers')}, torch {torch.__version__}"}
+
+    def generate(self, prompt: list[int], num_tokens: int, on_token: OnToken) -> None:
+        self._system.generate(prompt, num_tokens, on_token)
+
+    def _open(self, model: str, dtype: str) -> Any:
+        with closing(open_weights(Path(model))) as source:
+            return load_transformers(source, getattr(torch, dtype))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An engine with settings of its own: a process."""
+
+    engine: str
+    values: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, engine: str, **values: Any) -> "Candidate":
+        return cls(engine, tuple((name, value) for name, value in values.items() if value is not None))
+
+    @property
+    def label(self) -> str:
+        parts = ", ".join(f"{name} {value}" for name, value in self.values)
+        return f"{self.engine} ({parts})" if parts else self.engine
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a system does once in every round; where settings differ between quantities, there are two turns."""
+
+    system: str
+    length: int
+    candidate: Candidate
+    num_tokens: int
+    quantities: tuple[str, ...]
+
+
+class Workers:
+    """Processes that are started when they are first asked, of which one computes at a time."""
+
+    def __init__(self, pythons: Mapping[str, Path], folder: Path, common: Mapping[str, Any]) -> None:
+        """`pythons` has the interpreters of the engines; `folder` is for files that engines need; `common` is told to
+        all: model, dtype, threads, most_tokens."""
+        self._pythons = pythons
+        self._folder = folder
+        self._common = common
+        self._running: dict[Candidate, Child] = {}
+        self.about: dict[str, str] = {}
+
+    def generate(self, candidate: Candidate, prompt: Sequence[int], num_tokens: int) -> Answer:
+        child = self._running.get(candidate) or self._start(candidate)
+        time.sleep(_SETTLE_S)
+        return ask(child, prompt, num_tokens)
+
+    def close(self) -> None:
+        while self._running:
+            self._running.popitem()[1].close()
+
+    def _start(self, candidate: Candidate) -> Child:
+        settings = {**self._common, **dict(candidate.values)}
+        settings["model"] = str(self._model(candidate.engine, settings.get("format")))
+        child = self._running[candidate] = self._open(candidate.engine, candidate.label)
+        self.about[candidate.engine] = str(child.ask("load", **settings).get("about"))
+        return child
+
+    def _open(self, engine: str, name: str) -> Child:
+        return Child(ENGINES[engine], name, self._pythons[engine])
+
+    def _model(self, engine: str, format_name: str | None) -> Path:
+        """The model's file, or what is made of it for this engine, once."""
+        maker = "transformers" if engine == "vllm" else engine
+        made = self._folder / ("weights" if engine == "vllm" else f"{format_name}.gguf")
+        if engine != "vllm" and format_name is None:
+            return Path(self._common["model"])
+        if not made.exists():
+            with self._open(maker, f"{maker} (writing {made.name})") as child:
+                child.ask("prepare", **{**self._common, "format": format_name, "output": str(made)})
+        return made
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Settings of an engine tried before the rounds: seconds to the first token, and for a token after it."""
+
+    prefill: Mapping[int, Mapping[Candidate, float]]
+    decode: Mapping[int, Mapping[Candidate, float]]
+
+    def choose(self, length: int) -> tuple[Candidate, Candidate]:
+        """For reading, the candidate that is best on the whole, but where another is better by more than noise; for
+        decoding the same one, but for the same."""
+        best = {each: min(costs.values()) for each, costs in self.prefill.items()}
+        candidates = list(self.prefill[length])
+
+        def lost(candidate: Candidate) -> float:
+            return sum(self.prefill[each][candidate] / best[each] for each in best)
+
+        prefill = better(self.prefill[length], min(candidates, key=lost))
+        return prefill, better(self.decode[length], prefill)
+
+
+def better(costs: Mapping[Candidate, float], usual: Candidate) -> Candidate:
+    best = min(costs, key=lambda candidate: costs[candidate])
+    return usual if costs[usual] <= _MIN_GAIN * costs[best] else best
+
+
+def try_all(
+    workers: Workers,
+    candidates: Sequence[Candidate],
+    lengths: Sequence[int],
+    prompt: Sequence[int],
+    num_passes: int,
+    say: Callable[[str], None],
+) -> Trials:
+    """One process at a time. What disturbs a pass makes it slower, never faster: the best counts. Candidates that
+    fail are left out; where all do, so does this."""
+    prefill: dict[int, dict[Candidate, float]] = {length: {} for length in lengths}
+    decode: dict[int, dict[Candidate, float]] = {length: {} for length in lengths}
+    failure: PeerError | None = None
+    for candidate in candidates:
+        try:
+            for length in lengths:
+                passes = [
+                    workers.generate(candidate, prompt[:length], _TRIAL_DECODES + 1)
+                    for _ in range(1 if length >= _LONG_TOKENS else num_passes)
+                ]
+                prefill[length][candidate] = min(each.first_token_s for each in passes)
+                decode[length][candidate] = min(1 / (each.decode_tokens_per_s or 1e-9) for each in passes)
+                say(
+                    f"tried {candidate.label}, {length:,} tokens: prefill "
+                    f"{length / prefill[length][candidate]:,.0f} tokens/s, decode {1 / decode[length][candidate]:.1f}"
+                )
+        except PeerError as error:
+            say(f"left out: {error}")
+            failure = error
+            for costs in (*prefill.values(), *decode.values()):
+                costs.pop(candidate, None)
+        finally:
+            workers.close()
+    if failure is not None and not prefill[lengths[0]]:
+        raise failure
+    return Trials(prefill, decode)
+
+
+def find_pythons(folder: Path) -> dict[str, Path]:
+    """The interpreters of the engines: this one's own, and those of the environments that are in the folder."""
+    found = dict.fromkeys(("penstock", "transformers"), Path(sys.executable))
+    if find_spec("llama_cpp") is not None:
+        found["llama.cpp"] = Path(sys.executable)
+    for engine in PEER_ENGINES:
+        python = folder / engine / "bin" / "python"
+        if python.exists():
+            found[engine] = python.absolute()
+    return found
+
+
+def left_out(wanted: Sequence[str], present: Sequence[str], path: Path) -> dict[str, str]:
+    """The systems that do not take part, and why."""
+    found = {}
+    for system, engine in SYSTEMS.items():
+        if engine in PEER_ENGINES and engine not in wanted:
+            found[system] = "not asked for"
+        elif engine not in present:
+            found[system] = "not installed: make bench-peers"
+        elif engine == "llama.cpp" and (path.is_dir() or path.suffix != ".gguf"):
+            found[system] = "reads GGUF files alone, and the model is none"
+    return found
+
+
+def _peers(text: str) -> tuple[str, ...]:
+    names = () if text == "none" else tuple(dict.fromkeys(text.split(",")))
+    if not set(names) <= set(PEER_ENGINES):
+        raise argparse.ArgumentTypeError(f"{text!r} is not none, nor some of {','.join(PEER_ENGINES)}")
+    return names
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--lengths", type=counts, metavar="N,N", help="prompt tokens (512,2048,8000)")
+    add(
+        "--decode-tokens",
+        type=count,
+        metavar="N",
+        help="after the first, after shortest and longest prompt (64)",
+    )
+    quick = (
+        "512,2048 tokens, 16 decoded, 3 rounds, where nothing else is given; some bars are not measured then"
+    )
+    add("--quick", action="store_true", help=quick)
+    usual = ",".join(PEER_ENGINES)
+    add(
+        "--peers",
+        type=_peers,
+        default=PEER_ENGINES,
+        metavar="NAME,NAME",
+        help=f"none, or some of {usual} (all)",
+    )
+    add(
+        "--peers-folder",
+        type=Path,
+        default=Path(".peers"),
+        metavar="FOLDER",
+        help="where they are (%(default)s)",
+    )
+    add("--weights", metavar="FORM", help="the form in which Penstock has weights (its own choice)")
+    add("--seed", type=int, default=0, metavar="N", help="of the order of turns (%(default)s)")
+
+
+def _measure(options: argparse.Namespace, bench: Bench) -> None:
+    quick, results = options.quick, bench.results
+    lengths = options.lengths or ((512, 2048) if quick else (512, 2048, 8000))
+    num_decodes = options.decode_tokens or (16 if quick else 64)
+    subject = text_subject(options.model)
+    subject.require_room(max(lengths), num_decodes + 1, "shorter --lengths or fewer --decode-tokens")
+    pythons = find_pythons(options.peers_folder)
+    absent = left_out(options.peers, list(pythons), subject.path)
+    results.settings |= {
+        "model": subject.description,
+        "dtype": options.dtype,
+        "lengths": lengths,
+        "decode_tokens": num_decodes,
+        "left_out": absent,
+        "method": METHOD,
+    }
+    common = {
+        "model": str(subject.path),
+        "dtype": options.dtype,
+        "threads": torch.get_num_threads(),
+        "most_tokens": max(lengths) + num_decodes + 1,
+    }
+    prompt = subject.prompt(max(lengths))
+    # Where processes that were given up still write, it is not an error that the folder cannot be emptied.
+    with tempfile.TemporaryDirectory(prefix="penstock-peers-", ignore_cleanup_errors=True) as folder:
+        workers = Workers(pythons, Path(folder), common)
+        with closing(workers):
+            turns = plan_turns(workers, lengths, num_decodes, prompt, options, absent, bench)
+            num_rounds = options.repeats or (3 if quick else 5)
+            answers = run_turns(workers, turns, prompt, num_rounds, options.seed, bench)
+        results.notes += [f"{engine}: {about}" for engine, about in workers.about.items()]
+    results.notes += [f"left out: {system}: {why}" for system, why in absent.items()]
+    results.notes += agreements(answers)
+    results.arrange(list(SYSTEMS))
+    compare(results)
+
+
+def plan_turns(
+    workers: Workers,
+    lengths: Sequence[int],
+    num_decodes: int,
+    prompt: Sequence[int],
+    options: argparse.Namespace,
+    absent: dict[str, str],
+    bench: Bench,
+) -> list[Turn]:
+    """Each system with its best settings. Peers that fail are left out, and it is said why."""
+    turns: list[Turn] = []
+    file_trials: Trials | None = None
+    for system, engine in SYSTEMS.items():
+        if system in absent:
+            bench.say(f"{system} is left out: {absent[system]}")
+            continue
+        if engine == "penstock":
+            chunk = 512 if system == FIXED else AUTO
+            candidates = [Candidate.of(engine, chunk=chunk, weights=options.weights)]
+        elif engine == "llama.cpp" and system == LLAMA_FILE:
+            candidates = [
+                Candidate.of(engine, batch=b, flash=f) for b in _BATCHES[engine] for f in (True, False)
+            ]
+        elif system == LLAMA_BEST:
+            if file_trials is None:
+                absent[system] = absent[LLAMA_FILE]
+                continue
+            # With the settings that are best for the file as it is, on a prompt of middle length.
+            like = dict(file_trials.choose(lengths[len(lengths) // 2])[0].values)
+            candidates = [Candidate.of(engine, format=name, **like) for name in _FORMATS]
+        else:
+            candidates = [Candidate.of(engine, batch=batch) for batch in _BATCHES.get(engine, (None,))]
+        trials: Trials | None = None
+        if len(candidates) > 1:
+            try:
+                trials = try_all(workers, candidates, lengths, prompt, 1 if options.quick else 2, bench.say)
+            except PeerError as error:
+                absent[system] = str(error)
+                bench.say(f"{system} is left out: {error}")
+                continue
+        if system == LLAMA_FILE:
+            file_trials = trials
+        for length in lengths:
+            reading, decoding = trials.choose(length) if trials else (candidates[0], candidates[0])
+            turns += turns_of(system, length, reading, decoding, lengths, num_decodes)
+    return turns
+
+
+def turns_of(
+    system: str,
+    length: int,
+    reading: Candidate,
+    decoding: Candidate,
+    lengths: Sequence[int],
+    num_decodes: int,
+) -> list[Turn]:
+    """Decoding is measured after the shortest and the longest prompt; one system of Penstock is enough for it."""
+    if length not in (min(lengths), max(lengths)) or system == CHOSEN:
+        return [Turn(system, length, reading, 1, (PREFILLING,))]
+    if reading == decoding:
+        return [Turn(system, length, reading, num_decodes + 1, (PREFILLING, DECODING))]
+    return [
+        Turn(system, length, reading, 1, (PREFILLING,)),
+        Turn(system, length, decoding, num_decodes + 1, (DECODING,)),
+    ]
+
+
+def run_turns(
+    workers: Workers, turns: Sequence[Turn], prompt: Sequence[int], num_rounds: int, seed: int, bench: Bench
+) -> dict[tuple[int, str], tuple[int, ...]]:
+    """All turns, after a warm-up of every process. Returns the longest answer of each system after each length."""
+    processes = list(dict.fromkeys(turn.candidate for turn in turns))
+    bench.say(f"warming up {len(processes)} processes")
+    for candidate in processes:
+        workers.generate(candidate, prompt[: min(turn.length for turn in turns)], 2)
+    bench.results.settings["choices"] = [
+        f"{turn.system}, {turn.length:,} tokens, {' and '.join(turn.quantities)}: {turn.candidate.label}"
+        for turn in turns
+    ]
+    answers: dict[tuple[int, str], tuple[int, ...]] = {}
+    for index, turn in take_turns(shuffled_rounds(turns, num_rounds, seed)):
+        answer = workers.generate(turn.candidate, prompt[: turn.length], turn.num_tokens)
+        speeds = {PREFILLING: turn.length / answer.first_token_s, DECODING: answer.decode_tokens_per_s}
+        for section in turn.quantities:
+            speed, name = speeds[section], f"{turn.length:,} tokens"
+            if speed is not None:
+                bench.results.add(section, name, "tokens/s", speed, system=turn.system, round_index=index)
+                bench.say(
+                    f"round {index + 1} of {num_rounds}, {turn.system}, {name}: {section} {speed:,.1f} tokens/s"
+                )
+        key = (turn.length, turn.system)
+        answers[key] = max(answers.get(key, ()), answer.token_ids, key=len)
+    return answers
+
+
+def agreements(answers: Mapping[tuple[int, str], tuple[int, ...]]) -> list[str]:
+    """Whether all run the same model: greedy tokens, which differ where two are as good as equal."""
+    notes = []
+    for (length, system), theirs in answers.items():
+        ours = answers.get((length, FIXED), ())
+        if system != FIXED and ours:
+            most = min(len(ours), len(theirs))
+            equal = next((index for index in range(most) if ours[index] != theirs[index]), most)
+            notes.append(
+                f"after {length:,} tokens {equal} of {most} tokens of {system} are Penstock's, from the first on"
+            )
+    return notes
+
+
+def compare(results: Results) -> None:
+    """Penstock's speed over each other's, round by round."""
+    for section, ours in ((PREFILLING, FIXED), (PREFILLING, CHOSEN), (DECODING, FIXED)):
+        for figure in results.of(section):
+            if figure.system not in (FIXED, CHOSEN):
+                own = results.figure(figure.name, ours, section)
+                results.add_ratio(f"{section}: {ours} over {figure.system}", figure.name, own, figure)
+
+
+def _bars(results: Results) -> list[Bar]:
+    """All of them, also those that could not be measured. Prefill is judged with fixed and with automatic chunks."""
+    bars = []
+    for (section, theirs), limits in LIMITS.items():
+        for ours in (FIXED, CHOSEN) if section == PREFILLING else (FIXED,):
+            for length, limit in limits.items():
+                label, name = f"{section}: {ours} over {theirs}", f"{length:,} tokens"
+                figure = results.figure(name, label, RATIOS) if results.settings["dtype"] == _DTYPE else None
+                bars.append(bar_of(f"{label}, {name}", figure, limit, is_lower_limit=True))
+    return bars
+
+
+def _draw(results: Results, path: Path) -> None:
+    panels = [
+        Panel("Reading a prompt", "prompt tokens per second", results.by_case(PREFILLING)),
+        Panel("Decoding after it", "tokens per second", results.by_case(DECODING)),
+    ]
+    title = title_of(results, "All taking turns, each with its best settings")
+    draw(path, title, [panel for panel in panels if panel.series])
+
+
+PEERS = Suite(
+    "Penstock, transformers, llama.cpp and vLLM read the same tokens and decode after them, each in a process of its "
+    "own, taking turns. llama.cpp and vLLM take part where `make bench-peers` has made their environments, each with "
+    "its best settings, which are looked for first. On two cores and the default model that takes 45 minutes to an "
+    "hour, nearly all of it theirs; with --peers none, about 6 minutes.",
+    _add_options,
+    _measure,
+    _bars,
+    _draw,
+    repeats="rounds (5; quick: 3)",
+)

@@ -1,0 +1,302 @@
+"""Time to first token, decoding and memory of Penstock and transformers, on the same weights and prompt."""
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from benchmarks.harness import RATIOS, Bar, Bench, Figure, Results, bar_of, rotated, take_turns
+from benchmarks.models import Subject, random_subject, text_subject
+from benchmarks.show import Panel, draw, title_of
+from benchmarks.suite import Suite, add_numbers, counts
+from benchmarks.systems import Answer, Spec, System, ask, growth_of, load_systems
+from penstock.errors import SettingError
+from penstock.measure.growth import METHOD, WARM_UP_TOKENS, can_measure_growth
+from penstock.models.hub import DEFAULT_MODEL
+from penstock.plan.config import DEFAULT_CHUNK_SIZE
+
+PREFILLING, DECODING, ACTIVATIONS, CACHED = "prefill", "decode", "activation memory", "cached for the prompt"
+OVER_WHOLE = "prefill tokens/s, Penstock over transformers whole"
+OVER_CHUNKED = "prefill tokens/s, Penstock over transformers chunked"
+DECODE_OVER = "decode tokens/s, Penstock over transformers"
+TILED_OVER_UNTILED = "prefill time, with the tile grid over without"
+CHUNKED_OVER_WHOLE = "prefill time, Penstock chunked over whole"
+OVER_TOKENWISE = "prefill tokens/s, Penstock over token by token"
+# A pass over a long prompt takes so long that only the systems of most interest run it, and fewer times.
+_LONG_TOKENS = 4000
+_REPEATS, _LONG_REPEATS = 5, 3
+_WARM_UP_PROMPT, _SLOW_WARM_UP_PROMPT = 512, 32
+# Growth below this is not told apart from none.
+_RESOLUTION_MIB = 1.0
+_DTYPE = "bfloat16"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the two suites do not share. Chunks of 0 are whole prompts; None is the chunk that is asked for."""
+
+    lengths: tuple[int, ...]
+    memory_lengths: tuple[int, ...]
+    chunks: tuple[tuple[int | None, bool], ...]  # of Penstock's systems, each with tiles or without
+    memory_chunks: tuple[int | None, ...]  # of transformers' systems whose memory is measured
+    limits: Mapping[str, tuple[float, bool]]  # by ratio: the limit, and whether it is a lower one
+    limited: range  # lengths of prompts whose ratios have a limit
+    growth: tuple[int, int, float]  # activations at the second length over those at the first, at most
+
+    def systems(self, chunk: int) -> list[Spec]:
+        ours = [Spec("Penstock", chunk if size is None else size, tiled) for size, tiled in self.chunks]
+        return [*ours, Spec("transformers", 0), Spec("transformers", chunk)]
+
+    def measured(self, chunk: int) -> list[Spec]:
+        theirs = [Spec("transformers", chunk if size is None else size) for size in self.memory_chunks]
+        return [Spec("Penstock", chunk), *theirs]
+
+
+TEXT = Kind(
+    lengths=(512, 2048, 8000),
+    memory_lengths=(512, 2048, 8000),
+    chunks=((None, True), (0, True), (None, False)),
+    memory_chunks=(0, None),
+    limits={
+        OVER_WHOLE: (0.95, True),
+        OVER_CHUNKED: (1.1, True),
+        DECODE_OVER: (2.0, True),
+        TILED_OVER_UNTILED: (1.05, False),
+    },
+    limited=range(DEFAULT_CHUNK_SIZE, sys.maxsize),
+    growth=(2048, 8000, 1.5),
+)
+# Recurrent layers tempt people to read a prompt token by token, so that is run too.
+DELTA_NETS = Kind(
+    lengths=(1000, 4000),
+    memory_lengths=(2000, 8000),
+    chunks=((None, True), (1, True)),
+    memory_chunks=(0,),
+    limits={OVER_TOKENWISE: (5.0, True), OVER_WHOLE: (1.0, True)},
+    limited=range(1000, 1001),
+    growth=(2000, 8000, 1.1),
+)
+
+
+def _add_options(parser: argparse.ArgumentParser, kind: Kind) -> None:
+    add = parser.add_argument
+    usual = ",".join(map(str, kind.lengths))
+    memory = ",".join(map(str, kind.memory_lengths))
+    add("--lengths", type=counts, metavar="N,N", help=f"prompt tokens ({usual}; of memory: {memory})")
+    add_numbers(
+        parser,
+        {
+            "--chunk": (DEFAULT_CHUNK_SIZE, "tokens per chunk"),
+            "--decode-tokens": (32, "tokens after the first"),
+            "--memory-repeats": (3, "processes whose memory is measured, for Penstock"),
+        },
+    )
+    add("--full", action="store_true", help="every system and every round at long prompts too")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--skip-memory", action="store_true", help="timings only")
+    which.add_argument("--only-memory", action="store_true", help="memory growth only")
+
+
+def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
+    lengths, memory_lengths = (options.lengths or each for each in (kind.lengths, kind.memory_lengths))
+    with_memory = not options.skip_memory and can_measure_growth()
+    if options.only_memory and not with_memory:
+        raise SettingError("--only-memory needs Linux's /proc/self/status and /proc/self/clear_refs")
+    if not with_memory and not options.skip_memory:
+        bench.results.notes.append("memory growth is not measured: it needs Linux's /proc")
+    if kind is DELTA_NETS and options.model != DEFAULT_MODEL:
+        raise SettingError(
+            f"--model {options.model} contradicts hybrid, which makes its own model: leave one of them out"
+        )
+    subject = random_subject(bench.say) if kind is DELTA_NETS else text_subject(options.model)
+    longest = max(*lengths, *memory_lengths)
+    subject.require_room(longest, options.decode_tokens + 1, "shorter --lengths or fewer --decode-tokens")
+    bench.results.settings |= {
+        "model": subject.description,
+        "dtype": options.dtype,
+        "chunk": options.chunk,
+        "lengths": lengths,
+        "memory_lengths": memory_lengths if with_memory else (),
+        "decode_tokens": options.decode_tokens,
+        **({"method": f"memory: {METHOD}"} if with_memory else {}),
+    }
+    prompt = subject.prompt(longest)
+    if not options.only_memory:
+        _time(options, bench, kind, subject, lengths, prompt)
+    if with_memory:
+        _measure_memory(options, bench, kind, subject, memory_lengths, prompt)
+    _compare(bench.results, kind, options.chunk)
+
+
+def _time(
+    options: argparse.Namespace,
+    bench: Bench,
+    kind: Kind,
+    subject: Subject,
+    lengths: Sequence[int],
+    prompt: Sequence[int],
+) -> None:
+    """Every length in rounds, in which systems take turns."""
+    chunk, decoding = options.chunk, {Spec("Penstock", options.chunk), Spec("transformers", 0)}
+    compared = {Spec("Penstock", chunk), Spec("transformers", 0), Spec("transformers", chunk)}
+    systems = load_systems(kind.systems(chunk), subject.path, options.dtype)
+    for spec, system in systems.items():
+        length = min(_SLOW_WARM_UP_PROMPT if spec.chunk == 1 else _WARM_UP_PROMPT, *lengths)
+        for _ in range(2):
+            ask(system, prompt[:length], 5 if spec in decoding else 1)
+    bench.say("loaded and warmed up")
+    for length in lengths:
+        is_short = options.full or length < _LONG_TOKENS
+        specs = [spec for spec in systems if is_short or spec in compared]
+        usual = _REPEATS if is_short else _LONG_REPEATS
+        counted = {spec: options.repeats or (_LONG_REPEATS if spec.chunk == 1 else usual) for spec in specs}
+        answers: dict[Spec, list[Answer]] = {spec: [] for spec in specs}
+        for index, spec in take_turns(rotated(specs, max(counted.values())), counted.__getitem__):
+            answer = _turn(bench, index, length, spec, systems[spec], prompt, options, spec in decoding)
+            answers[spec].append(answer)
+        _judge_answers(bench.results, length, answers, chunk)
+
+
+def _turn(
+    bench: Bench,
+    index: int,
+    length: int,
+    spec: Spec,
+    system: System,
+    prompt: Sequence[int],
+    options: argparse.Namespace,
+    decodes: bool,
+) -> Answer:
+    """One turn of one system. How fast it decodes does not depend on how it read, so one of each engine does."""
+    answer = ask(system, prompt[:length], 1 + (options.decode_tokens if decodes else 0))
+    speeds = {PREFILLING: length / answer.first_token_s, DECODING: answer.decode_tokens_per_s}
+    for section, speed in speeds.items():
+        if speed is not None:
+            bench.results.add(
+                section, f"{length:,} tokens", "tokens/s", speed, system=spec.label, round_index=index
+            )
+    then = "" if speeds[DECODING] is None else f", then {speeds[DECODING]:.1f} tokens/s"
+    bench.say(f"{length:,} tokens, round {index + 1}: {spec.label}: {answer.first_token_s:.2f} s{then}")
+    return answer
+
+
+def _judge_answers(
+    results: Results, length: int, answers: Mapping[Spec, Sequence[Answer]], chunk: int
+) -> None:
+    """Chunked and whole, in every round, Penstock's first token is the same one. Token by token, chunks end within
+    the blocks of a recurrent state, which may round it otherwise."""
+    same = [each for spec in (Spec("Penstock", chunk), Spec("Penstock", 0)) for each in answers.get(spec, ())]
+    first = {answer.token_ids[0] for answer in same}
+    results.require(
+        PREFILLING, f"all passes of Penstock over {length:,} tokens have one first token", len(first) == 1
+    )
+    ours, theirs = (
+        answers[spec][-1].token_ids for spec in (Spec("Penstock", chunk), Spec("transformers", 0))
+    )
+    equal = [one == other for one, other in zip(ours, theirs, strict=True)]
+    in_a_row = equal.index(False) if False in equal else len(equal)
+    results.notes.append(
+        f"after {length:,} tokens Penstock and transformers agree on {sum(equal)} of {len(equal)} greedy tokens, the "
+        f"first {in_a_row} in a row"
+    )
+
+
+def _measure_memory(
+    options: argparse.Namespace,
+    bench: Bench,
+    kind: Kind,
+    subject: Subject,
+    lengths: Sequence[int],
+    prompt: Sequence[int],
+) -> None:
+    """Penstock's, which has a bar, several times, the others' once."""
+    specs = kind.measured(options.chunk)
+    # What is measured once per machine and kept is then there for all processes alike.
+    growth_of(specs[0], subject.path, options.dtype, prompt[:WARM_UP_TOKENS])
+    for length in lengths:
+        for spec in specs:
+            for _ in range(options.memory_repeats if spec.is_ours else 1):
+                grown = growth_of(spec, subject.path, options.dtype, prompt[:length])
+                name = f"{length:,} tokens"
+                bench.results.add(ACTIVATIONS, name, "MiB", grown.activation_mib, system=spec.label)
+                bench.say(f"{name}, memory: {spec.label}: {grown.activation_mib:.1f} MiB and the cache")
+            bench.results.add(CACHED, name, "MiB", grown.cache_bytes / 2**20, system=spec.label)
+
+
+def _compare(results: Results, kind: Kind, chunk: int) -> None:
+    """All ratios of the systems that ran, round by round."""
+    ours = Spec("Penstock", chunk).label
+    pairs = {
+        OVER_WHOLE: (PREFILLING, Spec("transformers", 0).label, False),
+        OVER_CHUNKED: (PREFILLING, Spec("transformers", chunk).label, False),
+        DECODE_OVER: (DECODING, Spec("transformers", 0).label, False),
+        TILED_OVER_UNTILED: (PREFILLING, Spec("Penstock", chunk, False).label, True),
+        CHUNKED_OVER_WHOLE: (PREFILLING, Spec("Penstock", 0).label, True),
+        OVER_TOKENWISE: (PREFILLING, Spec("Penstock", 1).label, False),
+    }
+    for label, (section, theirs, of_times) in pairs.items():
+        for length in results.settings["lengths"]:
+            name = f"{length:,} tokens"
+            over, under = (results.figure(name, system, section) for system in (ours, theirs))
+            results.add_ratio(label, name, over, under, inverse=of_times)
+
+
+def _bars(results: Results, kind: Kind) -> list[Bar]:
+    """Those for which there is a measurement, of the default chunk and type. Activations must not grow with the
+    prompt: those of the longer of two, over those of the shorter."""
+    settings, bars = results.settings, []
+    if settings["dtype"] != _DTYPE or settings["chunk"] != DEFAULT_CHUNK_SIZE:
+        return []
+    for label, (limit, is_lower) in kind.limits.items():
+        for length in settings["lengths"]:
+            figure = results.figure(f"{length:,} tokens", label, RATIOS)
+            if length in kind.limited and figure is not None:
+                bars.append(bar_of(f"{label}, {figure.name}", figure, limit, is_lower_limit=is_lower))
+    few, many, limit = kind.growth
+    grown: list[Figure] = []
+    for length in (few, many):
+        figure = results.figure(f"{length:,} tokens", Spec("Penstock", settings["chunk"]).label, ACTIVATIONS)
+        grown += [figure] if figure else []
+    if len(grown) == 2:
+        shorter, longer = (max(figure.median, _RESOLUTION_MIB) for figure in grown)
+        noise = grown[0].spread.noise or grown[1].spread.noise
+        name = f"activation memory, Penstock, {many:,} over {few:,} tokens"
+        bars.append(Bar(name, longer / shorter, limit, False, noise))
+    return bars
+
+
+def _draw(results: Results, path: Path) -> None:
+    panels = [
+        Panel("Prefill", "prompt tokens per second", results.by_case(PREFILLING)),
+        Panel("Decode after the prompt", "tokens per second", results.by_case(DECODING)),
+        Panel(
+            "Activation memory during prefill",
+            "peak growth, cache aside (MiB)",
+            results.by_case(ACTIVATIONS),
+            kind="lines",
+        ),
+    ]
+    draw(path, title_of(results, "Penstock and transformers"), [panel for panel in panels if panel.series])
+
+
+def _suite(kind: Kind, about: str) -> Suite:
+    return Suite(
+        about,
+        add_options=partial(_add_options, kind=kind),
+        measure=partial(_measure, kind=kind),
+        bars=partial(_bars, kind=kind),
+        draw=_draw,
+        repeats="rounds at every length (5; 3 for long prompts and token by token)",
+    )
+
+
+PREFILL = _suite(
+    TEXT, "Penstock and transformers read a text, taking turns. Takes about ten minutes on two cores."
+)
+HYBRID = _suite(
+    DELTA_NETS,
+    "A random Qwen3.5, three delta nets to one attention, reads random tokens in Penstock and in transformers, "
+    "taking turns. Takes about five minutes on two cores.",
+)

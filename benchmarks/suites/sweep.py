@@ -1,0 +1,242 @@
+"""Chunk sizes against prompt lengths: every configuration on every length, in another order each round."""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from benchmarks.harness import MIN_VALUES, NOISY_SHARE, Bar, Bench, Results, Spread, take_turns
+from benchmarks.models import Subject, text_subject
+from benchmarks.show import Panel, draw, title_of
+from benchmarks.suite import Suite, add_numbers, count
+from benchmarks.suites.peers import find_pythons
+from benchmarks.systems import AUTO, Child, Spec, System, ask, growth_of, load_systems
+from penstock.engine.llm import LLM
+from penstock.errors import SettingError
+from penstock.measure.growth import METHOD, WARM_UP_TOKENS, can_measure_growth
+from penstock.measure.prompts import shuffled_rounds
+
+FIRST_TOKEN, TOTAL, SPEED = "time to first token", "time to the last token", "prefill"
+ACTIVATIONS = "activation memory"
+BASELINES = ("transformers", "llama.cpp")
+_REPEATS = 5
+
+
+def specs_of(chunks: Sequence[int | str], baselines: Sequence[str]) -> list[Spec]:
+    """Penstock at each size, and each baseline at each: what has no `auto` leaves it out. transformers reads the
+    prompt whole as well, which is its default."""
+    sizes = [int(chunk) for chunk in dict.fromkeys(chunks) if chunk != AUTO]
+    found = [Spec("Penstock", size) for size in sizes]
+    found += [Spec("Penstock", AUTO)] if AUTO in chunks else []
+    if "transformers" in baselines:
+        found += [Spec("transformers", size) for size in dict.fromkeys((0, *sizes))]
+    if "llama.cpp" in baselines:
+        found += [Spec("llama.cpp", size) for size in sizes or [0]]
+    return found
+
+
+def _chunks(text: str) -> tuple[int | str, ...]:
+    parts = text.split(",")
+    return tuple(dict.fromkeys(AUTO if part == AUTO else 0 if part == "0" else count(part) for part in parts))
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1")
+    return value
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add, usual = parser.add_argument, (0, 128, 256, 512, 1024)
+    add(
+        "--chunks",
+        type=_chunks,
+        default=usual,
+        metavar="N,N",
+        help="chunk sizes; 0: the whole prompt, auto: Penstock's own choice (0,128,256,512,1024)",
+    )
+    add_numbers(
+        parser,
+        {
+            "--lengths": ((512, 2048, 8000), "prompt tokens"),
+            "--decode-tokens": (16, "generated in all, for the total time"),
+        },
+    )
+    add(
+        "--baseline",
+        action="append",
+        choices=BASELINES,
+        default=[],
+        help="another system; may be given twice",
+    )
+    add(
+        "--peers-folder",
+        type=Path,
+        default=Path(".peers"),
+        metavar="FOLDER",
+        help="of llama.cpp (%(default)s)",
+    )
+    add("--memory", action="store_true", help="peak memory too, each in a fresh process")
+    add(
+        "--max-spread",
+        type=_share,
+        default=NOISY_SHARE,
+        metavar="X",
+        help="quartiles further apart than this share of the median are noise (%(default)s)",
+    )
+    add("--seed", type=int, default=0, metavar="N", help="of the order of turns (%(default)s)")
+
+
+def _measure(options: argparse.Namespace, bench: Bench) -> None:
+    repeats = options.repeats or _REPEATS
+    if repeats < MIN_VALUES:
+        raise SettingError(
+            f"--repeats {repeats} is not accepted: give {MIN_VALUES} or more, fewer have no spread to judge"
+        )
+    subject, specs = text_subject(options.model), specs_of(options.chunks, options.baseline)
+    subject.require_room(
+        max(options.lengths), options.decode_tokens, "shorter --lengths or fewer --decode-tokens"
+    )
+    if "llama.cpp" in options.baseline:
+        _require_llama(subject, options.peers_folder)
+    bench.results.settings |= {
+        "model": subject.description,
+        "dtype": options.dtype,
+        "chunks": options.chunks,
+        "lengths": options.lengths,
+        "decode_tokens": options.decode_tokens,
+        "method": "all take turns, in another order each round"
+        + (f"; memory: {METHOD}" if options.memory else ""),
+    }
+    prompt = subject.prompt(max(options.lengths))
+    with ExitStack() as stack:
+        systems: dict[Spec, System | Child] = {}
+        own = [spec for spec in specs if spec.engine != "llama.cpp"]
+        llm = LLM(subject.path, dtype=options.dtype, chunk=AUTO)
+        systems |= load_systems(own, subject.path, options.dtype, llm)
+        for spec in specs:
+            if spec.engine == "llama.cpp":
+                systems[spec] = stack.enter_context(_llama(spec, subject, options, bench))
+        time_cells(systems, options.lengths, prompt, options, repeats, bench)
+    bench.results.arrange([spec.label for spec in specs])
+    if options.memory and can_measure_growth():
+        _measure_memory(specs, subject, options, prompt, bench)
+    elif options.memory:
+        bench.results.notes.append("memory growth is not measured: it needs Linux's /proc")
+
+
+def _require_llama(subject: Subject, folder: Path) -> None:
+    """Before any work."""
+    if subject.path.is_dir() or subject.path.suffix != ".gguf":
+        raise SettingError(
+            f"--baseline llama.cpp reads GGUF files alone, and {subject.path} is none: give one as --model, or leave "
+            "the baseline out"
+        )
+    if "llama.cpp" not in find_pythons(folder):
+        raise SettingError(f"--baseline llama.cpp is not in {folder}: make bench-peers")
+
+
+def _llama(spec: Spec, subject: Subject, options: argparse.Namespace, bench: Bench) -> Child:
+    """With flash attention, as its own programs choose."""
+    child = Child("llama_cpp_engine:Engine", spec.label, find_pythons(options.peers_folder)["llama.cpp"])
+    most = max(options.lengths) + options.decode_tokens
+    loaded = child.ask(
+        "load",
+        model=str(subject.path),
+        batch=spec.chunk,
+        most_tokens=most,
+        threads=torch.get_num_threads(),
+        flash=True,
+    )
+    if loaded["about"] not in bench.results.notes:
+        bench.results.notes.append(loaded["about"])
+    return child
+
+
+def time_cells(
+    systems: Mapping[Spec, System | Child],
+    lengths: Sequence[int],
+    prompt: Sequence[int],
+    options: argparse.Namespace,
+    repeats: int,
+    bench: Bench,
+) -> None:
+    """A warm-up that is not counted, then every system and length once in every round."""
+    for system in systems.values():
+        ask(system, prompt[: min(lengths)], options.decode_tokens)
+    cells = [(spec, length) for spec in systems for length in lengths]
+    bench.say(f"warmed up; {repeats} rounds of {len(cells)} turns")
+    for index, (spec, length) in take_turns(shuffled_rounds(cells, repeats, options.seed)):
+        answer = ask(systems[spec], prompt[:length], options.decode_tokens)
+        for section, unit, value in (
+            (FIRST_TOKEN, "s", answer.first_token_s),
+            (SPEED, "tokens/s", length / answer.first_token_s),
+            (TOTAL, "s", answer.total_s),
+        ):
+            bench.results.add(
+                section,
+                f"{length:,} tokens",
+                unit,
+                value,
+                system=spec.label,
+                round_index=index,
+                most_spread=options.max_spread,
+            )
+        bench.say(f"round {index + 1}: {spec.label}, {length:,} tokens: {answer.first_token_s:.3f} s")
+
+
+def _measure_memory(
+    specs: Sequence[Spec], subject: Subject, options: argparse.Namespace, prompt: Sequence[int], bench: Bench
+) -> None:
+    """Of systems that a fresh process can load by their names."""
+    measured = [spec for spec in specs if spec.engine != "llama.cpp" and spec.chunk != AUTO]
+    growth_of(measured[0], subject.path, options.dtype, prompt[:WARM_UP_TOKENS])  # leaves the probe's results
+    for spec in measured:
+        for length in options.lengths:
+            grown = growth_of(spec, subject.path, options.dtype, prompt[:length])
+            name = f"{length:,} tokens"
+            bench.results.add(ACTIVATIONS, name, "MiB", grown.activation_mib, system=spec.label)
+
+
+def _bars(results: Results) -> list[Bar]:
+    return []
+
+
+def _draw(results: Results, path: Path) -> None:
+    """Against the chunk: a line for each engine and length. What is noisy is left out."""
+    sections = ((FIRST_TOKEN, "seconds", True), (SPEED, "prompt tokens per second", False))
+    panels = [
+        Panel(section, unit, _lines(results, section), "chunk (tokens)", "lines", is_log)
+        for section, unit, is_log in (*sections, (ACTIVATIONS, "peak growth, cache aside (MiB)", False))
+    ]
+    draw(path, title_of(results, "Chunks and prompts"), [panel for panel in panels if panel.series])
+
+
+def _lines(results: Results, section: str) -> dict[str, dict[str, Spread]]:
+    lines: dict[str, dict[str, Spread]] = {}
+    for system, cases in results.by_case(section).items():
+        engine, _, how = system.partition(", ")
+        for case, spread in cases.items():
+            lines.setdefault(f"{engine}, {case}", {})[how.removeprefix("chunk ")] = spread
+    order = sorted(
+        {x for line in lines.values() for x in line}, key=lambda x: int(x) if x.isdigit() else 1 << 40
+    )
+    return {name: {x: line[x] for x in order if x in line} for name, line in lines.items()}
+
+
+SWEEP = Suite(
+    "Chunk sizes against prompt lengths: time to first token, tokens per second, total time and, if asked for, "
+    "memory. All take turns, in another order each round. A figure whose repeats lie too far apart is not given: its "
+    "cell reads 'noisy', and the exit status is 3.",
+    _add_options,
+    _measure,
+    _bars,
+    _draw,
+    repeats="rounds (5; at least 3)",
+)

@@ -1,0 +1,112 @@
+"""The suites of single steps, of starting, and of chunk sizes, each run at a small size."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.suites import decode, start, sweep
+from benchmarks.suites.sweep import specs_of
+from benchmarks.systems import AUTO, Spec
+from tests.benchmarks.made_up import results_of, run
+
+
+def test_a_decode_step_in_parts(tiny: Path, tmp_path: Path) -> None:
+    arguments = ["decode", "--model", str(tiny), "--pasts", "40,100", "--steps", "3"]
+    status, results = run(arguments, tmp_path / "decode.json")
+    assert status == 0
+    parts = {
+        figure.system: figure for figure in results.of(decode.STEPS) if figure.name == "after 100 tokens"
+    }
+    assert all(len(figure.values) == 3 for figure in parts.values())
+    for index, whole in enumerate(parts["step"].values):
+        others = [figure.values[index] for name, figure in parts.items() if name != "step"]
+        assert sum(others) == pytest.approx(whole)
+    (first, second) = results.bars
+    spent = [parts[name].median for name in ("products", "attention", "step")]
+    assert second.value == pytest.approx((spent[0] + spent[1]) / spent[2])
+    assert (first.limit, first.is_lower_limit) == (decode.LEAST_SHARE, True)
+
+
+def test_start_is_measured_in_fresh_processes(tiny: Path, tmp_path: Path) -> None:
+    status, results = run(["start", "--model", str(tiny), "--repeats", "1"], tmp_path / "start.json")
+    assert status == 0
+    assert {figure.name: len(figure.values) for figure in results.figures} == {
+        start.PROGRESS: 1,
+        start.RESIDENT: 1,
+    }
+    assert all(figure.median > 0 for figure in results.figures)
+
+
+def test_start_has_bars() -> None:
+    results = results_of("start")
+    results.add("start", start.PROGRESS, "s", 5.1, 5.2, 4.0)
+    results.add("start", start.RESIDENT, "x", 1.4, 1.5, 1.6)
+    assert [bar.is_met for bar in start._bars(results)] == [False, True]
+
+
+def test_a_sweep_of_chunks_and_lengths(tiny: Path, tmp_path: Path) -> None:
+    arguments = [
+        "sweep",
+        "--model",
+        str(tiny),
+        "--chunks",
+        "0,32,auto",
+        "--lengths",
+        "40,70",
+        "--repeats",
+        "3",
+    ]
+    arguments += [
+        "--decode-tokens",
+        "2",
+        "--dtype",
+        "float32",
+        "--baseline",
+        "transformers",
+        "--max-spread",
+        "0.99",
+    ]
+    status, results = run(arguments, tmp_path / "sweep.json")
+    assert status in (0, 3)
+    systems = [spec.label for spec in specs_of((0, 32, AUTO), ["transformers"])]
+    for section in (sweep.FIRST_TOKEN, sweep.SPEED, sweep.TOTAL):
+        found = [(figure.system, figure.name) for figure in results.of(section)]
+        assert found == [(system, name) for system in systems for name in ("40 tokens", "70 tokens")]
+        assert all(sorted(figure.rounds) == [0, 1, 2] for figure in results.of(section))
+    assert status == (3 if results.noisy else 0)
+
+
+def test_configurations_of_a_sweep() -> None:
+    assert specs_of((0, 128, AUTO), []) == [
+        Spec("Penstock", 0),
+        Spec("Penstock", 128),
+        Spec("Penstock", AUTO),
+    ]
+    both = specs_of((128, AUTO), ["transformers", "llama.cpp"])
+    assert both[2:] == [Spec("transformers", 0), Spec("transformers", 128), Spec("llama.cpp", 128)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--repeats", "2"], "give 3 or more"),
+        (["--baseline", "llama.cpp", "--lengths", "40"], "reads GGUF files alone"),
+        (["--lengths", "9000"], "shorter --lengths"),
+    ],
+)
+def test_what_a_sweep_refuses(
+    arguments: list[str], message: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from benchmarks.cli import main
+
+    assert main(["sweep", "--model", str(tiny), *arguments, "--json", str(tmp_path / "r.json")]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lines_of_a_sweep_go_from_small_chunks_to_whole_prompts() -> None:
+    results = results_of("sweep")
+    for chunk in ("whole", "chunk 512", "chunk 64", "auto"):
+        results.add(sweep.FIRST_TOKEN, "40 tokens", "s", 1.0, system=f"Penstock, {chunk}")
+    (line,) = sweep._lines(results, sweep.FIRST_TOKEN).values()
+    assert list(line)[:2] == ["64", "512"]
+    assert set(line) == {"64", "512", "whole", "auto"}
