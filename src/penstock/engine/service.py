@@ -128,8 +128,8 @@ class Service:
     def is_closing(self) -> bool:
         return self._closes_at is not None
 
-    def submit(self, request: GenerationRequest, listener: Listener) -> RequestId:
-        """Put a request into the queue. What cannot be run is refused here."""
+    def check(self, request: GenerationRequest) -> None:
+        """Refuse what cannot be run here, whatever else runs."""
         request.check(self.llm.model.config)
         num_tokens = len(request.token_ids) + request.max_tokens
         if num_tokens > self.max_request_tokens:
@@ -139,6 +139,10 @@ class Service:
                 f"fewer tokens, or serve with a larger cache"
             )
         self._activations.check(self.rules, len(request.token_ids), num_decodes=self.schedule.max_running - 1)
+
+    def submit(self, request: GenerationRequest, listener: Listener) -> RequestId:
+        """Put a request into the queue. What cannot be run is refused here."""
+        self.check(request)
         json_format = request.json_format
         constraint = None if json_format is None else self.llm.constraints.new(json_format)
         cache = self._batcher.space.new_sequence()

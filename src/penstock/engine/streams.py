@@ -29,7 +29,9 @@ class EventStream:
         self._is_cancelled = False
 
     def submit(self, requests: Sequence[GenerationRequest]) -> None:
-        """Once, all or none of them: if one is refused, the others are cancelled."""
+        """Once, all or none of them: if one is refused, none is begun, or those that were are cancelled."""
+        for request in requests:
+            self._service.check(request)
         try:
             for index, request in enumerate(requests):
                 self._add(self._service.submit(request, partial(self._deliver, index)))
