@@ -143,9 +143,8 @@ def test_each_end(llm: LLM, service: Service) -> None:
 def test_penalties_count_what_was_generated_and_not_the_prompt(llm: LLM) -> None:
     """The first token has nothing generated before it, so no such penalty changes it."""
     plain = llm.generate(PROMPT, max_tokens=1, num_logprobs=0)
-    for name in ("presence_penalty", "frequency_penalty"):
-        penalised = llm.generate(PROMPT, max_tokens=1, sampling=SamplingParams(**{name: 2.0}))
-        assert penalised.token_ids == plain.token_ids
+    for penalty in (SamplingParams(presence_penalty=2.0), SamplingParams(frequency_penalty=2.0)):
+        assert llm.generate(PROMPT, max_tokens=1, sampling=penalty).token_ids == plain.token_ids
 
 
 def test_a_schema_may_be_given_as_it_is(llm: LLM) -> None:
