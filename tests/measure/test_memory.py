@@ -199,10 +199,13 @@ def check_jobs(jobs: list[MemoryJob]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--families", "gpt-9"], "family 'gpt-9' is not accepted"),
-        (["--model", "smollm2", "--families", "qwen3-4b"], "--families contradicts --model"),
+        (["--families", "gpt-9"], "--families 'gpt-9' is not accepted"),
+        (["--model", "smollm2", "--families", "qwen3-4b"], "--families 'qwen3-4b' contradicts --model"),
         (["--prompts", "99999999"], "--prompts 99999999 is not accepted"),
-        (["--prompts", "64", "--chunks", "128"], "--chunks of at most 64"),
+        (
+            ["--prompts", "64", "--chunks", "128"],
+            "--chunks 128 is not accepted: it is longer than every prompt; give at most 64",
+        ),
         (["--device", "cuda:99"], "--device"),
         (["--prompts", "0"], "--prompts"),
     ],

@@ -198,8 +198,8 @@ def test_memory_is_measured_in_fresh_processes(folder: Path) -> None:
     ("arguments", "status", "expected"),
     [
         (["--model", "no/such/model/at-all"], 3, "no/such/model/at-all"),
-        (["--plot", "/dev/null/x.png"], 2, "--plot /dev/null/x.png"),
-        (["--json", "."], 2, "--json ."),
+        (["--plot", "/dev/null/x.png"], 2, "--plot '/dev/null/x.png'"),
+        (["--json", "."], 2, "--json '.'"),
         *((["--seconds", value], 2, "--seconds") for value in ("0", "-1", "nan", "inf")),
     ],
 )

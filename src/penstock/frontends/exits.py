@@ -30,9 +30,9 @@ class OutputError(PenstockError):
 
 
 @contextlib.contextmanager
-def reported(command: Callable[..., None] | None = None) -> Iterator[None]:
+def reported(command: Callable[..., None] | None = None, *, failed: int = FAILED) -> Iterator[None]:
     """Turns errors that the user can act on into one line and an exit status, never a traceback. Settings that are
-    parameters of the command are named as its options."""
+    parameters of the command are named as its options. `failed` is the status of failures that are not the user's."""
     try:
         if sys.stdout is None:
             raise OutputError("standard output is closed: there is nowhere to write the answer")
@@ -42,7 +42,7 @@ def reported(command: Callable[..., None] | None = None) -> Iterator[None]:
         complain(error.message(name) if isinstance(error, SettingError) else str(error))
         if isinstance(error, OutputError):
             _discard_output()
-        raise SystemExit(_status(error)) from None
+        raise SystemExit(_status(error, failed)) from None
     except KeyboardInterrupt:
         complain("interrupted")
         raise SystemExit(INTERRUPTED) from None
@@ -66,10 +66,10 @@ def complain(message: str) -> None:
         print(f"penstock: {line}", file=sys.stderr, flush=True)
 
 
-def _status(error: PenstockError) -> int:
+def _status(error: PenstockError, failed: int) -> int:
     if isinstance(error, (SettingError, PromptError)):
         return MISTAKE
-    return NO_MODEL if isinstance(error, ModelError) else FAILED
+    return NO_MODEL if isinstance(error, ModelError) else failed
 
 
 def _options_of(command: Callable[..., None] | None) -> dict[str, str]:

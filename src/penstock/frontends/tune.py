@@ -1,7 +1,5 @@
 """The command `penstock tune`."""
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -32,8 +30,8 @@ def tune(
     plot: Annotated[
         Path | None, options.on_output(metavar="FILE", help="Draw a picture (needs matplotlib).")
     ] = None,
-    as_json: Annotated[
-        Path | None, options.on_output("--json", metavar="FILE", help="Write what was found as JSON, too.")
+    json: Annotated[
+        Path | None, options.on_output(metavar="FILE", help="Write what was found as JSON, too.")
     ] = None,
 ) -> None:
     """Measure this model on this machine, so that `--chunk auto` starts from it.
@@ -54,10 +52,10 @@ def tune(
         with display.busy("starting"):
             from penstock.engine.profile import load_profile, profile_key, profile_path, save_profile
             from penstock.measure import plots, report
-            from penstock.measure.tune import fit_error
+            from penstock.measure.tune import to_json
             from penstock.measure.tune import tune as measure
 
-        report.require_outputs({"--plot": plot, "--json": as_json})
+        report.require_outputs({"plot": plot, "json": json})
         with loaded(model, display, settings) as llm:
             stored_at = profile_path(profile_key(llm))
             if not show:
@@ -71,10 +69,9 @@ def tune(
                 )
                 raise SystemExit(FAILED)
         write(f"{report.render_tune(profile)}\n\nprofile: {stored_at}\n")
-        if as_json is not None:
-            error = fit_error(profile.coefficients, profile.measurements.steps)
-            as_json.write_text(json.dumps({**asdict(profile), "fit_error": asdict(error)}, indent=1) + "\n")
-            write(f"json:    {as_json}\n")
+        if json is not None:
+            json.write_text(to_json(profile))
+            write(f"json:    {json}\n")
         if plot is not None:
             plots.draw_tune(profile, plot)
             write(f"plot:    {plot}\n")

@@ -1,17 +1,16 @@
 """The command `penstock verify`."""
 
 import contextlib
-import json
 import math
 import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from penstock.errors import ModelError, PenstockError, PromptError, SettingError
+from penstock.errors import PenstockError, PromptError, SettingError
 from penstock.frontends import options
 from penstock.frontends.exits import (
     FAILED,
@@ -19,7 +18,6 @@ from penstock.frontends.exits import (
     MISTAKE,
     NO_MODEL,
     NO_READER,
-    OutputError,
     complain,
     reported,
 )
@@ -37,6 +35,19 @@ MEANINGS = (
 )
 _prompt = partial(typer.Option, rich_help_panel="Prompt")
 _memory = partial(typer.Option, rich_help_panel="Memory")
+# Of one kind of verification alone.
+_OF_LAWS = [
+    "prompt_file",
+    "tokens",
+    "max_tokens",
+    "overlap",
+    "strict",
+    "reference",
+    "tolerance",
+    "json",
+    "plot",
+]
+_OF_MEMORY = ["families", "prompts", "kernels", "quick", "full", "output"]
 
 
 def verify(
@@ -92,8 +103,8 @@ def verify(
     ] = None,
     device: options.Device = None,
     threads: options.Threads = None,
-    as_json: Annotated[
-        Path | None, options.on_output("--json", metavar="FILE", help="Write everything that was found.")
+    json: Annotated[
+        Path | None, options.on_output(metavar="FILE", help="Write everything that was found, as JSON.")
     ] = None,
     plot: Annotated[
         Path | None,
@@ -126,40 +137,23 @@ def verify(
     Where the machine was found to give the same bits, they must be the same bit for bit; elsewhere, within a
     tolerance.
     """
-    with reported(verify), _failures_aside():
-        of_laws: dict[str, Any] = {
-            "prompt_file": prompt_file,
-            "tokens": tokens,
-            "max_tokens": max_tokens,
-            "overlap": overlap,
-            "strict": strict,
-            "reference": reference,
-            "tolerance": tolerance,
-            "as_json": as_json,
-            "plot": plot,
-        }
-        of_memory: dict[str, Any] = {
-            "families": families,
-            "prompts": prompts,
-            "kernels": kernels,
-            "quick": quick,
-            "full": full,
-            "output": output,
-        }
-        for name, value in (of_laws if memory else of_memory).items():
-            if value is not None and value is not False:
-                if memory:
-                    raise SettingError(name, value, contradicts={"memory": True})
-                raise SettingError(name, value, needs=("memory",))
+    given = locals()
+    with reported(verify, failed=MISTAKE), _crashes_reported():
+        for name in _OF_LAWS if memory else _OF_MEMORY:
+            if given[name] is None or given[name] is False:
+                continue
+            if memory:
+                raise SettingError(name, ..., contradicts={"memory": True})
+            raise SettingError(name, ..., needs=("memory",))
         sizes = _counts("chunks", chunks)
         if tolerance is not None and not (tolerance > 0 and math.isfinite(tolerance)):
             raise SettingError("tolerance", tolerance, "a number above 0")
         if prompt_file is not None and tokens is not None:
-            raise SettingError("prompt_file", str(prompt_file), contradicts={"tokens": tokens})
+            raise SettingError("prompt_file", ..., contradicts={"tokens": tokens})
 
         from penstock.frontends.display import make_display
-        from penstock.plan import EngineSettings
 
+        settings = options.engine_settings({**given, "chunk": 0, "dtype": dtype or "auto", "overlap": 0})
         display = make_display()
         if memory:
             with display.busy("starting"):
@@ -189,8 +183,9 @@ def verify(
                 tolerance=tolerance,
                 with_transformers=reference is not None,
             )
-            settings = EngineSettings.resolve(chunk=0, dtype=dtype or "auto", device=device, threads=threads)
-            passed = _verify(model or "smollm2", settings, text, tokens, checks, as_json, plot, display)
+            passed = _verify(
+                model or options.DEFAULT_MODEL, settings, text, tokens, checks, json, plot, display
+            )
         if not passed:
             raise SystemExit(FAILED)
 
@@ -201,7 +196,7 @@ def _verify(
     text: str | None,
     tokens: int | None,
     checks: "Checks",
-    as_json: Path | None,
+    json: Path | None,
     plot: Path | None,
     display: "Display",
 ) -> bool:
@@ -210,14 +205,14 @@ def _verify(
     from penstock.measure.verify import prompt_of
     from penstock.measure.verify import verify as prove
 
-    report.require_outputs({"--json": as_json, "--plot": plot})
+    report.require_outputs({"json": json, "plot": plot})
     with loaded(model, display, settings) as llm:
         prompt = prompt_of(llm, text, tokens, checks.max_tokens)
         results = prove(llm, prompt, checks, display.note)
     write(f"\n{report.render_verify(results)}\n\n")
-    if as_json is not None:
-        as_json.write_text(results.to_json())
-        write(f"results: {as_json}\n")
+    if json is not None:
+        json.write_text(results.to_json())
+        write(f"results: {json}\n")
     if plot is not None:
         plots.draw_verify(results, plot)
         write(f"plot:    {plot}\n")
@@ -227,39 +222,36 @@ def _verify(
 def _verify_memory(checks: "MemoryChecks", output: Path, display: "Display") -> bool:
     from penstock.frontends.answer import write
     from penstock.measure import report
-    from penstock.measure.memory import memory_dict, plan_jobs, verify_memory
+    from penstock.measure.memory import memory_json, plan_jobs, verify_memory
 
     started = time.perf_counter()
-    report.require_outputs({"--output": output})
+    report.require_outputs({"output": output})
     cases = verify_memory(plan_jobs(checks), display.note)
     write(f"\n{report.render_memory(cases)}\n\n")
-    output.write_text(json.dumps(memory_dict(cases, time.perf_counter() - started), indent=2) + "\n")
+    output.write_text(memory_json(cases, time.perf_counter() - started))
     write(f"results: {output}\n")
     return all(case.is_met for case in cases)
 
 
 @contextlib.contextmanager
-def _failures_aside() -> Iterator[None]:
-    """The exit status for failures would say that a law is broken."""
+def _crashes_reported() -> Iterator[None]:
+    """A traceback's exit status would say that a law is broken."""
     try:
         yield
-    except (SettingError, PromptError, ModelError, OutputError, BrokenPipeError):
+    except (PenstockError, BrokenPipeError):
         raise
-    except PenstockError as error:
-        complain(str(error))
-        raise SystemExit(MISTAKE) from None
     except Exception as error:
         complain(f"it could not be run: {type(error).__name__}: {error}")
         raise SystemExit(MISTAKE) from None
 
 
-def _counts(option: str, text: str | None) -> tuple[int, ...] | None:
+def _counts(setting: str, text: str | None) -> tuple[int, ...] | None:
     """Whole numbers of 1 or more with commas between, each once, ascending."""
     if text is None:
         return None
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
-        raise SettingError(option, text, "whole numbers of 1 or more, with commas between")
+        raise SettingError(setting, text, "whole numbers of 1 or more, with commas between")
     return tuple(sorted({int(part) for part in parts}))
 
 

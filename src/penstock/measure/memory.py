@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -134,7 +133,7 @@ def plan_jobs(checks: MemoryChecks) -> list[MemoryJob]:
     device = str(chosen_device(checks.device))
     if checks.model is not None:
         if checks.families is not None:
-            raise SettingError("--families contradicts --model: leave one of them out")
+            raise SettingError("families", ",".join(checks.families), contradicts={"model": checks.model})
         path = resolve_model(checks.model)
         source = open_weights(path)
         context = source.config.max_position
@@ -145,10 +144,8 @@ def plan_jobs(checks: MemoryChecks) -> list[MemoryJob]:
         context = min(family_config(name).max_position for name in names)
     too_long = [length for length in checks.prompts or () if length >= context]
     if too_long:
-        raise SettingError(
-            f"--prompts {too_long[0]} is not accepted: the model's context is {context} tokens, one of them for "
-            f"the answer; give at most {context - 1}"
-        )
+        because = f"the model's context is {context} tokens, one of them for the answer"
+        raise SettingError("prompts", too_long[0], f"at most {context - 1}", because=because)
     if checks.quick:
         wanted: Sequence[tuple[int, int]] = [(min(QUICK_CHUNK, context - 1), QUICK_PROMPT)]
     elif checks.full or checks.chunks or checks.prompts:
@@ -159,7 +156,9 @@ def plan_jobs(checks: MemoryChecks) -> list[MemoryJob]:
     fitting = ((chunk, min(length, context - 1)) for chunk, length in wanted)
     cases = [case for case in dict.fromkeys(fitting) if case[0] <= case[1]]
     if not cases:
-        raise SettingError(f"every chunk is longer than its prompt: give --chunks of at most {wanted[-1][1]}")
+        raise SettingError(
+            "chunks", wanted[0][0], f"at most {wanted[-1][1]}", because="it is longer than every prompt"
+        )
     threads, is_random = checks.threads or torch.get_num_threads(), checks.model is None
     return [
         MemoryJob(name, is_random, checks.dtype, checks.kernels, threads, chunk, length, device)
@@ -182,15 +181,15 @@ def verify_memory(jobs: Sequence[MemoryJob], say: Callable[[str], None]) -> list
     return cases
 
 
-def memory_dict(cases: Sequence[MemoryCase], seconds: float) -> dict[str, Any]:
-    """Plain values, for JSON."""
-    return {
+def memory_json(cases: Sequence[MemoryCase], seconds: float) -> str:
+    plain = {
         "machine": asdict(this_machine()),
         "method": method_of(cases),
         "bars": {"most_over": MOST_OVER, "most_under": MOST_UNDER},
         "cases": [asdict(case) | {"error": case.error, "is_met": case.is_met} for case in cases],
         "seconds": seconds,
     }
+    return json.dumps(plain, indent=2) + "\n"
 
 
 def method_of(cases: Sequence[MemoryCase]) -> str:
@@ -292,7 +291,7 @@ def predict_growth(
         )
     ]
     if not growths:
-        raise SettingError("spans: give at least one")
+        raise SettingError("spans", spans, "at least one")
     return max(growths, key=lambda growth: growth.total_bytes)
 
 
@@ -307,9 +306,7 @@ def _kernels(name: str, device: torch.device) -> Kernels:
         return TorchKernels()
     kernels = select_kernels(device)
     if name not in ("auto", kernels.name):
-        raise SettingError(
-            f"kernels={name!r} is not accepted on this machine: give auto, torch or {kernels.name}"
-        )
+        raise SettingError("kernels", name, f"auto, torch or {kernels.name}", where="on this machine")
     return kernels
 
 

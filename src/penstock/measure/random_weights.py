@@ -148,5 +148,5 @@ class RandomWeights:
 def family_config(name: str) -> ModelConfig:
     """The configuration of a random model."""
     if name not in FAMILIES:
-        raise SettingError(f"family {name!r} is not accepted: give one of {', '.join(FAMILIES)}")
+        raise SettingError("families", name, f"some of {', '.join(FAMILIES)}")
     return hf_model_config(Fields(name, dict(FAMILIES[name])), Fields(name, {}))

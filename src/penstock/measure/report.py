@@ -36,10 +36,12 @@ def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, 
 
 
 def require_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Refuse, by option, what cannot be written: better before the measurements than after them."""
-    if paths.get("--plot") is not None and find_spec("matplotlib") is None:
-        raise SettingError("--plot needs matplotlib, which is not installed: pip install matplotlib")
-    for option, path in paths.items():
+    """Refuse, by setting, what cannot be written: better before the measurements than after them."""
+    if paths.get("plot") is not None and find_spec("matplotlib") is None:
+        raise SettingError(
+            "plot", ..., because="it needs matplotlib, which is not installed: pip install matplotlib"
+        )
+    for name, path in paths.items():
         if path is None:
             continue
         try:
@@ -50,9 +52,8 @@ def require_outputs(paths: Mapping[str, Path | None]) -> None:
             if is_new:
                 path.unlink()
         except OSError as error:
-            raise SettingError(
-                f"{option} {path}: {error.strerror or error}; give a file in a folder of yours"
-            ) from error
+            because = str(error.strerror or error)
+            raise SettingError(name, str(path), "a file in a folder of yours", because=because) from error
 
 
 def facts(lines: Mapping[str, Iterable[str]]) -> str:

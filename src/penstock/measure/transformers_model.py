@@ -4,18 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    Qwen2Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from penstock.errors import ModelError
 from penstock.layers.rotary import rotary_frequencies
@@ -48,8 +37,10 @@ def load_transformers(source: WeightSource, dtype: torch.dtype, device: torch.de
 
 
 def transformers_config(config: ModelConfig) -> PreTrainedConfig:
-    """transformers' configuration of the same model. Rotary scaling is left out: see `_fill_rotary`."""
-    common: dict[str, Any] = {
+    """transformers' configuration of the same model. Rotary scaling is left out: see `_fill_rotary`. A family's class
+    ignores what its models do not have."""
+    experts, net = config.experts, config.delta_net
+    settings: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,
@@ -57,65 +48,41 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "attention_bias": config.qkv_bias,
+        "mlp_bias": config.mlp_bias,
+        "sliding_window": None,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied_head,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rotary.theta},
+        "num_experts": 0 if experts is None else experts.num_experts,
         # Nothing ends an answer early, so that all systems generate the same number of tokens.
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
     }
-    match config.family:
-        case "llama":
-            return LlamaConfig(**common, attention_bias=config.qkv_bias, mlp_bias=config.mlp_bias)
-        case "mistral":
-            return MistralConfig(**common, sliding_window=None)
-        case "qwen2":
-            return Qwen2Config(**common)
-        case "qwen3":
-            return Qwen3Config(**common, attention_bias=config.qkv_bias)
-        case "qwen3_moe":
-            return Qwen3MoeConfig(**common, **_experts(config), attention_bias=config.qkv_bias)
-        case "qwen3_next":
-            return Qwen3NextConfig(**common, **_experts(config), **_hybrid(config))
-        case "qwen3_5_text":
-            return Qwen3_5TextConfig(**common, **_hybrid(config))
-        case "qwen3_5_moe_text":
-            return Qwen3_5MoeTextConfig(**common, **_experts(config), **_hybrid(config))
-    raise ModelError(f"transformers' model of the family {config.family!r} is not known to the benchmark")
-
-
-def _experts(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    if experts is None:
-        return {"num_experts": 0}
-    return {
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.num_active,
-        "moe_intermediate_size": experts.intermediate_size,
-        "shared_expert_intermediate_size": experts.shared_intermediate_size,
-        "norm_topk_prob": experts.normalised,
-        "mlp_only_layers": [index for index in range(config.num_layers) if index not in experts.layers],
-    }
-
-
-def _hybrid(config: ModelConfig) -> dict[str, Any]:
-    net = config.delta_net
-    full = {"attention_bias": config.qkv_bias, "layer_types": ["full_attention"] * config.num_layers}
-    if net is None:
-        return full
-    return full | {
-        "layer_types": [
-            "linear_attention" if index in net.layers else "full_attention"
-            for index in range(config.num_layers)
-        ],
-        "linear_num_key_heads": net.num_key_heads,
-        "linear_num_value_heads": net.num_value_heads,
-        "linear_key_head_dim": net.key_head_dim,
-        "linear_value_head_dim": net.value_head_dim,
-        "linear_conv_kernel_dim": net.conv_kernel,
-    }
+    if experts is not None:
+        settings |= {
+            "num_experts_per_tok": experts.num_active,
+            "moe_intermediate_size": experts.intermediate_size,
+            "shared_expert_intermediate_size": experts.shared_intermediate_size,
+            "norm_topk_prob": experts.normalised,
+            "mlp_only_layers": [index for index in range(config.num_layers) if index not in experts.layers],
+        }
+    if config.family.startswith(("qwen3_next", "qwen3_5")):
+        linear = net.layers if net is not None else ()
+        settings["layer_types"] = [
+            "linear_attention" if index in linear else "full_attention" for index in range(config.num_layers)
+        ]
+    if net is not None:
+        settings |= {
+            "linear_num_key_heads": net.num_key_heads,
+            "linear_num_value_heads": net.num_value_heads,
+            "linear_key_head_dim": net.key_head_dim,
+            "linear_value_head_dim": net.value_head_dim,
+            "linear_conv_kernel_dim": net.conv_kernel,
+        }
+    return AutoConfig.for_model(config.family, **settings)
 
 
 def _load(source: WeightSource, present: Collection[str], name: str, out: torch.Tensor) -> None:

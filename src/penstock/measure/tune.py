@@ -2,9 +2,10 @@
 
 import contextlib
 import gc
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from statistics import median, quantiles
 
@@ -207,6 +208,11 @@ def fit(steps: Sequence[StepSample]) -> StepTimeCoefficients:
 def fit_error(coefficients: StepTimeCoefficients, steps: Sequence[StepSample]) -> FitError:
     errors = [abs(coefficients.seconds(each.shape) - each.seconds) / each.seconds for each in steps]
     return FitError(median(errors), quantiles(errors, n=20, method="inclusive")[-1])
+
+
+def to_json(profile: TuneProfile) -> str:
+    error = fit_error(profile.coefficients, profile.measurements.steps)
+    return json.dumps({**asdict(profile), "fit_error": asdict(error)}, indent=1) + "\n"
 
 
 def best_chunk(prefills: Sequence[PrefillSample]) -> int:

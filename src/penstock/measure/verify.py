@@ -196,10 +196,8 @@ def _overlap(overlap: int | None, num_tokens: int) -> int:
     if overlap is None:
         return min(DEFAULT_OVERLAP, (num_tokens - 1) // 3)
     if overlap > num_tokens - 2:
-        raise SettingError(
-            f"--overlap {overlap} is not accepted with a prompt of {num_tokens} tokens: "
-            f"give at most {num_tokens - 2}, or a longer prompt"
-        )
+        accepted = f"at most {num_tokens - 2}, or a longer prompt"
+        raise SettingError("overlap", overlap, accepted, where=f"with a prompt of {num_tokens} tokens")
     return overlap
 
 
