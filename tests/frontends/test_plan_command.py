@@ -13,13 +13,11 @@ from typer.testing import CliRunner
 
 from penstock.errors import SettingError
 from penstock.frontends import plan_plot
-from penstock.frontends.plan import plan
-from penstock.frontends.plan_rows import Plan, make_plan
-from penstock.frontends.plan_source import PlannedModel, expected_workspace, read_model
-from penstock.frontends.plan_table import table
+from penstock.frontends.plan import PlannedModel, expected_workspace, plan, read_model, table
 from penstock.models.shape import workspace_for
 from penstock.plan.fitting import ActivationModel
 from penstock.plan.memory import WeightBits, kv_token_bytes, weight_bytes
+from penstock.plan.prompt_plan import Plan, make_plan
 from penstock.plan.settings import resolve_weights
 from penstock.plan.step_shape import Workspace
 from tests.models.builders import SHAPE, gguf_metadata, hf_config, hf_model, write_gguf
@@ -64,10 +62,11 @@ def run(*arguments: object) -> tuple[int, str, str]:
 
 
 def plan_of(tmp_path: Path, config: dict[str, Any], prompt_tokens: int, **settings: Any) -> Plan:
+    known = read_model(str(folder_of(tmp_path, config))).config
     return make_plan(
-        read_model(str(folder_of(tmp_path, config))).config,
+        known,
         prompt_tokens,
-        workspace=Workspace(settings.pop("kernels", "native")),
+        workspace=workspace_for(known, Workspace(settings.pop("kernels", "native"))),
         model="m",
         dtype="bfloat16",
         **settings,
@@ -131,13 +130,13 @@ def test_a_budget_that_is_too_small_names_one_that_is_not(tmp_path: Path) -> Non
 
 def test_a_given_chunk_is_chosen_and_held_against_the_budget(tmp_path: Path) -> None:
     fits = plan_of(tmp_path, QWEN3_8B, 20_000, chunk=1000, budget_bytes=1 << 40)
-    assert (fits.chosen, fits.reason) == (1000, "--chunk, which fits 1.0 TiB")
+    assert (fits.chosen, fits.reason) == (1000, "as asked, which fits 1.0 TiB")
     too_much = plan_of(tmp_path, QWEN3_8B, 20_000, chunk=1000, budget_bytes=1 << 30)
-    assert (too_much.chosen, too_much.reason) == (1000, "--chunk, which does not fit 1.0 GiB")
+    assert (too_much.chosen, too_much.reason) == (1000, "as asked, which does not fit 1.0 GiB")
     whole = plan_of(tmp_path, QWEN3_8B, 20_000, chunk=0)
     assert whole.chosen == 20_000
     hybrid = plan_of(tmp_path, HYBRID, 20_000, chunk=100)
-    assert (hybrid.chosen, hybrid.reason) == (128, "--chunk, rounded up to a multiple of 64")
+    assert (hybrid.chosen, hybrid.reason) == (128, "as asked, rounded up to a multiple of 64")
 
 
 def test_answers_beside_it_have_keys_and_values_and_states(tmp_path: Path) -> None:

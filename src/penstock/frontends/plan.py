@@ -1,23 +1,59 @@
-"""The command `penstock plan`: what chunks of a prompt take in memory, from a model's configuration alone."""
+"""The command `penstock plan`: what chunks of a prompt take in memory, from a model's configuration alone.
+
+torch is imported only when it is asked.
+"""
 
 import json
+import os
+import shutil
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.errors import MemoryExhaustedError, SettingError
+from penstock.errors import MemoryExhaustedError, ModelError, SettingError
 from penstock.frontends import options
 from penstock.frontends.exits import reported
-from penstock.frontends.plan_rows import make_plan
-from penstock.frontends.plan_source import expected_workspace, read_model, resolved_dtype
-from penstock.frontends.plan_table import show, to_json
-from penstock.plan.settings import resolve_device, resolve_weights
+from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
+from penstock.plan import format_bytes
+from penstock.plan.memory import WeightBits, weight_bytes
+from penstock.plan.model import ModelConfig
+from penstock.plan.prompt_plan import Plan, make_plan
+from penstock.plan.settings import (
+    KERNELS,
+    WeightsSetting,
+    resolve_device,
+    resolve_threads,
+    resolve_weights,
+    settle_weights,
+    settle_without_blocks,
+)
+from penstock.plan.step_shape import KernelKind, Workspace
 from penstock.plan.units import parse_bytes
+
+if TYPE_CHECKING:
+    import torch
 
 _MOST_TOKENS = 1 << 30
 _MOST_DECODES = 1 << 16
+_PLAIN_BITS = 16  # of a value of bfloat16
+# What probes find on GPUs: products of fewer rows are padded up to it.
+_ROW_FLOOR_ON_GPU = 512
+_TITLES = {
+    "input": "inputs",
+    "hidden": "hidden",
+    "projection": "projections",
+    "attention": "attention",
+    "delta_net": "delta net",
+    "mlp": "MLP",
+    "logits": "logits",
+}
+_NOTES = (
+    "Parts are what lives at the moment a step holds the most. Peak has weights, K/V cache and states too.",
+    "Saved is the share of one pass's memory, weights left aside.",
+)
 
 _what = partial(typer.Option, rich_help_panel="What is planned")
 
@@ -65,6 +101,7 @@ def plan(
         asked = resolve_weights(weights, dtype=dtype)
         resolve_device(device)
         from penstock.kernels.device import chosen_device
+        from penstock.models.shape import workspace_for
 
         place = chosen_device(device)
         computed = resolved_dtype(asked.dtype if dtype == "auto" else dtype, place)
@@ -80,7 +117,7 @@ def plan(
             bits=known.bits(kept.name, computed, place),
             model=model,
             weights_reason=kept.reason,
-            workspace=expected_workspace(place),
+            workspace=workspace_for(known.config, expected_workspace(place)),
         )
         if plot is not None:
             from penstock.frontends.plan_plot import draw
@@ -104,3 +141,206 @@ def _check(prompt_tokens: int, chunk: int | None, decodes: int) -> None:
     ):
         if not low <= value <= high:
             raise SettingError(name, value, f"a number from {low} to {high}")
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A configuration, and what the weights take where its file has them quantised."""
+
+    config: ModelConfig
+    stored: WeightBits | None = None
+
+    def settled(self, setting: WeightsSetting, dtype: str, device: "torch.device") -> WeightsSetting:
+        """What `auto` would come to on this machine, and why."""
+        from penstock.kernels.device import device_kind
+
+        if self.stored is None or self.stored.matrices >= _PLAIN_BITS:
+            return setting
+        if not device_kind(device).takes_quantised:
+            return settle_without_blocks(setting, dtype)
+        if self.bits("auto", dtype, device) is None:
+            return setting
+        return settle_weights(
+            setting,
+            fast_bfloat16=has_fast_bfloat16(processor_flags()),
+            bfloat16_bytes=weight_bytes(self.config, 2),
+            memory_bytes=memory_bytes(),
+        )
+
+    def bits(self, weights: str, dtype: str, device: "torch.device") -> WeightBits | None:
+        """What weights take that are kept in this way; None where they are of the dtype."""
+        if weights == "auto":
+            return self.stored if dtype == "bfloat16" and _expected_kernels(device) == "native" else None
+        from penstock.kernels.quantised import Q4_1, Q8_0
+
+        form = {"int8": Q8_0, "int4": Q4_1}.get(weights)
+        if form is None:
+            return None
+        return WeightBits(form.resident_bits, Q8_0.resident_bits, self.config.tied_head)
+
+
+def read_model(model: str) -> PlannedModel:
+    """What is known of a folder, a config.json, a GGUF file or a Hugging Face name; weights are not needed."""
+    from penstock.models.hf.folder import read_folder_config
+
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return PlannedModel(read_folder_config(path))
+    if path.is_file() and path.suffix == ".json":
+        return PlannedModel(_read_config_file(path))
+    if not path.exists() and (config := _from_hugging_face(model)):
+        return PlannedModel(_read_config_file(config))
+    from penstock.models.hub import resolve_model
+    from penstock.models.opened import open_weights
+    from penstock.models.shape import stored_bits
+
+    source = open_weights(resolve_model(model))
+    source.close()
+    return PlannedModel(source.config, stored_bits(source, _PLAIN_BITS))
+
+
+def _read_config_file(path: Path) -> ModelConfig:
+    from penstock.models.fields import Fields
+    from penstock.models.hf.config import hf_model_config
+    from penstock.models.hf.folder import read_json
+
+    return hf_model_config(Fields(str(path), read_json(path)), Fields(str(path), {}))
+
+
+def _from_hugging_face(name: str) -> Path | None:
+    """The configuration alone of a name like org/name; None where it is no such name."""
+    if name.count("/") != 1 or name.startswith((".", "/", "~")) or name.endswith((".gguf", ".json")):
+        return None
+    from penstock.models.reading import first_line
+
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(name, "config.json"))
+    except Exception as error:  # no connection, no such repository, no permission
+        raise ModelError(
+            f"there is no file or folder {name!r}, and Hugging Face does not give its config.json: "
+            f"{first_line(error)}"
+        ) from error
+
+
+def resolved_dtype(name: str, device: "torch.device") -> str:
+    if name != "auto":
+        return name
+    from penstock.kernels.device import device_kind
+
+    return str(device_kind(device).dtype(name)).removeprefix("torch.")
+
+
+def expected_workspace(device: "torch.device") -> Workspace:
+    """Of the kernels that would be chosen on this machine, as far as can be told without building any."""
+    import torch
+
+    from penstock.kernels.interface import select_kernels
+
+    num_threads = resolve_threads().within(torch.get_num_threads())
+    kind = _expected_kernels(device)
+    if kind != "cuda":
+        return Workspace(kind, num_threads=num_threads)
+    kernels = select_kernels(device)
+    return Workspace(
+        kind,
+        kernels.law.tile_size,
+        num_threads,
+        row_floor=_ROW_FLOOR_ON_GPU,
+        row_grid=kernels.law.row_grid,
+        head_rows=kernels.head_rows,
+        feed_rows=kernels.feed_rows,
+    )
+
+
+def _expected_kernels(device: "torch.device") -> KernelKind:
+    import torch
+
+    from penstock.kernels.device import device_kind
+
+    is_reference = KERNELS.resolve().effective == "torch"
+    kind = device_kind(device)
+    if not kind.is_host:
+        return "torch" if is_reference else kind.kernels
+    has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    has_compiler = "CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))
+    return "native" if not is_reference and has_vectors and has_compiler else "torch"
+
+
+def to_json(made: Plan) -> dict[str, object]:
+    """Everything in bytes, parts by name."""
+    rows = [
+        {
+            "chunk": row.chunk,
+            "chunks": row.num_chunks,
+            "activation_bytes": row.activations.peak_bytes,
+            "activation_parts": row.activations.parts,
+            "phase": row.activations.phase,
+            "total_bytes": row.total_bytes,
+            "saved": row.saved,
+            "fits": row.fits,
+            "is_chosen": row.chunk == made.chosen,
+        }
+        for row in made.rows
+    ]
+    return {**asdict(replace(made, rows=())), "rows": rows}
+
+
+def summary_lines(made: Plan) -> list[str]:
+    """What does not depend on the chunk."""
+    beside = f", {made.num_decodes} answers of as many tokens beside it" if made.num_decodes else ""
+    why = f" ({made.weights_reason})" if made.weights_reason else ""
+    fixed = [
+        f"weights {format_bytes(made.weights_bytes)}{why}",
+        f"K/V cache {format_bytes(made.kv_cache_bytes)}",
+    ]
+    if made.recurrent_bytes:
+        fixed.append(f"recurrent states {format_bytes(made.recurrent_bytes)}")
+    return [
+        f"{made.model}: a prompt of {made.prompt_tokens:,} tokens{beside}, {made.dtype}, {made.kernels} kernels",
+        f"whatever the chunk: {', '.join(fixed)}",
+    ]
+
+
+def verdict(made: Plan) -> str:
+    """Which row is chosen, and why."""
+    if made.chosen is None:
+        return "chosen: none"
+    return f"chosen: chunk {made.chosen:,}, {made.reason}"
+
+
+def table(made: Plan) -> list[list[str]]:
+    """Titles, then a row for each chunk size. Parts that are empty in every row are left out."""
+    shown = [name for name in _TITLES if any(row.activations.parts[name] for row in made.rows)]
+    titles = ["", "chunk", "chunks", *(_TITLES[name] for name in shown), "activations", "peak", "saved"]
+    rows = [titles + ([] if made.budget_bytes is None else ["fits"])]
+    for row in made.rows:
+        parts = row.activations.parts
+        rows.append(
+            [
+                "->" if row.chunk == made.chosen else "",
+                "whole" if row.chunk == made.prompt_tokens else f"{row.chunk:,}",
+                f"{row.num_chunks:,}",
+                *(format_bytes(parts[name]) if parts[name] else "-" for name in shown),
+                format_bytes(row.activations.peak_bytes),
+                format_bytes(row.total_bytes),
+                f"{row.saved:.1%}",
+                *([] if row.fits is None else ["yes" if row.fits else "no"]),
+            ]
+        )
+    return rows
+
+
+def show(made: Plan) -> None:
+    from penstock.frontends.display import make_table, show_table
+
+    for line in (*summary_lines(made), ""):
+        typer.echo(line)
+    titles, *rows = table(made)
+    shown = make_table(titles, rows)
+    if made.chosen is not None:
+        shown.rows[[row[0] for row in rows].index("->")].style = "bold green"
+    show_table(shown)
+    for line in ("", verdict(made), *_NOTES):
+        typer.echo(line)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import SettingError
-from penstock.frontends.plan_rows import Plan
 from penstock.plan import format_bytes
+from penstock.plan.prompt_plan import Plan
 
 _ENDINGS = (".png", ".svg", ".pdf")
 # What does not depend on the chunk in greys, activations in colours that the colour-blind can tell apart.

@@ -1,24 +1,17 @@
-"""What each chunk size of a prompt needs, and which one is chosen."""
+"""What each chunk size of a prompt needs in memory, and which one is chosen."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from penstock.errors import SettingError
-from penstock.plan import (
-    DEFAULT_CHUNK_SIZE,
-    STATE_GRID,
-    ChunkedPrefillConfig,
-    ModelShape,
-    format_bytes,
-    num_prefill_chunks,
-)
 from penstock.plan.activation_parts import StepMemory
+from penstock.plan.chunks import num_prefill_chunks
+from penstock.plan.config import DEFAULT_CHUNK_SIZE, ChunkedPrefillConfig
 from penstock.plan.fitting import ActivationModel
+from penstock.plan.grids import STATE_GRID
 from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
+from penstock.plan.model import ModelConfig, ModelShape
 from penstock.plan.step_shape import Workspace
-
-if TYPE_CHECKING:  # torch comes with it
-    from penstock.plan.model import ModelConfig
+from penstock.plan.units import format_bytes
 
 _SMALLEST_ROW = 128
 _DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
@@ -60,7 +53,7 @@ class Plan:
 
 
 def make_plan(
-    config: "ModelConfig",
+    config: ModelConfig,
     prompt_tokens: int,
     *,
     workspace: Workspace,
@@ -74,8 +67,6 @@ def make_plan(
 ) -> Plan:
     """Rows for powers of two, the whole prompt, and the chosen size. Chunks of a model with recurrent state are
     multiples of 64."""
-    from penstock.models.shape import workspace_for
-
     if prompt_tokens > config.max_position:
         raise SettingError(
             "prompt_tokens",
@@ -88,7 +79,7 @@ def make_plan(
         prompt_tokens=prompt_tokens,
         num_decodes=num_decodes,
         dtype_bytes=_DTYPE_BYTES[dtype],
-        workspace=workspace_for(config, workspace),
+        workspace=workspace,
         grid=STATE_GRID if config.has_state else 1,
         budget_bytes=budget_bytes,
         bits=bits,
@@ -155,12 +146,11 @@ class _Planner:
         if chunk is not None:
             size = chunk or self.prompt_tokens
             rounded = -(-size // self.grid) * self.grid
-            reason = "--chunk" + (f", rounded up to a multiple of {self.grid}" if rounded != size else "")
+            reason = "as asked" + (f", rounded up to a multiple of {self.grid}" if rounded != size else "")
             return min(rounded, self.prompt_tokens), reason + self._against_budget(rounded)
         if self.budget_bytes is None:
-            return min(
-                DEFAULT_CHUNK_SIZE, self.prompt_tokens
-            ), "the default: neither --chunk nor --memory is given"
+            size = min(DEFAULT_CHUNK_SIZE, self.prompt_tokens)
+            return size, "the default: neither a chunk nor a budget is given"
         found = self._activations.largest_chunk(
             self.prompt_tokens,
             max(self.budget_bytes - self.fixed_bytes, 0),
@@ -178,7 +168,7 @@ class _Planner:
         )
         return None, (
             f"no chunk fits {format_bytes(self.budget_bytes)}: weights take {format_bytes(self.weights_bytes)}, keys "
-            f"and values {format_bytes(self.kv_cache_bytes)}; the smallest --memory that would do is "
+            f"and values {format_bytes(self.kv_cache_bytes)}; the smallest budget that would do is "
             f"{_at_least(least)} ({least} bytes), with chunks of {min(self.grid, self.prompt_tokens)}"
         )
 
