@@ -139,3 +139,17 @@ for layer in range(4):
 assert cache.num_bytes == 512 * 2**20
 """)
     assert growth < 512 * 2**20 // 8
+
+
+def test_blocks_and_first_tokens_are_read() -> None:
+    kv = KVCache(SPEC, num_blocks=4).layer(0)
+    kv.keys.copy_(rows(256, 1))
+    kv.values.copy_(rows(256, 2))
+    read = kv.read_blocks(torch.tensor([2, 0, 3]))
+    for got, cached in ((read.keys, kv.keys), (read.values, kv.values)):
+        assert torch.equal(got, torch.cat([cached[128:192], cached[:64], cached[192:]]))
+    first = kv.first(70)
+    assert torch.equal(first.keys, kv.keys[:70])
+    assert torch.equal(first.values, kv.values[:70])
+    assert (first.keys.data_ptr(), first.values.data_ptr()) == (kv.keys.data_ptr(), kv.values.data_ptr())
+    assert kv.read_blocks(torch.tensor([], dtype=torch.long)).keys.shape == (0, 3, 5)

@@ -307,6 +307,20 @@ def test_a_state_that_is_adopted_outlives_its_place_in_the_index() -> None:
     engine.check()
 
 
+def test_no_state_is_kept_unless_asked_for() -> None:
+    blocks, slots = BlockPool(2), SlotPool(2)
+    index = PrefixIndex(blocks, slots)
+    sequence = SequenceCache([blocks], slots)
+    sequence.reserve(0, [64])
+    sequence.commit(64)
+    index.insert(keys_of("a"), sequence.blocks.block_ids, 1)
+    assert sequence.state is not None
+    assert not index.snapshot(keys_of("a"), sequence.state.slot)
+    assert index.find(keys_of("a")) == NOTHING
+    with pytest.raises(ValueError, match="accepted is 0 or more"):
+        PrefixIndex(BlockPool(1), max_snapshots=-1)
+
+
 def test_a_state_is_kept_once() -> None:
     engine = Engine(8, num_slots=4, max_snapshots=2)
     assert engine.slots is not None

@@ -4,6 +4,7 @@ import logging
 import os
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,60 @@ def test_another_store_finds_all_that_was_flushed(tmp_path: Path, spec: CacheSpe
     assert again.stats().num_damaged == 0
     assert again.stats().bytes_on_disk == sum(file.stat().st_size for file in files_in(tmp_path))
     again.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.bfloat16])
+def test_every_dtype_is_found_again(tmp_path: Path, dtype: torch.dtype) -> None:
+    assert HYBRID.recurrent is not None
+    kv, recurrent = replace(HYBRID.kv, dtype=dtype), replace(HYBRID.recurrent, dtype=dtype)
+    spec = CacheSpec((kv,), recurrent)
+    keys = keys_of(2)
+    store = open_store(tmp_path, spec)
+    fill(store, keys, 0, spec)
+    assert num_found(store, keys, 0, spec) == 2
+    found = store.find(keys, 0, needs_state=True)
+    assert found is not None
+    assert found.state is not None
+    assert (found.blocks[0].keys[0].dtype, found.blocks[0].values[0].dtype) == (dtype, dtype)
+    assert found.state.tails.dtype == dtype
+    assert found.state.tails.shape == (3, 3, 7)
+    assert found.state.matrices.dtype == torch.float32
+    assert found.state.matrices.shape == (3, 1, 5, 3)
+    store.close()
+
+
+def test_bytes_on_disk_are_counted_as_files_come_and_go(tmp_path: Path) -> None:
+    keys = keys_of(6)
+    store = open_store(tmp_path, HYBRID)
+
+    def on_disk() -> int:
+        files = [file for file in tmp_path.rglob("*") if file.is_file() and file.name != "about.json"]
+        return sum(file.stat().st_size for file in files)
+
+    for end in (1, 4, 6):
+        fill(store, keys[:end], 0, HYBRID)
+        assert store.stats().bytes_on_disk == on_disk()
+        assert store.stats().num_written == 2 * end
+    shorter = files_in(tmp_path)[0]
+    shorter.write_bytes(shorter.read_bytes()[:-100])
+    fill(store, keys, 0, HYBRID)  # one that is not as long as it should be is written again
+    assert store.stats().bytes_on_disk == on_disk() + 100  # until the next look
+    assert store.stats().num_written == 13
+    assert open_store(tmp_path, HYBRID).stats().bytes_on_disk == on_disk()
+    store.close()
+
+
+def test_what_was_found_is_not_the_file(tmp_path: Path) -> None:
+    keys = keys_of(2)
+    store = open_store(tmp_path)
+    fill(store, keys)
+    found = store.find(keys, 0, needs_state=False)
+    assert found is not None
+    for block in found.blocks:
+        block.keys[0].fill_(1)
+        block.values[0].fill_(2)
+    assert num_found(store, keys) == 2
+    store.close()
 
 
 def test_a_gap_ends_what_is_found(tmp_path: Path) -> None:
@@ -108,6 +163,7 @@ def test_tensors_are_aligned_in_their_files(tmp_path: Path) -> None:
     found = store.find(keys, 0, needs_state=False)
     assert found is not None
     assert all(block.keys[0].data_ptr() % 64 == 0 for block in found.blocks)
+    assert all(file.stat().st_size % 64 == 0 for file in files_in(tmp_path))
     store.close()
 
 
@@ -202,9 +258,25 @@ def test_wrong_tensors_are_refused_at_once(tmp_path: Path) -> None:
         store.put_blocks(0, keys, [kv_of(keys)[0].float()])
     with pytest.raises(ValueError, match=r"\[2, 2, 2, 64, 1, 3\]"):
         store.put_blocks(0, keys, [kv_of(keys)[0][:1]])
+    with pytest.raises(ValueError, match=r"\[2, 2, 2, 64, 1, 3\] on cpu, not .* on meta"):
+        store.put_blocks(0, keys, [kv_of(keys)[0].to("meta")])
     with pytest.raises(ValueError, match="no recurrent state"):
         store.put_state(1, keys[0], torch.zeros(1), torch.zeros(1))
     store.close()
+    hybrid = open_store(tmp_path, HYBRID)
+    tails, matrices = state_of(keys[0])
+    for wrong, name in (
+        ((tails[:1], matrices), "tails"),
+        ((tails, matrices[:1]), "matrices"),
+        ((tails.float(), matrices), "tails"),
+        ((tails, matrices.double()), "matrices"),
+        ((tails, matrices.to("meta")), "matrices"),
+    ):
+        with pytest.raises(ValueError, match=f"{name} to keep must be"):
+            hybrid.put_state(1, keys[0], *wrong)
+    assert hybrid.flush(60)
+    assert hybrid.stats().num_written == 0
+    hybrid.close()
 
 
 def test_a_closed_store_keeps_and_finds_nothing(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.cache.store.file import FileKind, FileName
-from penstock.cache.store.folder import ModelFiles, StoredFile, scan
-from penstock.cache.store.limit import eviction_order
+from penstock.cache.store.folder import ModelFiles, StoredFile, clear_model, make_private, scan, touch
+from penstock.cache.store.limit import SizeLimit, eviction_order
 from tests.cache.storing import (
     HYBRID,
     files_in,
@@ -225,3 +225,138 @@ def test_what_dead_processes_left_is_cleared_away_and_live_ones_are_left_alone(t
     assert (model.folder / "mine.txt").exists()
     assert store.stats().bytes_on_disk == total(tmp_path) + 2 * len(b"half a file")
     store.close()
+
+
+def put(folder: Path, index: int, num_bytes: int, used_ns: int | None = None) -> Path:
+    """A file of a model, as another process would have written it."""
+    model = folder / ("ab" * 16)
+    model.mkdir(parents=True, exist_ok=True)
+    path = model / str(FileName(FileKind.BLOCK, index, "aa"))
+    path.write_bytes(bytes(num_bytes))
+    if used_ns is not None:
+        os.utime(path, ns=(used_ns, used_ns))
+    return path
+
+
+def test_what_others_write_is_seen_after_a_twentieth_of_the_limit_or_a_minute(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    limit = SizeLimit(tmp_path, 1000)
+    put(tmp_path, 0, 400)
+
+    def seen() -> int:
+        assert limit.make_room(1, set(), time.time_ns(), 1)
+        return limit.num_bytes
+
+    limit.add(50)
+    assert seen() == 50
+    limit.add(1)
+    assert seen() == 400
+    put(tmp_path, 1, 100)
+    limit.add(50)  # counted from the last look on
+    assert seen() == 450
+    now[0] += 60
+    assert seen() == 450
+    now[0] += 0.5
+    assert seen() == 500
+
+
+def test_a_limit_may_be_reached_and_not_passed(tmp_path: Path) -> None:
+    limit = SizeLimit(tmp_path, 1000)
+    now = time.time_ns()
+    assert limit.make_room(1000, set(), now, 1)
+    assert not limit.make_room(1001, set(), now, 1)
+    old, new = put(tmp_path, 0, 300, now - HOUR_NS), put(tmp_path, 1, 200, now - 5)
+    limit = SizeLimit(tmp_path, 1000)
+    assert limit.num_bytes == 500
+    assert limit.make_room(500, set(), now, 1)
+    assert (old.exists(), new.exists(), limit.num_evicted) == (True, True, 0)
+    # 501 do not fit: it goes on to nine tenths of the limit, of which 500 less 300 are enough.
+    assert limit.make_room(501, set(), now, 1)
+    assert (old.exists(), new.exists(), limit.num_evicted, limit.num_bytes) == (False, True, 1, 200)
+
+
+@pytest.mark.parametrize(("num_bytes", "left"), [(700, 1), (701, 0)])
+def test_evicting_ends_at_nine_tenths_of_the_limit(tmp_path: Path, num_bytes: int, left: int) -> None:
+    now = time.time_ns()
+    for index in range(2):
+        put(tmp_path, index, 200, now - HOUR_NS + index)
+    limit = SizeLimit(tmp_path, 1000)
+    assert limit.make_room(num_bytes, set(), now, 1)
+    assert (len(files_in(tmp_path)), limit.num_bytes) == (left, 200 * left)
+
+
+def test_what_is_kept_and_what_would_go_later_is_not_evicted(tmp_path: Path) -> None:
+    now = time.time_ns()
+    files = [put(tmp_path, index, 300, now) for index in range(3)]
+    # All were used when the new one was: those further on in their prefix go before it, the end first.
+    assert not SizeLimit(tmp_path, 1000).make_room(200, set(), now, 3)
+    assert [file.exists() for file in files] == [True, True, True]
+    assert not SizeLimit(tmp_path, 1000).make_room(200, set(files[2:]), now, 2)
+    assert [file.exists() for file in files] == [True, True, True]
+    assert SizeLimit(tmp_path, 1000).make_room(200, set(files[2:]), now, 1)
+    assert [file.exists() for file in files] == [True, False, True]
+
+
+def test_a_file_is_stale_after_an_hour_either_way(tmp_path: Path) -> None:
+    file = StoredFile(tmp_path, None, 1, 10**18)
+    for away in (-HOUR_NS, HOUR_NS, 0):
+        assert not file.is_stale(10**18 + away)
+    for away in (-HOUR_NS - 1, HOUR_NS + 1):
+        assert file.is_stale(10**18 + away)
+
+
+def test_a_use_is_noted_forwards_only(tmp_path: Path) -> None:
+    now = time.time_ns()
+    path = put(tmp_path, 0, 1, now)
+    for noted, expected in ((now - 1, now), (now, now), (now + 1000, now + 1000), (now, now + 1000)):
+        touch(path, noted)
+        assert path.stat().st_mtime_ns == expected
+    touch(tmp_path / "gone", now)
+    assert not (tmp_path / "gone").exists()
+
+
+def test_a_model_is_cleared_of_what_was_last_used_before_a_time(tmp_path: Path) -> None:
+    now = time.time_ns()
+    before, at = put(tmp_path, 0, 1, now - 1), put(tmp_path, 1, 1, now)
+    temporary = at.with_name(".tmp-1-x")
+    temporary.write_bytes(b"")
+    os.utime(temporary, ns=(now - 1, now - 1))
+    (at.parent / "about.json").write_text("{}")
+    (model,) = scan(tmp_path)
+    assert {file.path for file in clear_model(model, now)} == {before, temporary}
+    assert at.exists()
+    assert (at.parent / "about.json").exists()
+    (model,) = scan(tmp_path)
+    assert [file.path for file in clear_model(model)] == [at]
+    assert not at.parent.exists()
+
+
+def test_what_is_not_the_stores_keeps_its_folder(tmp_path: Path) -> None:
+    file = put(tmp_path, 0, 1)
+    (file.parent / "mine").write_text("")
+    (file.parent / "about.json").write_text("{}")
+    (model,) = scan(tmp_path)
+    clear_model(model)
+    assert sorted(entry.name for entry in file.parent.iterdir()) == ["about.json", "mine"]
+
+
+def test_folders_are_their_owners_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    make_private(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    for mode, expected in ((0o755, 0o700), (0o710, 0o700), (0o701, 0o700), (0o500, 0o500)):
+        folder.chmod(mode)
+        make_private(folder)
+        assert folder.stat().st_mode & 0o777 == expected
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NotADirectoryError):
+        make_private(tmp_path / "file")
+
+
+def test_a_models_folder_has_32_digits_of_its_fingerprint(tmp_path: Path) -> None:
+    store = open_store(tmp_path, fingerprint=bytes(range(32)))
+    store.close()
+    assert [folder.name for folder in tmp_path.iterdir()] == [bytes(range(16)).hex()]

@@ -255,3 +255,28 @@ def raising(code: int) -> Any:
         raise OSError(code, os.strerror(code))
 
     return fail
+
+
+def test_256_mib_may_wait_to_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store(tmp_path)
+    go_on, real = threading.Event(), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (go_on.wait(60), real(file))[1])
+    (kv,) = kv_of(KEYS)
+    store.put_blocks(0, KEYS, [kv])
+    left = (256 << 20) - kv.nbytes
+    assert store.has_room(left)
+    assert not store.has_room(left + 1)
+    go_on.set()
+    assert store.flush(60)
+    assert store.has_room(1 << 40)  # one batch always has room
+    store.close()
+
+
+def test_times_of_use_are_known_of_so_many_keys(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    keys = [number.to_bytes(4, "big") for number in range((1 << 14) + 3)]
+    assert store.find(keys, 0, needs_state=False) is None
+    assert list(store._asked) == keys[3:]
+    assert store.find(keys[3:5], 0, needs_state=False) is None
+    assert list(store._asked) == [*keys[5:], *keys[3:5]]
+    store.close()

@@ -49,13 +49,11 @@ class KV:
 
     def read(self, places: Sequence[TokenRange]) -> "KV":
         """What is at these places: a view if they are one range, else a copy."""
-        if len(places) > 1:
-            return KV(
-                torch.cat([self.keys[place.start : place.end] for place in places]),
-                torch.cat([self.values[place.start : place.end] for place in places]),
-            )
-        start, end = (places[0].start, places[0].end) if places else (0, 0)
-        return KV(self.keys[start:end], self.values[start:end])
+        if not places:
+            return self.first(0)
+        keys = [self.keys[place.start : place.end] for place in places]
+        values = [self.values[place.start : place.end] for place in places]
+        return KV(torch.cat(keys), torch.cat(values)) if len(places) > 1 else KV(keys[0], values[0])
 
     def first(self, num_tokens: int) -> "KV":
         """A view of the first so many tokens."""

@@ -36,7 +36,7 @@ _QUEUE_BYTES = 256 << 20
 _UNREADABLE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO, errno.EISDIR, errno.ENXIO)
 _NUM_READERS = 2
 _MOST_ASKED = 1 << 14  # keys, of a million tokens
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 

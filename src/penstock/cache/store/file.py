@@ -27,7 +27,7 @@ _ALIGNMENT_BYTES = 64
 _SLICE_BYTES = 4 << 20
 _NO_DIGEST = "0" * 64
 _DIGEST_START = b'"sha256":"'
-_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8}
+_ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
 _NAME = re.compile(r"([0-9]{8})-([0-9a-f]{2,128})(\.state)?\.safetensors", re.ASCII)
 
 
