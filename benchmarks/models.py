@@ -17,9 +17,9 @@ import torch
 from penstock.errors import ContextLengthError, ModelError
 from penstock.home import cache_home
 from penstock.measure.prompts import random_tokens, text_tokens
-from penstock.models.expected import check_source
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_model, open_weights
+from penstock.models.weights import check_source
 from penstock.plan.model import ModelConfig
 
 # Qwen3.5-0.8B with fewer layers: three delta nets to one full attention, as it has them.

@@ -8,12 +8,10 @@ import torch
 
 from penstock.kernels.interface import select_kernels
 from penstock.models.decoder import Decoder
-from penstock.models.expected import check_source
 from penstock.models.gguf.file import GgufFile
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
-from penstock.models.skipped import skipped_weights
-from penstock.models.source import WeightSource
+from penstock.models.weights import WeightSource, check_source, skipped_weights
 from tests.engine.hybrids import MODELS, hybrid_oracle
 from tests.engine.test_parity import relative_error
 from tests.models.gguf_builders import write_hybrid_gguf

@@ -8,10 +8,9 @@ import tokenizers
 import torch
 
 from penstock.errors import ModelFileError
-from penstock.models.expected import check_source, expected_shapes
 from penstock.models.hf.folder import HfFolder
 from penstock.models.opened import open_model
-from penstock.models.skipped import SkippedWeights, skipped_weights
+from penstock.models.weights import SkippedWeights, check_source, expected_shapes, skipped_weights
 from tests.models.builders import hf_model, load_tensor
 from tests.models.hybrids import (
     CLASSES,

@@ -12,8 +12,8 @@ import torch
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.models import bytefile
-from penstock.models.expected import check_source, expected_shapes
 from penstock.models.hf.folder import HfFolder
+from penstock.models.weights import check_source, expected_shapes
 from tests.models.builders import hf_model, load_tensor
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

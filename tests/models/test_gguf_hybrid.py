@@ -11,11 +11,11 @@ from torch import Tensor
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35_SPLIT
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.expected import check_source
 from penstock.models.gguf import file as gguf_file
 from penstock.models.gguf import tokenizer as gguf_tokenizer
 from penstock.models.gguf.file import GgufFile
 from penstock.models.hf.folder import HfFolder
+from penstock.models.weights import check_source
 from tests.models.builders import load_tensor
 from tests.models.gguf_builders import ARCHITECTURES, hybrid_tensors, write_hybrid_gguf
 from tests.models.hybrids import HYBRIDS, MIXTURES, hybrid_model

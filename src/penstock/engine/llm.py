@@ -34,7 +34,7 @@ from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder, settled_weights
 from penstock.models.opened import open_model
 from penstock.models.shape import activation_model, workspace_of
-from penstock.models.source import WeightSource
+from penstock.models.weights import WeightSource
 from penstock.plan import (
     AlignSetting,
     ChunkSetting,

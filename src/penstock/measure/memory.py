@@ -34,7 +34,7 @@ from penstock.models.hub import resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_weights
 from penstock.models.shape import workspace_of
-from penstock.models.source import WeightSource
+from penstock.models.weights import WeightSource
 from penstock.plan import ChunkedPrefillConfig, ModelShape, Span
 from penstock.plan.activation import step_phases
 from penstock.plan.activation_parts import StepMemory

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from penstock.errors import SettingError
-from penstock.models.expected import expected_shapes
 from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
+from penstock.models.weights import expected_shapes
 from penstock.plan.model import ModelConfig
 
 _RANDOM_NUMBERS = 1 << 20

@@ -8,8 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from penstock.errors import ModelError
 from penstock.layers.rotary import rotary_frequencies
-from penstock.models.expected import check_source, expected_shapes
-from penstock.models.source import WeightSource
+from penstock.models.weights import WeightSource, check_source, expected_shapes
 from penstock.plan.model import ModelConfig
 
 

@@ -5,13 +5,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from penstock.errors import ModelError
-from penstock.models.expected import check_source
 from penstock.models.hf.folder import HfFolder
 from penstock.models.hf.tokenizer import folder_tokenizer
 from penstock.models.reading import reading
-from penstock.models.skipped import SkippedWeights, skipped_weights
-from penstock.models.source import WeightSource
 from penstock.models.text.tokenizer import Tokenizer
+from penstock.models.weights import SkippedWeights, WeightSource, check_source, skipped_weights
 
 
 @dataclass(frozen=True)

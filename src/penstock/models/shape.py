@@ -4,7 +4,7 @@ import math
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from penstock.models.source import WeightSource
+from penstock.models.weights import WeightSource
 from penstock.plan.fitting import ActivationModel
 from penstock.plan.memory import WeightBits
 from penstock.plan.model import ModelConfig

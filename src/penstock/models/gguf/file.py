@@ -14,7 +14,7 @@ from penstock.models.fields import Fields
 from penstock.models.gguf.config import gguf_model_config
 from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
 from penstock.models.gguf.layout import Place, tensor_places
-from penstock.models.source import require_shape
+from penstock.models.weights import require_shape
 from penstock.plan.model import ModelConfig
 
 _PLAIN = {

@@ -14,7 +14,7 @@ from penstock.models.bytefile import ByteFile, copy_plain
 from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.reading import first_line, reading, shortened
-from penstock.models.source import require_shape
+from penstock.models.weights import require_shape
 from penstock.plan.model import ModelConfig
 
 _DTYPES = {

@@ -1,0 +1,356 @@
+"""A model's weights: where they come from, and the one table of them by which files are checked and loaded.
+
+Names and layouts are Hugging Face's, whatever the file; a GGUF file gives its own as these. A family that differs
+from Llama by settings that `ModelConfig` has needs no line here: it is a row of `_FAMILIES` in `hf/config.py`, and
+one of `_ARCHITECTURES` in `gguf/config.py`. One with other tensors changes the table, and a layer that takes them.
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from penstock.errors import ModelFileError
+from penstock.kernels.elementwise import whole_lanes
+from penstock.kernels.quantised import BlockForm
+from penstock.models.reading import shortened
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig
+
+_SHOWN = 4
+_NAME_LENGTH = 80
+_LAYER = re.compile(r"(?:model\.layers|blk)\.([0-9]{1,9})\.")
+_VISION = ("model.visual.", "visual.", "v.", "mm.")
+
+Shape = tuple[int, ...]
+
+
+class WeightSource(Protocol):
+    """A model's weights on disk, one tensor at a time, with Hugging Face's names and transformers' layout."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def names(self) -> frozenset[str]: ...
+
+    def shape(self, name: str) -> Shape: ...
+
+    def load_into(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with the tensor, converted to its dtype. `out` has the tensor's shape and may be a part
+        of a larger tensor, so that fused weights are assembled in place. Needs a few MiB besides `out`."""
+        ...
+
+    def block_form(self, name: str) -> BlockForm | None:
+        """How the rows of a tensor are stored, where they are quantised and `blocks` can give them as they are."""
+        ...
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        """The rows of such a tensor, in order, as rows of blocks [n, bytes]: some MiB at a time where the file has
+        them in that order too. What one gives is overwritten by the next."""
+        ...
+
+    def describe(self) -> str:
+        """The file and what is in it, in a few words."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def require_shape(name: str, shape: Shape, out: torch.Tensor) -> None:
+    if tuple(out.shape) != shape:
+        raise ModelFileError(
+            f"tensor {name} has shape {list(shape)} in the file, but the model needs {list(out.shape)}"
+        )
+
+
+# The table
+
+
+class Stored(NamedTuple):
+    """A tensor of a file."""
+
+    name: str
+    shape: Shape
+
+
+class HeadRows(NamedTuple):
+    """Rows that a file has head by head, for each head `sizes` rows of several parts: the parts begin at `starts`."""
+
+    num_heads: int
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """A tensor of a file as rows of a fused weight: from `start` on, or head by head."""
+
+    name: str
+    num_rows: int
+    start: int = 0
+    heads: HeadRows | None = None
+
+    def outputs(self) -> torch.Tensor:
+        """Where its rows go [num_rows]."""
+        if self.heads is None:
+            return torch.arange(self.start, self.start + self.num_rows)
+        num_heads = self.heads.num_heads
+        parts = [
+            start + torch.arange(num_heads * size).view(num_heads, size)
+            for size, start in zip(self.heads.sizes, self.heads.starts, strict=True)
+        ]
+        return torch.cat(parts, dim=1).flatten()
+
+
+@dataclass(frozen=True)
+class Product:
+    """A weight [num_out, num_in], fused of tensors [rows, stored_in], and a bias; zeros around them."""
+
+    parts: tuple[Rows, ...]  # named without .weight and .bias
+    num_out: int
+    num_in: int
+    stored_in: int
+    has_bias: bool = False
+
+    def rows(self, kind: str) -> list[Rows]:
+        """Of the weight, or of the bias."""
+        return [part._replace(name=f"{part.name}.{kind}") for part in self.parts]
+
+    def stored(self) -> Iterator[Stored]:
+        for part in self.parts:
+            yield Stored(f"{part.name}.weight", (part.num_rows, self.stored_in))
+            if self.has_bias:
+                yield Stored(f"{part.name}.bias", (part.num_rows,))
+
+
+class AttentionWeights(NamedTuple):
+    qkv: Product  # queries, keys, values, and gates of the output where there are any
+    out: Product
+    query_norm: Stored | None
+    key_norm: Stored | None
+
+
+class DeltaNetWeights(NamedTuple):
+    inputs: Product  # queries, keys, values, gates; beta and decay in whole lanes
+    conv: Stored
+    decay_bias: Stored
+    decay_log: Stored
+    norm: Stored
+    out: Product
+
+
+class MLPWeights(NamedTuple):
+    gate_up: Product
+    down: Product
+
+
+class ExpertsWeights(NamedTuple):
+    router: Stored
+    experts: tuple[MLPWeights, ...]  # none where they are stacked
+    stacked: tuple[Stored, Stored] | None  # gate and up, and down, of all experts together
+    shared: MLPWeights | None
+    shared_gate: Stored | None
+
+
+class LayerWeights(NamedTuple):
+    mixer_norm: Stored
+    mixer: AttentionWeights | DeltaNetWeights
+    mlp_norm: Stored
+    mlp: MLPWeights | ExpertsWeights
+
+
+class ModelWeights(NamedTuple):
+    embedding: Stored
+    layers: tuple[LayerWeights, ...]
+    norm: Stored
+    head: Stored | None  # None: it is tied to the embedding
+
+
+def weight_table(config: ModelConfig, present: Collection[str] = ()) -> ModelWeights:
+    """Every tensor of a model, and where it goes. Where files differ in whether some tensors are stored as one (a
+    layer's experts, a delta net's projections), the names in `present` decide."""
+    vocabulary = (config.vocab_size, config.hidden_size)
+    return ModelWeights(
+        Stored("model.embed_tokens.weight", vocabulary),
+        tuple(_layer(config, index, present) for index in range(config.num_layers)),
+        Stored("model.norm.weight", (config.hidden_size,)),
+        None if config.tied_head else Stored("lm_head.weight", vocabulary),
+    )
+
+
+def _layer(config: ModelConfig, index: int, present: Collection[str]) -> LayerWeights:
+    prefix, net, experts = f"model.layers.{index}", config.delta_net, config.experts
+    return LayerWeights(
+        Stored(f"{prefix}.input_layernorm.weight", (config.hidden_size,)),
+        _delta_net(f"{prefix}.linear_attn", config.hidden_size, net, present)
+        if net and index in net.layers
+        else _attention(f"{prefix}.self_attn", config),
+        Stored(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,)),
+        _experts(f"{prefix}.mlp", config.hidden_size, experts, present)
+        if experts and index in experts.layers
+        else _mlp(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, config.mlp_bias),
+    )
+
+
+def _attention(prefix: str, config: ModelConfig) -> AttentionWeights:
+    hidden, size = config.hidden_size, config.head_dim
+    query, key = config.num_heads * size, config.num_kv_heads * size
+    gates = query if config.gated_attention else 0
+    # Files have each head's gate after its query; here all gates come last.
+    heads = HeadRows(config.num_heads, (size, size), (0, query + 2 * key)) if gates else None
+    qkv = (
+        Rows(f"{prefix}.q_proj", query + gates, heads=heads),
+        Rows(f"{prefix}.k_proj", key, query),
+        Rows(f"{prefix}.v_proj", key, query + key),
+    )
+    norms = [Stored(f"{prefix}.{name}_norm.weight", (size,)) for name in "qk" if config.head_norm]
+    return AttentionWeights(
+        Product(qkv, query + 2 * key + gates, hidden, hidden, config.qkv_bias),
+        Product((Rows(f"{prefix}.o_proj", hidden),), hidden, query, query, config.out_bias),
+        *(norms or (None, None)),
+    )
+
+
+def _delta_net(prefix: str, hidden: int, net: DeltaNetConfig, present: Collection[str]) -> DeltaNetWeights:
+    """All input projections are one. Some files have them in two, key head by key head."""
+    heads, lanes, gates = (
+        net.num_value_heads,
+        whole_lanes(net.num_value_heads),
+        net.conv_size + net.value_size,
+    )
+    value, pairs = net.value_size // net.num_key_heads, heads // net.num_key_heads
+    inputs: tuple[Rows, ...] = (
+        Rows(f"{prefix}.in_proj_qkv", net.conv_size),
+        Rows(f"{prefix}.in_proj_z", net.value_size, net.conv_size),
+    )
+    if f"{prefix}.in_proj_qkvz.weight" in present:
+        sizes = (net.key_head_dim, net.key_head_dim, value, value)
+        starts = (0, net.key_size, 2 * net.key_size, net.conv_size)
+        by_head = HeadRows(net.num_key_heads, sizes, starts)
+        inputs = (Rows(f"{prefix}.in_proj_qkvz", gates, heads=by_head),)
+    if f"{prefix}.in_proj_ba.weight" in present:
+        by_head = HeadRows(net.num_key_heads, (pairs, pairs), (gates, gates + lanes))
+        inputs += (Rows(f"{prefix}.in_proj_ba", 2 * heads, heads=by_head),)
+    else:
+        inputs += (
+            Rows(f"{prefix}.in_proj_b", heads, gates),
+            Rows(f"{prefix}.in_proj_a", heads, gates + lanes),
+        )
+    return DeltaNetWeights(
+        Product(inputs, gates + 2 * lanes, hidden, hidden),
+        Stored(f"{prefix}.conv1d.weight", (net.conv_size, 1, net.conv_kernel)),
+        Stored(f"{prefix}.dt_bias", (heads,)),
+        Stored(f"{prefix}.A_log", (heads,)),
+        Stored(f"{prefix}.norm.weight", (net.value_head_dim,)),
+        Product((Rows(f"{prefix}.out_proj", hidden),), hidden, net.value_size, net.value_size),
+    )
+
+
+def _mlp(prefix: str, hidden: int, inner: int, bias: bool) -> MLPWeights:
+    width = whole_lanes(inner)
+    gate_up = (Rows(f"{prefix}.gate_proj", inner), Rows(f"{prefix}.up_proj", inner, width))
+    return MLPWeights(
+        Product(gate_up, 2 * width, hidden, hidden, bias),
+        Product((Rows(f"{prefix}.down_proj", hidden),), hidden, width, inner, bias),
+    )
+
+
+def _experts(prefix: str, hidden: int, experts: ExpertsConfig, present: Collection[str]) -> ExpertsWeights:
+    count, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
+    gate_up = Stored(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden))
+    down = Stored(f"{prefix}.experts.down_proj", (count, hidden, inner))
+    is_stacked = gate_up.name in present
+    return ExpertsWeights(
+        Stored(f"{prefix}.gate.weight", (count, hidden)),
+        tuple(
+            _mlp(f"{prefix}.experts.{expert}", hidden, inner, False)
+            for expert in range(0 if is_stacked else count)
+        ),
+        (gate_up, down) if is_stacked else None,
+        _mlp(f"{prefix}.shared_expert", hidden, shared, False) if shared else None,
+        Stored(f"{prefix}.shared_expert_gate.weight", (1, hidden)) if shared else None,
+    )
+
+
+# Checks
+
+
+def expected_shapes(config: ModelConfig, present: Collection[str] = ()) -> dict[str, Shape]:
+    """Every tensor of a model, by its name."""
+    return dict(_stored(weight_table(config, present)))
+
+
+def _stored(weights: object) -> Iterator[Stored]:
+    if isinstance(weights, Stored):
+        yield weights
+    elif isinstance(weights, Product):
+        yield from weights.stored()
+    elif isinstance(weights, tuple):
+        for each in weights:
+            yield from _stored(each)
+
+
+def check_source(source: WeightSource) -> frozenset[str]:
+    """Raise unless the file has every tensor that its configuration calls for, in the right shape, before anything is
+    allocated.
+
+    Returns the names of tensors that the model has no use for."""
+    present = source.names()
+    expected = expected_shapes(source.config, present)
+    missing = [name for name in expected if name not in present]
+    if missing:
+        raise ModelFileError(f"{source.describe()}: {_some(missing)} missing")
+    wrong = [
+        f"{name} is {list(source.shape(name))} where its configuration says {list(shape)}"
+        for name, shape in expected.items()
+        if source.shape(name) != shape
+    ]
+    if wrong:
+        raise ModelFileError(f"{source.describe()}: {_some(wrong)}")
+    return present - expected.keys()
+
+
+def _some(items: list[str]) -> str:
+    more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
+    return ", ".join(items[:_SHOWN]) + more
+
+
+@dataclass(frozen=True)
+class SkippedWeights:
+    """The names of weights that are left in the file."""
+
+    multi_token: tuple[str, ...] = ()  # layers that predict several tokens at once
+    vision: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = ()
+
+    def describe(self) -> str | None:
+        """One line for a user; None where nothing is worth a word."""
+        kinds = {"multi-token-prediction": self.multi_token, "vision": self.vision, "unknown": self.unknown}
+        parts = [_counted(len(names), kind) for kind, names in kinds.items() if names]
+        if self.unknown:
+            # Somebody else chose these names: quotes and escapes where they are not plain.
+            shown = [name if name.isprintable() else repr(name) for name in self.unknown[:_SHOWN]]
+            more = [f"{len(self.unknown) - _SHOWN} more"] if len(self.unknown) > _SHOWN else []
+            parts[-1] += f" ({', '.join([*(shortened(name, _NAME_LENGTH) for name in shown), *more])})"
+        return f"skipped: {', '.join(parts)}" if parts else None
+
+
+def skipped_weights(config: ModelConfig, unused: Iterable[str]) -> SkippedWeights:
+    """`unused` as `check_source` returns it. A tied head that is stored all the same and rotary frequencies say
+    nothing that the model does not know: they are left out."""
+    multi_token, vision, unknown = [], [], []
+    for name in sorted(unused):
+        if name.endswith(".inv_freq") or (config.tied_head and name == "lm_head.weight"):
+            continue
+        layer = _LAYER.match(name)
+        if name.startswith("mtp.") or (layer and int(layer[1]) >= config.num_layers):
+            multi_token.append(name)
+        elif name.startswith(_VISION):
+            vision.append(name)
+        else:
+            unknown.append(name)
+    return SkippedWeights(tuple(multi_token), tuple(vision), tuple(unknown))
+
+
+def _counted(number: int, kind: str) -> str:
+    return f"{number} {kind} weight{'' if number == 1 else 's'}"
