@@ -15,8 +15,7 @@ from penstock.errors import SettingError
 from penstock.frontends import plan_plot
 from penstock.frontends.plan import PlannedModel, expected_workspace, plan, read_model, table
 from penstock.models.shape import workspace_for
-from penstock.plan.fitting import ActivationModel
-from penstock.plan.memory import WeightBits, kv_token_bytes, weight_bytes
+from penstock.plan.memory import WeightBits
 from penstock.plan.prompt_plan import Plan, make_plan
 from penstock.plan.settings import resolve_weights
 from penstock.plan.step_shape import Workspace
@@ -90,30 +89,6 @@ def test_a_table_for_a_model_that_no_machine_here_could_load(tmp_path: Path) -> 
     assert all("whole" not in line or "0.0%" in line for line in lines)
 
 
-@pytest.mark.parametrize("config", [QWEN3_8B, HYBRID], ids=["attention", "hybrid"])
-def test_the_largest_chunk_that_fits_is_chosen(tmp_path: Path, config: dict[str, Any]) -> None:
-    made = plan_of(tmp_path, config, 50_000, budget_bytes=24_000 * MIB)
-    assert made.chosen is not None
-    rows = {row.chunk: row for row in made.rows}
-    assert rows[made.chosen].fits
-    assert rows[made.chosen].total_bytes <= 24_000 * MIB
-    shape = read_model(str(tmp_path)).config
-    assert made.weights_bytes == weight_bytes(shape, 2)
-    assert made.kv_cache_bytes == 50_000 * kv_token_bytes(shape, 2)
-    grid = 64 if config is HYBRID else 1
-    found = ActivationModel(shape, 2, workspace_for(shape, Workspace("native"))).largest_chunk(
-        50_000, 24_000 * MIB - made.fixed_bytes, grid=grid
-    )
-    assert found is not None
-    assert made.chosen == min(found, 50_000)
-    for row in made.rows:
-        assert row.fits == (row.total_bytes <= 24_000 * MIB)
-        assert row.total_bytes == made.fixed_bytes + row.activations.peak_bytes
-        assert row.num_chunks == -(-50_000 // row.chunk)
-    assert [row.total_bytes for row in made.rows] == sorted(row.total_bytes for row in made.rows)
-    assert made.rows[-1].saved == 0
-
-
 def test_a_budget_that_is_too_small_names_one_that_is_not(tmp_path: Path) -> None:
     arguments = ["--model", folder_of(tmp_path, QWEN3_8B), "--prompt-tokens", 20_000, "--dtype", "bfloat16"]
     status, out, error = run(*arguments, "--memory", "1GiB")
@@ -126,29 +101,6 @@ def test_a_budget_that_is_too_small_names_one_that_is_not(tmp_path: Path) -> Non
     assert run(*arguments, "--memory", least - 1)[0] == 1
     typed = error.split("would do is ")[1].split()[0]
     assert run(*arguments, "--memory", typed)[0] == 0
-
-
-def test_a_given_chunk_is_chosen_and_held_against_the_budget(tmp_path: Path) -> None:
-    fits = plan_of(tmp_path, QWEN3_8B, 20_000, chunk=1000, budget_bytes=1 << 40)
-    assert (fits.chosen, fits.reason) == (1000, "as asked, which fits 1.0 TiB")
-    too_much = plan_of(tmp_path, QWEN3_8B, 20_000, chunk=1000, budget_bytes=1 << 30)
-    assert (too_much.chosen, too_much.reason) == (1000, "as asked, which does not fit 1.0 GiB")
-    whole = plan_of(tmp_path, QWEN3_8B, 20_000, chunk=0)
-    assert whole.chosen == 20_000
-    hybrid = plan_of(tmp_path, HYBRID, 20_000, chunk=100)
-    assert (hybrid.chosen, hybrid.reason) == (128, "as asked, rounded up to a multiple of 64")
-
-
-def test_answers_beside_it_have_keys_and_values_and_states(tmp_path: Path) -> None:
-    alone, beside = (plan_of(tmp_path, HYBRID, 10_000, num_decodes=count) for count in (0, 3))
-    assert beside.kv_cache_bytes == 4 * alone.kv_cache_bytes
-    assert beside.recurrent_bytes == 4 * alone.recurrent_bytes > 0
-    assert beside.rows[0].activations.peak_bytes > alone.rows[0].activations.peak_bytes
-
-
-def test_torch_kernels_need_more(tmp_path: Path) -> None:
-    native, torch = (plan_of(tmp_path, QWEN3_8B, 10_000, kernels=kind) for kind in ("native", "torch"))
-    assert all(a.total_bytes <= b.total_bytes for a, b in zip(native.rows, torch.rows, strict=True))
 
 
 def test_a_gpu_is_planned_with_its_own_kernels_and_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
