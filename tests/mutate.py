@@ -13,12 +13,13 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from difflib import unified_diff
 from fnmatch import fnmatch
@@ -35,6 +36,8 @@ PACKAGE = REPOSITORY / "src" / "penstock"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 LAYERS = ("plan", "cache", "engine")
 BAR = 0.85  # of the mutants are to be caught
+MOST_TEST_S = 90  # of processor time: a test that takes more has caught a loop without an end
+TIMEOUT = 124  # such a run's exit status
 
 OPERATORS: dict[type[ast.AST], tuple[str, tuple[str, ...]]] = {
     ast.Lt: ("<", ("<=", ">=")),
@@ -258,6 +261,8 @@ class Tests:
             return "a timeout"
         if done.returncode == pytest.ExitCode.OK:
             return None
+        if done.returncode == TIMEOUT:
+            return "a timeout"
         failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
         return failed[1] if failed else "an error before any test"
 
@@ -278,6 +283,16 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("mutants", parent=settings(), phases=[Phase.explicit, Phase.generate])
     settings.load_profile("mutants")
     assert Path(penstock.__file__).parent == PACKAGE, f"{penstock.__file__} is not what is tested"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    signal.signal(signal.SIGPROF, lambda *_: os._exit(TIMEOUT))
+    signal.setitimer(signal.ITIMER_PROF, MOST_TEST_S)
+    try:
+        return (yield)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def main() -> int:
