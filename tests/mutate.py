@@ -35,6 +35,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "src" / "penstock"
 EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 LAYERS = ("plan", "cache", "engine")
+GPU_FILES = ("graphs/chunk.py", "graphs/recording.py")  # which `python -m tests.gpu` enters alone
 BAR = 0.85  # of the mutants are to be caught
 MOST_TEST_S = 90  # of processor time: a test that takes more has caught a loop without an end
 TIMEOUT = 124  # such a run's exit status
@@ -192,10 +193,15 @@ def _is_type(node: ast.expr) -> bool:
 def draw(layer: str, patterns: list[str], seed: int) -> Iterator[Mutant]:
     """Mutants in an order that depends on nothing but the code and the seed, no two of one token."""
     folder = PACKAGE / layer
-    files = [path for path in sorted(folder.rglob("*.py")) if path.name != "__init__.py"]
-    if patterns:
-        files = [path for path in files if any(fnmatch(str(path.relative_to(folder)), p) for p in patterns)]
-    sites = [site for path in files for site in _Sites(path).find()]
+    files = {path.relative_to(folder).as_posix(): path for path in sorted(folder.rglob("*.py"))}
+    chosen = [
+        path
+        for name, path in files.items()
+        if path.name != "__init__.py"
+        and not any(fnmatch(name, pattern) for pattern in GPU_FILES)
+        and (not patterns or any(fnmatch(name, pattern) for pattern in patterns))
+    ]
+    sites = [site for path in chosen for site in _Sites(path).find()]
     chance = random.Random(seed)
     chance.shuffle(sites)
     for site in sites:
