@@ -5,6 +5,7 @@ The simulation keeps a ledger of its own. What a plan says is checked against th
 
 from collections import Counter
 from dataclasses import dataclass, field
+from hashlib import sha256
 from random import Random
 
 import pytest
@@ -18,6 +19,7 @@ from penstock.plan import (
     ScheduleConfig,
     SchedulePolicy,
     SpanKind,
+    StepOrderError,
     StepPlan,
     StepTimeCoefficients,
 )
@@ -57,6 +59,7 @@ class SimRequest:
     arrived_turn: int
     num_known: int = 0
     num_run: int = 0
+    num_issued: int = 0  # what steps in flight run is counted
     is_running: bool = False
     has_started: bool = False
     last_token: int | None = None
@@ -66,15 +69,25 @@ class SimRequest:
 
     @property
     def kind(self) -> SpanKind:
-        if self.num_run < self.num_prompt:
+        """Of its next span."""
+        if self.num_issued < self.num_prompt:
             return SpanKind.CHUNK
-        return SpanKind.DECODE if self.num_run == self.num_known - 1 else SpanKind.REPLAY
+        return SpanKind.DECODE if self.num_issued >= self.num_known - 1 else SpanKind.REPLAY
+
+    @property
+    def can_decode(self) -> bool:
+        return self.kind is SpanKind.DECODE and self.num_issued < self.num_known
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether all but its last token is in the cache."""
+        return self.num_prompt <= self.num_run == self.num_known - 1
 
     @property
     def furthest_end(self) -> int:
         if self.kind is SpanKind.CHUNK:
             return self.num_prompt
-        return min(self.num_known, self.num_run + REPLAY_TOKENS)
+        return min(self.num_known, self.num_issued + REPLAY_TOKENS)
 
 
 @dataclass
@@ -83,6 +96,7 @@ class Observed:
 
     longest_decode_gap: int = 0
     longest_prompt_gap: int = 0
+    deepest: int = 0  # steps in flight
     most_overtakes: int = 0
     most_of_start_bound: float = 0.0  # where nothing but a place was waited for
     most_of_crowded_bound: float = 0.0  # where the cache was full
@@ -97,7 +111,8 @@ class Observed:
 
 
 class Simulation:
-    """Runs one scheduler against one workload. A broken promise is an AssertionError."""
+    """Runs one scheduler against one workload, with up to `depth` steps in flight. A broken promise is an
+    AssertionError. What is promised of waits is that of one step at a time, `depth` times."""
 
     def __init__(
         self,
@@ -105,8 +120,14 @@ class Simulation:
         limits: CacheLimits,
         workload: Workload,
         sizer: ChunkSizer | None = None,
+        depth: int = 1,
     ) -> None:
         self.config, self.limits, self.workload = config, limits, workload
+        self.depth = depth
+        self.longest_decode_gap = depth * config.longest_decode_gap
+        self.longest_prompt_gap = depth * config.longest_prompt_gap
+        self.flight: list[StepPlan] = []  # the oldest first
+        self.digest = sha256()  # of every plan
         self.scheduler = BatchScheduler(config, limits, sizer)
         self.sizer = sizer
         self.observed = Observed()
@@ -118,6 +139,7 @@ class Simulation:
         self.num_arrived = 0
         self.num_shrunk_left = 0
         self.shrunk_budget: int | None = None
+        self.last_shrunk = -depth  # the last turn of a smaller budget
         self.is_ample = (
             True  # nothing was ever preempted, shrunk or without room: a place is all one waits for
         )
@@ -177,31 +199,41 @@ class Simulation:
     def _cancel(self) -> None:
         if self.requests and self.random.random() < self.workload.cancel:
             request = self.random.choice(list(self.requests.values()))
+            if request.num_run < request.num_issued:
+                with pytest.raises(StepOrderError):
+                    self.scheduler.remove(request.id)
+                return
             self.scheduler.remove(request.id)
             self._end(request, "cancelled")
 
     def _step(self) -> None:
-        plan = self.scheduler.schedule()
-        assert (plan is not None) == bool(self.requests), "nothing to run, though requests are here"
-        if plan is None:
+        """Plan as far ahead as may be, then end the oldest step, or have one fail: those after it fail with it."""
+        while len(self.flight) < self.depth and (plan := self.scheduler.schedule()) is not None:
+            self._take(plan)
+            self.flight.append(plan)
+        assert bool(self.flight) == bool(self.requests), "nothing to run, though requests are here"
+        if not self.flight:
             self.turn += 1
             return
-        self._take(plan)
+        self.observed.deepest = max(self.observed.deepest, len(self.flight))
         chance = self.random.random()
-        if chance < self.workload.abort:
-            self._undo(plan)
-            self.scheduler.abort(plan)
-        elif chance < self.workload.abort + self.workload.shrink:
-            self._undo(plan)
-            assert self.scheduler.shrink(plan) == (plan.num_chunk_tokens > 1)
-            if plan.num_chunk_tokens > 1:
-                self._shrink(plan.num_chunk_tokens)
+        if chance < self.workload.abort + self.workload.shrink:
+            place = self.random.randrange(len(self.flight)) if len(self.flight) > 1 else 0
+            plan = self.flight[place]
+            self._undo_from(place)
+            if chance < self.workload.abort:
+                self.scheduler.abort(plan)
+            else:
+                assert self.scheduler.shrink(plan) == (plan.num_chunk_tokens > 1)
+                if plan.num_chunk_tokens > 1:
+                    self._shrink(plan.num_chunk_tokens)
         elif chance < self.workload.abort + self.workload.shrink + self.workload.isolate:
-            self._undo(plan)
+            plan = self.flight[0]
+            self._undo_from(0)
             self.scheduler.abort(plan)
             self._isolate(plan)
         else:
-            self._commit(plan)
+            self._commit(self.flight.pop(0))
             self._pass_turn()
         assert self.scheduler.num_free_blocks == self.num_free, "a block is lost"
         if chance < 0.05:
@@ -244,13 +276,17 @@ class Simulation:
         self._check_order(plan)
         kinds = {planned.kind is SpanKind.DECODE for planned in plan.spans}
         assert self.config.policy is SchedulePolicy.MIXED or len(kinds) == 1
-        decodes = {r.id for r in self.requests.values() if r.is_running and r.kind is SpanKind.DECODE}
+        decodes = {r.id for r in self.requests.values() if r.is_running and r.can_decode}
         planned_ids = {planned.request_id for planned in plan.spans}
         assert plan.num_held_decodes == len(decodes - planned_ids)
         if self.config.policy is SchedulePolicy.MIXED and not is_alone:
             assert decodes <= planned_ids, "a decode is left out"
+        for planned in plan.spans:
+            self.requests[planned.request_id].num_issued = planned.span.end
+        self.digest.update(repr(plan).encode())
 
     def _take_preemptions(self, plan: StepPlan) -> None:
+        assert not (plan.preemptions and self.flight), "preempted while steps are in flight"
         assert len({preemption.request_id for preemption in plan.preemptions}) == len(plan.preemptions)
         for preemption in plan.preemptions:
             request = self.requests[preemption.request_id]
@@ -261,7 +297,7 @@ class Simulation:
             assert self.limits.keeps_prefix or kept == 0
             self.num_free += self._blocks(request.num_run) - self._blocks(kept)
             was_running = request.is_running
-            request.num_run = kept
+            request.num_run = request.num_issued = kept
             request.is_running = False
             self.observed.counts["preempted"] += 1
             self.observed.counts["gave more"] += not was_running
@@ -274,7 +310,7 @@ class Simulation:
             view = self.scheduler.view(request.id)
             assert (view.num_prompt, view.num_tokens) == (request.num_prompt, request.num_known)
             assert view.num_run == request.num_run
-            expected = "decode" if request.kind is SpanKind.DECODE else "prompt"
+            expected = "decode" if request.is_decoding else "prompt"
             assert view.phase in ("waiting", expected)
             is_running = view.phase != "waiting"
             if is_running and not request.is_running:
@@ -306,7 +342,7 @@ class Simulation:
         request = self.requests[planned.request_id]
         span = planned.span
         assert request.is_running
-        assert span.start == request.num_run, "a token is left out or run twice"
+        assert span.start == request.num_issued < request.num_known, "a token is left out or run twice"
         assert span.end <= request.furthest_end
         assert planned.kind is request.kind
         assert planned.samples == (span.end == request.num_known)
@@ -344,6 +380,12 @@ class Simulation:
 
     def _undo(self, plan: StepPlan) -> None:
         self.num_free += sum(map(self._new_blocks, plan.spans))
+        for planned in plan.spans:
+            self.requests[planned.request_id].num_issued = planned.span.start
+
+    def _undo_from(self, place: int) -> None:
+        while len(self.flight) > place:
+            self._undo(self.flight.pop())
 
     def _commit(self, plan: StepPlan) -> None:
         now = self.turn + 1
@@ -382,7 +424,7 @@ class Simulation:
         self.observed.longest_decode_gap = max(self.observed.longest_decode_gap, gap)
 
     def _check_prompt_gap(self, request: SimRequest, now: int) -> None:
-        bound = self.config.longest_prompt_gap
+        bound = self.longest_prompt_gap
         if request.was_shrunk:  # no less than one prompt is served in a step of chunks
             bound *= self.config.max_running
         assert now - request.last_chunk <= bound, "a prompt waits too long for its next chunk"
@@ -394,7 +436,7 @@ class Simulation:
         waited = now - request.arrived_turn
         if self.is_ample:
             # Until it is admitted every place is taken, by requests that were ahead of it.
-            bound = request.turns_ahead // self.config.max_running + self.config.longest_prompt_gap
+            bound = request.turns_ahead // self.config.max_running + self.longest_prompt_gap
             part = self.observed.most_of_start_bound = max(self.observed.most_of_start_bound, waited / bound)
         else:
             # At the worst one runs at a time: those ahead of it, those that overtake it, and work that was lost.
@@ -408,15 +450,17 @@ class Simulation:
     def _pass_turn(self) -> None:
         """A step was committed: nobody who runs has waited for longer than was promised."""
         self.turn += 1
+        if self.num_shrunk_left:
+            self.last_shrunk = self.turn
         for request in self.requests.values():
             if not request.is_running:
                 continue
-            request.was_shrunk |= self.num_shrunk_left > 0
-            if request.kind is not SpanKind.DECODE:
+            request.was_shrunk |= self.turn - self.last_shrunk < self.depth
+            if not request.is_decoding:
                 self._check_prompt_gap(request, self.turn)
             elif request.last_token is not None:
                 gap = self.turn - request.last_token
-                assert gap < self.config.longest_decode_gap or gap == 0, "a decode waits too long"
+                assert gap < self.longest_decode_gap or gap == 0, "a decode waits too long"
         if self.num_shrunk_left:
             self._count_shrunk()
 
@@ -432,7 +476,7 @@ class Simulation:
             self.shrunk_budget = None
 
     def _end(self, request: SimRequest, how: str) -> None:
-        self.num_free += self._blocks(request.num_run)
+        self.num_free += self._blocks(request.num_issued)
         del self.requests[request.id]
         self.observed.counts[how] += 1
 
@@ -451,7 +495,7 @@ class Simulation:
             if self.sizer is not None:
                 least = min(least, max(self.sizer.rules.smallest, config.grid))
             num_chunks = -(-num_prompt // least)
-        return num_chunks * config.longest_prompt_gap + num_answer * config.longest_decode_gap
+        return num_chunks * self.longest_prompt_gap + num_answer * self.longest_decode_gap
 
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.limits.block_tokens)

@@ -381,7 +381,7 @@ def test_half_of_a_chunk_lies_on_the_grid_where_it_can() -> None:
     plan = subject.schedule()
     assert plan is not None
     subject.shrink(plan)
-    assert ranges(step(subject)) == {"a": (0, 192)}
+    assert ranges(step(subject)) == {"a": (0, 256)}
 
 
 def test_a_whole_prompt_may_be_halved_too() -> None:

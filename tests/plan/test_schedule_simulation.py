@@ -58,6 +58,57 @@ def test_100_000_crowded_steps_keep_every_promise(policy: SchedulePolicy) -> Non
     assert max(observed.most_overtakes for observed in seen) == config.max_overtakes
 
 
+@pytest.mark.parametrize("depth", range(2, 6))
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_several_steps_in_flight_keep_every_promise(policy: SchedulePolicy, depth: int) -> None:
+    """Waits are no longer than those of one step at a time, `depth` times, and no block is lost."""
+    config = replace(CONFIG, policy=policy, grid=64 if depth % 2 else 1)
+    workload = replace(CROWDED, seed=depth, shrink=0.003 if depth % 2 else 0.0)
+    limits = crowded(depth in (2, 5), 16 if depth < 4 else 64)
+    observed = Simulation(config, limits, workload, depth=depth).run(6_000)
+    assert observed.deepest == depth
+    assert min(observed.counts[what] for what in ("finished", "preempted", "replay")) > 5
+    if policy is SchedulePolicy.MIXED:
+        assert observed.longest_decode_gap == depth
+
+
+def test_sizes_are_learned_with_steps_in_flight() -> None:
+    sizer = ChunkSizer(SizeRules(target_itl_s=0.25))
+    config = replace(CONFIG, chunk_size=2048, auto_chunk=True)
+    observed = Simulation(config, crowded(True, 64), CROWDED, sizer, depth=3).run(4_000)
+    assert observed.deepest == 3
+    assert sum(wait > 1.25 * 0.25 for wait in observed.waits_s) < 0.05 * len(observed.waits_s)
+
+
+def test_plans_are_what_they_were() -> None:
+    """A digest of all plans of short runs: who runs, how far, and who gives way changes only where it is meant to."""
+    found = {}
+    for policy in SchedulePolicy:
+        for depth, keeps_prefix, grid in ((1, True, 1), (1, False, 64), (3, True, 64)):
+            config = replace(CONFIG, policy=policy, grid=grid, step_tokens=300 if grid == 1 else None)
+            workload = replace(CROWDED, seed=depth, shrink=0.003)
+            simulation = Simulation(config, crowded(keeps_prefix, 16), workload, depth=depth)
+            simulation.run(1_500)
+            found[f"{policy} {depth} {grid}"] = simulation.digest.hexdigest()[:12]
+    assert found == PLANS
+
+
+PLANS = {
+    "prefill-first 1 1": "c0c4ac36fd55",
+    "prefill-first 1 64": "db56dcbce07b",
+    "prefill-first 3 64": "b12933827646",
+    "interleaved 1 1": "c4bcf917e49b",
+    "interleaved 1 64": "2a93113a47c6",
+    "interleaved 3 64": "acca3274ec36",
+    "decode-priority 1 1": "9cf80ebdfa59",
+    "decode-priority 1 64": "ac9eef484f65",
+    "decode-priority 3 64": "763cf54183b6",
+    "mixed 1 1": "f773e5f71884",
+    "mixed 1 64": "e23ab8868001",
+    "mixed 3 64": "6eb7e632bbb8",
+}
+
+
 @pytest.mark.parametrize("policy", SchedulePolicy)
 def test_where_there_is_room_one_waits_for_a_place_only(policy: SchedulePolicy) -> None:
     config = replace(CONFIG, policy=policy)
@@ -108,7 +159,7 @@ def test_any_settings_keep_the_promises() -> None:
         )
         limits = CacheLimits(random.randint(20, 80), random.choice([16, 64]), random.random() < 0.5)
         workload = Workload(seed, most_prompt=800, most_answer=200, shrink=random.choice([0, 0.01]))
-        Simulation(config, limits, workload).run(600)
+        Simulation(config, limits, workload, depth=1 + seed % 5).run(600)
 
 
 # Schedulers that break a promise.

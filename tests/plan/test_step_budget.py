@@ -114,6 +114,10 @@ def test_a_sizer_is_asked_of_all_that_share_the_step() -> None:
     ]
     auto.settle(reading[4:], [], [])
     assert sizer.questions[-1].waited_s == 2.5
+    strict = budget(sizer, auto_chunk=True, keeps_itl=True)
+    strict.arrive("p4")
+    strict.settle(reading[4:], [], [])
+    assert [question.keeps_itl for question in sizer.questions] == [False, False, True]
     sizer.size = 2000
     assert auto.settle(reading, [], []) == TokenBudget(512, 128)
     auto.forget("p4")
@@ -136,13 +140,15 @@ def test_it_learns_from_steps_whose_seconds_are_known() -> None:
     ("num_tokens", "grid", "half"),
     [
         (512, 1, 256),
-        (7, 1, 3),
+        (7, 1, 4),
         (2, 1, 1),
         (512, 64, 256),
-        (400, 64, 192),
-        (130, 64, 64),
+        (400, 64, 256),
+        (130, 64, 128),
         (128, 64, 64),
-        (100, 64, 50),
+        (100, 64, 64),
+        (64, 64, 32),
+        (51, 64, 26),
     ],
 )
 def test_half_of_what_ran_out_is_on_the_grid_while_it_is_longer(
