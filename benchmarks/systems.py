@@ -17,7 +17,6 @@ from typing import IO, Any, Literal, Protocol, Self
 import torch
 
 from benchmarks.workers.child import stamped
-from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.llm import LLM
 from penstock.engine.run import Run
 from penstock.errors import PenstockError
@@ -133,7 +132,7 @@ class AutoSystem:
 
     def generate(self, prompt: Sequence[int], num_tokens: int, on_token: OnToken) -> dict[str, Any]:
         llm = self._llm
-        rules = llm.size_rules(free_memory_bytes(llm.model.device))
+        rules = llm.size_rules(llm.device_kind.free_bytes())
         run = Run(
             llm.model,
             prompt,

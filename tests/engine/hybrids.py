@@ -7,7 +7,7 @@ import torch
 
 from penstock.cache import EMPTY, SequenceCache, SlotPool
 from penstock.cache.space import CacheSpace
-from penstock.engine.batch import SpanInput, build_batch
+from penstock.engine.step import SpanInput, build_batch
 from penstock.models.decoder import Decoder
 from penstock.plan import Span
 from tests.oracle import Oracle, canon_of, load_model, make_oracle

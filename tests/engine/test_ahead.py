@@ -10,17 +10,15 @@ from torch import Tensor
 
 from penstock.cache.space import CacheSpace
 from penstock.cache.tensors import CacheTensors
-from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.job import Job
-from penstock.engine.lookahead import expect
 from penstock.engine.sampling import Choice
 from penstock.engine.status import StepRecord
-from penstock.engine.step import Step, StepOutcome
+from penstock.engine.step import SpanInput, Step, StepOutcome, build_batch, expect
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.request import Span
+from penstock.plan.step import Span
 from tests.engine.batching import Wish, new_batcher, new_job, serve
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
 

@@ -11,6 +11,7 @@ from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec
 from penstock.engine import capacity
 from penstock.errors import MemoryExhaustedError
+from penstock.kernels.device import DEVICE_KINDS, device_kind
 
 KV = KVSpec(2, 2, 16, torch.float32)  # 512 bytes a token
 SPEC = CacheSpec((KV,))
@@ -18,7 +19,8 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")
 
 
 def free_is(monkeypatch: pytest.MonkeyPatch, num_bytes: int | None) -> None:
-    monkeypatch.setattr(capacity, "free_memory_bytes", lambda device: num_bytes)
+    for kind in DEVICE_KINDS.values():
+        monkeypatch.setattr(kind, "free_bytes", lambda self: num_bytes)
 
 
 def test_a_cache_takes_half_of_what_is_free_in_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +54,7 @@ def test_what_the_allocator_holds_and_does_not_use_is_free(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 9000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 700)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 300)
-    assert capacity.free_memory_bytes(CUDA) == 1400
+    assert device_kind(CUDA).free_bytes() == 1400
 
 
 def test_where_nobody_knows_it_is_what_could_be_of_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +63,7 @@ def test_where_nobody_knows_it_is_what_could_be_of_use(monkeypatch: pytest.Monke
 
 
 def test_this_machine_has_memory() -> None:
-    free = capacity.free_memory_bytes(CPU)
+    free = device_kind(CPU).free_bytes()
     assert free is not None
     assert 1 << 20 < free < 1 << 50
 
@@ -75,4 +77,4 @@ def test_a_limit_of_a_nested_slice_is_seen(tmp_path: Path, monkeypatch: pytest.M
     (slices / "memory.max").write_text(f"{1 << 30}\n")
     (slices / "memory.current").write_text(f"{1 << 28}\n")
     monkeypatch.setattr(machine.free_memory_bytes, "__kwdefaults__", {"root": tmp_path})
-    assert capacity.free_memory_bytes(CPU) == (1 << 30) - (1 << 28)
+    assert device_kind(CPU).free_bytes() == (1 << 30) - (1 << 28)

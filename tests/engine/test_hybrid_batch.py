@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cache.space import CacheSpace
-from penstock.engine.batch import build_batch
+from penstock.engine.step import build_batch
 from penstock.kernels.probe.probe import ProbeResult
 from penstock.models.decoder import Decoder
 from penstock.plan import Span

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.logprobs import token_logprobs
+from penstock.engine.sampler import token_logprobs
 from penstock.errors import SettingError
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from penstock.cache.space import CacheSpace
-from penstock.engine.measured_step import measured_step_bytes
+from penstock.engine.capacity import measured_step_bytes
 from penstock.errors import CacheFullError
 from penstock.kernels.device import DeviceKind
 from penstock.models.decoder import Decoder

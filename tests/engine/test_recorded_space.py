@@ -17,7 +17,7 @@ from penstock.cache import BLOCK_TOKENS, Extent
 from penstock.cache.space import CacheSpace
 from penstock.engine.cache_choice import RequestSpace
 from penstock.engine.reuse import Reuse
-from penstock.engine.text_stream import TextStream
+from penstock.engine.run import TextStream
 from tests.byte_models import CONTEXT, model_of_bytes
 from tests.oracle import random_prompt
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.engine.stop import StopMatcher
+from penstock.engine.sampler import StopMatcher
 from penstock.errors import SettingError
 
 TEXT = st.text("ab.", max_size=30)

@@ -35,7 +35,7 @@ from penstock.plan import ChunkedPrefillConfig, Span
 from penstock.plan.activation_parts import SMALL_BYTES
 from penstock.plan.grids import RowLaw
 from penstock.plan.memory import weight_bytes
-from penstock.plan.step_shape import Workspace
+from penstock.plan.step import Workspace
 from tests.live_tensors import LiveTensors
 from tests.measure.verifying import run_command
 

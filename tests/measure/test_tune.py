@@ -28,7 +28,7 @@ from penstock.measure.tune import (
     plan_tuning,
     slowdowns,
 )
-from penstock.plan.step_shape import StepShape
+from penstock.plan.step import StepShape
 from penstock.plan.step_time import StepTimeCoefficients
 from tests.byte_models import CONTEXT, model_of_bytes
 from tests.measure.verifying import run_command

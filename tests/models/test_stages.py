@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.cache.tensors import CacheTensors
-from penstock.engine.batch import build_batch
+from penstock.engine.step import build_batch
 from penstock.errors import SettingError
 from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.reference.kernels import TorchKernels

@@ -11,7 +11,7 @@ from penstock.plan import DeltaNetShape, ModelShape, activation_parts
 from penstock.plan.activation import step_memory, step_phases
 from penstock.plan.activation_mixing import _attending
 from penstock.plan.activation_parts import PassSizes, StepMemory
-from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step import StepShape, Workspace
 from tests.plan.strategies import hybrid_shapes, shapes
 from tests.plan.test_memory import workspaces
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock.errors import SettingError
 from penstock.plan import DeltaNetShape, ExpertsShape, ModelShape, create_prefill_chunks_at
 from penstock.plan.fitting import ActivationModel
-from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step import StepShape, Workspace
 from tests.plan.test_memory import workspaces
 
 LLAMA = ModelShape(16, 2048, 8192, 32, 8, 64, 128_256)

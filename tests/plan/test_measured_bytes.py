@@ -9,7 +9,7 @@ import pytest
 from penstock.plan import ChunkedPrefillConfig, DeltaNetShape, ExpertsShape, ModelShape, peak_memory_estimate
 from penstock.plan.activation import step_phases
 from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
-from penstock.plan.step_shape import KernelKind, StepShape, Workspace
+from penstock.plan.step import KernelKind, StepShape, Workspace
 
 KERNELS: tuple[KernelKind, ...] = ("torch", "native", "cuda")
 

@@ -17,7 +17,7 @@ from penstock.plan import (
 )
 from penstock.plan.activation import step_phases
 from penstock.plan.activation_parts import SMALL_BYTES
-from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step import StepShape, Workspace
 from penstock.plan.units import parse_bytes
 from tests.plan.strategies import configs, hybrid_shapes, shapes
 

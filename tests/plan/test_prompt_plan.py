@@ -9,7 +9,7 @@ from penstock.plan.fitting import ActivationModel
 from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
 from penstock.plan.model import DeltaNetConfig, ModelConfig
 from penstock.plan.prompt_plan import Plan, make_plan
-from penstock.plan.step_shape import Workspace
+from penstock.plan.step import Workspace
 
 QWEN3_8B = ModelConfig(36, 4096, 12_288, 32, 8, 128, 151_936, max_position=131_072)
 HYBRID = ModelConfig(

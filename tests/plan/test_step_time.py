@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.errors import SettingError
-from penstock.plan.step_shape import StepShape
+from penstock.plan.step import StepShape
 from penstock.plan.step_time import MOST_KINDS, StepTimeCoefficients, StepTimeModel, solve_non_negative
 
 # About what SmolLM2 costs on two cores.

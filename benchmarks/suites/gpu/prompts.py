@@ -21,7 +21,7 @@ from penstock.cache.space import CacheSpace
 from penstock.errors import PenstockError
 from penstock.models.shape import workspace_of
 from penstock.plan.activation import step_memory
-from penstock.plan.step_shape import StepShape
+from penstock.plan.step import StepShape
 
 ACTIVATIONS, OFF_BY = "activations", "predicted activations over measured, off by"
 READY = "from the start of a process until ready"

@@ -2,26 +2,23 @@
 
 import logging
 import time
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
-from penstock.cache import BLOCK_TOKENS
+from penstock.cache import BLOCK_TOKENS, BlockPool
 from penstock.cache.space import CacheSpace
-from penstock.engine.batch import SpanInput
 from penstock.engine.events import Event, Failed
-from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
-from penstock.engine.results import FinishReason
-from penstock.engine.reuse import Reuse
+from penstock.engine.results import ChunkRecord, FinishReason
+from penstock.engine.reuse import Prefix, Reuse
 from penstock.engine.sampling import Choice
-from penstock.engine.sharing import PoolLedger, share
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
-from penstock.engine.step import Launched, Step, StepOutcome, StepRunner
+from penstock.engine.step import Launched, SpanInput, Step, StepOutcome, StepRunner
 from penstock.errors import MemoryExhaustedError, PenstockError, RequestFailedError, is_out_of_memory
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
@@ -29,9 +26,74 @@ from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler
 from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.request import Span
 from penstock.plan.sizing import ChunkSizer, shape_of
-from penstock.plan.step import Preemption, RequestId, SpanKind, StepPlan
+from penstock.plan.step import Preemption, RequestId, Span, SpanKind, StepPlan
+
+
+@dataclass(frozen=True)
+class PoolLedger:
+    """A pool's blocks, as the scheduler asks about them. Idle ones count as free: they are evicted on demand."""
+
+    pool: BlockPool
+    jobs: Mapping[RequestId, Job]
+
+    def num_free(self, kept: Mapping[RequestId, int]) -> int:
+        if not kept:
+            return self.pool.num_available
+        released = Counter(
+            block
+            for request_id, num_blocks in kept.items()
+            for block in self.jobs[request_id].cache.blocks.block_ids[num_blocks:]
+        )
+        return self.pool.num_available + sum(
+            self.pool.num_owners(block) == count for block, count in released.items()
+        )
+
+    def num_shared(self, request_id: RequestId) -> int:
+        job = self.jobs[request_id]
+        return 0 if job.prefix is None or job.cache.blocks.num_blocks else job.prefix.num_in_use()
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Jobs whose caches hold more of their prompts than before, unread; and those that sit the next step out."""
+
+    gained: tuple[Job, ...] = ()
+    held: frozenset[RequestId] = frozenset()
+
+
+def share(jobs: Iterable[Job], *, in_pieces: bool) -> Shared:
+    """Give jobs that read their prompts, in order of arrival, what is there of them by now. A job is held while more
+    is being copied from disk, a piece at a time if so asked, and while a job before it is about to read what they
+    have in common."""
+    gained: list[Job] = []
+    held: set[RequestId] = set()
+    leaders: list[Job] = []
+    for job in jobs:
+        if job.prefix is None:
+            continue
+        if not job.cache.num_in_flight:
+            if job.prefix.find_more(in_pieces=in_pieces):
+                gained.append(job)
+            if job.prefix.has_more_on_disk or _follow(job, job.prefix, leaders):
+                held.add(job.id)
+        leaders.append(job)
+    return Shared(tuple(gained), frozenset(held))
+
+
+def _follow(job: Job, prefix: Prefix, leaders: Iterable[Job]) -> bool:
+    """Let the first of those before it that has yet to read some of what they have in common keep its state where
+    they part. False: there is none."""
+    if job.cache.state is not None and job.cache.num_tokens % BLOCK_TOKENS:
+        return False  # it could not go on from there
+    for leader in leaders:
+        assert leader.prefix is not None
+        common = prefix.num_common(leader.prefix) * BLOCK_TOKENS
+        if job.cache.num_tokens <= leader.cache.num_tokens < common:
+            leader.prefix.keep_states.add(common)
+            return True
+    return False
+
 
 _log = logging.getLogger("penstock.engine")
 

@@ -1,12 +1,19 @@
-"""How large a cache may be, where nobody says it."""
+"""How large a service's cache may be, where nobody says it: what is free, less what steps were measured to need."""
 
 import torch
 
-from penstock.cache import BLOCK_TOKENS
+from penstock.cache import BLOCK_TOKENS, SequenceCache
+from penstock.cache.space import CacheSpace
 from penstock.cache.tensors import CacheSpec
-from penstock.errors import MemoryExhaustedError
+from penstock.engine.sampler import Sampler, SamplingParams
+from penstock.engine.sampling import PlainRow, sample_rows
+from penstock.engine.step import SpanInput, build_batch
+from penstock.errors import CacheFullError, MemoryExhaustedError, is_out_of_memory
 from penstock.kernels.device import device_kind
+from penstock.models.decoder import Decoder
 from penstock.plan import format_bytes
+from penstock.plan.grids import RowLaw
+from penstock.plan.step import Span
 
 # The share of the free memory that a cache takes: the rest is for activations, and for others.
 _SHARE = 0.5
@@ -22,7 +29,7 @@ def cache_tokens_that_fit(
     """Places for keys and values in half of the memory that is free, beside the states; no more than are of use. On a
     GPU, in most of what steps leave that were measured to need `step_bytes`."""
     states_bytes = spec.num_bytes(0, num_slots)
-    free_bytes = free_memory_bytes(device)
+    free_bytes = device_kind(device).free_bytes()
     if free_bytes is None:
         return most_tokens
     is_gpu = device_kind(device).has_own_memory
@@ -40,7 +47,45 @@ def cache_tokens_that_fit(
     return min(num_blocks * BLOCK_TOKENS, most_tokens)
 
 
-def free_memory_bytes(device: torch.device) -> int | None:
-    """Memory that could be taken without others having to give it up; None where the system does not tell. Of a GPU,
-    what is free there, and what torch's allocator holds and does not use."""
-    return device_kind(device).free_bytes()
+def measured_step_bytes(model: Decoder, canon: RowLaw, num_tokens: int, num_decodes: int) -> int:
+    """The most that is allocated beside weights and cache by a step that reads so many tokens, after others, and
+    decodes beside them. Where memory does not allow it, that of the longest chunk that it allows, by halves."""
+    num_tokens = min(num_tokens, model.config.max_position)
+    while True:
+        try:
+            return _step_bytes(model, canon, num_tokens, num_decodes)
+        except Exception as error:
+            if num_tokens == 1 or not (isinstance(error, CacheFullError) or is_out_of_memory(error)):
+                raise
+            device_kind(model.device).release(error)
+            num_tokens = -(-num_tokens // 2)
+
+
+def _step_bytes(model: Decoder, canon: RowLaw, num_tokens: int, num_decodes: int) -> int:
+    num_before = min(canon.tile_size or BLOCK_TOKENS, model.config.max_position - num_tokens)
+    blocks = -(-(num_before + num_tokens) // BLOCK_TOKENS) + num_decodes
+    space = CacheSpace.for_tokens(model, blocks * BLOCK_TOKENS, num_slots=2 * (1 + num_decodes))
+    reader, *decoders = [space.new_sequence() for _ in range(1 + num_decodes)]
+    device = device_kind(model.device)
+    held = device.memory_bytes() or 0
+    device.reset_peak()
+    if num_before:
+        _run(model, canon, space, [_span(reader, num_before, is_prompt=True)])
+        reader.commit(num_before)
+    spans = [_span(reader, num_tokens, is_prompt=True)]
+    _run(model, canon, space, [*spans, *(_span(decoder, 1, is_prompt=False) for decoder in decoders)])
+    return max(device.peak_bytes() - held, 0)
+
+
+def _span(cache: SequenceCache, num_tokens: int, *, is_prompt: bool) -> SpanInput:
+    span = Span(cache.num_tokens, cache.num_tokens + num_tokens)
+    state = cache.reserve(span.start, [span.end])
+    return SpanInput(span, [0] * num_tokens, cache.blocks, is_prompt, wants_logits=True, state=state)
+
+
+def _run(model: Decoder, canon: RowLaw, space: CacheSpace, inputs: list[SpanInput]) -> None:
+    logits = model.forward(build_batch(inputs, canon=canon), space.tensors)
+    assert logits is not None
+    sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.9))  # the way that takes the most
+    sample_rows(logits, [PlainRow(sampler)] * len(inputs))
+    device_kind(model.device).synchronize()

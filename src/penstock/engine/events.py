@@ -5,8 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.engine.results import FinishReason, TokenLogprobs, Usage
-from penstock.engine.sampler import SamplingParams
-from penstock.engine.stop import StopMatcher
+from penstock.engine.sampler import SamplingParams, StopMatcher
 from penstock.errors import ContextLengthError, PenstockError, PromptError
 from penstock.plan.checks import check_int
 from penstock.plan.model import ModelConfig

@@ -15,14 +15,11 @@ from penstock.engine.events import (
     PromptProgress,
     TokenGenerated,
 )
-from penstock.engine.explain import ChunkRecord
-from penstock.engine.logprobs import token_logprobs
-from penstock.engine.results import FinishReason, Usage
+from penstock.engine.results import ChunkRecord, FinishReason, Usage
 from penstock.engine.reuse import Prefix
-from penstock.engine.sampler import Sampler
+from penstock.engine.sampler import Sampler, StopMatcher, token_logprobs
 from penstock.engine.sampling import Choice
 from penstock.engine.status import Outcome, RequestStatus, RequestSummary
-from penstock.engine.stop import StopMatcher
 from penstock.models.text.detokenize import StreamDecoder
 from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan.batch_scheduler import RequestView

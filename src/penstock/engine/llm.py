@@ -1,30 +1,28 @@
 """The Python interface: a model, and text in and out of it."""
 
+import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, Unpack
+from typing import Any, Self, TypedDict, TypeVar, Unpack
 
 import torch
 
 from penstock.cache.store.block_store import BlockStore
 from penstock.engine.cache_choice import RequestSpaces
-from penstock.engine.capacity import free_memory_bytes
 from penstock.engine.constraint import ConstraintFactory
 from penstock.engine.events import GenerationRequest, JsonFormat
 from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.graphs import record_passes
 from penstock.engine.profile import load_profile
 from penstock.engine.results import Generation
-from penstock.engine.run import Run
+from penstock.engine.run import ProgressCallback, Run, TextStream
 from penstock.engine.sampler import SamplingParams
-from penstock.engine.text_stream import ProgressCallback, TextStream
-from penstock.engine.threads import in_own_thread
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
 from penstock.kernels.device import DeviceKind, device_kind, find_devices
 from penstock.kernels.interface import select_kernels
@@ -51,6 +49,35 @@ from penstock.plan import (
 from penstock.plan.settings import DeviceSetting, ThreadsSetting
 from penstock.plan.settings import Dtype as Dtype
 from penstock.process_memory import trim_heap
+
+_Result = TypeVar("_Result")
+
+
+def in_own_thread(work: Callable[[], _Result]) -> _Result:
+    """Run on a thread that ends with the work, and its workers with it.
+
+    Workers spin while they wait for each other, but only as long as there are no more of them than processors. A pool
+    that an idle thread keeps would make those of the thread that runs steps sleep between any two operations, which
+    costs a decode a third of its speed.
+    """
+    num_threads = torch.get_num_threads()
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        torch.set_num_threads(num_threads)  # each thread has a number of its own
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="penstock-work", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
@@ -297,7 +324,7 @@ class LLM:
         self.device_kind.use()
         constraint = None if json_format is None else self.constraints.new(json_format)
         taken = self._spaces.take(token_ids, request.max_tokens)
-        rules = self.size_rules(free_memory_bytes(self.model.device))
+        rules = self.size_rules(self.device_kind.free_bytes())
         self.activations.check(rules, max(len(token_ids), 1))
         run = Run(
             self.model,

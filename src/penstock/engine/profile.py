@@ -16,7 +16,7 @@ from penstock.files import replace_json
 from penstock.home import cache_home
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
-from penstock.plan.step_shape import StepShape
+from penstock.plan.step import StepShape
 from penstock.plan.step_time import StepTimeCoefficients
 
 # A change of what a profile holds, or of how it is measured: older files are then no longer read.

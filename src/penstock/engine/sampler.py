@@ -1,4 +1,4 @@
-"""From a row of logits to a token."""
+"""From a row of logits to a token: how it is chosen, where an answer stops, how likely it was."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from penstock.engine.results import RankedToken, TokenLogprobs
 from penstock.errors import ModelError, SettingError
 
 # Below this, logits over temperature would leave the range of float32.
@@ -207,3 +208,89 @@ class _Counts:
         self._counts.index_add_(0, new, torch.ones_like(new))
         self._num_counted = len(tokens)
         return self._counts
+
+
+def token_logprobs(logits: Tensor, token: int, num_most_likely: int) -> TokenLogprobs:
+    """Log-probabilities by raw logits [vocab]: the chosen token's, and those of the most likely (all, where there are
+    fewer), of equal ones the lowest id first."""
+    vocab_size = logits.shape[0]
+    if not 0 <= token < vocab_size:
+        raise SettingError("token", token, f"0 to {vocab_size - 1}, the vocabulary")
+    if num_most_likely < 0:
+        raise SettingError("num_most_likely", num_most_likely, "0 or more")
+    logits = logits.cpu().float()
+    logprobs = logits.log_softmax(dim=-1)
+    # By logits: two that differ may round to the same log-probability.
+    ranked = _largest(logits, min(num_most_likely, vocab_size))
+    most_likely = zip(ranked.tolist(), logprobs[ranked].tolist(), strict=True)
+    return TokenLogprobs(float(logprobs[token]), tuple(RankedToken(*each) for each in most_likely))
+
+
+def _largest(logits: Tensor, count: int) -> Tensor:
+    """The ids of the largest logits, the largest first."""
+    if not count:
+        return torch.empty(0, dtype=torch.long)
+    # topk alone may return any of several equal values. All that reach the least of them, by id, sorted without
+    # changing the order of equal ones, gives the lowest ids.
+    least = logits.topk(count).values[-1]
+    candidates = torch.nonzero(logits >= least).flatten()
+    order = logits[candidates].sort(descending=True, stable=True).indices
+    return candidates[order[:count]]
+
+
+class StopMatcher:
+    """Passes text through up to the first stop string, which is not part of it. A character costs the same however
+    long the strings are."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        if isinstance(stops, str):
+            stops = [stops]
+        for stop in stops:
+            if not isinstance(stop, str) or not stop:
+                raise SettingError("stop", stop, "strings of at least one character")
+        self._searches = [_Search(stop) for stop in stops]
+        self._held = ""
+        self.has_stopped = False
+
+    def push(self, text: str) -> str:
+        """Add text; returns what is now known to come before any stop string."""
+        if self.has_stopped:
+            return ""
+        known, self._held = self._held + text, ""
+        starts = [start for search in self._searches if (start := search.push(text)) is not None]
+        if starts:
+            self.has_stopped = True
+            return known[: len(known) - len(text) + min(starts)]
+        num_held = max((search.num_matched for search in self._searches), default=0)
+        self._held = known[len(known) - num_held :]
+        return known[: len(known) - num_held]
+
+    def finish(self) -> str:
+        """The text still held back, when no more will come."""
+        held, self._held = self._held, ""
+        return held
+
+
+class _Search:
+    """One string in a text that comes in pieces, as Knuth, Morris and Pratt look for it."""
+
+    def __init__(self, wanted: str) -> None:
+        self._wanted = wanted
+        # For each beginning of the string, the length of the longest shorter one that it ends with.
+        self._shorter = [0]
+        for index in range(1, len(wanted)):
+            self._shorter.append(self._extend(self._shorter[index - 1], wanted[index]))
+        self.num_matched = 0  # the text so far ends with so many of the string's first characters
+
+    def push(self, text: str) -> int | None:
+        """Where in this piece the string begins, below 0 if that is before it, once it has come to its end."""
+        for index, character in enumerate(text):
+            self.num_matched = self._extend(self.num_matched, character)
+            if self.num_matched == len(self._wanted):
+                return index + 1 - len(self._wanted)
+        return None
+
+    def _extend(self, num_matched: int, character: str) -> int:
+        while num_matched and self._wanted[num_matched] != character:
+            num_matched = self._shorter[num_matched - 1]
+        return num_matched + (self._wanted[num_matched] == character)

@@ -14,12 +14,11 @@ import torch
 from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.batcher import Batcher, Notice
-from penstock.engine.capacity import cache_tokens_that_fit, free_memory_bytes
+from penstock.engine.capacity import cache_tokens_that_fit, measured_step_bytes
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, Listener
-from penstock.engine.explain import ChunkRecord
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
-from penstock.engine.measured_step import measured_step_bytes
+from penstock.engine.results import ChunkRecord
 from penstock.engine.reuse import MAX_SNAPSHOTS, Prefix, Reuse
 from penstock.engine.status import Observer, ServiceStatus
 from penstock.errors import (
@@ -67,7 +66,7 @@ class Service:
         num_slots = 2 * self.schedule.max_running + max_snapshots
         cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots)
         self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens)
-        free_bytes = free_memory_bytes(llm.model.device)
+        free_bytes = llm.device_kind.free_bytes()
         space = CacheSpace.for_tokens(llm.model, cache_tokens, num_slots=num_slots)
         if (
             free_bytes is not None

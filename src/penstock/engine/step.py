@@ -1,26 +1,222 @@
-"""A step of many requests: what was planned of it, how it is run, and what it gave."""
+"""A step, run: its spans laid out as a forward batch, launched, waited for, and sampled from."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.cache import Extent, SequenceBlocks, StateStep, TokenRange
 from penstock.cache.space import CacheSpace
-from penstock.engine.batch import SpanInput, build_batch
-from penstock.engine.explain import ChunkRecord
 from penstock.engine.graphs import record_passes
 from penstock.engine.job import Job
-from penstock.engine.lookahead import LookAhead
+from penstock.engine.results import ChunkRecord
 from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.status import SpanRecord, StepRecord
 from penstock.errors import is_out_of_memory
 from penstock.kernels.device import device_kind
+from penstock.kernels.spans import AttendedSpan, AttentionWork, StateRows, StateWork, WrittenPlaces
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
-from penstock.plan.grids import RowLaw
+from penstock.plan.grids import JOINED_TOKENS, RowLaw
 from penstock.plan.sizing import SizeDecision
-from penstock.plan.step import PlannedSpan, RequestId, SpanKind, StepPlan
+from penstock.plan.step import PlannedSpan, RequestId, Span, SpanKind, StepPlan
+
+
+@dataclass(frozen=True)
+class SpanInput:
+    """A span of one sequence, its tokens, and the blocks that have room for them."""
+
+    span: Span
+    token_ids: Sequence[int]
+    blocks: SequenceBlocks
+    is_prompt: bool  # prompt tokens run on the tile grid; a decode is a token that sees all before it
+    wants_logits: bool  # of its last token
+    state: StateStep | None = None  # where the model has recurrent layers
+
+
+def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = False) -> ForwardBatch:
+    """Lay the spans out as rows, one after the other, and pad them where a prompt is among them; or always, if
+    `strict`: then the bits of a decode do not depend on what runs beside it either."""
+    num_tokens = 0
+    places: list[TokenRange] = []
+    spans: list[AttendedSpan] = []
+    logit_rows: list[int] = []
+    last_spans: list[AttendedSpan] = []
+    states: list[StateRows] = []
+    for item in inputs:
+        assert len(item.token_ids) == len(item.span), "a span has all of its tokens"
+        row_of_start = num_tokens
+        num_tokens += len(item.span)
+        places.extend(item.blocks.locate(item.span.start, item.span.end))
+        states += _state_rows(item, row_of_start)
+        span = AttendedSpan(
+            start=row_of_start,
+            end=num_tokens,
+            position=item.span.start,
+            places=item.blocks.locate(0, item.span.end),
+            is_prompt=item.is_prompt,
+            tile_size=canon.tile_size,
+            origin=item.span.start,
+            is_joined=strict or item.span.end <= JOINED_TOKENS,
+        )
+        spans.append(span)
+        if item.wants_logits:
+            row = len(logit_rows)
+            logit_rows.append(num_tokens - 1)
+            is_alike = span.start == row and len(item.span) == 1  # a decode among decodes
+            last_spans.append(
+                span if is_alike else replace(span, start=row, end=row + 1, position=item.span.end - 1)
+            )
+
+    num_rows, num_logits = num_tokens, len(logit_rows)
+    is_canonical = strict or any(item.is_prompt for item in inputs)
+    if is_canonical:
+        num_rows = canon.padded_rows(num_tokens)
+        if num_logits:
+            logit_rows += [0] * (canon.padded_rows(num_logits) - num_logits)
+    token_ids, positions = np.zeros((2, num_rows), dtype=np.int64)
+    token_ids[:num_tokens] = np.fromiter(
+        chain.from_iterable(item.token_ids for item in inputs), np.int64, num_tokens
+    )
+    positions[:num_tokens] = _positions(spans)
+    work = AttentionWork(tuple(spans))
+    return ForwardBatch(
+        token_ids=token_ids,
+        positions=positions,
+        end_position=max(item.span.end for item in inputs),
+        num_tokens=num_tokens,
+        places=WrittenPlaces(places),
+        all_layers=work,
+        last_layer=work if last_spans == spans else AttentionWork(tuple(last_spans)),
+        logit_rows=np.array(logit_rows, dtype=np.int64),
+        num_logits=num_logits,
+        is_canonical=is_canonical,
+        states=StateWork(tuple(states)),
+    )
+
+
+def _positions(spans: Sequence[AttendedSpan]) -> NDArray[np.int64]:
+    """Of each row, in its sequence."""
+    firsts = np.array([span.position - span.start for span in spans], dtype=np.int64)
+    lengths = [span.end - span.start for span in spans]
+    rows = np.arange(spans[-1].end, dtype=np.int64)
+    return rows + np.repeat(firsts, lengths)
+
+
+def _state_rows(item: SpanInput, row_of_start: int) -> list[StateRows]:
+    """A span is cut where a state is to be kept."""
+    if item.state is None:
+        return []
+    rows: list[StateRows] = []
+    start, read = row_of_start, item.state.read
+    for write in item.state.writes:
+        end = row_of_start + write.end - item.span.start
+        rows.append(StateRows(start, end, read, write.slot, item.is_prompt))
+        start, read = end, write.slot
+    return rows
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A pass over decodes of these tokens, and where all that they see lay when it was launched."""
+
+    inputs: tuple[SpanInput, ...]
+    tokens: tuple[int, ...]
+    extents: tuple[tuple[Extent, ...], ...]
+    logits: Tensor
+
+    def is_of(self, inputs: Sequence[SpanInput]) -> bool:
+        """Whether it is the pass that these inputs want."""
+        return len(inputs) == len(self.inputs) and all(
+            item.blocks is own.blocks
+            and item.span == own.span
+            and not item.is_prompt
+            and item.token_ids[0] == token
+            and item.blocks.extents == extents
+            for item, own, token, extents in zip(inputs, self.inputs, self.tokens, self.extents, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A pass over decodes of tokens that are not chosen yet."""
+
+    inputs: tuple[SpanInput, ...]
+    extents: tuple[tuple[Extent, ...], ...]
+    batch: ForwardBatch
+
+    def launch(self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]) -> Ahead | None:
+        """With the tokens that were chosen; None where it cannot be."""
+        self.batch.token_ids[: len(tokens)] = tokens
+        try:
+            logits = forward(self.batch)
+        except Exception:  # if it is more than a moment's, the step itself meets it
+            return None
+        assert logits is not None  # of a decode they are always wanted
+        return Ahead(self.inputs, tuple(tokens), self.extents, logits)
+
+
+def expect(
+    inputs: Sequence[SpanInput], prepare: Callable[[Sequence[SpanInput]], ForwardBatch]
+) -> Expected | None:
+    """The pass that follows one over these decodes, made ready; None where one of them is none, or a sequence has no
+    room for its next token yet."""
+    following: list[SpanInput] = []
+    for item in inputs:
+        start = item.span.end
+        if item.is_prompt or not item.wants_logits or start + 1 > item.blocks.capacity_tokens:
+            return None
+        following.append(
+            SpanInput(Span(start, start + 1), (0,), item.blocks, is_prompt=False, wants_logits=True)
+        )
+    try:
+        batch = prepare(following)
+    except Exception:  # as above
+        return None
+    return Expected(tuple(following), tuple(item.blocks.extents for item in following), batch)
+
+
+class LookAhead:
+    """Decodes that are made ready while the step before them is computed, and launched before it is settled: the
+    device computes while the host does books.
+
+    Nothing depends on it. Where the next step is not the one that was expected, what was launched is forgotten: it
+    wrote keys and values behind the end of each sequence, where whatever comes next writes again. A model with
+    recurrent state has no slot to write to by then, so nothing is launched for it."""
+
+    def __init__(self, model: Decoder, space: CacheSpace, *, is_wanted: bool) -> None:
+        self._model = model
+        self._tensors = space.tensors
+        self._is_on = is_wanted and space.slots is None
+        self._expected: Expected | None = None
+        self._ahead: Ahead | None = None
+
+    def expect_after(
+        self, inputs: Sequence[SpanInput], build: Callable[[Sequence[SpanInput]], ForwardBatch]
+    ) -> None:
+        """Make ready what follows these, while they are computed."""
+
+        def prepare(following: Sequence[SpanInput]) -> ForwardBatch:
+            batch = build(following)
+            self._model.prepare(batch, self._tensors)
+            return batch
+
+        self._expected = expect(inputs, prepare) if self._is_on else None
+
+    def launch(self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]) -> None:
+        """What is expected, with the tokens that were chosen."""
+        expected, self._expected = self._expected, None
+        if expected is not None:
+            self._ahead = expected.launch(tokens, forward)
+
+    def take(self, inputs: Sequence[SpanInput]) -> Tensor | None:
+        """The logits of these, where they are what was launched; all that was expected is forgotten in any case."""
+        ahead, self._ahead, self._expected = self._ahead, None, None
+        return ahead.logits if ahead is not None and ahead.is_of(inputs) else None
 
 
 @dataclass(frozen=True)

@@ -19,9 +19,8 @@ from penstock.plan import format_bytes
 from penstock.plan.progress import Progress
 
 if TYPE_CHECKING:  # torch comes with these, and a message on the screen should not wait for that
-    from penstock.engine.explain import ChunkRecord
     from penstock.engine.llm import LLM
-    from penstock.engine.results import Generation
+    from penstock.engine.results import ChunkRecord, Generation
 
 Report = Callable[[int, int], None]
 

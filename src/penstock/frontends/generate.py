@@ -131,8 +131,7 @@ def generate(
 
         display = make_display(quiet)
         with display.busy("starting"):
-            from penstock.engine.sampler import SamplingParams
-            from penstock.engine.stop import StopMatcher
+            from penstock.engine.sampler import SamplingParams, StopMatcher
             from penstock.kernels.device import find_devices
 
             settings = settings.on(find_devices())

@@ -30,7 +30,7 @@ from penstock.plan.settings import (
     settle_weights,
     settle_without_blocks,
 )
-from penstock.plan.step_shape import KernelKind, Workspace
+from penstock.plan.step import KernelKind, Workspace
 from penstock.plan.units import parse_bytes
 
 if TYPE_CHECKING:

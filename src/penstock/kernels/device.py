@@ -14,7 +14,7 @@ from penstock import machine, process_memory
 from penstock.errors import SettingError
 from penstock.plan.config import DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE
 from penstock.plan.settings import DevicesFound, resolve_device, settle_device
-from penstock.plan.step_shape import KernelKind
+from penstock.plan.step import KernelKind
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 _HOPPER = 9

@@ -19,7 +19,7 @@ from penstock.kernels.quantised import BlockForm, QuantisedWeight, Weight
 from penstock.kernels.spans import AttentionWork, StateWork, Work, WrittenPlaces
 from penstock.plan.grids import RowLaw
 from penstock.plan.settings import KERNELS, KERNELS_VARIABLE
-from penstock.plan.step_shape import KernelKind
+from penstock.plan.step import KernelKind
 
 
 @dataclass(frozen=True)

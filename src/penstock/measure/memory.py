@@ -40,7 +40,7 @@ from penstock.plan.activation import step_phases
 from penstock.plan.activation_parts import StepMemory
 from penstock.plan.grids import ROTARY_PAGE, RowLaw
 from penstock.plan.memory import kv_token_bytes, state_slot_bytes
-from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step import StepShape, Workspace
 
 # Chunk and prompt: every size on a prompt of a few chunks, and a long one.
 CASES = ((128, 1024), (512, 2048), (2048, 4352), (4096, 4352), (2048, 16_384))

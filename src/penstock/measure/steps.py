@@ -6,14 +6,13 @@ from dataclasses import dataclass, replace
 
 from penstock.cache import BLOCK_TOKENS, SequenceCache, StateStep
 from penstock.cache.space import CacheSpace
-from penstock.engine.batch import SpanInput, build_batch
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
+from penstock.engine.step import SpanInput, build_batch
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
-from penstock.plan.request import Span
-from penstock.plan.step_shape import StepShape
+from penstock.plan.step import Span, StepShape
 
 _READ_CHUNK = 512
 

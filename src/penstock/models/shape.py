@@ -8,7 +8,7 @@ from penstock.models.weights import WeightSource
 from penstock.plan.fitting import ActivationModel
 from penstock.plan.memory import WeightBits
 from penstock.plan.model import ModelConfig
-from penstock.plan.step_shape import Workspace
+from penstock.plan.step import Workspace
 
 if TYPE_CHECKING:  # a decoder imports this file
     from penstock.models.decoder import Decoder

@@ -31,7 +31,6 @@ from penstock.plan.prefill import (
     StartDecode,
     YieldToDecode,
 )
-from penstock.plan.request import Span
 from penstock.plan.settings import (
     ALIGN_VARIABLE,
     CACHE_DIR_VARIABLE,
@@ -56,8 +55,16 @@ from penstock.plan.settings import (
     resolve_weights,
 )
 from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion, SizeRule, SizeRules
-from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
-from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step import (
+    PlannedSpan,
+    Preemption,
+    RequestId,
+    Span,
+    SpanKind,
+    StepPlan,
+    StepShape,
+    Workspace,
+)
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
 from penstock.plan.tokens import TokenView
 from penstock.plan.units import format_bytes

@@ -21,7 +21,7 @@ from penstock.plan.activation_parts import (
 from penstock.plan.checks import check_int
 from penstock.plan.grids import LANES, ROTARY_PAGE
 from penstock.plan.model import ExpertsShape, ModelShape
-from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step import StepShape, Workspace
 
 # Random and trained routers do not send every expert the same share of tokens: the busiest gets about so much of the
 # mean. All that an expert holds is a small part of the phase.

@@ -5,7 +5,7 @@ from typing import Literal
 
 from penstock.plan.grids import GRAPH_ROWS, ROTARY_PAGE
 from penstock.plan.model import ModelShape
-from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step import StepShape, Workspace
 
 Phase = Literal["start", "attention", "delta_net", "mlp", "head"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from penstock.errors import SettingError
 from penstock.plan.checks import check_int
 from penstock.plan.config import ChunkedPrefillConfig
-from penstock.plan.request import Span
+from penstock.plan.step import Span
 from penstock.plan.tokens import TokenView
 
 

@@ -8,7 +8,7 @@ from penstock.plan.activation_parts import REFERENCE, StepMemory
 from penstock.plan.checks import check_int
 from penstock.plan.model import ModelShape
 from penstock.plan.sizing import SizeRules
-from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step import StepShape, Workspace
 from penstock.plan.units import format_bytes
 
 

@@ -10,8 +10,7 @@ from penstock.plan.chunks import num_prefill_chunks, prefill_chunk_span
 from penstock.plan.config import ChunkedPrefillConfig
 from penstock.plan.grids import LANES
 from penstock.plan.model import ModelShape
-from penstock.plan.request import Span
-from penstock.plan.step_shape import StepShape, Workspace
+from penstock.plan.step import Span, StepShape, Workspace
 from penstock.plan.units import format_bytes
 
 # The delta rule keeps its state in float32, and its layers the small weights.

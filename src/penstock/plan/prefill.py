@@ -12,7 +12,7 @@ from penstock.plan.memory import peak_memory_estimate
 from penstock.plan.model import ModelShape
 from penstock.plan.policy import half_of
 from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion
-from penstock.plan.step_shape import StepShape
+from penstock.plan.step import StepShape
 
 
 class ChunkOrderError(PenstockError, RuntimeError):

@@ -10,7 +10,7 @@ from penstock.plan.fitting import ActivationModel
 from penstock.plan.grids import STATE_GRID
 from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
 from penstock.plan.model import ModelConfig, ModelShape
-from penstock.plan.step_shape import Workspace
+from penstock.plan.step import Workspace
 from penstock.plan.units import format_bytes
 
 _SMALLEST_ROW = 128

@@ -10,8 +10,7 @@ from penstock.plan.checks import check_int
 from penstock.plan.config import DEFAULT_CHUNK_SIZE
 from penstock.plan.grids import QUERY_GRID
 from penstock.plan.policy import MOST_SHARES
-from penstock.plan.step import SpanKind, StepPlan
-from penstock.plan.step_shape import StepShape, pasts_of_chunk
+from penstock.plan.step import SpanKind, StepPlan, StepShape, pasts_of_chunk
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
 
 # What set a size: what the user fixed, the memory budget, a latency target, the profile of this machine, or nothing

@@ -7,7 +7,7 @@ from math import isfinite
 from operator import mul
 
 from penstock.errors import SettingError
-from penstock.plan.step_shape import StepShape
+from penstock.plan.step import StepShape
 
 # Samples are kept by the kind of step that they are of, so that many of one kind push out none of another.
 MOST_KINDS = 64

@@ -11,7 +11,7 @@ Chunks are cut anywhere; tiles never move:
 
 from dataclasses import dataclass
 
-from penstock.plan.request import Span
+from penstock.plan.step import Span
 
 
 @dataclass(frozen=True)

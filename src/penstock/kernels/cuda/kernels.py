@@ -39,7 +39,7 @@ from penstock.kernels.triton.rows import (
     silu_and_mul_kernel,
 )
 from penstock.plan.grids import BLOCK_TOKENS, FEED_ROWS, GPU_HEAD_ROWS, GPU_ROW_GRID, GPU_TILE, SPLITS, RowLaw
-from penstock.plan.step_shape import KernelKind
+from penstock.plan.step import KernelKind
 
 _LOG2_E = 1.4426950408889634
 # Positions that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes

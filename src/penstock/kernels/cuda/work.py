@@ -18,7 +18,7 @@ from penstock.cache.kv import KV
 from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, StateWork, WrittenPlaces, part_of
 from penstock.plan.grids import BLOCK_TOKENS, GPU_TILE
-from penstock.plan.request import Span
+from penstock.plan.step import Span
 from penstock.plan.tiles import cut_into_tiles
 
 

@@ -20,7 +20,7 @@ from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
 from penstock.plan.grids import TILE
-from penstock.plan.step_shape import KernelKind
+from penstock.plan.step import KernelKind
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _MOST_HEAD_DIM = 1024

@@ -28,8 +28,7 @@ from penstock.kernels.spans import (
     part_of,
 )
 from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, TILE, RowLaw
-from penstock.plan.request import Span
-from penstock.plan.step_shape import KernelKind
+from penstock.plan.step import KernelKind, Span
 from penstock.plan.tiles import cut_into_tiles
 
 # The number of rows that packed weights are laid out for.
