@@ -9,8 +9,9 @@ from torch import Tensor
 
 from penstock.cache.kv import KV
 from penstock.kernels.probe import probe as probing
-from penstock.kernels.probe.probe import ProbeResult, ProbeShapes, ProductShape, measure, probe
-from penstock.kernels.probe.rows import ON_CPU, ON_GPU, tried_on
+from penstock.kernels.probe.data import ProbeShapes, ProductShape
+from penstock.kernels.probe.probe import ProbeResult, measure, probe
+from penstock.kernels.probe.products import ON_CPU, ON_GPU, tried_on
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from penstock.kernels.interface import QuantisedProducts
 from penstock.kernels.native.build import NativeUnavailableError
 from penstock.kernels.native.kernels import NativeKernels
-from penstock.kernels.probe.probe import ProbeShapes, ProductShape, measure
+from penstock.kernels.probe.data import ProbeShapes, ProductShape
+from penstock.kernels.probe.probe import measure
 from penstock.kernels.quantised import (
     BLOCK_FORMS,
     Q4_0,

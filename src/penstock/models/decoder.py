@@ -14,7 +14,7 @@ from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import DenseHeads, DenseLayer, DenseLayers, DenseProduct, Kernels
-from penstock.kernels.probe.probe import ProbeShapes, ProductShape
+from penstock.kernels.probe.data import ProbeShapes, ProductShape
 from penstock.kernels.quantised import QuantisedWeight, Weight
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet

@@ -1,9 +1,10 @@
 """Kernels for NVIDIA's GPUs: products by cuBLAS, attention to a long past by cuDNN, the rest in Triton."""
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +13,6 @@ from triton.runtime import driver
 
 from penstock.cache.kv import KV
 from penstock.kernels.cuda import delta, fla
-from penstock.kernels.cuda.launches import KeptKernel
 from penstock.kernels.cuda.past import attend_past, prepare_past
 from penstock.kernels.cuda.work import (
     ChunkWork,
@@ -58,7 +58,33 @@ _WIDTH_BLOCK = 1024
 _HOPPER_SHARED_BYTES = 232_448
 _HEADS_TOGETHER = 16
 
-_tile_attention = KeptKernel(tile_attention_kernel)
+
+class _KeptKernel:
+    """A kernel, launched by its compiled form: finding that anew takes the host longer than the launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Hashable, Any] = {}
+
+    def launch(
+        self,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        args: Sequence[object],
+        constants: Mapping[str, object],
+        **options: int,
+    ) -> None:
+        """`args` and then `constants` are in the order of the kernel's own. Calls with the same key differ in nothing
+        that Triton compiles a kernel anew for: constants, types, alignment, numbers that it takes for constants."""
+        found = self._compiled.get(key)
+        if found is None:
+            # The interpreter gives nothing to keep.
+            self._compiled[key] = self._kernel[grid](*args, **constants, **options)
+        else:
+            found[grid](*args, *constants.values())
+
+
+_tile_attention = _KeptKernel(tile_attention_kernel)
 
 
 class CudaKernels(TorchKernels):

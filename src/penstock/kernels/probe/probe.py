@@ -4,10 +4,10 @@ Four laws are tried on random data of the model's own shapes:
 
 * a product gives each row the same bits whatever the number of rows, from some number up (the floor), on a GPU but
   for numbers that are found and avoided; or else, with a fixed number of rows (the slab), whatever the row's place
-  among them, as the output head always does (`probe_rows`);
-* attention gives a query the same bits whatever the other queries of its tile hold (`probe_attention`);
-* norm, rotation and activation give a row the same bits whatever the other rows (`probe_passes`);
-* a delta net gives the same bits for spans that end on multiples of 64 tokens (`probe_delta`).
+  among them, as the output head always does (`products`);
+* attention gives a query the same bits whatever the other queries of its tile hold;
+* norm, rotation and activation give a row the same bits whatever the other rows;
+* a delta net gives the same bits for spans that end on the grid of states (all in `laws`).
 
 None is assumed. The result is kept in the cache folder, under a key of everything it depends on.
 """
@@ -24,15 +24,17 @@ from penstock.files import replace_json
 from penstock.home import cache_home
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels
-from penstock.kernels.probe.attention import attention_holds
-from penstock.kernels.probe.delta import recurrence_holds
-from penstock.kernels.probe.passes import passes_hold
-from penstock.kernels.probe.random import Random
-from penstock.kernels.probe.rows import EXPERT_SLAB, Tried, least_floor, other_counts, slab_holds, tried_on
-from penstock.kernels.probe.shapes import ProbeShapes, ProductShape
+from penstock.kernels.probe.data import ProbeShapes, Random
+from penstock.kernels.probe.laws import attention_holds, passes_hold, recurrence_holds
+from penstock.kernels.probe.products import (
+    EXPERT_SLAB,
+    Tried,
+    least_floor,
+    other_counts,
+    slab_holds,
+    tried_on,
+)
 from penstock.plan.grids import RowLaw
-
-__all__ = ["ProbeResult", "ProbeShapes", "ProductShape", "measure", "probe"]
 
 _VERSION = 20
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels
-from penstock.kernels.probe.random import ROWS_TOGETHER, Random
-from penstock.kernels.probe.shapes import ProductShape
+from penstock.kernels.probe.data import ROWS_TOGETHER, ProductShape, Random
 from penstock.kernels.quantised import BLOCK_FORMS, Weight
 from penstock.plan.grids import COARSER, FINE_ROWS, GPU_ROW_GRID
 
