@@ -1,12 +1,14 @@
 """Laws about the code as a whole, beside who imports whom."""
 
 import ast
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
 
 import penstock
+from penstock.engine.sampler import SamplingParams
 from penstock.frontends import options
 from penstock.frontends.generate import generate
 from penstock.frontends.plan import plan
@@ -47,6 +49,10 @@ def test_options_are_called_as_the_settings() -> None:
     keywords = set(penstock.plan.EngineKeywords.__annotations__)
     parameters = set(get_type_hints(generate))
     assert keywords - parameters == {"reuse_tokens"}
+
+
+def test_generate_has_every_sampling_parameter() -> None:
+    assert {field.name for field in fields(SamplingParams)} <= set(get_type_hints(generate))
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

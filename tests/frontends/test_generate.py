@@ -310,6 +310,16 @@ def test_log_probabilities_are_in_the_json(generate: Generate) -> None:
     assert refused.stderr == "penstock: --logprobs 2 needs --json\n"
 
 
+def test_a_bias_decides(generate: Generate) -> None:
+    arguments = ("--prompt", "hello", "--max-tokens", "3", "--ignore-eos", "--quiet", "--json")
+    told = one_object(generate(*arguments, "--logit-bias", "65=100", "--logit-bias", "66=-100").stdout)
+    assert told["token_ids"] == [65, 65, 65]
+    for bias in ("65", "a=1", "65=much", "65=101", "-1=1"):
+        refused = generate(*arguments, "--logit-bias", bias)
+        assert (refused.exit_code, refused.stdout) == (2, "")
+        assert refused.stderr.startswith("penstock: --logit-bias ")
+
+
 def test_penalties_change_the_answer(generate: Generate) -> None:
     arguments = ("--prompt", DOCUMENT, "--max-tokens", "12", "--ignore-eos", "--quiet", "--json")
     plain = one_object(generate(*arguments).stdout)["token_ids"]

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -73,6 +73,18 @@ def _read(file: str) -> str:
             f"{name} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}): convert it first"
         ) from None
     return text.removesuffix("\n").removesuffix("\r")
+
+
+def read_bias(texts: Sequence[str]) -> dict[int, float]:
+    """Biases by token id, each from a text such as `42=-1.5`."""
+    bias = {}
+    for text in texts:
+        token, _, value = text.partition("=")
+        try:
+            bias[int(token)] = float(value)
+        except ValueError:
+            raise SettingError("logit_bias", text, "a token id and a number, such as 42=-1.5") from None
+    return bias
 
 
 def read_schema(text: str) -> dict[str, Any]:

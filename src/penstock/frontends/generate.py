@@ -1,6 +1,7 @@
 """The command `penstock generate`."""
 
 import json
+from dataclasses import fields
 from functools import partial
 from typing import Annotated
 
@@ -73,6 +74,10 @@ def generate(
         float, _answer(help="Above 0, tokens are less likely the more often the answer has had them.")
     ] = 0.0,
     seed: Annotated[int | None, _answer(help="Makes what is drawn repeatable.")] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        _answer(metavar="ID=BIAS", help="Add this to a token's logit. May be given several times."),
+    ] = None,
     stop: Annotated[
         list[str] | None,
         _answer(metavar="TEXT", help="End the answer before this text. May be given several times."),
@@ -114,7 +119,15 @@ def generate(
     with reported(generate):
         # What can be refused is refused before anything slow: first without torch, then without the model.
         from penstock.errors import SettingError
-        from penstock.frontends.answer import answer, check_text, loaded, read_prompt, read_schema, write
+        from penstock.frontends.answer import (
+            answer,
+            check_text,
+            loaded,
+            read_bias,
+            read_prompt,
+            read_schema,
+            write,
+        )
         from penstock.frontends.display import explain_lines, make_display
 
         settings = options.engine_settings(given)
@@ -135,16 +148,8 @@ def generate(
             from penstock.kernels.device import find_devices
 
             settings = settings.on(find_devices())
-            sampling = SamplingParams(
-                temperature,
-                top_k,
-                top_p,
-                min_p,
-                repetition_penalty,
-                seed,
-                presence_penalty=presence_penalty,
-                frequency_penalty=frequency_penalty,
-            )
+            given["logit_bias"] = read_bias(logit_bias or ())
+            sampling = SamplingParams(**{field.name: given[field.name] for field in fields(SamplingParams)})
             StopMatcher(stop or ())
         with loaded(model, display, settings) as llm:
             result = answer(
