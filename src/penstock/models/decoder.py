@@ -249,7 +249,7 @@ class Decoder:
         kernels, batch = self.kernels, step.batch
         normed = self.first_norm(x)
         if self.dense_layers and not batch.is_canonical and batch.num_logits == len(x):
-            kvs = [step.caches.kv.layer(index) for index in range(len(self.layers))]
+            kvs = step.caches.kv.layers  # all layers are attention, of one shape
             normed = self.dense_layers.run(x, normed, step.cos, step.sin, kvs, batch.places, batch.all_layers)
             return x if self._head is None else self._logits(normed, batch)
         # What a layer's second block has at a time; none: all rows.
