@@ -208,7 +208,7 @@ def table(models: list[ModelSummary]) -> list[list[str]]:
 
 
 def show(models: list[ModelSummary]) -> None:
-    from penstock.frontends.display import make_table, show_table
+    from penstock.tables import make_table, show_table
 
     if not models:
         typer.echo("nothing is kept")

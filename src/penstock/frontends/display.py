@@ -1,22 +1,22 @@
 """What a person sees: progress and notes on standard error, facts as lines, tables."""
 
 import contextlib
-import io
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, ProgressColumn, Task, TaskID, TextColumn
 from rich.progress import Progress as Bar
-from rich.table import Column, Table
+from rich.table import Column
 from rich.text import Text
 
 from penstock.home import cache_home
 from penstock.plan import format_bytes
 from penstock.plan.progress import Progress
+from penstock.tables import make_table, table_lines
 
 if TYPE_CHECKING:  # torch comes with these, and a message on the screen should not wait for that
     from penstock.engine.llm import LLM
@@ -335,32 +335,6 @@ def explain_lines(records: Sequence["ChunkRecord"]) -> list[str]:
     has_memory = any(record.measured_bytes is not None for record in records)
     shown = [row if has_memory else (*row[:-2], row[-1]) for row in (_EXPLAIN_TITLES, *rows)]
     return table_lines(make_table(shown[0], shown[1:], left={4, len(shown[0]) - 1}))
-
-
-def make_table(titles: Sequence[str], rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> Table:
-    """Numbers to the right, the columns `left` to the left. Cells are taken as they are, without any markup."""
-    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), pad_edge=False)
-    for index, title in enumerate(titles):
-        table.add_column(Text(title), justify="left" if index in left else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(Text, row))
-    return table
-
-
-def table_lines(table: Table) -> list[str]:
-    """A table as plain text, however wide."""
-    console = Console(file=io.StringIO(), width=1 << 16, color_system=None)
-    with console.capture() as captured:
-        console.print(table)
-    return [line.rstrip() for line in captured.get().splitlines()]
-
-
-def show_table(table: Table) -> None:
-    """On standard output: as wide as the terminal, else as wide as it is."""
-    if sys.stdout.isatty():
-        Console().print(table)
-    else:
-        print("\n".join(table_lines(table)))
 
 
 def _milliseconds(seconds: float | None) -> str:

@@ -333,7 +333,7 @@ def table(made: Plan) -> list[list[str]]:
 
 
 def show(made: Plan) -> None:
-    from penstock.frontends.display import make_table, show_table
+    from penstock.tables import make_table, show_table
 
     for line in (*summary_lines(made), ""):
         typer.echo(line)

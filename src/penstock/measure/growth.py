@@ -1,12 +1,7 @@
 """How much a process grows while it reads a prompt; measured in a fresh process, where nothing hides growth."""
 
 import gc
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
 
@@ -97,21 +92,3 @@ def warm_up_tokens(config: ModelConfig, chunk: int, prompt_tokens: int) -> int:
     whole_chunks = -(-_TILE // chunk) * chunk
     last = prompt_tokens % chunk or WARM_UP_TOKENS
     return min(whole_chunks + last, prompt_tokens)
-
-
-def in_fresh_process(
-    module: str, job: Mapping[str, Any], what: str, env: Mapping[str, str] | None = None
-) -> Any:
-    """What `python -m module` answers to a job: JSON on its standard input, and JSON as its last line."""
-    done = subprocess.run(
-        [sys.executable, "-m", module],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, **(env or {})},
-    )
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["it said nothing"]
-        raise MeasurementError(f"measuring {what} failed (exit {done.returncode}): {lines[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])

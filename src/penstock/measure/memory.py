@@ -1,6 +1,8 @@
 """`penstock verify --memory`: the memory that is predicted for a prefill against what a fresh process grows by."""
 
 import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -21,8 +23,8 @@ from penstock.measure.growth import (
     STEADY_ALLOCATOR,
     STEADY_METHOD,
     WARM_UP_TOKENS,
+    MeasurementError,
     grown_bytes,
-    in_fresh_process,
     require_growth,
     warm_up_tokens,
 )
@@ -198,10 +200,21 @@ def method_of(cases: Sequence[MemoryCase]) -> str:
 
 
 def measure_in_fresh_process(job: MemoryJob) -> MemoryCase:
-    env = STEADY_ALLOCATOR if job.is_steady else {}
-    return MemoryCase(
-        **in_fresh_process("penstock.measure.memory", asdict(job), f"the memory of {job.model}", env)
+    """The job goes to its standard input, and the case comes as its last line, both as JSON."""
+    done = subprocess.run(
+        [sys.executable, "-m", "penstock.measure.memory"],
+        input=json.dumps(asdict(job)),
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **(STEADY_ALLOCATOR if job.is_steady else {})},
     )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["it said nothing"]
+        raise MeasurementError(
+            f"measuring the memory of {job.model} failed (exit {done.returncode}): {lines[-1]}"
+        )
+    return MemoryCase(**json.loads(done.stdout.splitlines()[-1]))
 
 
 def run_job(job: MemoryJob) -> MemoryCase:

@@ -1,6 +1,5 @@
 """What `tune`, `verify` and `verify --memory` found, as pages of plain text."""
 
-import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,18 +20,11 @@ _NO_BITS = (
 
 
 def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
-    """A title and aligned columns, as wide as they need be. The first `num_left` columns are aligned to the left."""
-    from rich.console import Console
-    from rich.table import Table
+    """A title and indented columns, of which the first `num_left` are aligned to the left."""
+    from penstock.tables import make_table, table_lines
 
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, header in enumerate(headers):
-        made.add_column(header, justify="left" if index < num_left else "right", no_wrap=True)
-    for row in rows:
-        made.add_row(*row)
-    text = io.StringIO()
-    Console(file=text, width=1000, markup=False, emoji=False, highlight=False, color_system=None).print(made)
-    return "\n".join([title, *(f"  {line}".rstrip() for line in text.getvalue().splitlines())])
+    lines = table_lines(make_table(headers, rows, left=range(num_left)))
+    return "\n".join([title, *(f"  {line}" for line in lines)])
 
 
 def require_outputs(paths: Mapping[str, Path | None]) -> None:

@@ -245,25 +245,23 @@ def _run(
         canon=subject.canon,
         max_tokens=max_tokens,
         chunk_ends=chunk_ends,
+        depth=1 if config.overlap else None,  # a step in flight would write over what is to be compared
     )
-    cuts: set[int] = set()  # where chunks begin and end
     recomputed: list[tuple[range, tuple[KV, ...], tuple[KV, ...]]] = []
     while not recorder.is_done:
         end = run.cache.num_tokens
         before = kv_of(run.cache, run.space, max(end - config.overlap, 0), end) if config.overlap else ()
         step = run.step()
-        if step.is_prompt:
-            cuts |= {step.span.start, step.span.end}
         again = range(step.span.start, end)
         if len(again):  # the whole overlap
             recomputed.append((again, before, kv_of(run.cache, run.space, again.start, end)))
         if run.logits is not None and step.token is not None:
             run.tokens[-1] = recorder.record(run.logits, run.cache, run.space)
-    on_grid = all(cut % STATE_GRID == 0 for cut in cuts - {num_prompt})
+    on_grid = run.lies_on(STATE_GRID) or not subject.model.config.has_state
     trace = recorder.trace(
         run.cache,
         run.space,
-        keeps_bits=len(prompt) == num_prompt and (on_grid or not subject.model.config.has_state),
+        keeps_bits=len(prompt) == num_prompt and on_grid,
         recomputed=_joined(recomputed) if recomputed else None,
     )
     run.cancel()
