@@ -1,9 +1,10 @@
-"""What `python -m penstock.bench` was is `python -m benchmarks`, in a checkout of the source."""
+"""`python -m penstock.bench` is what `python -m benchmarks` was called; it still runs them, in a checkout."""
 
 import sys
 
 if __name__ == "__main__":
-    print(
-        "error: the benchmarks come with the source: in a checkout, run python -m benchmarks", file=sys.stderr
-    )
-    sys.exit(2)
+    from penstock.frontends.cli import main
+
+    print("warning: python -m penstock.bench is now python -m benchmarks", file=sys.stderr)
+    sys.argv.insert(1, "bench")
+    main()

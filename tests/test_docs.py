@@ -1,0 +1,95 @@
+"""The docs are true of the code: the tree names every file, links lead somewhere, commands and options exist."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.frontends.cli import app
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
+ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
+# Packages are named by their folders.
+UNNAMED = {"__init__.py", "__main__.py", "py.typed"}
+# Figures of commands, of which there are some that need no option.
+COMMANDS = {"generate", "serve", "plan", "tune", "verify", "pull", "cache"}
+
+
+def tree(root: str) -> Iterator[str]:
+    """The paths below `root` that its tree names, in the indented block that begins with it."""
+    lines = ARCHITECTURE.read_text().splitlines()
+    folders: list[str] = []
+    for line in lines[lines.index(f"    {root}/") + 1 :]:
+        match = re.match(r"    ((?:  )+)(\S+)", line)
+        if match is None:
+            break
+        depth = len(match[1]) // 2
+        folders = [*folders[: depth - 1], match[2]]
+        yield "".join(folders)
+
+
+@pytest.mark.parametrize("root", ["src/penstock", "benchmarks"])
+def test_the_tree_names_every_file_and_no_other(root: str) -> None:
+    named = list(tree(root))
+    assert len(named) == len(set(named))
+    # A folder without Python may be one line.
+    whole = [
+        path for path in named if path.endswith("/") and not any((REPOSITORY / root / path).glob("*.py"))
+    ]
+    files = {
+        str(path.relative_to(REPOSITORY / root))
+        for path in (REPOSITORY / root).rglob("*")
+        if path.is_file() and path.name not in UNNAMED and not {"__pycache__", "built"} & set(path.parts)
+    }
+    folders = {f"{parent}/" for path in files for parent in map(str, list(Path(path).parents)[:-1])}
+    expected = {
+        path for path in files | folders if not any(path != own and path.startswith(own) for own in whole)
+    }
+    assert set(named) - {"__main__.py"} == expected
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_files_exist(page: Path) -> None:
+    """Paths in backquotes, in the repository or in the package."""
+    if page.name == "CHANGELOG.md":
+        return  # which has old names
+    for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|cpp|md|toml))`", page.read_text()):
+        roots = (REPOSITORY, REPOSITORY / "src", REPOSITORY / "src" / "penstock", REPOSITORY / "docs")
+        assert any((root / name).exists() for root in roots), name
+
+
+@pytest.fixture(scope="module")
+def options() -> dict[str, set[str]]:
+    """Of each command, what its help lists."""
+    runner = CliRunner()
+    found = {}
+    for command in COMMANDS:
+        parts = ("ls", "verify", "rm") if command == "cache" else ("",)
+        texts = [
+            runner.invoke(app, [command, *filter(None, [part]), "--help"], env={"COLUMNS": "200"}).output
+            for part in parts
+        ]
+        found[command] = set(re.findall(r"--[a-z][a-z0-9-]+", " ".join(texts)))
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_have_the_options_that_are_shown(page: Path, options: dict[str, set[str]]) -> None:
+    for command, rest in re.findall(r"\bpenstock ([a-z]+)((?: [^`\n|]*)?)", page.read_text()):
+        if command in COMMANDS:
+            shown = set(re.findall(r"(?<!\S)\[?(--[a-z][a-z0-9-]+)", rest)) - {"--help"}
+            assert shown <= options[command], f"{command}: {shown - options[command]}"
+
+
+def test_the_readme_is_short() -> None:
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) < 120
