@@ -17,6 +17,7 @@ from penstock.models.hf.config import hf_model_config
 from penstock.models.hf.folder import read_folder_config
 from penstock.plan.model import RotaryConfig
 from tests.models.builders import CLASSES, hf_config
+from tests.models.hf_defaults import TABLE, table
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 50_000.0},
@@ -81,6 +82,11 @@ def test_the_older_keys_mean_the_same(kind: str) -> None:
     if kind == "default":
         old["rope_scaling"] = None
     assert normalise(old) == normalise(new)
+
+
+def test_the_table_of_defaults_is_that_of_transformers_classes() -> None:
+    """Where this fails, `python -m tests.models.hf_defaults` writes it anew."""
+    assert TABLE.read_text() == table()
 
 
 @pytest.mark.parametrize("family", CLASSES)

@@ -1,11 +1,34 @@
-"""Values of a file that nobody checked yet: read one by one, with a type and a range."""
+"""Values of a file that nobody checked yet: read one by one, with a type and a range; and sizes that no model has."""
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.errors import ModelFileError
 from penstock.models.reading import shortened
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig
+
+# A file that claims more is damaged or hostile.
+MAX_WIDTH = 1 << 20
+MAX_HEADS = 1 << 14
+MAX_LAYERS = 1 << 12
+MAX_VOCABULARY = 1 << 24
+MAX_POSITIONS = 1 << 28
+
+# Of delta nets: a head's state is a matrix of its key size by its value size.
+MAX_DELTA_HEAD = 1 << 10
+MAX_CONV_KERNEL = 64
+# Elements of a delta net's matrices of all heads: 256 MiB a layer and state.
+MAX_STATE = 1 << 26
+
+# Of mixtures of experts: in one layer, and in all of them, since each may have tensors of its own.
+MAX_EXPERTS = 1 << 12
+MAX_EXPERTS_IN_ALL = 1 << 17
+
+# Of rotary embeddings: what scales them, either way, and the base, of which yarn takes the logarithm.
+MIN_SCALE, MAX_SCALE = 1e-9, 1e9
+MIN_THETA, MAX_THETA = 1.0, 1e15
 
 
 @dataclass(frozen=True)
@@ -15,6 +38,7 @@ class Fields:
 
     origin: str  # the file's name, for messages
     values: Mapping[str, object]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that no other default is given for
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -79,9 +103,9 @@ class Fields:
             raise self.error(key, value, "an object")
         return Fields(f"{self.origin}: {key}", value)
 
-    def token_ids(self, key: str, default: int | None = None) -> tuple[int, ...]:
+    def token_ids(self, key: str) -> tuple[int, ...]:
         """One token id or a list of them; an explicit null means none."""
-        value = self.values.get(key, default)
+        value = self.values.get(key, self.defaults.get(key))
         if value is None:
             return ()
         ids: dict[int, None] = {}
@@ -99,7 +123,38 @@ class Fields:
     def _get(self, key: str, default: object) -> object:
         value = self.values.get(key)
         if value is None:
-            value = default
+            value = self.defaults.get(key) if default is None else default
         if value is None:
             raise ModelFileError(f"{self.origin}: {key} is missing")
         return value
+
+
+def check_heads(origin: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ModelFileError(f"{origin}: {num_heads} heads cannot share {num_kv_heads} key and value heads")
+    if head_dim < 2 or head_dim % 2:
+        raise ModelFileError(f"{origin}: a head size of {head_dim} cannot be rotated in pairs")
+
+
+def delta_net_of(origin: str, layers: tuple[int, ...], **sizes: int) -> DeltaNetConfig:
+    """A delta net of sizes that a file has."""
+    key_heads, value_heads = sizes["num_key_heads"], sizes["num_value_heads"]
+    if value_heads % key_heads:
+        raise ModelFileError(
+            f"{origin}: {value_heads} value heads of a delta net cannot share {key_heads} key heads"
+        )
+    net = DeltaNetConfig(num_layers=len(layers), layers=layers, **sizes)
+    if (size := max(net.key_size, net.value_size)) > MAX_WIDTH:
+        raise ModelFileError(f"{origin}: a delta net's heads of {size} elements in all exceed {MAX_WIDTH}")
+    if (size := net.num_value_heads * net.key_head_dim * net.value_head_dim) > MAX_STATE:
+        raise ModelFileError(f"{origin}: a delta net's state of {size} elements exceeds {MAX_STATE}")
+    return net
+
+
+def check_experts(origin: str, experts: ExpertsConfig) -> None:
+    if experts.num_active > experts.num_experts:
+        raise ModelFileError(
+            f"{origin}: a token cannot go to {experts.num_active} experts where there are {experts.num_experts}"
+        )
+    if (num := experts.num_experts * len(experts.layers)) > MAX_EXPERTS_IN_ALL:
+        raise ModelFileError(f"{origin}: {num} experts in all layers together exceed {MAX_EXPERTS_IN_ALL}")

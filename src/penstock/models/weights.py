@@ -1,7 +1,7 @@
 """A model's weights: where they come from, and the one table of them by which files are checked and loaded.
 
 Names and layouts are Hugging Face's, whatever the file; a GGUF file gives its own as these. A family that differs
-from Llama by settings that `ModelConfig` has needs no line here: it is a row of `_FAMILIES` in `hf/config.py`, and
+from Llama by settings that `ModelConfig` has needs no line here: it is a row of `FAMILIES` in `hf/config.py`, and
 one of `_ARCHITECTURES` in `gguf/config.py`. One with other tensors changes the table, and a layer that takes them.
 """
 

@@ -1,100 +1,70 @@
-"""A Hugging Face config.json as a model's configuration, with transformers' defaults for absent keys."""
+"""A Hugging Face config.json as a model's configuration, with transformers' defaults for absent keys.
 
-from dataclasses import dataclass
+The defaults are those of transformers' own classes. Importing one takes a second, so they stand in `defaults.json`,
+which `tests/models/hf_defaults.py` writes and a test compares. A plain new family is a row of `FAMILIES`, and a line
+that is written there.
+"""
 
-from penstock.errors import ModelError
-from penstock.models.fields import Fields
-from penstock.models.hf.layers import ExpertDefaults, hf_delta_net, hf_experts
-from penstock.models.hf.rotary import hf_rotary, hf_rotary_dim
-from penstock.models.limits import (
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from penstock.errors import ModelError, ModelFileError
+from penstock.models.fields import (
+    MAX_CONV_KERNEL,
+    MAX_DELTA_HEAD,
+    MAX_EXPERTS,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_POSITIONS,
+    MAX_SCALE,
+    MAX_THETA,
     MAX_VOCABULARY,
     MAX_WIDTH,
+    MIN_SCALE,
+    MIN_THETA,
+    Fields,
+    check_experts,
     check_heads,
+    delta_net_of,
 )
-from penstock.plan.model import ModelConfig
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What transformers' configuration class of a family assumes where config.json is silent."""
+    """What a family has beyond what its configuration says; which keys that has, its defaults tell."""
 
-    vocab_size: int
-    intermediate_size: int | None  # None: the family has no dense feed-forward block
-    max_position: int
-    hidden_size: int = 4096
-    num_layers: int = 32
-    num_heads: int = 32
-    num_kv_heads: int | None = None  # as many as heads
-    head_dim: int | None = None  # hidden size over heads
-    eos: int | None = None
-    attention_bias: bool = False
-    has_bias_options: bool = False
+    qkv_bias: bool = False
     head_norm: bool = False
-    is_hybrid: bool = False  # delta-net layers, gated attention, a part of each head rotated, norms around 1
-    experts: ExpertDefaults | None = None
+    count_key: str = "num_experts"  # the key that wins where both this and num_experts are given
 
 
-_FAMILIES = {
-    "llama": _Family(32000, 11008, 2048, eos=2, has_bias_options=True),
-    "mistral": _Family(32000, 14336, 4096 * 32, num_kv_heads=8, eos=2),
-    "qwen2": _Family(151936, 22016, 32768, num_kv_heads=32, attention_bias=True),
-    "qwen3": _Family(
-        151936, 22016, 32768, num_kv_heads=32, head_dim=128, has_bias_options=True, head_norm=True
-    ),
-    "qwen3_moe": _Family(
-        151936,
-        6144,
-        32768,
-        hidden_size=2048,
-        num_layers=24,
-        num_kv_heads=4,
-        has_bias_options=True,
-        head_norm=True,
-        experts=ExpertDefaults(128, 8, 768, normalised=False, count_key="num_local_experts"),
-    ),
-    "qwen3_next": _Family(
-        151936,
-        5632,
-        32768,
-        hidden_size=2048,
-        num_layers=48,
-        num_heads=16,
-        num_kv_heads=2,
-        head_dim=256,
-        has_bias_options=True,
-        head_norm=True,
-        is_hybrid=True,
-        experts=ExpertDefaults(512, 10, 512, shared_intermediate_size=512),
-    ),
-    "qwen3_5_text": _Family(
-        248320,
-        12288,
-        32768,
-        num_heads=16,
-        num_kv_heads=4,
-        head_dim=256,
-        has_bias_options=True,
-        head_norm=True,
-        is_hybrid=True,
-    ),
-    "qwen3_5_moe_text": _Family(
-        248320,
-        None,
-        32768,
-        hidden_size=2048,
-        num_layers=40,
-        num_heads=16,
-        num_kv_heads=2,
-        head_dim=256,
-        has_bias_options=True,
-        head_norm=True,
-        is_hybrid=True,
-        experts=ExpertDefaults(256, 8, 512, shared_intermediate_size=512, has_options=False),
-    ),
+FAMILIES = {
+    "llama": _Family(),
+    "mistral": _Family(),
+    "qwen2": _Family(qkv_bias=True),
+    "qwen3": _Family(head_norm=True),
+    "qwen3_moe": _Family(head_norm=True, count_key="num_local_experts"),
+    "qwen3_next": _Family(head_norm=True),
+    "qwen3_5_text": _Family(head_norm=True),
+    "qwen3_5_moe_text": _Family(head_norm=True),
 }
+DEFAULT_KEYS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
+    *("rms_norm_eps", "tie_word_embeddings", "eos_token_id", "hidden_act"),
+    *("use_sliding_window", "sliding_window", "max_window_layers"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    *("shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
+)
+_KINDS = ("default", "linear", "llama3", "yarn")
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
 
 # Models of text and pictures, whose text model is described under `text_config`.
 _MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
@@ -105,43 +75,46 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     name, config = file.text("model_type"), file
     if name in _MULTIMODAL:
         name, config = _MULTIMODAL[name], file.nested("text_config")
-    family = _FAMILIES.get(name)
+    family = FAMILIES.get(name)
     if family is None:
-        supported = ", ".join((*_FAMILIES, *_MULTIMODAL))
+        supported = ", ".join((*FAMILIES, *_MULTIMODAL))
         raise ModelError(
             f"{file.origin}: the model type {name!r} is not supported; supported are {supported}"
         )
+    config = replace(config, defaults=_defaults()[name])
     if file.has("quantization_config") or config.has("quantization_config"):
         raise ModelError(
             f"{file.origin}: quantised safetensors are not supported; use the original weights or a GGUF file"
         )
-    if (activation := config.text("hidden_act", "silu")) != "silu":
+    if (activation := config.text("hidden_act")) != "silu":
         raise ModelError(f"{config.origin}: the activation {activation!r} is not supported, only silu is")
 
-    hidden = config.integer("hidden_size", family.hidden_size, low=1, high=MAX_WIDTH)
-    num_layers = config.integer("num_hidden_layers", family.num_layers, low=1, high=MAX_LAYERS)
-    num_heads = config.integer("num_attention_heads", family.num_heads, low=1, high=MAX_HEADS)
-    default_kv_heads = num_heads
-    if family.num_kv_heads is not None and "num_key_value_heads" not in config.values:
-        default_kv_heads = family.num_kv_heads
-    num_kv_heads = config.integer("num_key_value_heads", default_kv_heads, low=1, high=MAX_HEADS)
-    default_head_dim = family.head_dim or hidden // num_heads
-    head_dim = config.integer("head_dim", default_head_dim, low=1, high=MAX_WIDTH)
+    defaults = config.defaults
+    is_hybrid = "linear_num_key_heads" in defaults  # gates, norms around 1, a part of each head rotated
+    hidden = config.integer("hidden_size", low=1, high=MAX_WIDTH)
+    num_layers = config.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
+    num_heads = config.integer("num_attention_heads", low=1, high=MAX_HEADS)
+    # A null means as many as heads, whatever the family.
+    kv_heads = None if "num_key_value_heads" in config.values else defaults["num_key_value_heads"]
+    num_kv_heads = config.integer("num_key_value_heads", kv_heads or num_heads, low=1, high=MAX_HEADS)
+    head_dim = config.integer(
+        "head_dim", defaults.get("head_dim") or hidden // num_heads, low=1, high=MAX_WIDTH
+    )
     check_heads(config.origin, num_heads, num_kv_heads, head_dim)
-    max_position = config.integer("max_position_embeddings", family.max_position, low=1, high=MAX_POSITIONS)
-    _refuse_sliding_window(config, name, max_position, num_layers)
+    max_position = config.integer("max_position_embeddings", low=1, high=MAX_POSITIONS)
+    _refuse_sliding_window(config, max_position, num_layers)
 
-    experts = hf_experts(config, family.experts, num_layers) if family.experts else None
-    if family.intermediate_size is not None:
-        intermediate = config.integer("intermediate_size", family.intermediate_size, low=1, high=MAX_WIDTH)
+    experts = _experts(config, family.count_key, num_layers) if "num_experts" in defaults else None
+    if "intermediate_size" in defaults:
+        intermediate = config.integer("intermediate_size", low=1, high=MAX_WIDTH)
     else:
         assert experts is not None
         intermediate = experts.intermediate_size  # of no dense layer, since there is none
-    bias = family.has_bias_options and config.boolean("attention_bias", False)
-    ends = config.token_ids("eos_token_id", family.eos) + file.token_ids("eos_token_id")
+    bias = "attention_bias" in defaults and config.boolean("attention_bias")
+    ends = config.token_ids("eos_token_id") + file.token_ids("eos_token_id")
     return ModelConfig(
         family=name,
-        vocab_size=config.integer("vocab_size", family.vocab_size, low=1, high=MAX_VOCABULARY),
+        vocab_size=config.integer("vocab_size", low=1, high=MAX_VOCABULARY),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_layers=num_layers,
@@ -149,40 +122,196 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max_position,
-        norm_eps=config.number("rms_norm_eps", 1e-6),
+        norm_eps=config.number("rms_norm_eps"),
         # A multimodal model ties its head by the outer key, and writes both.
-        tied_head=file.boolean("tie_word_embeddings", config.boolean("tie_word_embeddings", False)),
-        rotary=hf_rotary(config, max_position),
-        rotary_dim=hf_rotary_dim(config, head_dim, 0.25 if family.is_hybrid else None),
-        qkv_bias=bias or family.attention_bias,
+        tied_head=file.boolean("tie_word_embeddings", config.boolean("tie_word_embeddings")),
+        rotary=_rotary(config, max_position),
+        rotary_dim=_rotary_dim(config, head_dim, 0.25 if is_hybrid else None),
+        qkv_bias=bias or family.qkv_bias,
         out_bias=bias,
-        mlp_bias=name == "llama" and config.boolean("mlp_bias", False),
+        mlp_bias="mlp_bias" in defaults and config.boolean("mlp_bias"),
         head_norm=family.head_norm,
-        gated_attention=family.is_hybrid,
-        zero_centred_norm=family.is_hybrid,
-        delta_net=hf_delta_net(config, num_layers) if family.is_hybrid else None,
+        gated_attention=is_hybrid,
+        zero_centred_norm=is_hybrid,
+        delta_net=_delta_net(config, num_layers) if is_hybrid else None,
         experts=experts,
         eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
     )
 
 
-def _refuse_sliding_window(config: Fields, family: str, max_position: int, num_layers: int) -> None:
-    if family == "llama" or _FAMILIES[family].is_hybrid:
+@cache
+def _defaults() -> Mapping[str, Mapping[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defaults.json").read_text())
+    return found
+
+
+def _refuse_sliding_window(config: Fields, max_position: int, num_layers: int) -> None:
+    if "sliding_window" not in config.defaults:
         return
-    if family == "mistral":
-        slides = True
-    else:
-        slides = config.boolean("use_sliding_window", False)
+    slides = "use_sliding_window" not in config.defaults or config.boolean("use_sliding_window")
+    if slides and "max_window_layers" in config.defaults:  # else a window is every layer's
         layer_types = config.values.get("layer_types")
-        if family == "qwen3_moe":
-            pass  # a window is every layer's
-        elif isinstance(layer_types, list):
-            slides = slides and "sliding_attention" in layer_types
+        if isinstance(layer_types, list):
+            slides = "sliding_attention" in layer_types
         else:
-            slides = slides and config.integer("max_window_layers", 28) < num_layers
-    window = config.values.get("sliding_window", 4096)
-    if slides and window is not None and config.integer("sliding_window", 4096) < max_position:
+            slides = config.integer("max_window_layers") < num_layers
+    window = config.values.get("sliding_window", config.defaults["sliding_window"])
+    if slides and window is not None and config.integer("sliding_window") < max_position:
         raise ModelError(
             f"{config.origin}: a sliding window of {window} tokens is not supported "
             f"(the model's context is {max_position})"
         )
+
+
+# Layers
+
+
+def _delta_net(config: Fields, num_layers: int) -> DeltaNetConfig | None:
+    """None where all layers have full attention."""
+    layers = _linear_layers(config, num_layers)
+    if len(layers) == num_layers:
+        raise ModelError(
+            f"{config.origin}: none of the {num_layers} layers has full attention; "
+            "models of linear attention alone are not supported"
+        )
+    if not layers:
+        return None
+    return delta_net_of(
+        config.origin,
+        layers,
+        num_key_heads=config.integer("linear_num_key_heads", low=1, high=MAX_HEADS),
+        num_value_heads=config.integer("linear_num_value_heads", low=1, high=MAX_HEADS),
+        key_head_dim=config.integer("linear_key_head_dim", low=1, high=MAX_DELTA_HEAD),
+        value_head_dim=config.integer("linear_value_head_dim", low=1, high=MAX_DELTA_HEAD),
+        conv_kernel=config.integer("linear_conv_kernel_dim", low=2, high=MAX_CONV_KERNEL),
+    )
+
+
+def _linear_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
+    if not config.has("layer_types"):
+        interval = config.integer("full_attention_interval", 4, low=1, high=MAX_LAYERS)
+        return tuple(index for index in range(num_layers) if (index + 1) % interval)
+    kinds = config.texts("layer_types")
+    if len(kinds) != num_layers:
+        raise config.error("layer_types", list(kinds), f"one entry for each of the {num_layers} layers")
+    for kind in kinds:
+        if kind not in (_LINEAR, _FULL):
+            raise config.error("layer_types", kind, f"{_FULL} or {_LINEAR} for each layer")
+    return tuple(index for index, kind in enumerate(kinds) if kind == _LINEAR)
+
+
+def _experts(config: Fields, count_key: str, num_layers: int) -> ExpertsConfig | None:
+    """None where all layers have one dense feed-forward block."""
+    defaults = config.defaults
+    # Some families say which layers have experts, and whether their weights are normalised.
+    has_options = "decoder_sparse_step" in defaults
+    num_experts = config.integer("num_experts", low=0 if has_options else 1, high=MAX_EXPERTS)
+    num_experts = config.integer(count_key, num_experts, low=0 if has_options else 1, high=MAX_EXPERTS)
+    layers, normalised = tuple(range(num_layers)), True
+    if has_options:
+        step = config.integer("decoder_sparse_step", low=1)
+        dense = set(config.integers("mlp_only_layers", high=MAX_LAYERS))
+        layers = tuple(index for index in layers if (index + 1) % step == 0 and index not in dense)
+        normalised = config.boolean("norm_topk_prob")
+    if not num_experts or not layers:
+        return None
+    shared = 0
+    if "shared_expert_intermediate_size" in defaults:
+        shared = config.integer("shared_expert_intermediate_size", low=1, high=MAX_WIDTH)
+    experts = ExpertsConfig(
+        num_layers=len(layers),
+        num_experts=num_experts,
+        num_active=config.integer("num_experts_per_tok", low=1, high=MAX_EXPERTS),
+        intermediate_size=config.integer("moe_intermediate_size", low=1, high=MAX_WIDTH),
+        shared_intermediate_size=shared,
+        normalised=normalised,
+        layers=layers,
+    )
+    check_experts(config.origin, experts)
+    return experts
+
+
+# Rotary embedding
+
+
+def _rotary_dim(config: Fields, head_dim: int, default_factor: float | None) -> int | None:
+    """The rotated elements of each head, None for all. `default_factor` is the family's part of a head where the
+    file is silent, None for a family that always rotates whole heads."""
+    rope = _rope(config)
+    # transformers takes a null beside the other keys as a whole head, whatever the family.
+    absent = "partial_rotary_factor" not in config.values
+    default = default_factor if absent and default_factor is not None else 1.0
+    default = config.number("partial_rotary_factor", default, high=1.0)
+    factor = rope.number("partial_rotary_factor", default, high=1.0)
+    if default_factor is None:
+        if factor != 1.0:
+            raise ModelError(f"{rope.origin}: rotating only a part of each head is not supported")
+        return None
+    rotated = int(head_dim * factor)
+    if rotated < 2 or rotated % 2:
+        raise ModelFileError(
+            f"{rope.origin}: a partial_rotary_factor of {factor:g} leaves {rotated} of a head's {head_dim} "
+            "elements to be rotated in pairs"
+        )
+    return rotated if rotated < head_dim else None
+
+
+def _rotary(config: Fields, max_position: int) -> RotaryConfig:
+    """From `rope_parameters`, or `rope_scaling` and `rope_theta` as older files have them.
+
+    A multimodal model's `mrope_section` is of no consequence: it divides the angles among three grids of
+    positions, and in text a token has the same position in all three."""
+    rope = _rope(config)
+
+    def scale(key: str, default: float | None = None) -> float:
+        return rope.number(key, default, above=MIN_SCALE, high=MAX_SCALE)
+
+    def optional_scale(key: str) -> float | None:
+        return scale(key) if rope.has(key) else None
+
+    theta = config.number("rope_theta", 10_000.0, above=MIN_THETA, high=MAX_THETA)
+    theta = rope.number("rope_theta", theta, above=MIN_THETA, high=MAX_THETA)
+    kind = rope.text("rope_type", rope.text("type", "default"))
+    if kind not in _KINDS:
+        raise ModelError(
+            f"{rope.origin}: the rope type {kind!r} is not supported; supported are {', '.join(_KINDS)}"
+        )
+    if kind == "default":
+        return RotaryConfig(theta=theta)
+    if kind == "linear":
+        return RotaryConfig(theta=theta, kind=kind, factor=scale("factor"))
+    original = config.integer(
+        "original_max_position_embeddings",
+        rope.integer("original_max_position_embeddings", max_position, low=1, high=MAX_POSITIONS),
+        low=1,
+        high=MAX_POSITIONS,
+    )
+    if kind == "llama3":
+        low, high = scale("low_freq_factor"), scale("high_freq_factor")
+        if high <= low:
+            raise rope.error("high_freq_factor", high, f"more than low_freq_factor ({low:g})")
+        return RotaryConfig(
+            theta=theta,
+            kind=kind,
+            factor=scale("factor"),
+            original_max_position=original,
+            low_freq_factor=low,
+            high_freq_factor=high,
+        )
+    return RotaryConfig(
+        theta=theta,
+        kind=kind,
+        factor=scale("factor", max_position / original),
+        original_max_position=original,
+        beta_fast=scale("beta_fast", 32.0),
+        beta_slow=scale("beta_slow", 1.0),
+        attention_factor=optional_scale("attention_factor"),
+        mscale=optional_scale("mscale"),
+        mscale_all_dim=optional_scale("mscale_all_dim"),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def _rope(config: Fields) -> Fields:
+    scaling = config.nested("rope_scaling")
+    return scaling if scaling.values else config.nested("rope_parameters")
