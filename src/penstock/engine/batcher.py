@@ -27,7 +27,7 @@ from penstock.plan.batch_scheduler import BatchScheduler
 from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.sizing import ChunkSizer, shape_of
-from penstock.plan.step import Preemption, RequestId, Span, SpanKind, StepPlan
+from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
 
 
 @dataclass(frozen=True)
@@ -211,18 +211,17 @@ class Batcher:
         for preemption in plan.preemptions:
             self._preempt(preemption)
         inputs: list[SpanInput] = []
-        for index, planned in enumerate(plan.spans):
-            job, span = self._jobs[planned.request_id], planned.span
-            is_chunk = planned.kind is SpanKind.CHUNK
-            if job.start(now) and self.reuse is not None:
-                self.reuse.count(job.num_cached)
-            ends = [span.end]
-            if is_chunk and self.space.slots is not None:
-                num_free = self.space.slots.num_free - (len(plan.spans) - index)
-                ends = sorted({span.end, *self._states_to_keep(job, planned.resumes_at, span, num_free)})
-            state = job.cache.reserve(span.start, ends)
-            tokens = job.tokens[span.start : span.end]
-            inputs.append(SpanInput(span, tokens, job.cache.blocks, is_chunk, planned.samples, state))
+        try:
+            for planned in plan.spans:
+                job = self._jobs[planned.request_id]
+                if job.start(now) and self.reuse is not None:
+                    self.reuse.count(job.num_cached)
+                inputs.append(self._reserve(job, planned, num_spans_left=len(plan.spans) - len(inputs)))
+        except BaseException:
+            for planned in plan.spans[: len(inputs)]:
+                self._jobs[planned.request_id].cache.withdraw()
+            self._scheduler.abort(plan)
+            raise
         step = Step(plan, tuple(inputs), now, self._scheduler.decision)
         if self._sizer is not None and plan.num_chunk_tokens:
             shape = shape_of(plan)
@@ -401,12 +400,21 @@ class Batcher:
             job.prefix.leave(preemption.num_kept // BLOCK_TOKENS)
         job.cache.cut(preemption.num_kept)
 
-    def _states_to_keep(self, job: Job, resumes_at: int | None, span: Span, num_free: int) -> list[int]:
-        """Positions within a chunk whose states are kept: for its own next chunk, and for others that begin alike."""
-        kept = [] if resumes_at is None else [resumes_at]
-        if job.prefix is not None:
-            kept += job.prefix.states_to_keep(span.start, span.end, num_free)
-        return kept
+    def _reserve(self, job: Job, planned: PlannedSpan, num_spans_left: int) -> SpanInput:
+        """Room for a span, and for the states that are kept of it: at its end, where its request's next chunk begins,
+        and where others may go on that begin alike."""
+        span, is_chunk = planned.span, planned.kind is SpanKind.CHUNK
+        ends = [span.end]
+        if is_chunk and self.space.slots is not None:
+            if planned.resumes_at is not None:
+                ends.append(planned.resumes_at)
+            if job.prefix is not None:
+                num_free = self.space.slots.num_free - num_spans_left
+                ends += job.prefix.states_to_keep(span.start, span.end, num_free)
+            ends = sorted(set(ends))
+        state = job.cache.reserve(span.start, ends)
+        tokens = job.tokens[span.start : span.end]
+        return SpanInput(span, tokens, job.cache.blocks, is_chunk, planned.samples, state)
 
     def _commit(self, step: Step, outcome: StepOutcome) -> StepRecord:
         now = time.perf_counter()

@@ -241,19 +241,14 @@ class BatchScheduler:
         """The oldest step in flight ran, in so many seconds: its tokens are in the cache, and where it samples one
         more token is known. Those that are finished by it are forgotten."""
         self._check_oldest(plan)
-        later = {span.request_id for issued in list(self._flight)[1:] for span in issued.plan.spans}
-        for request_id in set(finished).difference(planned.request_id for planned in plan.spans):
-            raise StepOrderError(f"request {request_id!r} cannot finish in a step that has no span of it")
-        if unsettled := later.intersection(finished):
-            raise StepOrderError(
-                f"requests {sorted(unsettled)} cannot finish: a later step has spans of them"
-            )
+        if finished:
+            self._check_finished(plan, finished)
         for planned in plan.spans:
             request = self._requests[planned.request_id]
             if (
                 planned.samples
-                and planned.request_id not in finished
                 and planned.span.end >= request.most_run
+                and planned.request_id not in finished
             ):
                 raise StepOrderError(
                     f"request {request.id!r} has its {request.max_tokens} tokens with this step: "
@@ -492,6 +487,16 @@ class BatchScheduler:
 
     def _is_in_flight(self, request_id: RequestId) -> bool:
         return any(span.request_id == request_id for issued in self._flight for span in issued.plan.spans)
+
+    def _check_finished(self, plan: StepPlan, finished: Collection[RequestId]) -> None:
+        """Only requests of the step can finish, and none that a later step has spans of."""
+        own = {planned.request_id for planned in plan.spans}
+        later = {span.request_id for issued in list(self._flight)[1:] for span in issued.plan.spans}
+        for request_id in finished:
+            if request_id not in own:
+                raise StepOrderError(f"request {request_id!r} cannot finish in a step that has no span of it")
+            if request_id in later:
+                raise StepOrderError(f"request {request_id!r} cannot finish: a later step has spans of it")
 
     def _check_issued(self, plan: StepPlan, verb: str) -> None:
         if not any(issued.plan is plan for issued in self._flight):
