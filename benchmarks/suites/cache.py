@@ -26,7 +26,7 @@ from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import SettingError
 from penstock.measure.growth import MeasurementError
-from penstock.plan.config import DEFAULT_CHUNK_SIZE
+from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 
 FIRST_TOKEN = "time to first token"
 # How a prompt comes to its first token, from the slowest to the soonest.

@@ -15,7 +15,7 @@ from benchmarks.systems import Answer, Spec, System, ask, growth_of, load_system
 from penstock.errors import SettingError
 from penstock.measure.growth import METHOD, WARM_UP_TOKENS, can_measure_growth
 from penstock.models.hub import DEFAULT_MODEL
-from penstock.plan.config import DEFAULT_CHUNK_SIZE
+from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 
 PREFILLING, DECODING, ACTIVATIONS, CACHED = "prefill", "decode", "activation memory", "cached for the prompt"
 OVER_WHOLE = "prefill tokens/s, Penstock over transformers whole"

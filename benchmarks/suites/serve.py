@@ -21,7 +21,7 @@ from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import SettingError
 from penstock.measure.growth import MeasurementError
-from penstock.plan.config import DEFAULT_CHUNK_SIZE
+from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 
 STALLS, BURSTS = "a long prompt arrives while streams decode", "many requests"

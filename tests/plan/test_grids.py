@@ -96,6 +96,8 @@ def test_sizes_that_bits_and_files_depend_on_are_what_they_were() -> None:
         "BLOCK_TOKENS": 64,
         "STATE_GRID": 64,
         "SHARE_GRID": 64,
+        "DEFAULT_CHUNK_SIZE": 512,
+        "GPU_CHUNK_SIZE": 2048,
         "LANES": 64,
         "ROTARY_PAGE": 1024,
         "JOINED_TOKENS": 1024,

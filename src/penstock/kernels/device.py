@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock import machine, process_memory
 from penstock.errors import SettingError
-from penstock.plan.config import DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE
+from penstock.plan.grids import DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE
 from penstock.plan.settings import DevicesFound, resolve_device, settle_device
 from penstock.plan.step import KernelKind
 

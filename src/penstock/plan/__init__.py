@@ -3,15 +3,16 @@
 from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler, RequestPhase, RequestView, StepOrderError
 from penstock.plan.chunks import (
+    ChunkedPrefillConfig,
     PrefillChunk,
+    PrefillPriority,
     create_prefill_chunks,
     create_prefill_chunks_at,
     num_prefill_chunks,
     prefill_chunk_span,
 )
-from penstock.plan.config import DEFAULT_CHUNK_SIZE, ChunkedPrefillConfig, PrefillPriority
 from penstock.plan.engine_settings import EngineKeywords, EngineSettings
-from penstock.plan.grids import STATE_GRID
+from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.memory import PrefillMemoryEstimate, PrefillMemoryParts, peak_memory_estimate
 from penstock.plan.model import (
     DeltaNetConfig,

@@ -10,7 +10,7 @@ from typing import Any, Self, TypedDict, Unpack
 
 from penstock.errors import SettingError
 from penstock.plan.checks import check_int
-from penstock.plan.config import ChunkedPrefillConfig
+from penstock.plan.chunks import ChunkedPrefillConfig
 from penstock.plan.settings import (
     DTYPES,
     KERNELS,

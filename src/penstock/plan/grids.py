@@ -11,6 +11,9 @@ STATE_GRID = 64
 SHARE_GRID = 64
 assert STATE_GRID % BLOCK_TOKENS == 0  # a state is kept where a block ends
 
+# Prompt tokens of a step, unless something else is known; on a GPU, which a few hundred rows do not fill, more.
+DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE = 512, 2048
+
 # Elements of a whole number of vectors, whatever the dtype: no vector unit works on more at once.
 LANES = 64
 # Positions of a rotary table that are made at a time.

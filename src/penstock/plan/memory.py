@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from penstock.plan.activation import step_phases
 from penstock.plan.activation_parts import REFERENCE, StepMemory
 from penstock.plan.checks import check_int
-from penstock.plan.chunks import num_prefill_chunks, prefill_chunk_span
-from penstock.plan.config import ChunkedPrefillConfig
+from penstock.plan.chunks import ChunkedPrefillConfig, num_prefill_chunks, prefill_chunk_span
 from penstock.plan.grids import LANES
 from penstock.plan.model import ModelShape
 from penstock.plan.step import Span, StepShape, Workspace

@@ -6,8 +6,7 @@ from typing import Self
 
 from penstock.errors import SettingError
 from penstock.plan.checks import check_bool, check_int, check_member
-from penstock.plan.config import DEFAULT_CHUNK_SIZE
-from penstock.plan.grids import SHARE_GRID
+from penstock.plan.grids import DEFAULT_CHUNK_SIZE, SHARE_GRID
 
 # So many prompts share a step, or a few more where the chunk size is no multiple of as many units; others take turns.
 MOST_SHARES = 4

@@ -6,8 +6,14 @@ from itertools import pairwise
 
 from penstock.errors import PenstockError, PromptError
 from penstock.plan.checks import check_int
-from penstock.plan.chunks import PrefillChunk, create_prefill_chunks, create_prefill_chunks_at, cut_chunk
-from penstock.plan.config import ChunkedPrefillConfig, PrefillPriority
+from penstock.plan.chunks import (
+    ChunkedPrefillConfig,
+    PrefillChunk,
+    PrefillPriority,
+    create_prefill_chunks,
+    create_prefill_chunks_at,
+    cut_chunk,
+)
 from penstock.plan.memory import peak_memory_estimate
 from penstock.plan.model import ModelShape
 from penstock.plan.policy import half_of

@@ -11,8 +11,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 from penstock.errors import SettingError
 from penstock.machine import usable_cores
 from penstock.plan.checks import check_bool, check_int
-from penstock.plan.config import DEFAULT_CHUNK_SIZE
-from penstock.plan.grids import STATE_GRID
+from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.sizing import SizeRules
 from penstock.plan.units import format_bytes, parse_bytes

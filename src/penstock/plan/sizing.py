@@ -7,8 +7,7 @@ from typing import Literal
 
 from penstock.errors import SettingError
 from penstock.plan.checks import check_int
-from penstock.plan.config import DEFAULT_CHUNK_SIZE
-from penstock.plan.grids import QUERY_GRID
+from penstock.plan.grids import DEFAULT_CHUNK_SIZE, QUERY_GRID
 from penstock.plan.policy import MOST_SHARES
 from penstock.plan.step import SpanKind, StepPlan, StepShape, pasts_of_chunk
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
