@@ -181,7 +181,7 @@ def verify(llm: LLM, prompt: list[int], checks: Checks, say: Say) -> VerifyResul
         tolerance=tolerance,
         strict=checks.strict,
         comparisons=tuple(comparisons),
-        duration_s=time.perf_counter() - started,
+        duration_s=llm.load_s + time.perf_counter() - started,
     )
 
 
