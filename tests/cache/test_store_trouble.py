@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,3 +281,22 @@ def test_times_of_use_are_known_of_so_many_keys(tmp_path: Path) -> None:
     assert store.find(keys[3:5], 0, needs_state=False) is None
     assert list(store._asked) == [*keys[5:], *keys[3:5]]
     store.close()
+
+
+def test_a_writer_that_is_closed_too_soon_owes_nothing() -> None:
+    """Jobs that will never run are not waited for; the one that runs is."""
+    writer, go_on = StoreWriter(100), threading.Event()
+    ran: list[int] = []
+
+    def job(number: int) -> None:
+        go_on.wait(60)
+        ran.append(number)
+
+    for number in range(4):
+        assert writer.put(1, partial(job, number))
+    assert not writer.close(0.05)
+    assert not writer.flush(0.05)
+    go_on.set()
+    assert writer.flush(60)
+    assert ran == [0]
+    assert not writer.put(1, partial(job, 4))
