@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.models.hf.tokenizer import folder_tokenizer
 from penstock.models.opened import open_model
-from penstock.models.text.detokenize import StreamDecoder
-from penstock.models.text.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import StreamDecoder, Tokenizer
 from tests.models.test_tokenizer import TEXTS, byte_level_backend, save_folder, sentence_piece_backend
 
 

@@ -20,8 +20,7 @@ from penstock.engine.reuse import Prefix
 from penstock.engine.sampler import Sampler, StopMatcher, token_logprobs
 from penstock.engine.sampling import Choice
 from penstock.engine.status import Outcome, RequestStatus, RequestSummary
-from penstock.models.text.detokenize import StreamDecoder
-from penstock.models.text.tokenizer import Tokenizer
+from penstock.models.text.tokenizer import StreamDecoder, Tokenizer
 from penstock.plan.batch_scheduler import RequestView
 from penstock.plan.progress import PrefillClock, Progress
 from penstock.plan.step import RequestId
