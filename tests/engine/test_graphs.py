@@ -1,8 +1,9 @@
 """Decodes that are recorded, on a processor: what a graph is told of a pass. Triton's interpreter runs the kernels,
 and a graph that runs again is the same code again, on the same tensors."""
 
-from collections.abc import Callable, Iterator
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -74,12 +75,12 @@ def recorded(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     return made
 
 
-def launched(model: Decoder) -> list[RecordingJob]:
+def launched(model: Decoder, wishes: Sequence[Wish] = WISHES) -> list[RecordingJob]:
     """Without graphs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "recorded", None)
         patch.setattr(model.kernels, "can_capture", False)
-        return serve(model, WISHES, SCHEDULE)
+        return serve(model, wishes, SCHEDULE)
 
 
 @pytest.mark.parametrize("looks_ahead", [False, True])
@@ -107,3 +108,53 @@ def test_a_pass_that_was_prepared_is_staged_once(
     # One token comes with the prompt. The pass after the last one was made ready, too, and never came.
     assert sum(graph.num_runs for graph in recorded) == 4
     assert len({id(batch) for batch in staged}) == len(staged) == 5
+
+
+class ReplayedPiece:
+    """Stands for a graph of a piece: runs it again from what the piece before left, and leaves what it gives where
+    the first run left it."""
+
+    def __init__(self, work: Callable[..., Any], pending: list[Any]) -> None:
+        self._work, self._pending = work, pending
+        self.given = self._again()
+        self.num_runs = 0
+
+    def _again(self) -> Any:
+        return self._work(list(self._pending)) if self._pending else self._work()
+
+    def replay(self) -> None:
+        self.num_runs += 1
+        given = self._again()
+        for kept, new in zip((self.given.x, *self.given.rows), (given.x, *given.rows), strict=True):
+            kept.copy_(new)
+
+
+class PieceRecorder:
+    made: ClassVar[list[ReplayedPiece]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        pass
+
+    def record(self, work: Any) -> tuple[ReplayedPiece, Any]:
+        is_next = isinstance(work, partial)
+        pending = work.args[0] if is_next else []
+        piece = ReplayedPiece(work.func if is_next else work, list(pending))
+        pending.clear()
+        self.made.append(piece)
+        return piece, piece.given
+
+
+def test_chunks_in_recorded_pieces_are_launched_ones(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batching, "canon_of", lambda model: RowLaw(TILE))
+    monkeypatch.setattr(graphs, "Recorder", PieceRecorder)
+    monkeypatch.setattr(graphs, "is_decode", lambda batch: False)
+    monkeypatch.setattr(PieceRecorder, "made", [])
+    wishes = [Wish(tuple(random_prompt(61 + 4 * 64, seed=4)), 2)]
+    theirs = launched(model, wishes)
+    monkeypatch.setattr(model, "recorded", graphs.PassGraphs(model))
+    for job, other in zip(serve(model, wishes, SCHEDULE), theirs, strict=True):
+        assert job.generated == other.generated
+        for one, another in zip(job.logits, other.logits, strict=True):
+            torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-5)
+    # The first chunk of a length is launched; the four that follow it, padding included, run as pieces, one a layer.
+    assert [piece.num_runs for piece in PieceRecorder.made] == [4] * len(model.layers)
