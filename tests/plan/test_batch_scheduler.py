@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -658,3 +658,73 @@ def test_the_spans_of_a_request_follow_on_each_other(prompts: list[int], grid: i
         assert spans[0][0] == 0
         assert spans[-1][1] == num_prompt
         assert all(before[1] == after[0] for before, after in pairwise(spans))
+
+
+def test_a_prompt_that_is_in_the_cache_already_goes_on_from_there() -> None:
+    subject = scheduler()
+    subject.add("a", 300, 2)
+    subject.add("b", 1, 1)
+    for num_run in (-1, 300, 301):
+        with pytest.raises(ValueError, match="accepted is 0 to 299"):
+            subject.advance("a", num_run)
+    subject.advance("a", 130)
+    assert (subject.view("a").num_run, subject.num_free_blocks) == (130, AMPLE.num_blocks - 3)
+    with pytest.raises(ValueError, match="accepted is 130 to 299"):
+        subject.advance("a", 129)
+    subject.advance("a", 130)
+    subject.advance("b", 0)
+    subject.advance("a", 299)
+    assert ranges(step(subject, ["b"])) == {"a": (299, 300), "b": (0, 1)}
+
+
+def test_held_prompts_sit_a_step_out() -> None:
+    subject = scheduler()
+    subject.add("a", 300, 2)
+    subject.add("b", 300, 2)
+    assert subject.schedule(held=()) is None  # nobody was admitted
+    subject.admit()
+    assert subject.schedule(held={"a", "b"}) is None
+    plan = subject.schedule(held={"a"})
+    assert plan is not None
+    assert ranges(plan) == {"b": (0, 300)}
+    subject.commit(plan)
+    plan = subject.schedule(held={"b"})  # whose decode is no prompt
+    assert plan is not None
+    assert ranges(plan) == {"a": (0, 300), "b": (300, 301)}
+
+
+def test_alone_a_request_has_all_blocks_that_there_are() -> None:
+    """To the prompt's end, on the grid or not; else back to the grid."""
+    for num_blocks, end in ((5, 80), (6, 80)):
+        subject = scheduler(CacheLimits(num_blocks, 16, True), chunk_size=128, grid=64)
+        subject.add("a", 80, 1)
+        subject.admit()
+        plan = subject.schedule(only="a")
+        assert plan is not None
+        assert ranges(plan) == {"a": (0, end)}
+
+
+class SharedBlocks:
+    """Ten blocks, of which each request that waits would share three; what is given up is counted by its blocks."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, int]] = []
+
+    def num_free(self, kept: Mapping[str, int]) -> int:
+        self.asked.append(dict(kept))
+        return 4
+
+    def num_shared(self, request_id: str) -> int:
+        return 3
+
+
+def test_blocks_that_are_shared_take_no_room() -> None:
+    ledger = SharedBlocks()
+    subject = BatchScheduler(ScheduleConfig(), CacheLimits(10, 64, True), ledger=ledger)
+    subject.add("a", 100, 1)  # 2 blocks of the 4
+    subject.add("b", 64 * 5, 1)  # 5 blocks, 3 of them shared
+    subject.add("c", 64 * 4, 1)  # which would need one more
+    subject.admit()
+    assert [subject.view(name).phase for name in "abc"] == ["prompt", "prompt", "waiting"]
+    assert subject.num_free_blocks == 4
+    assert set(map(str, ledger.asked)) == {"{}"}
