@@ -1,5 +1,6 @@
 """transformers' model, filled from a file by Penstock, is the one that was saved."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from penstock.errors import ModelError
-from penstock.measure.transformers_model import load_transformers
+from penstock.measure.transformers_model import load_transformers, transformers_config
 from penstock.models.hf.folder import HfFolder
 from tests.models.hybrids import (
     CLASSES,
@@ -87,3 +88,10 @@ def test_a_form_that_transformers_has_no_parameters_for_is_an_error(tmp_path: Pa
     rewrite_weights(tmp_path, split)
     with pytest.raises(ModelError, match=r"in_proj_ba\.weight"):
         load_transformers(HfFolder(tmp_path), torch.float32)
+
+
+def test_a_family_that_transformers_does_not_know_is_an_error(tmp_path: Path) -> None:
+    hybrid_model("qwen3_moe").save_pretrained(tmp_path)
+    config = replace(HfFolder(tmp_path).config, family="toy")
+    with pytest.raises(ModelError, match="'toy'"):
+        transformers_config(config)

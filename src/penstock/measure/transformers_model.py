@@ -81,7 +81,12 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
             "linear_value_head_dim": net.value_head_dim,
             "linear_conv_kernel_dim": net.conv_kernel,
         }
-    return AutoConfig.for_model(config.family, **settings)
+    try:
+        return AutoConfig.for_model(config.family, **settings)
+    except ValueError as error:
+        raise ModelError(
+            f"transformers has no model of the family {config.family!r}, so there is nothing to compare with"
+        ) from error
 
 
 def _load(source: WeightSource, present: Collection[str], name: str, out: torch.Tensor) -> None:
