@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -112,12 +113,17 @@ def _draw(suite: Suite, results: Results, path: Path) -> None:
 def _parser(name: str, suite: Suite) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=suite.about)
     add = parser.add_argument
-    if suite.needs_model:
-        model = "smollm2, a folder, a GGUF file or a Hugging Face name (%(default)s)"
-        add("--model", default=DEFAULT_MODEL, help=model)
-        add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="(%(default)s)")
-        add("--device", metavar="NAME", help="auto, cpu, cuda, cuda:1, mps (PENSTOCK_DEVICE, else auto)")
-        add("--threads", type=count, metavar="N", help="threads to compute with (torch's own choice)")
+    common: dict[str, dict[str, Any]] = {
+        "model": {
+            "default": DEFAULT_MODEL,
+            "help": "smollm2, a folder, a GGUF file or a Hugging Face name (%(default)s)",
+        },
+        "dtype": {"choices": ("bfloat16", "float32"), "default": "bfloat16", "help": "(%(default)s)"},
+        "device": {"metavar": "NAME", "help": "auto, cpu, cuda, cuda:1, mps (PENSTOCK_DEVICE, else auto)"},
+        "threads": {"type": count, "metavar": "N", "help": "threads to compute with (torch's own choice)"},
+    }
+    for option in suite.takes:
+        add(f"--{option}", **common[option])
     suite.add_options(parser)
     add("--repeats", type=count, metavar="N", help=suite.repeats)
     add("--check", action="store_true", help="exit with 1 where a bar is missed or was not measured")

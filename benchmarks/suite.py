@@ -18,7 +18,12 @@ class Suite:
     bars: Callable[[Results], list[Bar]]
     draw: Callable[[Results, Path], None] | None = None
     repeats: str = "rounds"  # what --repeats counts
-    needs_model: bool = True  # it has --model, --dtype, --device and --threads
+    takes: tuple[str, ...] = (
+        "model",
+        "dtype",
+        "device",
+        "threads",
+    )  # of the options that several suites have
 
 
 def count(text: str) -> int:

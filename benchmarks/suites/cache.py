@@ -345,7 +345,7 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str | None
 def _draw(results: Results, path: Path) -> None:
     series: dict[str, dict[str, Spread]] = {}
     for figure in results.of(FIRST_TOKEN):
-        series[figure.system] = {"": figure.spread}
+        series[figure.system + " (noisy)" * figure.is_noisy] = {"": figure.spread}
     tokens = results.settings["workload"]["prompt_tokens"]
     title = title_of(results, f"A prompt of {tokens:,} tokens, the first time and again")
     draw(path, title, [Panel("Time to the first token, model loading aside", "s", series, "", is_log=True)])

@@ -122,4 +122,5 @@ DECODE = Suite(
     _measure,
     _bars,
     repeats="steps of each, as --steps",
+    takes=("model", "device", "threads"),
 )

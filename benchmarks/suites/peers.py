@@ -507,4 +507,5 @@ PEERS = Suite(
     _bars,
     _draw,
     repeats="rounds (5; quick: 3)",
+    takes=("model", "dtype", "threads"),
 )

@@ -11,10 +11,9 @@ from benchmarks.harness import RATIOS, Bar, Bench, Figure, Results, bar_of, rota
 from benchmarks.models import Subject, random_subject, text_subject
 from benchmarks.show import Panel, draw, title_of
 from benchmarks.suite import Suite, add_numbers, counts
-from benchmarks.systems import Answer, Spec, System, ask, growth_of, load_systems
+from benchmarks.systems import Answer, Spec, ask, growth_of, load_systems
 from penstock.errors import SettingError
 from penstock.measure.growth import METHOD, WARM_UP_TOKENS, can_measure_growth
-from penstock.models.hub import DEFAULT_MODEL
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 
 PREFILLING, DECODING, ACTIVATIONS, CACHED = "prefill", "decode", "activation memory", "cached for the prompt"
@@ -99,6 +98,67 @@ def _add_options(parser: argparse.ArgumentParser, kind: Kind) -> None:
     which.add_argument("--only-memory", action="store_true", help="memory growth only")
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What is asked for, and of whom."""
+
+    kind: Kind
+    options: argparse.Namespace
+    bench: Bench
+    subject: Subject
+    prompt: Sequence[int]  # as long as the longest
+
+    def time(self, lengths: Sequence[int]) -> None:
+        """Every length in rounds, in which systems take turns."""
+        options, chunk = self.options, self.options.chunk
+        decoding = {Spec("Penstock", chunk), Spec("transformers", 0)}
+        systems = load_systems(self.kind.systems(chunk), self.subject.path, options.dtype)
+        for spec, system in systems.items():
+            length = min(_SLOW_WARM_UP_PROMPT if spec.chunk == 1 else _WARM_UP_PROMPT, *lengths)
+            for _ in range(2):
+                ask(system, self.prompt[:length], 5 if spec in decoding else 1)
+        self.bench.say("loaded and warmed up")
+        for length in lengths:
+            is_short = options.full or length < _LONG_TOKENS
+            specs = [spec for spec in systems if is_short or spec in {*decoding, Spec("transformers", chunk)}]
+            usual = _REPEATS if is_short else _LONG_REPEATS
+            counted = {
+                each: options.repeats or (_LONG_REPEATS if each.chunk == 1 else usual) for each in specs
+            }
+            answers: dict[Spec, list[Answer]] = {spec: [] for spec in specs}
+            for index, spec in take_turns(rotated(specs, max(counted.values())), counted.__getitem__):
+                # How fast a system decodes does not depend on how it read, so one of each engine does.
+                num_tokens = 1 + (options.decode_tokens if spec in decoding else 0)
+                answers[spec].append(ask(systems[spec], self.prompt[:length], num_tokens))
+                self._add(index, length, spec, answers[spec][-1])
+            _judge_answers(self.bench.results, length, answers, chunk)
+
+    def _add(self, index: int, length: int, spec: Spec, answer: Answer) -> None:
+        speeds = {PREFILLING: length / answer.first_token_s, DECODING: answer.decode_tokens_per_s}
+        add, name = self.bench.results.add, f"{length:,} tokens"
+        for section, speed in speeds.items():
+            if speed is not None:
+                add(section, name, "tokens/s", speed, system=spec.label, round_index=index)
+        then = "" if speeds[DECODING] is None else f", then {speeds[DECODING]:.1f} tokens/s"
+        self.bench.say(f"{name}, round {index + 1}: {spec.label}: {answer.first_token_s:.2f} s{then}")
+
+    def measure_memory(self, lengths: Sequence[int]) -> None:
+        """Penstock's, which has a bar, several times, the others' once."""
+        specs, path, dtype = self.kind.measured(self.options.chunk), self.subject.path, self.options.dtype
+        # What is measured once per machine and kept is then there for all processes alike.
+        growth_of(specs[0], path, dtype, self.prompt[:WARM_UP_TOKENS])
+        for length in lengths:
+            name = f"{length:,} tokens"
+            for spec in specs:
+                for _ in range(self.options.memory_repeats if spec.is_ours else 1):
+                    grown = growth_of(spec, path, dtype, self.prompt[:length])
+                    self.bench.results.add(ACTIVATIONS, name, "MiB", grown.activation_mib, system=spec.label)
+                    self.bench.say(
+                        f"{name}, memory: {spec.label}: {grown.activation_mib:.1f} MiB and the cache"
+                    )
+                self.bench.results.add(CACHED, name, "MiB", grown.cache_bytes / 2**20, system=spec.label)
+
+
 def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
     lengths, memory_lengths = (options.lengths or each for each in (kind.lengths, kind.memory_lengths))
     with_memory = not options.skip_memory and can_measure_growth()
@@ -106,10 +166,6 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
         raise SettingError("--only-memory needs Linux's /proc/self/status and /proc/self/clear_refs")
     if not with_memory and not options.skip_memory:
         bench.results.notes.append("memory growth is not measured: it needs Linux's /proc")
-    if kind is DELTA_NETS and options.model != DEFAULT_MODEL:
-        raise SettingError(
-            f"--model {options.model} contradicts hybrid, which makes its own model: leave one of them out"
-        )
     subject = random_subject(bench.say) if kind is DELTA_NETS else text_subject(options.model)
     longest = max(*lengths, *memory_lengths)
     subject.require_room(longest, options.decode_tokens + 1, "shorter --lengths or fewer --decode-tokens")
@@ -122,64 +178,12 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
         "decode_tokens": options.decode_tokens,
         **({"method": f"memory: {METHOD}"} if with_memory else {}),
     }
-    prompt = subject.prompt(longest)
+    work = _Work(kind, options, bench, subject, subject.prompt(longest))
     if not options.only_memory:
-        _time(options, bench, kind, subject, lengths, prompt)
+        work.time(lengths)
     if with_memory:
-        _measure_memory(options, bench, kind, subject, memory_lengths, prompt)
-    _compare(bench.results, kind, options.chunk)
-
-
-def _time(
-    options: argparse.Namespace,
-    bench: Bench,
-    kind: Kind,
-    subject: Subject,
-    lengths: Sequence[int],
-    prompt: Sequence[int],
-) -> None:
-    """Every length in rounds, in which systems take turns."""
-    chunk, decoding = options.chunk, {Spec("Penstock", options.chunk), Spec("transformers", 0)}
-    compared = {Spec("Penstock", chunk), Spec("transformers", 0), Spec("transformers", chunk)}
-    systems = load_systems(kind.systems(chunk), subject.path, options.dtype)
-    for spec, system in systems.items():
-        length = min(_SLOW_WARM_UP_PROMPT if spec.chunk == 1 else _WARM_UP_PROMPT, *lengths)
-        for _ in range(2):
-            ask(system, prompt[:length], 5 if spec in decoding else 1)
-    bench.say("loaded and warmed up")
-    for length in lengths:
-        is_short = options.full or length < _LONG_TOKENS
-        specs = [spec for spec in systems if is_short or spec in compared]
-        usual = _REPEATS if is_short else _LONG_REPEATS
-        counted = {spec: options.repeats or (_LONG_REPEATS if spec.chunk == 1 else usual) for spec in specs}
-        answers: dict[Spec, list[Answer]] = {spec: [] for spec in specs}
-        for index, spec in take_turns(rotated(specs, max(counted.values())), counted.__getitem__):
-            answer = _turn(bench, index, length, spec, systems[spec], prompt, options, spec in decoding)
-            answers[spec].append(answer)
-        _judge_answers(bench.results, length, answers, chunk)
-
-
-def _turn(
-    bench: Bench,
-    index: int,
-    length: int,
-    spec: Spec,
-    system: System,
-    prompt: Sequence[int],
-    options: argparse.Namespace,
-    decodes: bool,
-) -> Answer:
-    """One turn of one system. How fast it decodes does not depend on how it read, so one of each engine does."""
-    answer = ask(system, prompt[:length], 1 + (options.decode_tokens if decodes else 0))
-    speeds = {PREFILLING: length / answer.first_token_s, DECODING: answer.decode_tokens_per_s}
-    for section, speed in speeds.items():
-        if speed is not None:
-            bench.results.add(
-                section, f"{length:,} tokens", "tokens/s", speed, system=spec.label, round_index=index
-            )
-    then = "" if speeds[DECODING] is None else f", then {speeds[DECODING]:.1f} tokens/s"
-    bench.say(f"{length:,} tokens, round {index + 1}: {spec.label}: {answer.first_token_s:.2f} s{then}")
-    return answer
+        work.measure_memory(memory_lengths)
+    _compare(bench.results, options.chunk)
 
 
 def _judge_answers(
@@ -203,29 +207,7 @@ def _judge_answers(
     )
 
 
-def _measure_memory(
-    options: argparse.Namespace,
-    bench: Bench,
-    kind: Kind,
-    subject: Subject,
-    lengths: Sequence[int],
-    prompt: Sequence[int],
-) -> None:
-    """Penstock's, which has a bar, several times, the others' once."""
-    specs = kind.measured(options.chunk)
-    # What is measured once per machine and kept is then there for all processes alike.
-    growth_of(specs[0], subject.path, options.dtype, prompt[:WARM_UP_TOKENS])
-    for length in lengths:
-        for spec in specs:
-            for _ in range(options.memory_repeats if spec.is_ours else 1):
-                grown = growth_of(spec, subject.path, options.dtype, prompt[:length])
-                name = f"{length:,} tokens"
-                bench.results.add(ACTIVATIONS, name, "MiB", grown.activation_mib, system=spec.label)
-                bench.say(f"{name}, memory: {spec.label}: {grown.activation_mib:.1f} MiB and the cache")
-            bench.results.add(CACHED, name, "MiB", grown.cache_bytes / 2**20, system=spec.label)
-
-
-def _compare(results: Results, kind: Kind, chunk: int) -> None:
+def _compare(results: Results, chunk: int) -> None:
     """All ratios of the systems that ran, round by round."""
     ours = Spec("Penstock", chunk).label
     pairs = {
@@ -289,6 +271,9 @@ def _suite(kind: Kind, about: str) -> Suite:
         bars=partial(_bars, kind=kind),
         draw=_draw,
         repeats="rounds at every length (5; 3 for long prompts and token by token)",
+        takes=("dtype", "device", "threads")
+        if kind is DELTA_NETS
+        else ("model", "dtype", "device", "threads"),
     )
 
 

@@ -87,4 +87,5 @@ START = Suite(
     _measure,
     _bars,
     repeats="processes of each (5)",
+    takes=("model",),
 )

@@ -281,5 +281,5 @@ GPU = Suite(
     bars,
     picture,
     repeats="passes of every prompt (5)",
-    needs_model=False,
+    takes=(),
 )
