@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.cache.space import CacheSpace
 from penstock.cache.tensors import CacheTensors
 from penstock.engine.step import build_batch
 from penstock.errors import SettingError
@@ -123,6 +124,29 @@ def test_stages_of_the_reference_kernels(family: str, cuts: tuple[int, ...]) -> 
     check_chain(
         whole, [load(family, kernels, torch.bfloat16, range(*cut), **settings) for cut in pairwise(cuts)]
     )
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "qwen3_5_text"])
+def test_chunks_beside_decodes(family: str) -> None:
+    """A step of two requests, of which one decodes: only its row has logits."""
+    kernels, settings = select_kernels(CPU), {} if family == "qwen3_5_text" else DENSE
+    whole = load(family, kernels, torch.bfloat16, **settings)
+    stages = [load(family, kernels, torch.bfloat16, range(*cut), **settings) for cut in pairwise(CUTS[0])]
+    space = CacheSpace.for_tokens(whole, 320, num_slots=6)
+    decoding, reading = (Tape(whole, random_prompt(length, seed=length), space=space) for length in (70, 200))
+    chain, canon = Chain(stages, decoding), canon_of(whole)
+    decoding.tokens.append(7)
+    steps = [[(decoding, Span(0, 70), True)], [(reading, Span(0, 64), True), (decoding, Span(70, 71), False)]]
+    for step in steps:
+        items = [tape.reserve(span, is_prompt=is_prompt) for tape, span, is_prompt in step]
+        batch = build_batch(items, canon=canon)
+        ours, theirs = chain.forward(batch), whole.forward(batch, space.tensors)
+        for tape, span, _ in step:
+            tape.cache.commit(span.end)
+            assert_all_equal(chain.cached(tape), [*tape.keys_and_values(), *tape.states()])
+        assert ours is not None
+        assert theirs is not None
+        assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("strict", [False, True])
