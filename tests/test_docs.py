@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from penstock.engine.status import CacheStatus, ServiceStatus
 from penstock.frontends.cli import app
+from penstock.frontends.server.bodies import ChatBody, CompletionBody
+from penstock.frontends.server.metrics import Telemetry
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 # Packages are named by their folders.
 UNNAMED = {"__init__.py", "__main__.py", "py.typed"}
-# Figures of commands, of which there are some that need no option.
 COMMANDS = {"generate", "serve", "plan", "tune", "verify", "pull", "cache"}
 
 
@@ -63,9 +65,9 @@ def test_named_files_exist(page: Path) -> None:
     """Paths in backquotes, in the repository or in the package."""
     if page.name == "CHANGELOG.md":
         return  # which has old names
-    for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|cpp|md|toml))`", page.read_text()):
-        roots = (REPOSITORY, REPOSITORY / "src", REPOSITORY / "src" / "penstock", REPOSITORY / "docs")
-        assert any((root / name).exists() for root in roots), name
+    names = re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|cpp|md|json|toml))`", page.read_text())
+    roots = (REPOSITORY, REPOSITORY / "src", REPOSITORY / "src" / "penstock", REPOSITORY / "docs")
+    assert not [name for name in names if not any((root / name).exists() for root in roots)]
 
 
 @pytest.fixture(scope="module")
@@ -89,6 +91,15 @@ def test_commands_have_the_options_that_are_shown(page: Path, options: dict[str,
         if command in COMMANDS:
             shown = set(re.findall(r"(?<!\S)\[?(--[a-z][a-z0-9-]+)", rest)) - {"--help"}
             assert shown <= options[command], f"{command}: {shown - options[command]}"
+
+
+def test_every_parameter_and_metric_of_the_server_is_told() -> None:
+    text = (REPOSITORY / "docs" / "serving.md").read_text()
+    names = set(re.findall(r"[a-z0-9_]+", text))
+    assert set(ChatBody.model_fields) | set(CompletionBody.model_fields) <= names
+    idle = ServiceStatus((), (), CacheStatus(0, 8, 64, 0, 0), 0, 0, 1.0)
+    metrics = re.findall(r"^# TYPE penstock_(\w+)", Telemetry().render(idle).decode(), re.MULTILINE)
+    assert {name for name in metrics if not name.endswith("_created")} <= names
 
 
 def test_the_readme_is_short() -> None:
