@@ -105,6 +105,18 @@ def test_a_prompt_that_is_read_tells_how_far_it_is() -> None:
     assert made.progress.num_chunks == 2
 
 
+def test_chunks_to_come_are_taken_to_be_as_long_as_the_last() -> None:
+    made = job()
+    made.start(0.0)
+    made.read(chunk(0, 10), None, 1.0)
+    assert made.progress.num_chunks == 1 + 9
+    made.read(chunk(10, 40), None, 3.0)
+    assert made.progress.num_chunks == 2 + 2
+    cached = job()
+    cached.skip(100)
+    assert cached.progress.num_chunks == 0
+
+
 def test_cuts_on_the_grid_are_told_from_others() -> None:
     made = job(150)
     made.read(chunk(0, 128), None, 1.0)
@@ -123,6 +135,7 @@ def test_an_answer_ends_with_its_last_token_or_the_models_end() -> None:
     assert [made.goes_on(token) for token in (5, 7)] == [True, False]
     _, reason = made.take(Choice(5, None), 15.0)
     assert (reason, made.num_generated, made.gap_s(15.5)) == (None, 1, 0.5)
+    assert made.goes_on(5)
     assert made.take(Choice(6, None), 16.0)[1] is None
     assert not made.goes_on(5)  # the third would be the last
     assert made.take(Choice(5, None), 18.0)[1] == "length"
