@@ -365,6 +365,15 @@ def test_clear_forgets_everything_and_takes_nothing_from_who_holds_it() -> None:
     engine.need(8)
 
 
+def test_the_order_of_eviction_is_not_made_anew_at_every_use() -> None:
+    engine = Engine(4)
+    engine.leave("a")
+    for _ in range(10):
+        engine.index.find(keys_of("a"))
+    assert len(engine.index._order) == 11
+    engine.check()
+
+
 def test_the_order_of_eviction_does_not_grow_with_use() -> None:
     engine = Engine(8)
     engine.leave("abcd")

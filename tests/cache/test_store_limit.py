@@ -360,3 +360,11 @@ def test_a_models_folder_has_32_digits_of_its_fingerprint(tmp_path: Path) -> Non
     store = open_store(tmp_path, fingerprint=bytes(range(32)))
     store.close()
     assert [folder.name for folder in tmp_path.iterdir()] == [bytes(range(16)).hex()]
+
+
+def test_a_link_is_no_models_folder(tmp_path: Path) -> None:
+    elsewhere = put(tmp_path / "elsewhere", 0, 1).parent
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / ("cd" * 16)).symlink_to(elsewhere)
+    assert scan(folder) == []
