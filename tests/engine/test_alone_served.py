@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock import LLM, JsonFormat, SamplingParams
 from penstock.engine.events import Finished, GenerationRequest, TokenGenerated
-from penstock.engine.results import TokenLogprobs
+from penstock.engine.sampler import TokenLogprobs
 from penstock.engine.service import Service, ServiceConfig
 from tests.byte_models import model_of_bytes
 from tests.engine.listening import Listening

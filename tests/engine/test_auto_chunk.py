@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.events import Finished, GenerationRequest, TokenGenerated
+from penstock.engine.events import ChunkRecord, Finished, GenerationRequest, TokenGenerated
 from penstock.engine.llm import LLM
 from penstock.engine.profile import TuneProfile, profile_key, save_profile
-from penstock.engine.results import ChunkRecord
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import PromptError, SettingError
 from penstock.plan import ScheduleConfig, SchedulePolicy, StepShape, StepTimeCoefficients

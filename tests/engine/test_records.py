@@ -5,9 +5,15 @@ from typing import Any, cast
 import pytest
 
 from penstock.engine import batcher, constraint, fingerprint, llm, profile, reuse, sampler, schema_limits
-from penstock.engine.events import GenerationRequest, PromptProgress
+from penstock.engine.events import (
+    ChunkRecord,
+    GenerationRequest,
+    PromptProgress,
+    Usage,
+    auto_reason,
+    usual_size,
+)
 from penstock.engine.job import Job
-from penstock.engine.results import ChunkRecord, Usage, auto_reason, usual_size
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.sampling import Choice
 from penstock.engine.status import (

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from penstock.engine.results import ChunkRecord, auto_reason, usual_size
+from penstock.engine.events import ChunkRecord, auto_reason, usual_size
 from penstock.frontends.display import explain_lines
 from tests.frontends.conftest import Generate
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from penstock.engine.results import Generation, MemoryReport, PrefillReport, Timings, Usage
+from penstock.engine.events import Generation, MemoryReport, PrefillReport, Timings, Usage
 from penstock.frontends.display import (
     LineDisplay,
     TerminalDisplay,

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, BlockPool
 from penstock.cache.space import CacheSpace
-from penstock.engine.events import Event, Failed
+from penstock.engine.events import ChunkRecord, Event, Failed, FinishReason
 from penstock.engine.job import Job
-from penstock.engine.results import ChunkRecord, FinishReason
 from penstock.engine.reuse import Prefix, Reuse
 from penstock.engine.sampling import Choice
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord

@@ -8,14 +8,16 @@ from torch import Tensor
 from penstock.cache import SequenceCache
 from penstock.engine.constraint import TokenConstraint
 from penstock.engine.events import (
+    ChunkRecord,
     Event,
     Finished,
+    FinishReason,
     GenerationRequest,
     Listener,
     PromptProgress,
     TokenGenerated,
+    Usage,
 )
-from penstock.engine.results import ChunkRecord, FinishReason, Usage
 from penstock.engine.reuse import Prefix
 from penstock.engine.sampler import Sampler, StopMatcher, token_logprobs
 from penstock.engine.sampling import Choice

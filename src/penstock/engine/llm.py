@@ -16,11 +16,10 @@ import torch
 from penstock.cache.store.block_store import BlockStore
 from penstock.engine.cache_choice import RequestSpaces
 from penstock.engine.constraint import ConstraintFactory
-from penstock.engine.events import GenerationRequest, JsonFormat
+from penstock.engine.events import Generation, GenerationRequest, JsonFormat
 from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.graphs import record_passes
 from penstock.engine.profile import load_profile
-from penstock.engine.results import Generation
 from penstock.engine.run import ProgressCallback, Run, TextStream
 from penstock.engine.sampler import SamplingParams
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory

@@ -13,22 +13,26 @@ from penstock.cache import SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.batcher import Batcher
 from penstock.engine.constraint import TokenConstraint
-from penstock.engine.events import Event, Failed, Finished, GenerationRequest, PromptProgress, TokenGenerated
-from penstock.engine.job import Job
-from penstock.engine.results import (
+from penstock.engine.events import (
     ChunkRecord,
+    Event,
+    Failed,
+    Finished,
     FinishReason,
     Generation,
+    GenerationRequest,
     MemoryReport,
     PrefillReport,
+    PromptProgress,
     Timings,
-    TokenLogprobs,
+    TokenGenerated,
     Usage,
     auto_reason,
     usual_size,
 )
+from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse
-from penstock.engine.sampler import SamplingParams
+from penstock.engine.sampler import SamplingParams, TokenLogprobs
 from penstock.errors import PenstockError, SettingError
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder

@@ -8,7 +8,6 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from penstock.engine.results import RankedToken, TokenLogprobs
 from penstock.errors import ModelError, SettingError
 
 # Below this, logits over temperature would leave the range of float32.
@@ -208,6 +207,23 @@ class _Counts:
         self._counts.index_add_(0, new, torch.ones_like(new))
         self._num_counted = len(tokens)
         return self._counts
+
+
+@dataclass(frozen=True, slots=True)
+class RankedToken:
+    """A token that could have been chosen."""
+
+    token: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """The natural logarithm of the probability that the model gave the chosen token, before any temperature, penalty
+    or constraint, and the most likely tokens, the likeliest first."""
+
+    logprob: float
+    most_likely: tuple[RankedToken, ...]
 
 
 def token_logprobs(logits: Tensor, token: int, num_most_likely: int) -> TokenLogprobs:

@@ -8,8 +8,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from penstock.engine.results import TokenLogprobs
-from penstock.engine.sampler import Sampler, require_finite
+from penstock.engine.sampler import Sampler, TokenLogprobs, require_finite
 from penstock.kernels.device import device_kind
 
 # How a row is chosen from: its largest logit, a draw from all tokens or from the likeliest, or one row at a time, on

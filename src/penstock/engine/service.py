@@ -15,10 +15,9 @@ from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.batcher import Batcher, Notice
 from penstock.engine.capacity import cache_tokens_that_fit, measured_step_bytes
-from penstock.engine.events import Event, Failed, Finished, GenerationRequest, Listener
+from penstock.engine.events import ChunkRecord, Event, Failed, Finished, GenerationRequest, Listener
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
-from penstock.engine.results import ChunkRecord
 from penstock.engine.reuse import MAX_SNAPSHOTS, Prefix, Reuse
 from penstock.engine.status import Observer, ServiceStatus
 from penstock.errors import (

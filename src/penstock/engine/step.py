@@ -11,9 +11,9 @@ from torch import Tensor
 
 from penstock.cache import Extent, SequenceBlocks, StateStep, TokenRange
 from penstock.cache.space import CacheSpace
+from penstock.engine.events import ChunkRecord
 from penstock.engine.graphs import record_passes
 from penstock.engine.job import Job
-from penstock.engine.results import ChunkRecord
 from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.status import SpanRecord, StepRecord
 from penstock.errors import is_out_of_memory

@@ -18,8 +18,8 @@ from penstock.frontends.exits import OutputError
 from penstock.models.reading import shortened
 
 if TYPE_CHECKING:
+    from penstock.engine.events import Generation
     from penstock.engine.llm import LLM
-    from penstock.engine.results import Generation
     from penstock.plan import EngineSettings
     from penstock.plan.progress import Progress
 

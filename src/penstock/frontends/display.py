@@ -19,8 +19,8 @@ from penstock.plan.progress import Progress
 from penstock.tables import make_table, table_lines
 
 if TYPE_CHECKING:  # torch comes with these, and a message on the screen should not wait for that
+    from penstock.engine.events import ChunkRecord, Generation
     from penstock.engine.llm import LLM
-    from penstock.engine.results import ChunkRecord, Generation
 
 Report = Callable[[int, int], None]
 

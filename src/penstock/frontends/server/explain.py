@@ -10,7 +10,7 @@ from fastapi import APIRouter, Response
 
 from penstock import __version__
 from penstock.engine.batcher import ENDED_EXPLAINED
-from penstock.engine.results import ChunkRecord
+from penstock.engine.events import ChunkRecord
 from penstock.engine.service import Service
 from penstock.engine.status import RequestStatus
 from penstock.frontends.display import device_line

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from penstock import __version__
 from penstock.engine.events import Failed, Finished, PromptProgress, TokenGenerated
-from penstock.engine.results import RankedToken
+from penstock.engine.sampler import RankedToken
 from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
 from penstock.frontends.server.errors import ApiError, as_failure, cancelled, internal
