@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LAYERS = ("plan", "cache", "kernels", "layers", "models", "engine", "bench")
+LAYERS = ("plan", "cache", "kernels", "layers", "models", "engine", "measure")
 ABSENT = ("gguf", "typer", "rich", "matplotlib", "fastapi")
 
 BLOCK = f"""
