@@ -289,6 +289,8 @@ def test_a_closed_store_keeps_and_finds_nothing(tmp_path: Path) -> None:
     assert store.flush(1)
     assert len(files_in(tmp_path)) == 1
     assert store.find(keys, 0, needs_state=False) is None
+    assert (store.is_usable, store.has_room(1)) == (False, False)
+    assert store.stats().num_dropped == 0  # nobody is told that a disk is slow
 
 
 def test_a_store_that_is_closed_while_somebody_looks_finds_nothing(tmp_path: Path) -> None:
