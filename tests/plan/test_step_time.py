@@ -330,3 +330,10 @@ def test_an_unknown_that_gains_next_to_nothing_stays_out() -> None:
     assert solve_non_negative(identity, [-3.0, 2e-12]) == [0.0, 2e-12]
     assert solve_non_negative(identity, [-3.0, 1e-12]) == [0.0, 0.0]
     assert solve_non_negative(identity, [-3.0, -4.0]) == [0.0, 0.0]
+
+
+def test_the_old_name_makes_the_same_model() -> None:
+    with pytest.warns(DeprecationWarning, match=r"is now StepTimeModel\(c\)"):
+        model = StepTimeModel.from_coefficients(CPU)
+    step = StepShape.of_chunk(512, 1000)
+    assert model.predict(step) == StepTimeModel(CPU).predict(step)

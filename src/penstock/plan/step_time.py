@@ -1,5 +1,6 @@
 """How long a step takes: a small model of its time, fitted to the steps that ran."""
 
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -90,6 +91,13 @@ class StepTimeModel:
         self._num_unfitted = 0
         self._is_surprised = False
         self._most_prompt_tokens = 0
+
+    @classmethod
+    def from_coefficients(cls, coefficients: StepTimeCoefficients) -> "StepTimeModel":
+        """What `StepTimeModel(coefficients)` was called."""
+        message = "StepTimeModel.from_coefficients(c) is now StepTimeModel(c)"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return cls(coefficients)
 
     @property
     def has_prior(self) -> bool:
