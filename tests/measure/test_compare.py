@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cache.kv import KV
 from penstock.measure.compare import (
     Comparison,
     Law,
@@ -57,9 +56,7 @@ def test_what_is_no_number_is_infinitely_far(value: float, sides: str) -> None:
     series = compare_logits(range(4), ours, theirs)
     assert series.largest_absolute == inf
     assert series.first_beyond(1e9) == 2
-    cache = compare_caches(
-        range(4), [KV(ours[..., None], theirs[..., None])], [KV(theirs[..., None], ours[..., None])]
-    )
+    cache = compare_caches(range(4), [ours, theirs], [theirs, ours])
     assert cache.first_beyond(1e9) is not None
 
 
@@ -74,14 +71,15 @@ def test_the_first_greedy_token_that_differs() -> None:
 
 
 def test_the_layer_and_the_token_where_caches_part() -> None:
-    def layers() -> list[KV]:
-        return [KV(logits(9, seed)[..., None], logits(9, seed + 5)[..., None]) for seed in range(3)]
+    def tensors() -> list[torch.Tensor]:
+        """Keys and values of three layers."""
+        return [logits(9, seed).view(9, 1, 37) for seed in range(6)]
 
-    ours = layers()
-    ours[2].keys[4] += 1
-    ours[1].values[6] += 1
-    ours[0].values[8] -= 1
-    cache = compare_caches(range(20, 29), ours, layers())
+    ours = tensors()
+    ours[4][4] += 1  # keys of the last layer
+    ours[3][6] += 1
+    ours[1][8] -= 1
+    cache = compare_caches(range(20, 29), ours, tensors())
     assert cache.first_different() == 24
     assert cache.first_layer == 2
     assert [not same for same in cache.is_same] == [index in (4, 6, 8) for index in range(9)]

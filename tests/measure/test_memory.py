@@ -17,7 +17,6 @@ from penstock.kernels.reference.kernels import TorchKernels
 from penstock.measure.growth import can_measure_growth
 from penstock.measure.memory import (
     MemoryCase,
-    MemoryChecks,
     MemoryJob,
     PredictedGrowth,
     measure_in_fresh_process,
@@ -90,7 +89,7 @@ def test_what_is_predicted_is_what_lives(family: str, dtype: torch.dtype, kind: 
         )
         for span in spans
     ]
-    activations = max(growth.activations.peak_bytes for growth in predicted) - SMALL_BYTES
+    activations = max(growth.activation_bytes for growth in predicted) - SMALL_BYTES
     # Without keys and values beside them; a bound on attention's work space does not look where chunks are cut.
     assert -0.05 <= activations / live.peak_bytes - 1 <= 0.2
 
@@ -120,7 +119,7 @@ def test_a_cache_that_is_taken_at_once_is_predicted_whole() -> None:
 
     per_token = 2 * 2 * 8 * 128 * 2
     assert predicted(True).kv_cache_bytes == 1024 * per_token
-    assert predicted(True).activations.peak_bytes >= predicted(False).activations.peak_bytes
+    assert predicted(True).activation_bytes >= predicted(False).activation_bytes
 
 
 def test_a_gpu_is_measured_by_its_allocator() -> None:
@@ -157,7 +156,21 @@ def test_growth_of_a_fresh_process(tmp_path: Path) -> None:
 
 
 def made_up(predicted: int) -> MemoryCase:
-    return MemoryCase("m", "bfloat16", "torch", 128, 640, 1000 << 20, predicted << 20, 1, 0, 1, "mlp", 1.0)
+    return MemoryCase(
+        model="m",
+        dtype="bfloat16",
+        kernels="torch",
+        device="cpu",
+        chunk=128,
+        prompt_tokens=640,
+        measured_bytes=1000 << 20,
+        predicted_bytes=predicted << 20,
+        kv_cache_bytes=1,
+        recurrent_bytes=0,
+        activation_bytes=1,
+        phase="mlp",
+        seconds=1.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,7 +195,7 @@ def test_a_missed_bar_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_every_family_at_every_chunk_and_at_long_prompts() -> None:
     for full in (False, True):
-        jobs = plan_jobs(MemoryChecks(full=full, device="cpu"))
+        jobs = plan_jobs(full=full, device="cpu")
         families = {job.model for job in jobs}
         assert families == set(FAMILIES) if full else families < set(FAMILIES)
         check_jobs(jobs)

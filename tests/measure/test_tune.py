@@ -68,10 +68,10 @@ def test_a_plan_fits_the_context_and_the_fit(context: int, speed: float, seconds
         assert step.decode_past + 1 < context
     assert max(plan.prompt_lengths) + 1 < context
     assert plan.memory_tokens < context
-    assert MIN_ROUNDS <= plan.step_rounds == plan.prompt_rounds <= MOST_ROUNDS
+    assert MIN_ROUNDS <= plan.rounds <= MOST_ROUNDS
     assert len(set(plan.steps)) == len(plan.steps) <= 64  # as many kinds as the fit tells apart
     assert list(plan.chunks) == sorted(set(plan.chunks))
-    if plan.step_rounds > MIN_ROUNDS:
+    if plan.rounds > MIN_ROUNDS:
         assert plan.num_tokens <= seconds * speed * 1.001
 
 
@@ -82,7 +82,7 @@ def test_more_time_is_never_used_for_fewer_rounds_of_the_same_steps(
     short, long = (plan_tuning(context, speed, value) for value in (seconds, 2 * seconds))
     assert len(long.steps) >= len(short.steps)
     if long.steps == short.steps:
-        assert long.step_rounds >= short.step_rounds
+        assert long.rounds >= short.rounds
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
@@ -145,7 +145,7 @@ def test_every_step_has_a_turn_in_every_round(folder: Path, monkeypatch: pytest.
     samples = measure_steps(llm, random_prompt(300), plan, lambda line: None)
     count = len(plan.steps)
     rounds = [diary[index : index + count] for index in range(count, len(diary), count)]  # after the warm-up
-    assert len(rounds) == plan.step_rounds
+    assert len(rounds) == plan.rounds
     assert all(set(order) == set(plan.steps) for order in rounds)
     assert len({tuple(order) for order in rounds}) > 1
     assert [sample.shape for sample in samples] == [spec.shape for spec in plan.steps]

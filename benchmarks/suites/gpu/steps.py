@@ -261,11 +261,8 @@ def _left(
     logits: Tensor, held: SequenceCache, space: CacheSpace, num_tokens: int
 ) -> dict[str, tuple[Tensor, ...]]:
     """What a prompt left behind, by name: logits after it, its keys and values, its states."""
-    layers, states = kv_of(held, space, 0, num_tokens), states_of(held, space)
-    parts = {
-        "logits": (logits.to("cpu", copy=True),),
-        "keys and values": tuple(part for layer in layers for part in (layer.keys, layer.values)),
-    }
+    kv, states = kv_of(held, space, 0, num_tokens), states_of(held, space)
+    parts = {"logits": (logits.to("cpu", copy=True),), "keys and values": kv}
     return {**parts, "states": states} if states else parts
 
 

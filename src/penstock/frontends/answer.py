@@ -32,14 +32,14 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if prompt is not None:
         check_text("--prompt", prompt)
     if file is not None:
-        document = _read(file)
+        document = read_text(file).removesuffix("\n").removesuffix("\r")
         text = document if prompt is None else f"{document}\n\n{prompt}"
     elif prompt is not None:
         text = prompt
     elif sys.stdin is None or sys.stdin.isatty():
         raise PromptError("there is no prompt: give --prompt, --prompt-file or text on standard input")
     else:
-        text = _read("-")
+        text = read_text("-").removesuffix("\n").removesuffix("\r")
     if not text.strip():
         raise PromptError("the prompt is empty: give --prompt, --prompt-file or text on standard input")
     return text
@@ -54,7 +54,8 @@ def check_text(option: str, text: str) -> None:
             raise PromptError(f"{option} is not accepted: it is not UTF-8 text") from None
 
 
-def _read(file: str) -> str:
+def read_text(file: str) -> str:
+    """A file's text, as it is; of `-`, standard input's."""
     name = "standard input" if file == "-" else f"--prompt-file {shortened(file)}"
     if file == "-" and sys.stdin is None:
         raise PromptError("standard input is closed: give --prompt or --prompt-file")
@@ -67,12 +68,11 @@ def _read(file: str) -> str:
     except (OSError, ValueError, RuntimeError) as error:  # the last of expanduser
         raise PromptError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
-        text = content.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise PromptError(
             f"{name} is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}): convert it first"
         ) from None
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def read_bias(texts: Sequence[str]) -> dict[int, float]:

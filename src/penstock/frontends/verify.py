@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from penstock.errors import PenstockError, PromptError, SettingError
+from penstock.errors import PenstockError, SettingError
 from penstock.frontends import options
 from penstock.frontends.exits import (
     FAILED,
@@ -21,12 +21,6 @@ from penstock.frontends.exits import (
     complain,
     reported,
 )
-
-if TYPE_CHECKING:
-    from penstock.frontends.display import Display
-    from penstock.measure.memory import MemoryChecks
-    from penstock.measure.verify import Checks
-    from penstock.plan import EngineSettings
 
 MEANINGS = (
     f"Exit status: 0 all laws hold; {FAILED} a law is broken, or with --memory a bar is missed; {MISTAKE} it could "
@@ -151,30 +145,38 @@ def verify(
         if prompt_file is not None and tokens is not None:
             raise SettingError("prompt_file", ..., contradicts={"tokens": tokens})
 
+        from penstock.frontends.answer import loaded, read_text, write
         from penstock.frontends.display import make_display
 
         settings = options.engine_settings({**given, "chunk": 0, "dtype": dtype or "auto", "overlap": 0})
+        text = None if prompt_file is None else read_text(str(prompt_file))
         display = make_display()
+        with display.busy("starting"):
+            from penstock.measure import plots, report
+            from penstock.measure.memory import memory_json, plan_jobs, verify_memory
+            from penstock.measure.verify import DEFAULT_CHUNKS, DEFAULT_MAX_TOKENS, Checks, prompt_of
+            from penstock.measure.verify import verify as prove
+
         if memory:
-            with display.busy("starting"):
-                from penstock.measure.memory import MemoryChecks
-            wanted = MemoryChecks(
-                model,
-                None if families is None else tuple(families.split(",")),
-                sizes,
-                _counts("prompts", prompts),
+            started, json = time.perf_counter(), output or Path("bench-results/memory.json")
+            report.require_outputs({"output": json})
+            jobs = plan_jobs(
+                model=model,
+                families=None if families is None else families.split(","),
+                chunks=sizes,
+                prompts=_counts("prompts", prompts),
                 quick=quick,
                 full=full,
-                dtype=dtype or "bfloat16",
-                kernels=kernels or "auto",
+                dtype=dtype,
+                kernels=kernels,
                 device=device,
                 threads=threads,
             )
-            passed = _verify_memory(wanted, output or Path("bench-results/memory.json"), display)
+            cases = verify_memory(jobs, display.note)
+            passed, page = all(case.is_met for case in cases), report.render_memory(cases)
+            found = memory_json(cases, time.perf_counter() - started)
         else:
-            text = None if prompt_file is None else _read(prompt_file)
-            with display.busy("starting"):
-                from penstock.measure.verify import DEFAULT_CHUNKS, DEFAULT_MAX_TOKENS, Checks
+            report.require_outputs({"json": json, "plot": plot})
             checks = Checks(
                 chunks=sizes or DEFAULT_CHUNKS,
                 overlap=overlap,
@@ -183,54 +185,18 @@ def verify(
                 tolerance=tolerance,
                 with_transformers=reference is not None,
             )
-            passed = _verify(
-                model or options.DEFAULT_MODEL, settings, text, tokens, checks, json, plot, display
-            )
+            with loaded(model or options.DEFAULT_MODEL, display, settings) as llm:
+                results = prove(llm, prompt_of(llm, text, tokens, checks.max_tokens), checks, display.note)
+            passed, page, found = results.passed, report.render_verify(results), results.to_json()
+        write(f"\n{page}\n\n")
+        if json is not None:
+            json.write_text(found)
+            write(f"results: {json}\n")
+        if plot is not None:
+            plots.draw_verify(results, plot)
+            write(f"plot:    {plot}\n")
         if not passed:
             raise SystemExit(FAILED)
-
-
-def _verify(
-    model: str,
-    settings: "EngineSettings",
-    text: str | None,
-    tokens: int | None,
-    checks: "Checks",
-    json: Path | None,
-    plot: Path | None,
-    display: "Display",
-) -> bool:
-    from penstock.frontends.answer import loaded, write
-    from penstock.measure import plots, report
-    from penstock.measure.verify import prompt_of
-    from penstock.measure.verify import verify as prove
-
-    report.require_outputs({"json": json, "plot": plot})
-    with loaded(model, display, settings) as llm:
-        prompt = prompt_of(llm, text, tokens, checks.max_tokens)
-        results = prove(llm, prompt, checks, display.note)
-    write(f"\n{report.render_verify(results)}\n\n")
-    if json is not None:
-        json.write_text(results.to_json())
-        write(f"results: {json}\n")
-    if plot is not None:
-        plots.draw_verify(results, plot)
-        write(f"plot:    {plot}\n")
-    return results.passed
-
-
-def _verify_memory(checks: "MemoryChecks", output: Path, display: "Display") -> bool:
-    from penstock.frontends.answer import write
-    from penstock.measure import report
-    from penstock.measure.memory import memory_json, plan_jobs, verify_memory
-
-    started = time.perf_counter()
-    report.require_outputs({"output": output})
-    cases = verify_memory(plan_jobs(checks), display.note)
-    write(f"\n{report.render_memory(cases)}\n\n")
-    output.write_text(memory_json(cases, time.perf_counter() - started))
-    write(f"results: {output}\n")
-    return all(case.is_met for case in cases)
 
 
 @contextlib.contextmanager
@@ -253,12 +219,3 @@ def _counts(setting: str, text: str | None) -> tuple[int, ...] | None:
     if not all(part.isascii() and part.isdigit() and int(part) for part in parts):
         raise SettingError(setting, text, "whole numbers of 1 or more, with commas between")
     return tuple(sorted({int(part) for part in parts}))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.expanduser().read_text(encoding="utf-8-sig")
-    except OSError as error:
-        raise PromptError(f"--prompt-file {path}: {error.strerror or error}; give a text file") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"--prompt-file {path} is not UTF-8 text: convert it first") from error

@@ -1,13 +1,13 @@
 """Two ways of running one prompt, compared token by token, and the law that the comparison must keep."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from penstock.cache.kv import KV
-from penstock.measure.traces import Recomputed, Trace
+from penstock.measure.traces import Trace
 
 # Rows of logits that are compared at once: the differences take memory, too.
 _ROWS = 64
@@ -15,7 +15,7 @@ _ROWS = 64
 
 @dataclass(frozen=True)
 class Series:
-    """How far two results are apart at each of some tokens.
+    """How far two results are apart at each of some tokens; of keys and values, in the worst layer.
 
     `relative` is in parts of the largest value on the other side: at this token for logits, in this layer for keys
     and values. What is no finite number on either side is infinitely far from everything.
@@ -25,6 +25,7 @@ class Series:
     is_same: tuple[bool, ...]  # bit for bit
     absolute: tuple[float, ...]
     relative: tuple[float, ...]
+    first_layer: int | None = None  # of those with attention: the first that differs at the first such token
 
     @property
     def all_same(self) -> bool:
@@ -45,26 +46,13 @@ class Series:
 
     def first_different(self, end: int | None = None) -> int | None:
         """The first token whose bits differ; before `end`, where that is given."""
-        first = self._first(lambda index: not self.is_same[index])
-        return None if first is None or (end is not None and first >= end) else first
+        different = (at for at, same in zip(self.positions, self.is_same, strict=True) if not same)
+        return min((at for at in different if end is None or at < end), default=None)
 
     def first_beyond(self, tolerance: float) -> int | None:
         """The first token whose relative difference is larger."""
-        return self._first(lambda index: self.relative[index] > tolerance)
-
-    def _first(self, differs: Callable[[int], bool]) -> int | None:
-        return min(
-            (position for index, position in enumerate(self.positions) if differs(index)), default=None
-        )
-
-
-@dataclass(frozen=True)
-class CacheSeries(Series):
-    """The same of keys and values, the worst layer's of each token."""
-
-    first_layer: (
-        int | None
-    )  # among those with attention: the first that differs at the first token that differs
+        pairs = zip(self.positions, self.relative, strict=True)
+        return min((at for at, relative in pairs if relative > tolerance), default=None)
 
 
 @dataclass(frozen=True)
@@ -118,7 +106,7 @@ class Comparison:
     name: str
     law: Law
     logits: Series | None = None
-    cache: CacheSeries | None = None
+    cache: Series | None = None
     states: StateDifference | None = None
     greedy: Greedy | None = None
     seconds: float = 0.0
@@ -131,23 +119,38 @@ class Comparison:
     @property
     def breaks(self) -> tuple[Break, ...]:
         """Where the law is broken: nothing, if it holds."""
-        found: list[Break] = []
-        if self.error is not None:
-            found.append(Break(self.error, None, "it could not be run"))
+        until, tolerance = self.law.bits_until, self.law.tolerance
+        found = [] if self.error is None else [Break(self.error, None, "it could not be run")]
         for what, series in (("logits", self.logits), ("keys and values", self.cache)):
-            if series is None:
-                continue
-            if (first := series.first_different(self.law.bits_until)) is not None:
-                found.append(Break(what, first, "other bits"))
-            if (first := series.first_beyond(self.law.tolerance)) is not None:
-                found.append(Break(what, first, "beyond the tolerance"))
+            if series is not None:
+                other, beyond = series.first_different(until), series.first_beyond(tolerance)
+                found += [Break(what, other, "other bits")] if other is not None else []
+                found += [Break(what, beyond, "beyond the tolerance")] if beyond is not None else []
         if self.states is not None:
             what = "recurrent states at the prompt's end"
-            if not self.states.is_same and self.law.bits_until:
-                found.append(Break(what, None, "other bits"))
-            if self.states.relative > self.law.tolerance:
-                found.append(Break(what, None, "beyond the tolerance"))
+            found += [Break(what, None, "other bits")] if until and not self.states.is_same else []
+            is_beyond = self.states.relative > tolerance
+            found += [Break(what, None, "beyond the tolerance")] if is_beyond else []
         return tuple(found)
+
+    def to_dict(self, describe: Callable[[int], str]) -> dict[str, Any]:
+        """Plain values; `describe` names a token by its position."""
+        plain = asdict(self)
+        for name, series in (("logits", self.logits), ("cache", self.cache)):
+            if series is not None:
+                plain[name] |= {
+                    "all_same": series.all_same,
+                    "largest_absolute": series.largest_absolute,
+                    "largest_relative": series.largest_relative,
+                    "worst_position": series.worst_position,
+                    "first_different": series.first_different(),
+                    "first_beyond_tolerance": series.first_beyond(self.law.tolerance),
+                }
+        breaks = [
+            {**asdict(each), "token": None if each.position is None else describe(each.position)}
+            for each in self.breaks
+        ]
+        return {**plain, "passed": self.passed, "breaks": breaks}
 
 
 def compare_traces(
@@ -158,30 +161,19 @@ def compare_traces(
         name,
         law,
         logits=compare_logits(positions, trace.logits, expected.logits),
-        cache=compare_caches(range(len(expected.layers[0].keys)), trace.layers, expected.layers),
-        states=_compare_states(trace.states, expected.states),
+        cache=compare_caches(range(len(expected.kv[0])), trace.kv, expected.kv),
+        states=_compare_states(trace.states, expected.states) if expected.states else None,
         greedy=compare_greedy(positions, trace.logits, expected.logits),
         seconds=seconds,
     )
 
 
-def compare_recomputed(name: str, recomputed: Recomputed, law: Law) -> Comparison:
-    """Keys and values that were computed twice: the later ones against those that were in the cache."""
-    cache = compare_caches(recomputed.positions, recomputed.after, recomputed.before)
-    return Comparison(name, law, cache=cache)
-
-
 def compare_logits(positions: Sequence[int], ours: Tensor, theirs: Tensor) -> Series:
     """Rows [positions, vocab]. Relative to the largest logit of the same row of `theirs`."""
-    same: list[bool] = []
-    absolute: list[float] = []
-    relative: list[float] = []
-    for ours_part, theirs_part in zip(torch.split(ours, _ROWS), torch.split(theirs, _ROWS), strict=True):
-        difference = _distance(ours_part, theirs_part).amax(dim=1)
-        same += (ours_part == theirs_part).all(dim=1).tolist()
-        absolute += difference.tolist()
-        relative += _relative(difference, theirs_part.abs().amax(dim=1)).tolist()
-    return Series(tuple(positions), tuple(same), tuple(absolute), tuple(relative))
+    pairs = zip(torch.split(ours, _ROWS), torch.split(theirs, _ROWS), strict=True)
+    parts = [_differences(mine, other, other.abs().amax(dim=1)) for mine, other in pairs]
+    same, absolute, relative = (tuple(torch.cat(each).tolist()) for each in zip(*parts, strict=True))
+    return Series(tuple(positions), same, absolute, relative)
 
 
 def compare_greedy(positions: Sequence[int], ours: Tensor, theirs: Tensor) -> Greedy:
@@ -195,53 +187,43 @@ def compare_greedy(positions: Sequence[int], ours: Tensor, theirs: Tensor) -> Gr
     return Greedy(len(chosen), len(chosen) - len(differences), first)
 
 
-def compare_caches(positions: Sequence[int], ours: Sequence[KV], theirs: Sequence[KV]) -> CacheSeries:
-    """Layers of keys and values of these tokens. Relative to the largest of a layer's keys, or values."""
-    is_same = torch.ones(len(ours), len(positions), dtype=torch.bool)  # [layers, tokens]
-    absolute, relative = torch.zeros(len(positions)), torch.zeros(len(positions))
-    for layer, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
-        for part, other_part in ((mine.keys, other.keys), (mine.values, other.values)):
-            is_same[layer] &= (part == other_part).flatten(1).all(dim=1).cpu()
-            difference = _distance(part, other_part).flatten(1).amax(dim=1).cpu()
-            absolute = torch.maximum(absolute, difference)
-            relative = torch.maximum(relative, _relative(difference, other_part.float().abs().max().cpu()))
-    tokens_same = is_same.all(dim=0).tolist()
-    columns = [column for column, same in enumerate(tokens_same) if not same]
+def compare_caches(positions: Sequence[int], ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Series:
+    """Keys, then values, of these tokens, layer by layer. Relative to the largest of a layer's keys, or values."""
+    same, absolute, relative = _all_differences(ours, theirs)  # [tensors, tokens]
+    tokens_same = same.all(dim=0).tolist()
+    columns = [column for column, is_same in enumerate(tokens_same) if not is_same]
     first = min(columns, key=lambda column: positions[column], default=None)
-    return CacheSeries(
+    return Series(
         tuple(positions),
         tuple(tokens_same),
-        tuple(absolute.tolist()),
-        tuple(relative.tolist()),
-        first_layer=None if first is None else is_same[:, first].tolist().index(False),
+        tuple(absolute.amax(dim=0).tolist()),
+        tuple(relative.amax(dim=0).tolist()),
+        first_layer=None if first is None else same[:, first].tolist().index(False) // 2,
     )
 
 
-def _compare_states(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> StateDifference | None:
+def _compare_states(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> StateDifference:
     """Relative to the largest value of each tensor."""
-    if not theirs:
-        return None
-    pairs = list(zip(ours, theirs, strict=True))
-    differences = [_distance(mine, other).max() for mine, other in pairs]
-    shares = [
-        _relative(difference, other.float().abs().max())
-        for difference, (_, other) in zip(differences, pairs, strict=True)
-    ]
-    return StateDifference(
-        is_same=all(torch.equal(mine, other) for mine, other in pairs),
-        absolute=float(torch.stack(differences).max()),
-        relative=float(torch.stack(shares).max()),
+    same, absolute, relative = _all_differences(
+        [each[None] for each in ours], [each[None] for each in theirs]
     )
+    return StateDifference(bool(same.all()), float(absolute.max()), float(relative.max()))
 
 
-def _distance(ours: Tensor, theirs: Tensor) -> Tensor:
-    """What is no number is infinitely far away."""
-    return _infinite((ours.float() - theirs.float()).abs())
+def _all_differences(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
+    """Of each tensor and each of its rows, relative to the tensor's largest value: each [tensors, rows]."""
+    pairs = zip(ours, theirs, strict=True)
+    parts = [_differences(mine, other, other.float().abs().max()) for mine, other in pairs]
+    return [torch.stack(each) for each in zip(*parts, strict=True)]
 
 
-def _relative(difference: Tensor, largest: Tensor) -> Tensor:
-    """Never divided by 0. A largest value that is no number makes all differences infinite."""
-    return _infinite(difference / largest.clamp_min(torch.finfo(torch.float32).tiny))
+def _differences(ours: Tensor, theirs: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row: whether it has the same bits, the largest difference, and that in parts of the largest value. What
+    is no number is infinitely far away, as is everything from a largest value that is none."""
+    same = (ours == theirs).flatten(1).all(dim=1)
+    absolute = _infinite((ours.float() - theirs.float()).abs().flatten(1).amax(dim=1))
+    relative = _infinite(absolute / largest.clamp_min(torch.finfo(torch.float32).tiny))  # never by 0
+    return same.cpu(), absolute.cpu(), relative.cpu()
 
 
 def _infinite(difference: Tensor) -> Tensor:

@@ -64,22 +64,17 @@ def this_machine() -> Machine:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout that this file is part of, with a mark where files differ from it."""
+    """The commit of the checkout that this file is part of, with a mark where files differ from it. None where it is
+    part of none, or git is absent."""
     here = Path(__file__)
-    if _git(here.parent, "ls-files", "--error-unmatch", here.name) is None:
-        return None
-    commit = _git(here.parent, "rev-parse", "--short", "HEAD")
-    return (
-        f"{commit}, with changes" if commit and _git(here.parent, "status", "--porcelain", ":/") else commit
-    )
 
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """What git says; None where it is absent or objects."""
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True, timeout=10
-        )
+        git("ls-files", "--error-unmatch", here.name)
+        changes = ", with changes" if git("status", "--porcelain", ":/") else ""
+        return git("rev-parse", "--short", "HEAD") + changes
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()

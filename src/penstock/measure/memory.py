@@ -1,5 +1,6 @@
 """`penstock verify --memory`: the memory that is predicted for a prefill against what a fresh process grows by."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -45,7 +46,7 @@ from penstock.plan.memory import kv_token_bytes, state_slot_bytes
 from penstock.plan.step import StepShape, Workspace
 
 # Chunk and prompt: every size on a prompt of a few chunks, and a long one.
-CASES = ((128, 1024), (512, 2048), (2048, 4352), (4096, 4352), (2048, 16_384))
+CASES: tuple[tuple[int, int], ...] = ((128, 1024), (512, 2048), (2048, 4352), (4096, 4352), (2048, 16_384))
 CHUNKS, PROMPTS = (128, 512, 2048, 4096), (4352, 16_384)  # of a full run, each with each
 QUICK_CHUNK, QUICK_PROMPT = 128, 1024
 # The largest takes as long as all others together, and has the layers of another.
@@ -54,22 +55,6 @@ _FULL_ONLY = frozenset({"qwen3-4b"})
 MOST_OVER, MOST_UNDER = 0.15, 0.05
 _USUAL = ProbeResult(row_floor=8, row_slab=0, attention_holds=True, passes_hold=True, head_holds=True)
 _USUAL_ON_GPU = replace(_USUAL, row_floor=512)
-
-
-@dataclass(frozen=True)
-class MemoryChecks:
-    """Which prefills are measured. None: the usual."""
-
-    model: str | None = None  # None: random models of these families
-    families: tuple[str, ...] | None = None
-    chunks: tuple[int, ...] | None = None
-    prompts: tuple[int, ...] | None = None
-    quick: bool = False
-    full: bool = False
-    dtype: str = "bfloat16"
-    kernels: str = "auto"
-    device: str | None = None
-    threads: int | None = None
 
 
 @dataclass(frozen=True)
@@ -87,23 +72,29 @@ class MemoryJob:
     is_steady: bool = True  # with an allocator that gives freed blocks back at once, and libraries warmed up
 
 
-@dataclass(frozen=True)
-class MemoryCase:
-    """Predicted and measured growth of one prefill."""
+@dataclass(frozen=True, kw_only=True)
+class PredictedGrowth:
+    """At the step that needs the most, with what is cached by then."""
 
-    model: str
-    dtype: str
-    kernels: str
-    chunk: int
-    prompt_tokens: int
-    measured_bytes: int
     predicted_bytes: int
     kv_cache_bytes: int
     recurrent_bytes: int
     activation_bytes: int
     phase: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryCase(PredictedGrowth):
+    """Predicted and measured growth of one prefill."""
+
+    model: str
+    dtype: str
+    kernels: str
+    device: str
+    chunk: int
+    prompt_tokens: int
+    measured_bytes: int
     seconds: float
-    device: str = "cpu"
 
     @property
     def error(self) -> float:
@@ -115,55 +106,55 @@ class MemoryCase:
         return -MOST_UNDER <= self.error <= MOST_OVER
 
 
-@dataclass(frozen=True)
-class PredictedGrowth:
-    """At the step that needs the most, with what is cached by then."""
-
-    kv_cache_bytes: int
-    recurrent_bytes: int
-    activations: StepMemory
-    known_bytes: int  # of rotary tables that were there before
-
-    @property
-    def total_bytes(self) -> int:
-        cached = self.kv_cache_bytes + self.recurrent_bytes
-        return cached + self.activations.peak_bytes - self.known_bytes
-
-
-def plan_jobs(checks: MemoryChecks) -> list[MemoryJob]:
-    """The usual cases, or chunk sizes and prompts each with each; none with a chunk longer than the prompt."""
-    device = str(chosen_device(checks.device))
-    if checks.model is not None:
-        if checks.families is not None:
-            raise SettingError("families", ",".join(checks.families), contradicts={"model": checks.model})
-        path = resolve_model(checks.model)
-        source = open_weights(path)
-        context = source.config.max_position
-        source.close()
-        names = [str(path)]
+def plan_jobs(
+    *,
+    model: str | None = None,
+    families: Sequence[str] | None = None,
+    chunks: Sequence[int] | None = None,
+    prompts: Sequence[int] | None = None,
+    quick: bool = False,
+    full: bool = False,
+    dtype: str | None = None,
+    kernels: str | None = None,
+    device: str | None = None,
+    threads: int | None = None,
+) -> list[MemoryJob]:
+    """The usual cases, or chunk sizes and prompts each with each; none with a chunk longer than the prompt. Of a
+    model, or of random ones of these families."""
+    device_name = str(chosen_device(device))
+    if model is not None:
+        if families is not None:
+            raise SettingError("families", ",".join(families), contradicts={"model": model})
+        names = [str(resolve_model(model))]
+        with contextlib.closing(open_weights(Path(names[0]))) as source:
+            context = source.config.max_position
     else:
-        names = list(checks.families or (name for name in FAMILIES if checks.full or name not in _FULL_ONLY))
+        names = list(families or (name for name in FAMILIES if full or name not in _FULL_ONLY))
         context = min(family_config(name).max_position for name in names)
-    too_long = [length for length in checks.prompts or () if length >= context]
-    if too_long:
+    if too_long := [length for length in prompts or () if length >= context]:
         because = f"the model's context is {context} tokens, one of them for the answer"
         raise SettingError("prompts", too_long[0], f"at most {context - 1}", because=because)
-    if checks.quick:
-        wanted: Sequence[tuple[int, int]] = [(min(QUICK_CHUNK, context - 1), QUICK_PROMPT)]
-    elif checks.full or checks.chunks or checks.prompts:
-        chunks, prompts = checks.chunks or CHUNKS, checks.prompts or PROMPTS
-        wanted = [(chunk, length) for length in prompts for chunk in chunks]
-    else:
-        wanted = CASES
+    wanted = CASES
+    if quick:
+        wanted = ((min(QUICK_CHUNK, context - 1), QUICK_PROMPT),)
+    elif full or chunks or prompts:
+        wanted = tuple((chunk, length) for length in prompts or PROMPTS for chunk in chunks or CHUNKS)
     fitting = ((chunk, min(length, context - 1)) for chunk, length in wanted)
-    cases = [case for case in dict.fromkeys(fitting) if case[0] <= case[1]]
+    cases = [(chunk, length) for chunk, length in dict.fromkeys(fitting) if chunk <= length]
     if not cases:
-        raise SettingError(
-            "chunks", wanted[0][0], f"at most {wanted[-1][1]}", because="it is longer than every prompt"
-        )
-    threads, is_random = checks.threads or torch.get_num_threads(), checks.model is None
+        because = "it is longer than every prompt"
+        raise SettingError("chunks", wanted[0][0], f"at most {wanted[-1][1]}", because=because)
     return [
-        MemoryJob(name, is_random, checks.dtype, checks.kernels, threads, chunk, length, device)
+        MemoryJob(
+            name,
+            is_random=model is None,
+            dtype=dtype or "bfloat16",
+            kernels=kernels or "auto",
+            num_threads=threads or torch.get_num_threads(),
+            chunk=chunk,
+            prompt_tokens=length,
+            device=device_name,
+        )
         for name in names
         for chunk, length in cases
     ]
@@ -224,13 +215,16 @@ def run_job(job: MemoryJob) -> MemoryCase:
     device = torch.device(job.device)
     kind = device_kind(device)
     kind.use()
-    source = _source(job, device)
     dtype = kind.dtype(job.dtype)
-    model = load_decoder(source, _kernels(job.kernels, device), dtype, device)
-    source.close()
-    is_gpu = kind.has_own_memory
+    source: WeightSource = (
+        RandomWeights(job.model, family_config(job.model), device)
+        if job.is_random
+        else open_weights(Path(job.model))
+    )
+    with contextlib.closing(source):
+        model = load_decoder(source, _kernels(job.kernels, device), dtype, device)
     # Probing takes long, is kept, and decides only how a few rows are padded: models of the user's own are worth it.
-    usual = _USUAL_ON_GPU if is_gpu else _USUAL
+    usual = _USUAL_ON_GPU if kind.has_own_memory else _USUAL
     found = usual if job.is_random else probe(model.kernels, model.probe_shapes, dtype, device)
     canon = found.bind(model.kernels)
     prompt = random_tokens(model.config.vocab_size, job.prompt_tokens)
@@ -244,22 +238,18 @@ def run_job(job: MemoryJob) -> MemoryCase:
         dtype_bytes=dtype.itemsize,
         workspace=replace(workspace_of(model), library_bytes=0),  # the warm-up has paid for that
         known_positions=warm,
-        takes_all=is_gpu,
+        takes_all=kind.has_own_memory,
     )
     return MemoryCase(
+        **asdict(predicted),
         model=job.model if job.is_random else Path(job.model).name,
         dtype=str(dtype).removeprefix("torch."),
         kernels=model.kernels.name,
+        device=job.device,
         chunk=job.chunk,
         prompt_tokens=job.prompt_tokens,
         measured_bytes=measured,
-        predicted_bytes=predicted.total_bytes,
-        kv_cache_bytes=predicted.kv_cache_bytes,
-        recurrent_bytes=predicted.recurrent_bytes,
-        activation_bytes=predicted.activations.peak_bytes,
-        phase=predicted.activations.phase,
         seconds=time.perf_counter() - started,
-        device=job.device,
     )
 
 
@@ -274,27 +264,33 @@ def predict_growth(
 ) -> PredictedGrowth:
     """Of a prefill in these spans. `known_positions` had been read by some prompt before. With `takes_all`, the cache
     is taken at once, for the whole prompt; else as it is written."""
-    tables = 2 * (workspace.rotary_dim or shape.head_dim) * dtype_bytes  # of a position
-    known = -(-known_positions // ROTARY_PAGE) * ROTARY_PAGE if shape.num_attention_layers else 0
+    if not spans:
+        raise SettingError("spans", spans, "at least one")
     per_token = kv_token_bytes(shape, dtype_bytes)
     # In the last layer, which is one of attention, only keys and values are of all rows: other phases come before
     # they are written. That matters where there are few layers.
     to_come = per_token // shape.num_attention_layers if shape.num_attention_layers > 1 else 0
-    num_places = -(-spans[-1].end // BLOCK_TOKENS) * BLOCK_TOKENS if spans else 0
+    num_places = -(-spans[-1].end // BLOCK_TOKENS) * BLOCK_TOKENS
+    known = 0  # bytes of rotary tables
+    if shape.num_attention_layers:
+        known = 2 * (workspace.rotary_dim or shape.head_dim) * dtype_bytes
+        known *= -(-known_positions // ROTARY_PAGE) * ROTARY_PAGE
 
-    def cached(span: Span, phase: StepMemory) -> int:
-        if takes_all:
-            return num_places * per_token
-        return span.end * per_token - (0 if phase.phase in ("attention", "head") else len(span) * to_come)
+    def growth(index: int, span: Span, phase: StepMemory) -> PredictedGrowth:
+        not_yet = 0 if phase.phase in ("attention", "head") else len(span) * to_come
+        cached = num_places * per_token if takes_all else span.end * per_token - not_yet
+        # A step writes one state; from the second on it reads another.
+        states = (2 if takes_all else min(index + 1, 2)) * state_slot_bytes(shape, dtype_bytes)
+        return PredictedGrowth(
+            predicted_bytes=cached + states + phase.peak_bytes - known,
+            kv_cache_bytes=cached,
+            recurrent_bytes=states,
+            activation_bytes=phase.peak_bytes,
+            phase=phase.phase,
+        )
 
     growths = [
-        PredictedGrowth(
-            kv_cache_bytes=cached(span, phase),
-            # A step writes one state; from the second on it reads another.
-            recurrent_bytes=(2 if takes_all else min(index + 1, 2)) * state_slot_bytes(shape, dtype_bytes),
-            activations=phase,
-            known_bytes=tables * known,
-        )
+        growth(index, span, phase)
         for index, span in enumerate(spans)
         for phase in step_phases(
             shape,
@@ -303,15 +299,7 @@ def predict_growth(
             workspace=workspace,
         )
     ]
-    if not growths:
-        raise SettingError("spans", spans, "at least one")
-    return max(growths, key=lambda growth: growth.total_bytes)
-
-
-def _source(job: MemoryJob, device: torch.device) -> WeightSource:
-    if job.is_random:
-        return RandomWeights(job.model, family_config(job.model), device)
-    return open_weights(Path(job.model))
+    return max(growths, key=lambda growth: growth.predicted_bytes)
 
 
 def _kernels(name: str, device: torch.device) -> Kernels:

@@ -13,90 +13,62 @@ from penstock.models.weights import expected_shapes
 from penstock.plan.model import ModelConfig
 
 _RANDOM_NUMBERS = 1 << 20
-_QWEN3 = {"model_type": "qwen3", "vocab_size": 151_936, "head_dim": 128, "max_position_embeddings": 40_960}
-_HYBRID_LAYERS = ["linear_attention", "full_attention", "linear_attention", "full_attention"]
-_HYBRID = {
-    "num_hidden_layers": 4,
-    "layer_types": _HYBRID_LAYERS,
-    "head_dim": 256,
-    "num_key_value_heads": 2,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_conv_kernel_dim": 4,
-    "max_position_embeddings": 262_144,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
-}
-_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "norm_topk_prob": True}
-# In transformers' own names; fewer layers, and fewer experts, than the published models have.
+
+
+def _family(
+    kind: str, vocab: int, hidden: int, inner: int, layers: int, heads: int, kv_heads: int, context: int
+) -> dict[str, Any]:
+    """What every model has, in transformers' own names."""
+    return {
+        "model_type": kind,
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+    }
+
+
+def _experts(inner: int) -> dict[str, Any]:
+    """Fewer of them than the published models have."""
+    return {
+        "num_experts": 32,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": True,
+        "moe_intermediate_size": inner,
+    }
+
+
+def _hybrid(value_heads: int) -> dict[str, Any]:
+    """Every other layer is a gated delta net."""
+    return {
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "head_dim": 256,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": value_heads,
+        "linear_conv_kernel_dim": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+    }
+
+
+# Fewer layers than the published models have.
 FAMILIES: Mapping[str, Mapping[str, Any]] = {
-    "smollm2-135m": {
-        "model_type": "llama",
-        "vocab_size": 49_152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "max_position_embeddings": 32_768,
-    },
-    "llama-3.2-1b": {
-        "model_type": "llama",
-        "vocab_size": 128_256,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "max_position_embeddings": 131_072,
-    },
-    "qwen3-0.6b": _QWEN3
-    | {
-        "hidden_size": 1024,
-        "intermediate_size": 3072,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-    },
-    "qwen3-4b": _QWEN3
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-    },
-    "qwen3-30b-a3b": _QWEN3
-    | _EXPERTS
-    | {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-    },
-    "qwen3.5-0.8b": _HYBRID
-    | {
-        "model_type": "qwen3_5_text",
-        "vocab_size": 248_320,
-        "hidden_size": 1024,
-        "intermediate_size": 3584,
-        "num_attention_heads": 8,
-        "linear_num_value_heads": 16,
-    },
-    "qwen3-next-80b": _HYBRID
-    | _EXPERTS
-    | {
-        "model_type": "qwen3_next",
-        "vocab_size": 151_936,
-        "hidden_size": 2048,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "num_attention_heads": 16,
-        "linear_num_value_heads": 32,
-    },
+    "smollm2-135m": _family("llama", 49_152, 576, 1536, 4, 9, 3, 32_768),
+    "llama-3.2-1b": _family("llama", 128_256, 2048, 8192, 2, 32, 8, 131_072) | {"head_dim": 64},
+    "qwen3-0.6b": _family("qwen3", 151_936, 1024, 3072, 2, 16, 8, 40_960) | {"head_dim": 128},
+    "qwen3-4b": _family("qwen3", 151_936, 2560, 9728, 2, 32, 8, 40_960) | {"head_dim": 128},
+    "qwen3-30b-a3b": _family("qwen3_moe", 151_936, 2048, 6144, 2, 32, 4, 40_960)
+    | {"head_dim": 128}
+    | _experts(768),
+    "qwen3.5-0.8b": _family("qwen3_5_text", 248_320, 1024, 3584, 4, 8, 2, 262_144) | _hybrid(16),
+    "qwen3-next-80b": _family("qwen3_next", 151_936, 2048, 5632, 4, 16, 2, 262_144)
+    | _hybrid(32)
+    | _experts(512)
+    | {"shared_expert_intermediate_size": 512},
 }
 
 
@@ -105,15 +77,11 @@ class RandomWeights:
     device that the weights go to."""
 
     def __init__(self, name: str, config: ModelConfig, device: torch.device | str = "cpu") -> None:
+        self.config = config
         self._name = name
-        self._config = config
         self._shapes = expected_shapes(config)
         numbers = torch.randn(_RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0)) * 0.02
         self._numbers = numbers.to(device)
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
 
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
@@ -139,7 +107,7 @@ class RandomWeights:
         raise NotImplementedError(f"{name} is not quantised")
 
     def describe(self) -> str:
-        return f"{self._name} (random, {self._config.num_layers} layers)"
+        return f"{self._name} (random, {self.config.num_layers} layers)"
 
     def close(self) -> None:
         pass

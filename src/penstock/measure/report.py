@@ -19,11 +19,13 @@ _NO_BITS = (
 )
 
 
-def table(title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, num_left: int = 1) -> str:
-    """A title and indented columns, of which the first `num_left` are aligned to the left."""
+def table(title: str, rows: Iterable[Mapping[str, str]], *, num_left: int = 1) -> str:
+    """A title, and rows by column, of which the first `num_left` are aligned to the left."""
     from penstock.tables import make_table, table_lines
 
-    lines = table_lines(make_table(headers, rows, left=range(num_left)))
+    rows = list(rows)
+    columns = list(rows[0]) if rows else []
+    lines = table_lines(make_table(columns, [list(row.values()) for row in rows], left=range(num_left)))
     return "\n".join([title, *(f"  {line}" for line in lines)])
 
 
@@ -56,35 +58,31 @@ def facts(lines: Mapping[str, Iterable[str]]) -> str:
 def render_tune(profile: TuneProfile) -> str:
     """Facts, tables, the fit and the chunk that follows."""
     key, measured = profile.key, profile.measurements
-    parts = [
-        facts(
-            {
-                "model": [f"{profile.model_name} ({key.model[:12]})"],
-                "device": [key.device],
-                "dtype": [key.dtype, f"threads: {key.threads}", f"kernels: {key.kernels}"],
-                "software": [f"penstock {key.penstock}", f"torch {key.torch}"],
-                "date": [profile.date],
-            }
-        )
-    ]
+    head = {
+        "model": [f"{profile.model_name} ({key.model[:12]})"],
+        "device": [key.device],
+        "dtype": [key.dtype, f"threads: {key.threads}", f"kernels: {key.kernels}"],
+        "software": [f"penstock {key.penstock}", f"torch {key.torch}"],
+        "date": [profile.date],
+    }
+    parts = [facts(head)]
     if measured.steps:
         parts += [_tune_chunks(measured.steps), _tune_decodes(measured.steps)]
     if measured.prefills:
         parts.append(_tune_prefills(profile))
     if measured.memory:
         parts.append(_tune_memory(measured.memory))
-    fit = f"time of a step: {formula(profile.coefficients)}"
+    parts.append(f"time of a step: {formula(profile.coefficients)}")
     if measured.steps:
         error = fit_error(profile.coefficients, measured.steps)
-        fit += (
-            f"\nfit error over {len(measured.steps)} kinds of steps: "
-            f"median {error.median:.1%}, 95th percentile {error.p95:.1%}"
-        )
-    best = (
-        f"best chunk for time to first token: {profile.best_chunk:,} tokens "
-        f"(the smallest within {GOOD_ENOUGH - 1:.0%} of the fastest)"
+        parts[-1] += f"\nfit error over {len(measured.steps)} kinds of steps: {error}"
+    return "\n\n".join(
+        [
+            *parts,
+            f"best chunk for time to first token: {profile.best_chunk:,} tokens "
+            f"(the smallest within {GOOD_ENOUGH - 1:.0%} of the fastest)",
+        ]
     )
-    return "\n\n".join([*parts, fit, best])
 
 
 def formula(coefficients: StepTimeCoefficients) -> str:
@@ -98,18 +96,17 @@ def formula(coefficients: StepTimeCoefficients) -> str:
 
 
 def _tune_chunks(steps: Iterable[StepSample]) -> str:
-    alone = {(each.num_tokens, each.past): each for each in steps if each.num_tokens and not each.num_decodes}
-    pasts = sorted({past for _, past in alone})
-
-    def cell(sample: StepSample | None) -> str:
-        return "-" if sample is None else f"{sample.num_tokens / sample.seconds:,.0f} ({_ms(sample.seconds)})"
-
+    alone = [each for each in steps if each.num_tokens and not each.num_decodes]
+    speeds = {
+        (each.num_tokens, each.past): f"{each.num_tokens / each.seconds:,.0f} ({1000 * each.seconds:,.1f})"
+        for each in alone
+    }
+    pasts = sorted({each.past for each in alone})
     return table(
         "A step with one chunk: tokens/s (ms a step). Medians",
-        ["chunk", *(f"past {past:,}" for past in pasts)],
         (
-            [f"{chunk:,}", *(cell(alone.get((chunk, past))) for past in pasts)]
-            for chunk in sorted({chunk for chunk, _ in alone})
+            {"chunk": f"{chunk:,}", **{f"past {past:,}": speeds.get((chunk, past), "-") for past in pasts}}
+            for chunk in sorted({each.num_tokens for each in alone})
         ),
     )
 
@@ -117,14 +114,13 @@ def _tune_chunks(steps: Iterable[StepSample]) -> str:
 def _tune_decodes(steps: Iterable[StepSample]) -> str:
     return table(
         "A step with decodes. Medians",
-        ["decodes", "chunk beside", "tokens each sees", "ms a step"],
         (
-            [
-                str(each.num_decodes),
-                f"{each.num_tokens:,}" if each.num_tokens else "none",
-                f"{each.decode_pasts // each.num_decodes:,}",
-                _ms(each.seconds),
-            ]
+            {
+                "decodes": str(each.num_decodes),
+                "chunk beside": f"{each.num_tokens:,}" if each.num_tokens else "none",
+                "tokens each sees": f"{each.decode_pasts // each.num_decodes:,}",
+                "ms a step": f"{1000 * each.seconds:,.1f}",
+            }
             for each in sorted(steps, key=lambda each: (each.num_tokens, each.num_decodes, each.decode_pasts))
             if each.num_decodes
         ),
@@ -133,18 +129,17 @@ def _tune_decodes(steps: Iterable[StepSample]) -> str:
 
 def _tune_prefills(profile: TuneProfile) -> str:
     prefills = profile.measurements.prefills
-    lengths = sorted({each.prompt_tokens for each in prefills})
     seconds = {(each.chunk, each.prompt_tokens): f"{each.seconds:.3f}" for each in prefills}
+    lengths = sorted({each.prompt_tokens for each in prefills})
     return table(
         "Time to first token of a whole prompt, s. Medians",
-        ["chunk", *(f"{length:,} tokens" for length in lengths), "over the fastest", ""],
         (
-            [
-                f"{chunk:,}",
-                *(seconds.get((chunk, length), "-") for length in lengths),
-                f"{score:.3f}",
-                "best" if chunk == profile.best_chunk else "",
-            ]
+            {
+                "chunk": f"{chunk:,}",
+                **{f"{length:,} tokens": seconds.get((chunk, length), "-") for length in lengths},
+                "over the fastest": f"{score:.3f}",
+                "": "best" if chunk == profile.best_chunk else "",
+            }
             for chunk, score in sorted(slowdowns(prefills).items())
         ),
     )
@@ -154,57 +149,40 @@ def _tune_memory(memory: Sequence[MemorySample]) -> str:
     return table(
         f"Activation memory of a prompt of {memory[-1].prompt_tokens:,} tokens, MiB "
         "(measured: growth of a fresh process)",
-        ["chunk", "by arithmetic", "measured"],
         (
-            [
-                f"{each.chunk:,}",
-                f"{each.expected_bytes / 2**20:.1f}",
-                "-" if each.measured_bytes is None else f"{each.measured_bytes / 2**20:.1f}",
-            ]
+            {
+                "chunk": f"{each.chunk:,}",
+                "by arithmetic": f"{each.expected_bytes / 2**20:.1f}",
+                "measured": "-" if each.measured_bytes is None else f"{each.measured_bytes / 2**20:.1f}",
+            }
             for each in memory
         ),
     )
 
 
-def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:,.1f}"
-
-
 def render_memory(cases: Sequence[MemoryCase]) -> str:
     """Predicted and measured memory of each case, the bars, and the method."""
-    rows = [
-        [
-            case.model,
-            case.dtype,
-            f"{case.device}, {case.kernels}",
-            f"{case.prompt_tokens:,}",
-            f"{case.chunk:,}",
-            format_bytes(case.measured_bytes),
-            format_bytes(case.predicted_bytes),
-            f"{case.error:+.1%}",
-            format_bytes(case.kv_cache_bytes),
-            format_bytes(case.recurrent_bytes),
-            f"{format_bytes(case.activation_bytes)} ({case.phase})",
-            "" if case.is_met else "missed",
-        ]
+    rows = (
+        {
+            "model": case.model,
+            "dtype": case.dtype,
+            "kernels": f"{case.device}, {case.kernels}",
+            "prompt": f"{case.prompt_tokens:,}",
+            "chunk": f"{case.chunk:,}",
+            "measured": format_bytes(case.measured_bytes),
+            "predicted": format_bytes(case.predicted_bytes),
+            "error": f"{case.error:+.1%}",
+            "K/V": format_bytes(case.kv_cache_bytes),
+            "state": format_bytes(case.recurrent_bytes),
+            "activations": f"{format_bytes(case.activation_bytes)} ({case.phase})",
+            "": "" if case.is_met else "missed",
+        }
         for case in cases
-    ]
-    headers = [
-        "model",
-        "dtype",
-        "kernels",
-        "prompt",
-        "chunk",
-        "measured",
-        "predicted",
-        "error",
-        "K/V",
-        "state",
-    ]
+    )
     missed = sum(not case.is_met for case in cases)
     verdict = "all met" if not missed else f"{missed} of {len(cases)} missed"
     return (
-        table("Growth of a prefill", [*headers, "activations", ""], rows, num_left=3)
+        table("Growth of a prefill", rows, num_left=3)
         + f"\n\nbars: at most {MOST_OVER:.0%} over what is measured, {MOST_UNDER:.0%} under: {verdict}"
         f"\nmethod: {method_of(cases)}"
     )
@@ -227,7 +205,7 @@ def _verify_facts(results: VerifyResults) -> str:
         "output head": probe.head_holds,
         "recurrence": probe.recurrence_holds,
     }
-    broken = [name for name, holds in laws.items() if not holds]
+    broken = ", ".join(name for name, holds in laws.items() if not holds)
     return facts(
         {
             "model": [results.model, results.dtype],
@@ -238,7 +216,7 @@ def _verify_facts(results: VerifyResults) -> str:
             "probe": [
                 f"same bits: {'yes' if probe.same_bits else 'no'}",
                 f"products {rows}",
-                *([f"broken: {', '.join(broken)}"] if broken else []),
+                *([f"broken: {broken}"] if broken else []),
             ],
             "kernels": [results.kernels],
             **results.machine.facts,
@@ -248,28 +226,29 @@ def _verify_facts(results: VerifyResults) -> str:
 
 
 def _verify_table(results: VerifyResults) -> str:
-    def largest(series: Series | None) -> tuple[str, str]:
-        if series is None:
-            return "-", "-"
-        same = series.all_same
-        return _number(series.largest_absolute, same), _number(series.largest_relative, same)
+    def largest(name: str, series: Series | None) -> dict[str, str]:
+        sizes = {} if series is None else {"abs": series.largest_absolute, "rel": series.largest_relative}
+        same = series is not None and series.all_same
+        return {f"{name}, {kind}": _number(sizes.get(kind), same) for kind in ("abs", "rel")}
 
+    rows = []
+    for each in results.comparisons:
+        states, greedy = each.states, each.greedy
+        rows.append(
+            {
+                "": each.name,
+                "must be": _law(each, results),
+                **largest("logits", each.logits),
+                **largest("keys/values", each.cache),
+                "states, rel": "-" if states is None else _number(states.relative, states.is_same),
+                "greedy equal": "-" if greedy is None else f"{greedy.num_equal}/{greedy.num_tokens}",
+                "law": "PASS" if each.passed else "FAIL",
+            }
+        )
     return table(
         "Largest differences, absolute and in parts of the largest value; 0: the same bits. "
         "All but transformers' against the whole prompt in one chunk",
-        ["", "must be", "logits, abs", "rel", "keys/values, abs", "rel", "states, rel", "greedy equal", ""],
-        (
-            [
-                each.name,
-                _law(each, results),
-                *largest(each.logits),
-                *largest(each.cache),
-                "-" if each.states is None else _number(each.states.relative, each.states.is_same),
-                "-" if each.greedy is None else f"{each.greedy.num_equal}/{each.greedy.num_tokens}",
-                "PASS" if each.passed else "FAIL",
-            ]
-            for each in results.comparisons
-        ),
+        rows,
         num_left=2,
     )
 
@@ -283,8 +262,8 @@ def _law(comparison: Comparison, results: VerifyResults) -> str:
     return "same bits" if is_all else f"same bits, then {within}"
 
 
-def _number(value: float, is_same: bool) -> str:
-    return "0" if is_same else f"{value:.1e}"
+def _number(value: float | None, is_same: bool) -> str:
+    return "-" if value is None else "0" if is_same else f"{value:.1e}"
 
 
 def _differences(results: VerifyResults) -> str:
@@ -297,14 +276,13 @@ def _differences(results: VerifyResults) -> str:
 
 
 def _own_differences(comparison: Comparison, results: VerifyResults) -> Iterator[str]:
-    cache = comparison.cache
-    layer = "" if cache is None or cache.first_layer is None else f"; there from layer {cache.first_layer} on"
-    for what, series, rest in (("logits", comparison.logits, ""), ("keys and values", cache, layer)):
+    for what, series in (("logits", comparison.logits), ("keys and values", comparison.cache)):
         if series is not None and (first := series.first_different()) is not None:
+            layer = "" if series.first_layer is None else f"; there from layer {series.first_layer} on"
             yield (
                 f"{what} differ at {series.is_same.count(False)} of {len(series.positions)} tokens, first at "
                 f"{results.describe(first)}, most ({series.largest_relative:.1e}) at "
-                f"{results.describe(series.worst_position)}{rest}"
+                f"{results.describe(series.worst_position)}{layer}"
             )
     if comparison.greedy is not None and (other := comparison.greedy.first) is not None:
         yield (

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from penstock.cache import BLOCK_TOKENS, SequenceCache, StateStep
+from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
@@ -73,23 +73,13 @@ class StepTimer:
         """The time of one step, built, run and sampled from, as in the engine. It is not committed: the sequences
         stand where they stood."""
         started = time.perf_counter()
-        inputs: list[SpanInput] = []
-        used: list[SequenceCache] = []
+        decoding = [self._long] if spec.is_single_decode else self._short[: spec.num_decodes]
+        inputs = [self._input(cache, spec.decode_past, 1, is_prompt=False) for cache in decoding]
         if spec.num_tokens:
-            inputs.append(
-                self._item(self._long, spec.past, spec.num_tokens, is_prompt=True, wants_logits=False)
-            )
-            used.append(self._long)
-        if spec.is_single_decode:
-            inputs.append(self._item(self._long, spec.decode_past, 1, is_prompt=False, wants_logits=True))
-            used.append(self._long)
-        else:
-            for cache in self._short[: spec.num_decodes]:
-                inputs.append(self._item(cache, spec.decode_past, 1, is_prompt=False, wants_logits=True))
-                used.append(cache)
+            inputs.insert(0, self._input(self._long, spec.past, spec.num_tokens))
         self._forward(inputs)
         seconds = time.perf_counter() - started
-        for cache in used:
+        for cache in (self._long, *decoding) if spec.num_tokens else decoding:
             cache.abort()
         return seconds
 
@@ -107,7 +97,7 @@ class StepTimer:
     def _read(self, cache: SequenceCache, num_tokens: int) -> None:
         while (start := cache.num_tokens) < num_tokens:
             size = min(_READ_CHUNK, num_tokens - start)
-            self._forward([self._item(cache, start, size, is_prompt=True, wants_logits=False)])
+            self._forward([self._input(cache, start, size)])
             cache.commit(start + size)
 
     def _forward(self, inputs: Sequence[SpanInput]) -> None:
@@ -117,21 +107,15 @@ class StepTimer:
             sample_rows(logits, [PlainRow(self._sampler)] * len(logits))
         device_kind(self._model.device).synchronize()
 
-    def _item(
-        self, cache: SequenceCache, start: int, size: int, *, is_prompt: bool, wants_logits: bool
-    ) -> SpanInput:
-        end = start + size
-        cache.blocks.reserve(end)
-        span = Span(start, end)
-        tokens = list(self._prompt[start:end])
-        return SpanInput(span, tokens, cache.blocks, is_prompt, wants_logits, _state(cache, end, size))
-
-
-def _state(cache: SequenceCache, end: int, size: int) -> StateStep | None:
-    """Slots for a step that may begin before the sequence's end: it begins with the state that there is, since a
-    state's values have no part in the time."""
-    if cache.state is None:
-        return None
-    stands = cache.num_tokens
-    step = cache.state.reserve(stands, [stands + size])
-    return replace(step, writes=tuple(replace(write, end=end) for write in step.writes))
+    def _input(self, cache: SequenceCache, start: int, size: int, *, is_prompt: bool = True) -> SpanInput:
+        """A part of the prompt as a chunk, after which nothing is sampled, or as a decode."""
+        span = Span(start, start + size)
+        cache.blocks.reserve(span.end)
+        state = None
+        if cache.state is not None:
+            # The step may begin before the sequence's end. It begins with the state that there is: a state's values
+            # have no part in the time.
+            state = cache.state.reserve(cache.num_tokens, [cache.num_tokens + size])
+            state = replace(state, writes=tuple(replace(write, end=span.end) for write in state.writes))
+        tokens = list(self._prompt[span.start : span.end])
+        return SpanInput(span, tokens, cache.blocks, is_prompt, not is_prompt, state)

@@ -3,13 +3,13 @@
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.cache import SequenceCache, TokenRange
-from penstock.cache.kv import KV
+from penstock.cache import SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.cache.tensors import CacheTensors
 from penstock.engine.batcher import Batcher
@@ -17,7 +17,7 @@ from penstock.engine.events import GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.run import Run
 from penstock.engine.sampling import Choice
-from penstock.kernels.spans import AttendedSpan, AttentionWork
+from penstock.kernels.spans import AttendedSpan, AttentionWork, part_of
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.models.text.tokenizer import Tokenizer
@@ -68,9 +68,15 @@ class Subject:
 class Recomputed:
     """Keys and values of tokens that chunks have in common: as the earlier chunk left them, and the later one."""
 
-    positions: tuple[int, ...]
-    before: tuple[KV, ...]  # of each layer
-    after: tuple[KV, ...]
+    positions: Sequence[int]
+    before: tuple[Tensor, ...]  # as `kv_of` returns them
+    after: tuple[Tensor, ...]
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Recomputed]") -> "Recomputed":
+        positions = [position for part in parts for position in part.positions]
+        before, after = zip(*((part.before, part.after) for part in parts), strict=True)
+        return cls(positions, *(tuple(map(torch.cat, zip(*side, strict=True))) for side in (before, after)))
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ class Trace:
     """What one way left behind."""
 
     logits: Tensor  # [positions, vocab], float32
-    layers: tuple[KV, ...]  # of every token that was run
+    kv: tuple[Tensor, ...]  # of every token that was run, as `kv_of` returns them
     states: tuple[Tensor, ...]  # where the prompt ended; none without recurrent layers
     generated: tuple[int, ...]  # the greedy choices
     keeps_bits: bool  # whether its chunks lie where its bits must be those of any others
@@ -94,12 +100,12 @@ class WatchedDecoder(Decoder):
     """
 
     def __init__(self, model: Decoder, canon: RowLaw, positions: Sequence[int], out: Tensor) -> None:
-        """The logits after the tokens at `positions` go to the rows of `out` [len(positions), vocab]."""
+        """The logits after the tokens at `positions` go to the first rows of `out` [rows, vocab]."""
         vars(self).update(vars(model))  # weights are shared, not copied
         self.rows: range | None = None  # of the next batch, those of the sequence; None: all
         self._canon = canon
         self._out = out
-        self.index_of = {position: index for index, position in enumerate(positions)}
+        self._index_of = {position: index for index, position in enumerate(positions)}
 
     @torch.inference_mode()
     def forward(
@@ -120,7 +126,7 @@ class WatchedDecoder(Decoder):
         indices: list[int] = []
         for span in batch.all_layers.spans:
             for row in range(span.start, span.end) if span.is_prompt else ():
-                index = self.index_of.get(span.position + row - span.start)
+                index = self._index_of.get(span.position + row - span.start)
                 if index is not None and (self.rows is None or row in self.rows):
                     rows.append(row)
                     indices.append(index)
@@ -134,7 +140,7 @@ def _wanting(batch: ForwardBatch, rows: Sequence[int], canon: RowLaw) -> Forward
     for span in batch.all_layers.spans:
         for run in _runs([row for row in rows if span.start <= row < span.end]):
             position, end = span.position + run.start - span.start, num_done + len(run)
-            places = _first(span.places, position + len(run))
+            places = part_of(span.places, 0, position + len(run))
             spans.append(replace(span, start=num_done, end=end, position=position, places=places))
             num_done = end
     padding = canon.padded_rows(len(rows)) - len(rows)
@@ -155,28 +161,16 @@ def _runs(rows: Sequence[int]) -> Iterator[range]:
             start = end
 
 
-def _first(places: Sequence[TokenRange], num_tokens: int) -> list[TokenRange]:
-    """The places of the first `num_tokens` tokens."""
-    first: list[TokenRange] = []
-    for place in places:
-        if num_tokens > 0:
-            first.append(TokenRange(place.start, min(place.end, place.start + num_tokens)))
-            num_tokens -= len(first[-1])
-    return first
-
-
 class _Recorder:
     """Gathers what becomes a trace. Generation goes on with the forced tokens, whatever was sampled."""
 
     def __init__(self, subject: Subject, forced: Sequence[int] | None) -> None:
         self.subject = subject
         self._forced = forced
-        self._num_watched = len(subject.prompt_positions)
+        self._index_of = {position: index for index, position in enumerate(subject.positions)}
         # What is never written stays no number, and is equal to nothing.
-        self._logits = torch.full((len(subject.positions), subject.model.config.vocab_size), torch.nan)
-        self.model = WatchedDecoder(
-            subject.model, subject.canon, subject.prompt_positions, self._logits[: self._num_watched]
-        )
+        self._logits = torch.full((len(self._index_of), subject.model.config.vocab_size), torch.nan)
+        self.model = WatchedDecoder(subject.model, subject.canon, subject.prompt_positions, self._logits)
         self._states: tuple[Tensor, ...] = ()
         self._chosen: list[int] = []
 
@@ -188,26 +182,21 @@ class _Recorder:
         """Logits [vocab] after all that was run so far. Returns the token to go on with: of a prompt that runs as
         decodes, its next one."""
         position, prompt = cache.num_tokens - 1, self.subject.prompt
+        if position in self._index_of:
+            self._logits[self._index_of[position]] = logits
         if position < len(prompt) - 1:
-            if position in self.model.index_of:
-                self._logits[self.model.index_of[position]] = logits
             return prompt[position + 1]
         if not self._chosen:
             self._states = states_of(cache, space)
-        self._logits[self._num_watched + len(self._chosen)] = logits
         self._chosen.append(int(logits.argmax()))
         return self._chosen[-1] if self._forced is None else self._forced[len(self._chosen) - 1]
 
     def trace(
-        self,
-        cache: SequenceCache,
-        space: CacheSpace,
-        *,
-        keeps_bits: bool,
-        recomputed: Recomputed | None = None,
+        self, cache: SequenceCache, space: CacheSpace, keeps_bits: bool, again: Sequence[Recomputed] = ()
     ) -> Trace:
-        layers = kv_of(cache, space, 0, len(self.subject.prompt) + self.subject.num_generated - 1)
-        return Trace(self._logits, layers, self._states, tuple(self._chosen), keeps_bits, recomputed)
+        kv = kv_of(cache, space, 0, len(self.subject.prompt) + self.subject.num_generated - 1)
+        recomputed = Recomputed.joined(again) if again else None
+        return Trace(self._logits, kv, self._states, tuple(self._chosen), keeps_bits, recomputed)
 
 
 def run_chunks(
@@ -217,53 +206,35 @@ def run_chunks(
     chunk_size: int = 0,
     chunk_ends: Sequence[int] | None = None,
     overlap: int = 0,
+    num_read: int | None = None,
 ) -> Trace:
-    """The prompt alone, in chunks; 0: whole. Where they overlap, what is run twice is recorded both times."""
-    return _run(subject, forced, subject.prompt, ChunkedPrefillConfig(chunk_size, overlap), chunk_ends)
+    """The prompt alone, in chunks; 0: whole. Where they overlap, what is run twice is recorded both times.
 
-
-def run_decodes(subject: Subject, forced: Sequence[int]) -> Trace:
-    """The prompt alone, each token after the first as a decode: other kernels, the same mathematics."""
-    return _run(subject, forced, subject.prompt[:1], ChunkedPrefillConfig(0), None)
-
-
-def _run(
-    subject: Subject,
-    forced: Sequence[int] | None,
-    prompt: Sequence[int],
-    config: ChunkedPrefillConfig,
-    chunk_ends: Sequence[int] | None,
-) -> Trace:
+    With `num_read`, only so many tokens are read, and the others run as decodes: other kernels, the same mathematics.
+    """
     recorder = _Recorder(subject, forced)
-    num_prompt = len(subject.prompt)
-    # One token more than is sampled: a run that ends frees its cache.
-    max_tokens = num_prompt - len(prompt) + subject.num_generated + 1
+    prompt = subject.prompt[:num_read]
+    num_decodes = len(subject.prompt) - len(prompt)
     run = Run(
         recorder.model,
         prompt,
-        config=config,
+        config=ChunkedPrefillConfig(chunk_size, overlap),
         canon=subject.canon,
-        max_tokens=max_tokens,
+        max_tokens=num_decodes + subject.num_generated + 1,  # one more: a run that ends frees its cache
         chunk_ends=chunk_ends,
-        depth=1 if config.overlap else None,  # a step in flight would write over what is to be compared
+        depth=1 if overlap else None,  # a step in flight would write over what is to be compared
     )
-    recomputed: list[tuple[range, tuple[KV, ...], tuple[KV, ...]]] = []
+    recomputed: list[Recomputed] = []
     while not recorder.is_done:
         end = run.cache.num_tokens
-        before = kv_of(run.cache, run.space, max(end - config.overlap, 0), end) if config.overlap else ()
+        before = kv_of(run.cache, run.space, max(end - overlap, 0), end) if overlap else ()
         step = run.step()
-        again = range(step.span.start, end)
-        if len(again):  # the whole overlap
-            recomputed.append((again, before, kv_of(run.cache, run.space, again.start, end)))
+        if again := range(step.span.start, end):  # the whole overlap
+            recomputed.append(Recomputed(again, before, kv_of(run.cache, run.space, again.start, end)))
         if run.logits is not None and step.token is not None:
             run.tokens[-1] = recorder.record(run.logits, run.cache, run.space)
     on_grid = run.lies_on(STATE_GRID) or not subject.model.config.has_state
-    trace = recorder.trace(
-        run.cache,
-        run.space,
-        keeps_bits=len(prompt) == num_prompt and on_grid,
-        recomputed=_joined(recomputed) if recomputed else None,
-    )
+    trace = recorder.trace(run.cache, run.space, on_grid and not num_decodes, recomputed)
     run.cancel()
     return trace
 
@@ -344,13 +315,12 @@ def _others(subject: Subject) -> dict[str, GenerationRequest]:
 def _step(batcher: Batcher, recorder: _Recorder) -> None:
     step = batcher.begin()
     assert step is not None, "requests wait, and nothing runs"
-    start = 0
-    recorder.model.rows = range(0)
-    for planned in step.plan.spans:
-        end = start + len(planned.span)
-        if planned.request_id == _SUBJECT:
-            recorder.model.rows = range(start, end)
-        start = end
+    ends = accumulate(len(planned.span) for planned in step.plan.spans)
+    rows = {
+        planned.request_id: range(end - len(planned.span), end)
+        for planned, end in zip(step.plan.spans, ends, strict=True)
+    }
+    recorder.model.rows = rows.get(_SUBJECT, range(0))
     outcome = batcher.run(step)
     if outcome.error is not None:
         raise outcome.error
@@ -365,11 +335,11 @@ def random_ends(num_tokens: int, seed: int, grid: int = 1) -> list[int]:
     return [*sorted(cuts), num_tokens]
 
 
-def kv_of(cache: SequenceCache, space: CacheSpace, start: int, end: int) -> tuple[KV, ...]:
-    """A copy of the keys and values of tokens [start, end), layer by layer."""
+def kv_of(cache: SequenceCache, space: CacheSpace, start: int, end: int) -> tuple[Tensor, ...]:
+    """A copy of the keys, then the values, of tokens [start, end), layer by layer."""
     places = cache.blocks.locate(start, end)
     layers = (layer.read(places) for layer in space.tensors.kv.layers)
-    return tuple(KV(layer.keys.clone(), layer.values.clone()) for layer in layers)
+    return tuple(part.clone() for layer in layers for part in (layer.keys, layer.values))
 
 
 def states_of(cache: SequenceCache, space: CacheSpace) -> tuple[Tensor, ...]:
@@ -378,16 +348,3 @@ def states_of(cache: SequenceCache, space: CacheSpace) -> tuple[Tensor, ...]:
         return ()
     layers, slot = space.tensors.states.layers, cache.state.slot
     return tuple(part.clone() for layer in layers for part in (layer.tail(slot), layer.matrix(slot)))
-
-
-def _joined(parts: Sequence[tuple[range, tuple[KV, ...], tuple[KV, ...]]]) -> Recomputed:
-    def cat(sides: Sequence[tuple[KV, ...]]) -> tuple[KV, ...]:
-        return tuple(
-            KV(torch.cat([kv.keys for kv in layer]), torch.cat([kv.values for kv in layer]))
-            for layer in zip(*sides, strict=True)
-        )
-
-    positions = tuple(position for again, _, _ in parts for position in again)
-    return Recomputed(
-        positions, cat([before for _, before, _ in parts]), cat([after for _, _, after in parts])
-    )

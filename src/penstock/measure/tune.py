@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
+from typing import TypeVar
 
 import torch
 
@@ -33,6 +34,7 @@ from penstock.plan.memory import kv_token_bytes, state_slot_bytes
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
 
 Say = Callable[[str], None]
+T = TypeVar("T")
 
 USUAL_SECONDS = 240.0
 QUICK_SECONDS = 40.0
@@ -59,28 +61,24 @@ class TunePlan:
     """Which steps and which whole prompts are timed, and how often."""
 
     steps: tuple[StepSpec, ...]
-    step_rounds: int
     chunks: tuple[int, ...]  # of the whole prompts
     prompt_lengths: tuple[int, ...]
-    prompt_rounds: int
     memory_tokens: int  # the prompt whose memory is measured in fresh processes; 0: none is
+    rounds: int
 
     @property
     def num_tokens(self) -> float:
         """About how many tokens' time it takes, memory aside."""
-        longest_past = max(step.long_past for step in self.steps)
-        return longest_past + self.step_rounds * self.step_cost + self.prompt_rounds * self.prompt_cost
+        return max(step.long_past for step in self.steps) + self.rounds * self.round_tokens
 
     @property
-    def step_cost(self) -> float:
-        return sum(
+    def round_tokens(self) -> float:
+        """The same of one round."""
+        steps = (
             step.num_tokens * (_PAST_FACTOR if step.past else 1.0) + _DECODE_TOKENS * (step.num_decodes > 0)
             for step in self.steps
         )
-
-    @property
-    def prompt_cost(self) -> float:
-        return _PAST_FACTOR * len(self.chunks) * sum(self.prompt_lengths)
+        return sum(steps) + _PAST_FACTOR * len(self.chunks) * sum(self.prompt_lengths)
 
 
 @dataclass(frozen=True)
@@ -90,6 +88,9 @@ class FitError:
     median: float
     p95: float
 
+    def __str__(self) -> str:
+        return f"median {self.median:.1%}, 95th percentile {self.p95:.1%}"
+
 
 def plan_tuning(context: int, tokens_per_s: float, seconds: float, *, quick: bool = False) -> TunePlan:
     """A plan that takes about so long on a machine of this speed; never fewer than three rounds, which may take
@@ -98,8 +99,7 @@ def plan_tuning(context: int, tokens_per_s: float, seconds: float, *, quick: boo
     if not quick and plan.num_tokens > seconds * tokens_per_s:
         plan = _least_plan(context, quick=True)
     spare = seconds * tokens_per_s - plan.num_tokens
-    rounds = min(MIN_ROUNDS + max(int(spare / (plan.step_cost + plan.prompt_cost)), 0), MOST_ROUNDS)
-    return replace(plan, step_rounds=rounds, prompt_rounds=rounds)
+    return replace(plan, rounds=min(MIN_ROUNDS + max(int(spare / plan.round_tokens), 0), MOST_ROUNDS))
 
 
 def _least_plan(context: int, *, quick: bool) -> TunePlan:
@@ -118,11 +118,10 @@ def _least_plan(context: int, *, quick: bool) -> TunePlan:
     longest = min(max(lengths), MOST_CHUNK)
     return TunePlan(
         steps=tuple(steps),
-        step_rounds=MIN_ROUNDS,
         chunks=tuple(size for size in (128, 256, 512, 1024, 2048) if size <= longest) or chunks,
         prompt_lengths=tuple(sorted(lengths)),
-        prompt_rounds=MIN_ROUNDS,
         memory_tokens=0 if quick else min(room, MOST_CHUNK),
+        rounds=MIN_ROUNDS,
     )
 
 
@@ -137,7 +136,7 @@ def tune(llm: LLM, seconds: float | None, say: Say, *, quick: bool = False) -> T
     if not quick and not plan.memory_tokens:
         say(f"{seconds:g} s are too few for all sizes on this machine: fewer are measured, as with --quick")
     say(
-        f"{name}: {tokens_per_s:,.0f} tokens/s; {len(plan.steps)} kinds of steps, {plan.step_rounds} rounds: "
+        f"{name}: {tokens_per_s:,.0f} tokens/s; {len(plan.steps)} kinds of steps, {plan.rounds} rounds: "
         f"about {plan.num_tokens / tokens_per_s:.0f} s"
     )
     steps = measure_steps(llm, prompt, plan, say)
@@ -160,32 +159,38 @@ def measure_speed(llm: LLM, prompt: Sequence[int]) -> float:
 
 
 def measure_steps(llm: LLM, prompt: Sequence[int], plan: TunePlan, say: Say) -> list[StepSample]:
-    """The median of each step, which all take turns, in another order each round."""
     timer = StepTimer(llm.model, llm.canon, prompt, plan.steps)
     for spec in plan.steps:  # libraries prepare for every number of rows that they meet
         timer.seconds(spec)
-    times: dict[StepSpec, list[float]] = {spec: [] for spec in plan.steps}
-    for index, order in enumerate(shuffled_rounds(plan.steps, plan.step_rounds, _SEED)):
-        for spec in order:
-            times[spec].append(timer.seconds(spec))
-        say(f"steps: round {index + 1} of {plan.step_rounds}")
+    medians = _take_turns("steps", plan.steps, plan.rounds, timer.seconds, say)
     return [
-        StepSample(
-            spec.num_tokens, spec.past, spec.num_decodes, spec.num_decodes * spec.decode_past, median(values)
-        )
-        for spec, values in times.items()
+        StepSample(spec.num_tokens, spec.past, spec.num_decodes, spec.shape.decode_pasts, seconds)
+        for spec, seconds in medians.items()
     ]
 
 
 def measure_prefills(llm: LLM, prompt: Sequence[int], plan: TunePlan, say: Say) -> list[PrefillSample]:
-    """The median time to first token of whole prompts, chunk sizes taking turns."""
-    cells = [(chunk, length) for length in plan.prompt_lengths for chunk in plan.chunks]
-    times: dict[tuple[int, int], list[float]] = {cell: [] for cell in cells}
-    for index, order in enumerate(shuffled_rounds(cells, plan.prompt_rounds, _SEED)):
-        for chunk, length in order:
-            times[chunk, length].append(_first_token_s(llm, chunk, prompt[:length]))
-        say(f"whole prompts: round {index + 1} of {plan.prompt_rounds}")
-    return [PrefillSample(chunk, length, median(values)) for (chunk, length), values in times.items()]
+    """Times to first token of whole prompts."""
+
+    def seconds(case: tuple[int, int]) -> float:
+        chunk, length = case
+        return _first_token_s(llm, chunk, prompt[:length])
+
+    cases = [(chunk, length) for length in plan.prompt_lengths for chunk in plan.chunks]
+    medians = _take_turns("whole prompts", cases, plan.rounds, seconds, say)
+    return [PrefillSample(*case, seconds) for case, seconds in medians.items()]
+
+
+def _take_turns(
+    name: str, cases: Sequence[T], rounds: int, seconds: Callable[[T], float], say: Say
+) -> dict[T, float]:
+    """The median time of each case, all of which take turns, in another order each round."""
+    times: dict[T, list[float]] = {case: [] for case in cases}
+    for index, order in enumerate(shuffled_rounds(cases, rounds, _SEED)):
+        for case in order:
+            times[case].append(seconds(case))
+        say(f"{name}: round {index + 1} of {rounds}")
+    return {case: median(values) for case, values in times.items()}
 
 
 def _first_token_s(llm: LLM, chunk: int, prompt: Sequence[int]) -> float:
@@ -225,12 +230,11 @@ def best_chunk(prefills: Sequence[PrefillSample]) -> int:
 def slowdowns(prefills: Sequence[PrefillSample]) -> Mapping[int, float]:
     """By chunk: its time over the shortest at the same length, on average over the lengths."""
     shortest: dict[int, float] = {}
-    for each in prefills:
-        shortest[each.prompt_tokens] = min(each.seconds, shortest.get(each.prompt_tokens, each.seconds))
     ratios: dict[int, list[float]] = {}
-    for each in prefills:
-        ratios.setdefault(each.chunk, []).append(each.seconds / shortest[each.prompt_tokens])
-    return {chunk: sum(values) / len(values) for chunk, values in ratios.items()}
+    for each in sorted(prefills, key=lambda each: each.seconds):
+        fastest = shortest.setdefault(each.prompt_tokens, each.seconds)
+        ratios.setdefault(each.chunk, []).append(each.seconds / fastest)
+    return {chunk: mean(values) for chunk, values in ratios.items()}
 
 
 def measure_memory(llm: LLM, plan: TunePlan, say: Say) -> list[MemorySample]:
@@ -242,11 +246,10 @@ def measure_memory(llm: LLM, plan: TunePlan, say: Say) -> list[MemorySample]:
     is_measured = plan.memory_tokens > 0 and (llm.device_kind.has_own_memory or can_measure_growth())
     samples = []
     for chunk in plan.chunks:
-        expected = activation_model(model).largest_step(length, chunk).peak_bytes
         measured = None
         if is_measured:
             job = MemoryJob(
-                model=str(llm.path),
+                str(llm.path),
                 is_random=False,
                 dtype=str(model.dtype).removeprefix("torch."),
                 kernels="auto",
@@ -262,5 +265,6 @@ def measure_memory(llm: LLM, plan: TunePlan, say: Say) -> list[MemorySample]:
             except MeasurementError as error:
                 say(f"memory is not measured: {error}")
                 is_measured = False
+        expected = activation_model(model).largest_step(length, chunk).peak_bytes
         samples.append(MemorySample(chunk, length, expected, measured))
     return samples

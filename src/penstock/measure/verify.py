@@ -24,20 +24,18 @@ from penstock.kernels.probe.probe import ProbeResult
 from penstock.measure.compare import (
     Comparison,
     Law,
-    Series,
+    compare_caches,
     compare_greedy,
     compare_logits,
-    compare_recomputed,
     compare_traces,
 )
 from penstock.measure.machine import Machine, this_machine
 from penstock.measure.prompts import text_tokens
-from penstock.measure.traces import Subject, Trace, random_ends, run_batched, run_chunks, run_decodes
+from penstock.measure.traces import Subject, Trace, random_ends, run_batched, run_chunks
 from penstock.models.opened import open_weights
 from penstock.models.reading import first_line
 from penstock.models.weights import WeightSource
 from penstock.plan import STATE_GRID
-from penstock.plan.model import ModelConfig
 
 DEFAULT_CHUNKS = (1, 7, 64, 100, 512)
 DEFAULT_MAX_TOKENS = 16
@@ -98,7 +96,7 @@ class VerifyResults:
         plain |= {
             "machine": asdict(self.machine),
             "probe": {**asdict(self.probe), "same_bits": self.probe.same_bits},
-            "comparisons": [self._comparison_dict(each) for each in self.comparisons],
+            "comparisons": [each.to_dict(self.describe) for each in self.comparisons],
             "passed": self.passed,
         }
         finite: dict[str, Any] = _finite(plain)
@@ -108,25 +106,6 @@ class VerifyResults:
         """Indented, but a list of numbers on one line: there are hundreds of them."""
         text = json.dumps(self.to_dict(), indent=2)
         return _FLAT_LIST.sub(lambda match: " ".join(match[0].split()), text) + "\n"
-
-    def _comparison_dict(self, comparison: Comparison) -> dict[str, Any]:
-        plain = asdict(comparison)
-        for name in ("logits", "cache"):
-            series: Series | None = getattr(comparison, name)
-            if series is not None:
-                plain[name] |= {
-                    "all_same": series.all_same,
-                    "largest_absolute": series.largest_absolute,
-                    "largest_relative": series.largest_relative,
-                    "worst_position": series.worst_position,
-                    "first_different": series.first_different(),
-                    "first_beyond_tolerance": series.first_beyond(comparison.law.tolerance),
-                }
-        breaks = [
-            {**asdict(each), "token": None if each.position is None else self.describe(each.position)}
-            for each in comparison.breaks
-        ]
-        return {**plain, "passed": comparison.passed, "breaks": breaks}
 
 
 def prompt_of(llm: LLM, text: str | None, num_tokens: int | None, max_tokens: int) -> list[int]:
@@ -152,7 +131,9 @@ def verify(llm: LLM, prompt: list[int], checks: Checks, say: Say) -> VerifyResul
     started = time.perf_counter()
     model = llm.model
     overlap = _overlap(checks.overlap, len(prompt))
-    tolerance = checks.tolerance or default_tolerance(model.dtype, model.config)
+    dtype = str(model.dtype).removeprefix("torch.")
+    has_router = dtype == "bfloat16" and model.config.experts is not None
+    tolerance = checks.tolerance or TOLERANCES[f"{dtype} with experts" if has_router else dtype]
     subject = Subject(model, llm.canon, llm.tokenizer, tuple(prompt), checks.max_tokens)
     say("the whole prompt in one chunk ...")
     whole = run_chunks(subject)
@@ -171,7 +152,7 @@ def verify(llm: LLM, prompt: list[int], checks: Checks, say: Say) -> VerifyResul
     return VerifyResults(
         machine=this_machine(),
         model=description,
-        dtype=str(model.dtype).removeprefix("torch."),
+        dtype=dtype,
         kernels=model.kernels.name,
         probe=llm.probe,
         token_ids=token_ids,
@@ -183,12 +164,6 @@ def verify(llm: LLM, prompt: list[int], checks: Checks, say: Say) -> VerifyResul
         comparisons=tuple(comparisons),
         duration_s=llm.load_s + time.perf_counter() - started,
     )
-
-
-def default_tolerance(dtype: torch.dtype, config: ModelConfig) -> float:
-    name = str(dtype).removeprefix("torch.")
-    has_router = dtype == torch.bfloat16 and config.experts is not None
-    return TOLERANCES[f"{name} with experts" if has_router else name]
 
 
 def _overlap(overlap: int | None, num_tokens: int) -> int:
@@ -220,7 +195,9 @@ def _ways(subject: Subject, whole: Trace, checks: Checks, overlap: int) -> Itera
         name = "token by token" if size == 1 else f"chunks of {size}"
         yield _Way(name, partial(run_chunks, subject, forced, chunk_size=size), whole, every)
     if 1 in sizes:
-        yield _Way("token by token, as decodes", partial(run_decodes, subject, forced), whole, every)
+        yield _Way(
+            "token by token, as decodes", partial(run_chunks, subject, forced, num_read=1), whole, every
+        )
     for seed in _SEEDS:  # cuts anywhere; and on the grid, where a model has one
         grid = STATE_GRID if subject.model.config.has_state and seed == _SEEDS[-1] else 1
         ends = random_ends(num_prompt, seed, grid)
@@ -254,9 +231,9 @@ def _compare(subject: Subject, way: _Way, tolerance: float, *, same_bits: bool) 
         return
     seconds, its_law = time.perf_counter() - started, law(trace.keeps_bits)
     yield compare_traces(way.name, subject.positions, trace, way.expected, its_law, seconds)
-    if trace.recomputed is not None:
+    if (twice := trace.recomputed) is not None:
         name = f"overlap {way.overlap}: keys, values computed twice"
-        yield compare_recomputed(name, trace.recomputed, its_law)
+        yield Comparison(name, its_law, cache=compare_caches(twice.positions, twice.after, twice.before))
 
 
 def _compare_with_transformers(
