@@ -31,8 +31,9 @@ class Subject:
     found: ProbeResult
 
     def space(self, num_tokens: int, num_sequences: int = 1) -> CacheSpace:
-        """Room for sequences of so many tokens together."""
-        return CacheSpace.for_tokens(self.model, num_tokens, num_slots=2 * num_sequences)
+        """Room for sequences of so many tokens together, and for their states with steps in flight."""
+        num_slots = 1 + device_kind(self.model.device).steps_in_flight
+        return CacheSpace.for_tokens(self.model, num_tokens, num_slots=num_slots * num_sequences)
 
     def first_token(self, space: CacheSpace, prompt: Sequence[int], chunk: int) -> int:
         """Read a prompt, of which nothing is cached, and choose the token after it."""
