@@ -9,9 +9,9 @@ from transformers import Qwen3_5TextConfig
 from benchmarks.models import HYBRID, pieces, random_hybrid, random_subject
 from penstock.errors import ContextLengthError, ModelError
 from penstock.measure.transformers_model import load_transformers
-from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.hf.folder import HfFolder
+from penstock.models.reading import Fields
 from tests.models.hybrids import hybrid_settings
 from tests.oracle import random_prompt
 

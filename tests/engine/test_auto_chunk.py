@@ -12,7 +12,7 @@ from penstock.engine.profile import TuneProfile, profile_key, save_profile
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import PromptError, SettingError
 from penstock.plan import ScheduleConfig, SchedulePolicy, StepShape, StepTimeCoefficients
-from penstock.plan.fitting import ActivationBudgetError
+from penstock.plan.memory import ActivationBudgetError
 from tests.byte_models import model_of_bytes
 from tests.oracle import random_prompt
 

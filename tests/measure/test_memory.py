@@ -26,12 +26,12 @@ from penstock.measure.memory import (
 from penstock.measure.random_weights import FAMILIES, RandomWeights, family_config
 from penstock.measure.report import render_memory as render
 from penstock.models.decoder import Decoder
-from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.loading import load_decoder
+from penstock.models.reading import Fields
 from penstock.models.shape import workspace_of
 from penstock.plan import ChunkedPrefillConfig, Span
-from penstock.plan.activation_parts import SMALL_BYTES
+from penstock.plan.activation import SMALL_BYTES
 from penstock.plan.grids import RowLaw
 from penstock.plan.memory import weight_bytes
 from penstock.plan.step import Workspace

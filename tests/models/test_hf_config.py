@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.layers.rotary import rotary_frequencies
-from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.hf.folder import read_folder_config
+from penstock.models.reading import Fields
 from penstock.plan.model import RotaryConfig
 from tests.models.builders import CLASSES, hf_config
 from tests.models.hf_defaults import TABLE, table

@@ -14,9 +14,9 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEm
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.layers.rotary import Rotary, rotary_frequencies
-from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.hf.folder import read_folder_config
+from penstock.models.reading import Fields
 from penstock.plan.model import ModelConfig, RotaryConfig
 from tests.models.hybrids import CLASSES, HYBRIDS, MIXTURES, hybrid_settings
 from tests.models.test_hf_config import ROPES

@@ -7,10 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.errors import SettingError
-from penstock.plan import DeltaNetShape, ModelShape, activation_parts
-from penstock.plan.activation import step_memory, step_phases
-from penstock.plan.activation_mixing import _attending
-from penstock.plan.activation_parts import PassSizes, StepMemory
+from penstock.plan import DeltaNetShape, ModelShape, activation
+from penstock.plan.activation import PassSizes, StepMemory, _attending, step_memory, step_phases
 from penstock.plan.step import StepShape, Workspace
 from tests.plan.strategies import hybrid_shapes, shapes
 from tests.plan.test_memory import workspaces
@@ -88,7 +86,7 @@ def test_a_large_model_by_hand() -> None:
     rows = 2048
     assert mark == StepMemory(
         "mlp",
-        input_bytes=activation_parts.SMALL_BYTES + rows * (2 * 8 + 2 * 2 * 128) + 32_768 * 2 * 2 * 128,
+        input_bytes=activation.SMALL_BYTES + rows * (2 * 8 + 2 * 2 * 128) + 32_768 * 2 * 2 * 128,
         hidden_bytes=rows * 2 * 2 * 4096,
         mlp_bytes=rows * 2 * 3 * 12_288,
     )
@@ -102,7 +100,7 @@ def test_the_same_on_a_gpu() -> None:
     )
     by_name = {phase.phase: phase for phase in phases}
     rows = 2048
-    inputs = activation_parts.SMALL_BYTES + (32 << 20) + rows * (3 * 8 + 2 * 2 * 128) + 32_768 * 2 * 2 * 128
+    inputs = activation.SMALL_BYTES + (32 << 20) + rows * (3 * 8 + 2 * 2 * 128) + 32_768 * 2 * 2 * 128
     assert by_name["mlp"] == StepMemory(
         "mlp",
         input_bytes=inputs + rows * 2 * 4096,

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.errors import SettingError
 from penstock.plan import DeltaNetShape, ExpertsShape, ModelShape, create_prefill_chunks_at
-from penstock.plan.fitting import ActivationModel
+from penstock.plan.memory import ActivationModel
 from penstock.plan.step import StepShape, Workspace
 from tests.plan.test_memory import workspaces
 

@@ -15,8 +15,7 @@ from penstock.plan import (
     format_bytes,
     peak_memory_estimate,
 )
-from penstock.plan.activation import step_phases
-from penstock.plan.activation_parts import SMALL_BYTES
+from penstock.plan.activation import SMALL_BYTES, step_phases
 from penstock.plan.step import StepShape, Workspace
 from penstock.plan.units import parse_bytes
 from tests.plan.strategies import configs, hybrid_shapes, shapes

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import SettingError
-from penstock.plan.fitting import ActivationModel
-from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
+from penstock.plan.memory import ActivationModel, WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
 from penstock.plan.model import DeltaNetConfig, ModelConfig
 from penstock.plan.prompt_plan import Plan, make_plan
 from penstock.plan.step import Workspace

@@ -28,7 +28,7 @@ from penstock.plan import (
     StepTimeModel,
 )
 from penstock.plan.activation import step_memory
-from penstock.plan.fitting import ActivationModel
+from penstock.plan.memory import ActivationModel
 from penstock.plan.sizing import CAUTIOUS_CHUNK, shape_of
 
 CPU = StepTimeCoefficients(0.012, 8e-4, 9e-8, 4e-3, 1.5e-6)

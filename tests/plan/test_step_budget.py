@@ -18,7 +18,7 @@ from penstock.plan import (
     StepPlan,
     StepShape,
 )
-from penstock.plan.step_budget import SHRUNK_STEPS, StepBudget, TokenBudget
+from penstock.plan.sizing import SHRUNK_STEPS, StepBudget, TokenBudget
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from penstock.kernels.probe.probe import ProbeResult, probe
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.measure.random_weights import RandomWeights
 from penstock.models.decoder import Decoder
-from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
 from penstock.models.loading import load_decoder
+from penstock.models.reading import Fields
 from penstock.plan import ChunkedPrefillConfig
 from penstock.plan.grids import RowLaw
 

@@ -4,8 +4,7 @@ sequence holds, and an index of what could be held again. The tensors are in `pe
 from penstock.cache.blocks import BlockPool, Extent
 from penstock.cache.keys import BlockKey, KeyChain, root_key
 from penstock.cache.prefix import PrefixHit, PrefixIndex
-from penstock.cache.sequence import SequenceBlocks, TokenRange
-from penstock.cache.sequence_cache import SequenceCache
+from penstock.cache.sequence import SequenceBlocks, SequenceCache, TokenRange
 from penstock.cache.states import EMPTY, SequenceState, SlotPool, StateStep, StateWrite
 from penstock.plan.grids import BLOCK_TOKENS
 

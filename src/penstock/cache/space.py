@@ -6,7 +6,7 @@ from typing import Protocol
 import torch
 
 from penstock.cache.blocks import BlockPool
-from penstock.cache.sequence_cache import SequenceCache
+from penstock.cache.sequence import SequenceCache
 from penstock.cache.states import SlotPool
 from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.plan.grids import BLOCK_TOKENS

@@ -39,8 +39,7 @@ from penstock.models.opened import open_weights
 from penstock.models.shape import workspace_of
 from penstock.models.weights import WeightSource
 from penstock.plan import ChunkedPrefillConfig, ModelShape, Span
-from penstock.plan.activation import step_phases
-from penstock.plan.activation_parts import StepMemory
+from penstock.plan.activation import StepMemory, step_phases
 from penstock.plan.grids import ROTARY_PAGE, RowLaw
 from penstock.plan.memory import kv_token_bytes, state_slot_bytes
 from penstock.plan.step import StepShape, Workspace

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from penstock.errors import SettingError
-from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
+from penstock.models.reading import Fields
 from penstock.models.weights import expected_shapes
 from penstock.plan.model import ModelConfig
 

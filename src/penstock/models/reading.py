@@ -1,10 +1,14 @@
-"""What goes wrong while a file that may hold anything is read: an error of ours that names the file."""
+"""Files that are not trusted: errors that name the file, values with a type and a range, sizes that no model has."""
 
 import contextlib
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from penstock.errors import ModelFileError, PenstockError
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 
 
 def first_line(error: BaseException) -> str:
@@ -36,3 +40,154 @@ def trusting(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         raise ModelFileError(f"{what}: {first_line(error)}") from error
+
+
+# A file that claims more is damaged or hostile.
+MAX_WIDTH = 1 << 20
+MAX_HEADS = 1 << 14
+MAX_LAYERS = 1 << 12
+MAX_VOCABULARY = 1 << 24
+MAX_POSITIONS = 1 << 28
+
+# Of delta nets: a head's state is a matrix of its key size by its value size.
+MAX_DELTA_HEAD = 1 << 10
+MAX_CONV_KERNEL = 64
+# Elements of a delta net's matrices of all heads: 256 MiB a layer and state.
+MAX_STATE = 1 << 26
+
+# Of mixtures of experts: in one layer, and in all of them, since each may have tensors of its own.
+MAX_EXPERTS = 1 << 12
+MAX_EXPERTS_IN_ALL = 1 << 17
+
+# Of rotary embeddings: what scales them, either way, and the base, of which yarn takes the logarithm.
+MIN_SCALE, MAX_SCALE = 1e-9, 1e9
+MIN_THETA, MAX_THETA = 1.0, 1e15
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Keyed values as a file has them. An absent key and a null one give the default; a wrong value is an
+    error that names the file and the key."""
+
+    origin: str  # the file's name, for messages
+    values: Mapping[str, object]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that no other default is given for
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 0, high: int = 1 << 31) -> int:
+        """An integer in [low, high]."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.error(key, value, "an integer")
+        if not low <= value <= high:
+            raise self.error(key, value, f"an integer from {low} to {high}")
+        return value
+
+    def number(
+        self,
+        key: str,
+        default: float | None = None,
+        *,
+        above: float = 0.0,
+        high: float = sys.float_info.max,
+    ) -> float:
+        """A number in (above, high]."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(key, value, "a number")
+        if not above < value <= high:
+            raise self.error(key, value, f"a number above {above:g} and up to {high:g}")
+        return float(value)
+
+    def boolean(self, key: str, default: bool | None = None) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self.error(key, value, "true or false")
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self.error(key, value, "a string")
+        return value
+
+    def integers(self, key: str, *, low: int = 0, high: int = 1 << 31) -> tuple[int, ...]:
+        """A list of integers in [low, high]; empty when there is none."""
+        value = self._get(key, [])
+        if not isinstance(value, list) or not all(
+            isinstance(each, int) and not isinstance(each, bool) and low <= each <= high for each in value
+        ):
+            raise self.error(key, value, f"a list of integers from {low} to {high}")
+        return tuple(value)
+
+    def texts(self, key: str) -> tuple[str, ...]:
+        """A list of strings."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self.error(key, value, "a list of strings")
+        return tuple(value)
+
+    def nested(self, key: str) -> "Fields":
+        """The object under `key`; empty when there is none."""
+        value = self._get(key, {})
+        if not isinstance(value, Mapping):
+            raise self.error(key, value, "an object")
+        return Fields(f"{self.origin}: {key}", value)
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One token id or a list of them; an explicit null means none."""
+        value = self.values.get(key, self.defaults.get(key))
+        if value is None:
+            return ()
+        ids: dict[int, None] = {}
+        for token in value if isinstance(value, list) else [value]:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < 1 << 31:
+                raise self.error(key, value, "a token id or a list of them")
+            ids[token] = None
+        return tuple(ids)
+
+    def error(self, key: str, value: object, accepted: str) -> ModelFileError:
+        return ModelFileError(
+            f"{self.origin}: {key} is {shortened(repr(value), 60)}, but {accepted} is needed"
+        )
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        if value is None:
+            value = self.defaults.get(key) if default is None else default
+        if value is None:
+            raise ModelFileError(f"{self.origin}: {key} is missing")
+        return value
+
+
+def check_heads(origin: str, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    if num_heads % num_kv_heads:
+        raise ModelFileError(f"{origin}: {num_heads} heads cannot share {num_kv_heads} key and value heads")
+    if head_dim < 2 or head_dim % 2:
+        raise ModelFileError(f"{origin}: a head size of {head_dim} cannot be rotated in pairs")
+
+
+def delta_net_of(origin: str, layers: tuple[int, ...], **sizes: int) -> DeltaNetConfig:
+    """A delta net of sizes that a file has."""
+    key_heads, value_heads = sizes["num_key_heads"], sizes["num_value_heads"]
+    if value_heads % key_heads:
+        raise ModelFileError(
+            f"{origin}: {value_heads} value heads of a delta net cannot share {key_heads} key heads"
+        )
+    net = DeltaNetConfig(num_layers=len(layers), layers=layers, **sizes)
+    if (size := max(net.key_size, net.value_size)) > MAX_WIDTH:
+        raise ModelFileError(f"{origin}: a delta net's heads of {size} elements in all exceed {MAX_WIDTH}")
+    if (size := net.num_value_heads * net.key_head_dim * net.value_head_dim) > MAX_STATE:
+        raise ModelFileError(f"{origin}: a delta net's state of {size} elements exceeds {MAX_STATE}")
+    return net
+
+
+def check_experts(origin: str, experts: ExpertsConfig) -> None:
+    if experts.num_active > experts.num_experts:
+        raise ModelFileError(
+            f"{origin}: a token cannot go to {experts.num_active} experts where there are {experts.num_experts}"
+        )
+    if (num := experts.num_experts * len(experts.layers)) > MAX_EXPERTS_IN_ALL:
+        raise ModelFileError(f"{origin}: {num} experts in all layers together exceed {MAX_EXPERTS_IN_ALL}")

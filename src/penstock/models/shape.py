@@ -5,8 +5,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from penstock.models.weights import WeightSource
-from penstock.plan.fitting import ActivationModel
-from penstock.plan.memory import WeightBits
+from penstock.plan.memory import ActivationModel, WeightBits
 from penstock.plan.model import ModelConfig
 from penstock.plan.step import Workspace
 

@@ -6,22 +6,354 @@ mark of a step is that of its largest phase.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
+from typing import Literal
 
-from penstock.plan.activation_mixing import attention_marks, delta_net_marks, mixed
-from penstock.plan.activation_parts import (
-    FLOAT32,
-    INT64,
-    REFERENCE,
-    PassSizes,
-    Phase,
-    StepMemory,
-    rounded_up,
-)
 from penstock.plan.checks import check_int
-from penstock.plan.grids import LANES, ROTARY_PAGE
-from penstock.plan.model import ExpertsShape, ModelShape
+from penstock.plan.grids import (
+    ELEMENTS_PER_THREAD,
+    GRAPH_ROWS,
+    HEADS_AND_PARTS,
+    JOINED_TOKENS,
+    LANES,
+    MOST_STATE_BLOCKS,
+    NORM_ROWS,
+    PIECE_TOKENS,
+    QUERY_BUCKETS,
+    QUERY_GRID,
+    ROTARY_PAGE,
+    SPLITS,
+    SQUARE,
+    STATE_GRID,
+)
+from penstock.plan.model import DeltaNetShape, ExpertsShape, ModelShape
 from penstock.plan.step import StepShape, Workspace
+
+Phase = Literal["start", "attention", "delta_net", "mlp", "head"]
+
+REFERENCE = Workspace()
+FLOAT32 = 4
+INT64 = 8
+# What is too small to be named: sums of norms, indices, lists of numbers.
+SMALL_BYTES = 256 << 10
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """The bytes that live at the high-water mark of a step, or of one of its phases, by what holds them.
+
+    No weights, no keys and values, no recurrent state are counted.
+    """
+
+    phase: Phase
+    input_bytes: int = 0  # token ids, positions, rotary tables
+    hidden_bytes: int = 0  # the residual stream and its norm
+    projection_bytes: int = 0
+    attention_bytes: int = 0  # queries that are rotated, what they attend to, and the kernel's work space
+    delta_net_bytes: int = 0
+    mlp_bytes: int = 0
+    logits_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name, without the ending."""
+        return {
+            field.name.removesuffix("_bytes"): getattr(self, field.name)
+            for field in fields(self)
+            if field.name.endswith("_bytes")
+        }
+
+
+def rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+class PassSizes:
+    """One pass through the layers. Sizes are elements of a row; results are bytes."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        step: StepShape,
+        dtype_bytes: int,
+        workspace: Workspace,
+        logits_dtype_bytes: int,
+    ) -> None:
+        self.shape = shape
+        self.step = step
+        self.dtype_bytes = dtype_bytes
+        self.workspace = workspace
+        self.logits_dtype_bytes = logits_dtype_bytes
+        self.kernels = workspace.kernels
+        self.is_fused = workspace.kernels != "torch"  # norms and rotation are one pass each
+        # Decodes alone run in whatever shape is fastest.
+        self.rows = workspace.law.padded_rows(step.num_rows) if step.num_prompt_tokens else step.num_rows
+        self.query = shape.num_heads * shape.head_dim
+        self.kv = shape.num_kv_heads * shape.head_dim
+        self.projected = (2 if shape.gated_attention else 1) * self.query + 2 * self.kv
+        # Rotated queries; in plain torch one tensor with the keys, where no norm parts them.
+        is_alone = self.is_fused or workspace.head_norm
+        self.rotated = self.query if is_alone else self.query + self.kv
+
+    def bytes(self, width: int, rows: int | None = None) -> int:
+        """Of a tensor in the model's dtype, with the batch's rows unless said otherwise."""
+        return (self.rows if rows is None else rows) * width * self.dtype_bytes
+
+    def product(self, width: int, rows: int | None = None) -> int:
+        """While one is computed. In slabs, all of them are there before they are joined."""
+        rows = self.rows if rows is None else rows
+        return self.bytes(2 * width if 0 < self.workspace.row_slab < rows else width, rows)
+
+    # Norms
+
+    def norm_held(self, width: int) -> int:
+        """A norm's output. In plain torch it is half of a wider tensor where its weight is float32."""
+        is_half = not self.is_fused and self.dtype_bytes < FLOAT32 and self.workspace.float32_norm
+        return self.bytes(2 * width if is_half else width)
+
+    def norm_peak(self, width: int) -> int:
+        """While a norm is computed: its output and what it is made of."""
+        if self.is_fused:
+            return self.bytes(width)
+        if self.dtype_bytes >= FLOAT32:
+            return self.bytes(2 * width)  # the scaled input, the output
+        # (x, -x), its layer norm, the half of it times the weight
+        return self.bytes((4 if self.workspace.float32_norm else 5) * width)
+
+    # What lives throughout
+
+    @property
+    def inputs(self) -> int:
+        ids = self.rows * (3 if self.kernels == "cuda" else 2) * INT64  # and places, on a GPU
+        kept = SMALL_BYTES + self.workspace.library_bytes + self.rotary_tables
+        return kept + ids + self.bytes(2 * self.rotary_width)
+
+    @property
+    def graphs(self) -> int:
+        """What chunks that a GPU has recorded attend into, which is kept."""
+        can_record = self.kernels == "cuda" and not self.shape.delta_net and not self.shape.experts
+        return self.bytes(self.query, min(self.rows, GRAPH_ROWS)) if can_record else 0
+
+    @property
+    def rotary_width(self) -> int:
+        if not self.shape.num_attention_layers:
+            return 0
+        return self.workspace.rotary_dim or self.shape.head_dim
+
+    @property
+    def rotary_tables(self) -> int:
+        """Cosines and sines of every position so far, made a page at a time and kept."""
+        longest = self.step.longest_past + self.step.num_prompt_tokens
+        return self.bytes(2 * self.rotary_width, rounded_up(longest, ROTARY_PAGE))
+
+
+def attention_marks(sizes: PassSizes) -> Iterator[StepMemory]:
+    shape, hidden = sizes.shape, sizes.bytes(sizes.shape.hidden_size)
+    taking = StepMemory(
+        "attention",
+        input_bytes=sizes.inputs + sizes.graphs,
+        hidden_bytes=hidden + sizes.norm_held(shape.hidden_size),
+        projection_bytes=sizes.bytes(sizes.projected),
+    )
+    yield replace(taking, projection_bytes=sizes.product(sizes.projected))
+    yield replace(taking, attention_bytes=_rotating(sizes))
+    # Queries, what they attend to; then its gates, in one piece and activated, and the product.
+    gating = sizes.bytes(2 * sizes.query if shape.gated_attention else 0)
+    most = max(_attending(sizes), gating, sizes.product(shape.hidden_size))
+    yield StepMemory(
+        "attention",
+        input_bytes=sizes.inputs,
+        hidden_bytes=hidden,
+        attention_bytes=_queries(sizes) + sizes.bytes(sizes.query) + most,
+    )
+
+
+def mixed(sizes: PassSizes) -> StepMemory:
+    """What a layer's output is made of, until that is added to the residual stream: of whichever layer has more."""
+    attention = _queries(sizes) if sizes.shape.num_attention_layers else 0
+    net = sizes.bytes(sizes.shape.delta_net.value_size) if sizes.shape.delta_net else 0
+    return StepMemory(
+        "attention" if attention >= net else "delta_net",
+        input_bytes=sizes.inputs,
+        attention_bytes=attention if attention >= net else 0,
+        delta_net_bytes=net if net > attention else 0,
+    )
+
+
+def _queries(sizes: PassSizes) -> int:
+    """Rotated, and their gates, which are a part of the projections."""
+    return sizes.bytes(sizes.rotated + (sizes.projected if sizes.shape.gated_attention else 0))
+
+
+def _rotating(sizes: PassSizes) -> int:
+    """From the projections to rotated queries and keys."""
+    if sizes.is_fused:
+        return sizes.bytes(sizes.query)
+    both = sizes.query + sizes.kv
+    share = sizes.rotary_width / sizes.shape.head_dim
+
+    def rotate(width: int) -> int:
+        """Both products of the part that is rotated; or that part and the whole head."""
+        part = sizes.bytes(round(share * width))
+        return max(2 * part, part + sizes.bytes(width) if share < 1 else 0)
+
+    if not sizes.workspace.head_norm:
+        return rotate(both)
+    queries, keys = sizes.norm_held(sizes.query), sizes.norm_held(sizes.kv)
+    return max(
+        sizes.norm_peak(sizes.query),
+        queries + sizes.norm_peak(sizes.kv),
+        queries + keys + rotate(sizes.query),
+        queries + keys + sizes.bytes(sizes.query) + rotate(sizes.kv),
+    )
+
+
+def _attending(sizes: PassSizes) -> int:
+    """The work space of attention, beside queries and output."""
+    step, num_heads = sizes.step, sizes.shape.num_heads
+    if sizes.kernels == "native":
+        return 0
+    if sizes.kernels == "cuda":
+        return max(_decoding_on_gpu(sizes), _attending_on_gpu(sizes))
+    if not step.num_prompt_tokens:
+        return _decoding(sizes)
+    tile = sizes.workspace.tile_size or step.num_prompt_tokens
+    rows = min(step.num_prompt_tokens, tile)
+    end = step.longest_past + step.num_prompt_tokens
+    # Without a grid only a first chunk has none, which is left aside: a longer chunk never needs less.
+    has_past = not sizes.workspace.tile_size or end > tile
+    own = sizes.bytes(2 * sizes.kv, tile)  # the tile's keys and values, copied and filled up
+    # The last tile's past has the chunk's tiles before it, too.
+    past = sizes.bytes(2 * sizes.kv, end) if sizes.workspace.joins_past else 0
+    padded = rounded_up(rows, QUERY_GRID)
+    lse = FLOAT32 * num_heads  # of a row
+    # Attention to the past: queries filled up and stacked, the output, that in the order of rows.
+    piece = sizes.bytes(sizes.query, padded) + lse * padded if has_past else 0
+    attending_past = sizes.bytes(3 * sizes.query, padded) + 2 * lse * padded if has_past else 0
+    # A square: filled up, stacked and attended to what is before it, then to itself; merged in float32.
+    square = min(SQUARE, tile)
+    few = min(rows, square)
+    pieces = sizes.bytes(sizes.query, rounded_up(few, QUERY_GRID) + square) + 2 * lse * square
+    merging = FLOAT32 * 2 * sizes.query * few + 6 * lse * square
+    out = sizes.bytes(sizes.query, rows)
+    return max(_decoding(sizes), own + past + max(attending_past, piece + out + pieces + merging))
+
+
+def _attending_on_gpu(sizes: PassSizes) -> int:
+    """The past of a tile: its queries filled up, what they attend to there and its logarithms, in parts. All else is
+    read in place."""
+    step, num_heads = sizes.step, sizes.shape.num_heads
+    tile = sizes.workspace.tile_size or step.num_prompt_tokens
+    end = step.longest_past + step.num_prompt_tokens
+    if not step.num_prompt_tokens or (sizes.workspace.tile_size and end <= tile):
+        return 0
+    rows = min(step.num_prompt_tokens, tile)
+    largest = QUERY_BUCKETS[-1]
+    rows = next((size for size in QUERY_BUCKETS if rows <= size), rounded_up(rows, largest))
+    parts = max(HEADS_AND_PARTS // num_heads, 1)
+    joined = sizes.bytes(2 * sizes.kv, end) if sizes.workspace.joins_past else 0
+    # There is no kernel for grouped heads in float32: keys and values are repeated for each.
+    repeated = sizes.bytes(2 * sizes.query, end) if sizes.dtype_bytes >= FLOAT32 else 0
+    pieces = sizes.bytes((1 + parts) * sizes.query, rows) + FLOAT32 * parts * num_heads * rows
+    return joined + repeated + pieces
+
+
+def _decoding_on_gpu(sizes: PassSizes) -> int:
+    """What the programs that share a decode's past have found, in float32, and its logarithms."""
+    return FLOAT32 * sizes.step.num_decodes * SPLITS * (sizes.query + sizes.shape.num_heads)
+
+
+def _decoding(sizes: PassSizes) -> int:
+    """Pasts of decodes, which are copied together one after the other."""
+    step = sizes.step
+    if not step.num_decodes or not sizes.workspace.joins_past:
+        return 0
+    return sizes.bytes(2 * sizes.kv, min(JOINED_TOKENS, step.decode_pasts))
+
+
+def delta_net_marks(sizes: PassSizes, net: DeltaNetShape) -> Iterator[StepMemory]:
+    hidden = sizes.shape.hidden_size
+    lanes = rounded_up(net.num_value_heads, LANES)
+    width = net.conv_size + net.value_size + 2 * lanes
+    projection = sizes.bytes(width)
+    if sizes.kernels == "cuda":
+        yield _carrying_on_gpu(sizes, net, projection)
+        return
+    gates = FLOAT32 * sizes.rows * 2 * lanes
+    out = sizes.bytes(net.value_size)  # of all rows
+    begun = StepMemory(
+        "delta_net",
+        input_bytes=sizes.inputs,
+        hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden),
+        projection_bytes=projection + gates,
+    )
+    yield replace(begun, projection_bytes=sizes.product(width))
+    convolved = sizes.bytes(net.conv_size)
+    attended = FLOAT32 * sizes.rows * net.value_size  # out of the rule
+    yield replace(begun, delta_net_bytes=out + convolved + _convolving(sizes, net))
+    yield replace(begun, delta_net_bytes=out + convolved + attended + _applying_rule(sizes, net))
+    # The norm's output, and a few rows in float32: the gate, its activation, the norm and what it is made of.
+    few = FLOAT32 * min(NORM_ROWS, sizes.rows) * 4 * net.value_size
+    yield replace(begun, delta_net_bytes=attended + 2 * out + few)
+
+
+def _carrying_on_gpu(sizes: PassSizes, net: DeltaNetShape, projection: int) -> StepMemory:
+    """At a piece of a span, with the output of the piece before: its inputs, and what carries the state through it,
+    by blocks or, in float32, token by token."""
+    rows = min(sizes.rows, PIECE_TOKENS)
+    keys = net.num_value_heads * net.key_head_dim
+    matrix = keys * net.value_head_dim
+    inputs = sizes.bytes(net.conv_size, rows) + FLOAT32 * 2 * rows * net.num_value_heads
+    if sizes.dtype_bytes < FLOAT32:
+        # inverses of blocks, what is erased, what is written twice, the output; the state before each block
+        rule = sizes.bytes(net.num_value_heads * STATE_GRID + keys + 3 * net.value_size, rows)
+        rule += sizes.bytes(matrix, -(-rows // STATE_GRID))
+    else:
+        rule = FLOAT32 * rows * net.value_size
+    before = sizes.bytes(net.value_size, rows) if sizes.rows > PIECE_TOKENS else 0
+    hidden = sizes.shape.hidden_size
+    return StepMemory(
+        "delta_net",
+        input_bytes=sizes.inputs,
+        hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden),
+        projection_bytes=projection,
+        delta_net_bytes=sizes.bytes(net.value_size) + FLOAT32 * 2 * matrix + inputs + rule + before,
+    )
+
+
+def _convolving(sizes: PassSizes, net: DeltaNetShape) -> int:
+    """Some blocks at once, in float32: the window, the sum over the taps, its activation."""
+    return FLOAT32 * 3 * _rows_at_once(sizes, net.conv_size) * net.conv_size
+
+
+def _applying_rule(sizes: PassSizes, net: DeltaNetShape) -> int:
+    """Some blocks are prepared while those before them are still held."""
+    blocks = _rows_at_once(sizes, net.value_size)  # in tokens
+    group = net.num_value_heads // net.num_key_heads
+    keys = FLOAT32 * blocks * net.num_value_heads * net.key_head_dim  # for each value head
+    values = FLOAT32 * blocks * net.value_size
+    square = FLOAT32 * blocks * net.num_value_heads * STATE_GRID  # tokens of a block by each other
+    prepared = 3 * keys + values + 2 * square  # pairs of keys and queries, writers; inverse, attention
+    # Pairs, values, decays, products, the system, attention, and the inverse on its way
+    preparing = 2 * keys + values + 3 * square + 2 * square // group + 2 * square
+    if group > 1:
+        preparing += 2 * keys // group
+    # Through one block goes the state: what it holds of the tokens, what they write twice, the state once more.
+    of_block = FLOAT32 * STATE_GRID * net.value_size
+    state = FLOAT32 * net.num_value_heads * net.key_head_dim * net.value_head_dim
+    carrying = prepared + values + 4 * of_block + max(of_block, state)
+    is_repeated = sizes.step.num_prompt_tokens > blocks
+    return max(carrying, preparing + (prepared + values if is_repeated else 0))
+
+
+def _rows_at_once(sizes: PassSizes, width: int) -> int:
+    num_blocks = max(1, min(ELEMENTS_PER_THREAD * sizes.workspace.num_threads // width, MOST_STATE_BLOCKS))
+    return min(num_blocks * STATE_GRID, rounded_up(sizes.rows, STATE_GRID))
+
 
 # Random and trained routers do not send every expert the same share of tokens: the busiest gets about so much of the
 # mean. All that an expert holds is a small part of the phase.

@@ -24,9 +24,8 @@ from penstock.plan.admission import (
 )
 from penstock.plan.checks import check_int
 from penstock.plan.policy import ScheduleConfig, Turns, share_unit
-from penstock.plan.sizing import ChunkSizer, SizeDecision
+from penstock.plan.sizing import ChunkSizer, SizeDecision, StepBudget
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, Span, SpanKind, StepPlan
-from penstock.plan.step_budget import StepBudget
 
 RequestPhase = Literal["waiting", "prompt", "decode"]
 

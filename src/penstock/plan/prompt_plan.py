@@ -3,11 +3,10 @@
 from dataclasses import dataclass
 
 from penstock.errors import SettingError
-from penstock.plan.activation_parts import StepMemory
+from penstock.plan.activation import StepMemory
 from penstock.plan.chunks import ChunkedPrefillConfig, num_prefill_chunks
-from penstock.plan.fitting import ActivationModel
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
-from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
+from penstock.plan.memory import ActivationModel, WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
 from penstock.plan.model import ModelConfig, ModelShape
 from penstock.plan.step import Workspace
 from penstock.plan.units import format_bytes

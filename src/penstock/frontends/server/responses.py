@@ -20,7 +20,7 @@ from penstock.engine.streams import EventStream
 from penstock.frontends.server.errors import ApiError, as_failure, cancelled, internal
 from penstock.frontends.server.lifecycle import disconnected, run_unless
 from penstock.frontends.server.requests import PreparedRequest
-from penstock.models.text.pieces import TokenPieces
+from penstock.models.text.tokenizer import TokenPieces
 from penstock.plan.progress import Progress
 
 FINGERPRINT = f"penstock-{__version__}"

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.models.fields import (
+from penstock.models.gguf.header import GgufHeader
+from penstock.models.reading import (
     MAX_CONV_KERNEL,
     MAX_DELTA_HEAD,
     MAX_EXPERTS,
@@ -25,7 +26,6 @@ from penstock.models.fields import (
     check_heads,
     delta_net_of,
 )
-from penstock.models.gguf.header import GgufHeader
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig
 
 

@@ -10,10 +10,10 @@ from gguf.quants import dequantize
 from penstock.errors import ModelError, ModelFileError
 from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
-from penstock.models.fields import Fields
 from penstock.models.gguf.config import gguf_model_config
 from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
 from penstock.models.gguf.layout import Place, tensor_places
+from penstock.models.reading import Fields
 from penstock.models.weights import require_shape
 from penstock.plan.model import ModelConfig
 

@@ -8,10 +8,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.fields import Fields
 from penstock.models.gguf.config import END_KEYS, token_id
 from penstock.models.gguf.header import GgufValue
-from penstock.models.reading import trusting
+from penstock.models.reading import Fields, trusting
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.fields import (
+from penstock.models.reading import (
     MAX_CONV_KERNEL,
     MAX_DELTA_HEAD,
     MAX_EXPERTS,

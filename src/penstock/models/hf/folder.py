@@ -11,9 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.bytefile import ByteFile, copy_plain
-from penstock.models.fields import Fields
 from penstock.models.hf.config import hf_model_config
-from penstock.models.reading import first_line, reading, shortened
+from penstock.models.reading import Fields, first_line, reading, shortened
 from penstock.models.weights import require_shape
 from penstock.plan.model import ModelConfig
 

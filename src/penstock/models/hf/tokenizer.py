@@ -5,9 +5,8 @@ from pathlib import Path
 import tokenizers
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.fields import Fields
 from penstock.models.hf.folder import read_json
-from penstock.models.reading import first_line, reading, trusting
+from penstock.models.reading import Fields, first_line, reading, trusting
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
