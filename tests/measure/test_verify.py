@@ -1,6 +1,5 @@
 """`penstock verify` on models that keep the laws: what it finds, writes, and how it exits."""
 
-import json
 import math
 from dataclasses import replace
 from importlib.util import find_spec
@@ -20,7 +19,7 @@ from penstock.measure.verify import (
     TOLERANCES,
 )
 from tests.byte_models import CONTEXT
-from tests.measure.verifying import FAMILIES, folder_of, home, plant, run_command
+from tests.measure.verifying import FAMILIES, Verify, folder_of, home, plant, run_command
 from tests.oracle import run_prompt
 
 
@@ -39,109 +38,65 @@ def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
         ("qwen3_5_text", "bfloat16", ["--strict"]),
     ],
 )
-def test_models_that_keep_the_laws(family: str, dtype: str, more: list[str], tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    arguments = [
-        "--model",
-        str(folder_of(family)),
-        "--dtype",
-        dtype,
-        "--tokens",
-        "200",
-        "--chunks",
-        "1,64,100",
-    ]
-    assert run_command("verify", *arguments, "--max-tokens", "4", "--json", str(output), *more).exit_code == 0
-    found = json.loads(output.read_text())
-    assert found["passed"]
-    assert found["probe"]["same_bits"]
-    ways = {each["name"]: each for each in found["comparisons"]}
-    is_hybrid = family == "qwen3_5_text"
+def test_models_that_keep_the_laws(family: str, dtype: str, more: list[str], verify: Verify) -> None:
+    found = verify(family, "--dtype", dtype, "--tokens", "200", "--chunks", "1,64,100", *more)
+    assert found.plain["probe"]["same_bits"]
     for name in ("token by token", "chunks of 64", "chunks of 100", "chunks of 192, overlap 64"):
-        must_be_same = ways[name]["law"]["bits_until"] > 0
+        way = found.way(name)
+        must_be_same = way["law"]["bits_until"] > 0
+        is_hybrid = family == "qwen3_5_text"
         assert must_be_same == (not is_hybrid or name not in ("token by token", "chunks of 100"))
         if must_be_same:
-            assert ways[name]["logits"]["all_same"]
-            assert ways[name]["cache"]["all_same"]
-            assert ways[name]["cache"]["largest_absolute"] == 0
-        assert ways[name]["logits"]["positions"] == list(range(203))
-        assert ways[name]["greedy"]["num_tokens"] == 203
-    assert ways["overlap 64: keys, values computed twice"]["cache"]["positions"] == list(range(128, 192))
-    assert any(name.startswith("batched against alone") for name in ways)
-    assert sum("random chunks" in name for name in ways) == 2
+            assert way["logits"]["all_same"]
+            assert way["cache"]["all_same"]
+            assert way["cache"]["largest_absolute"] == 0
+        assert way["logits"]["positions"] == list(range(203))
+        assert way["greedy"]["num_tokens"] == 203
+    twice = found.way("overlap 64: keys, values computed twice")
+    assert twice["cache"]["positions"] == list(range(128, 192))
+    assert any(name.startswith("batched against alone") for name in found.names)
+    assert sum("random chunks" in name for name in found.names) == 2
     if "--reference" in more:
-        theirs = ways["transformers, float32"]
+        theirs = found.way("transformers, float32")
         assert 0 < theirs["logits"]["largest_relative"] < 1e-4
         assert theirs["greedy"]["num_equal"] == 203
 
 
-def test_the_report_names_the_laws_and_the_verdict() -> None:
-    arguments = ["--model", str(folder_of("qwen3_5_text")), "--tokens", "130", "--chunks", "64,100"]
-    done = run_command("verify", *arguments, "--dtype", "float32")
-    assert done.exit_code == 0
-    for words in ("same bits: yes", "kernels", "chunks of 64", "within 0.0001", "PASS: all"):
-        assert words in done.stdout
-    assert "FAIL" not in done.stdout
-    assert "logits differ at" in done.stdout  # chunks of 100, as they may
-    assert "token by token" not in done.stdout
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
-def test_the_plot(family: str, tmp_path: Path) -> None:
+def test_the_report_and_the_picture(family: str, verify: Verify, tmp_path: Path) -> None:
     plot = tmp_path / "out.png"
-    arguments = [
-        "--model",
-        str(folder_of(family)),
-        "--tokens",
-        "130",
-        "--chunks",
-        "64,100",
-        "--plot",
-        str(plot),
-    ]
-    assert run_command("verify", *arguments).exit_code == 0
-    assert plot.read_bytes().startswith(b"\x89PNG")
+    picture = [] if find_spec("matplotlib") is None else ["--plot", str(plot)]
+    found = verify(family, "--tokens", "130", "--chunks", "64,100", *picture)
+    for words in ("same bits: yes", "kernels", "chunks of 64", "within 0.0001", "PASS: all"):
+        assert words in found.printed
+    assert "FAIL" not in found.printed
+    assert ("logits differ at" in found.printed) == (family == "qwen3_5_text")  # chunks of 100, as they may
+    assert "token by token" not in found.printed
+    assert not picture or plot.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_prompt_from_a_file(tmp_path: Path) -> None:
-    prompt, output = tmp_path / "prompt.txt", tmp_path / "out.json"
-    prompt.write_text("Wasser, überall Wasser.")
-    arguments = ["--model", str(folder_of("llama")), "--prompt-file", str(prompt), "--json", str(output)]
-    assert run_command("verify", *arguments, "--chunks", "1,7,512", "--max-tokens", "2").exit_code == 0
-    found = json.loads(output.read_text())
-    assert found["num_prompt"] == len("Wasser, überall Wasser.".encode())
-    names = [each["name"] for each in found["comparisons"]]
-    assert "chunks of 7" in names
-    assert "chunks of 512" not in names  # the whole prompt once more
+def test_a_prompt_from_a_file(verify: Verify, tmp_path: Path) -> None:
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Wasser, überall Wasser.\n")
+    found = verify("llama", "--prompt-file", str(prompt), "--chunks", "1,7,512")
+    assert found.plain["num_prompt"] == len("Wasser, überall Wasser.\n".encode())  # as it is
+    assert "chunks of 7" in found.names
+    assert "chunks of 512" not in found.names  # the whole prompt once more
 
 
 @pytest.mark.parametrize("num_tokens", ["2", "3", "5"])
-def test_prompts_of_a_few_tokens(num_tokens: str) -> None:
-    for family in FAMILIES:
-        arguments = ["--model", str(folder_of(family)), "--tokens", num_tokens, "--max-tokens", "1"]
-        assert run_command("verify", *arguments).exit_code == 0
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_a_few_tokens(family: str, num_tokens: str, verify: Verify) -> None:
+    verify(family, "--tokens", num_tokens, "--max-tokens", "1")
 
 
 def test_nothing_is_claimed_where_the_probe_found_nothing(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    verify: Verify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, lambda llm: setattr(llm, "probe", replace(llm.probe, attention_holds=False)))
-    output = tmp_path / "out.json"
-    arguments = [
-        "--model",
-        str(folder_of("llama")),
-        "--tokens",
-        "70",
-        "--chunks",
-        "64",
-        "--json",
-        str(output),
-    ]
-    done = run_command("verify", *arguments)
-    assert done.exit_code == 0
-    assert all(each["law"]["bits_until"] == 0 for each in json.loads(output.read_text())["comparisons"])
-    assert "nothing is claimed bit for bit" in done.stdout
+    found = verify("llama", "--tokens", "70", "--chunks", "64")
+    assert all(each["law"]["bits_until"] == 0 for each in found.plain["comparisons"])
+    assert "nothing is claimed bit for bit" in found.printed
 
 
 @pytest.mark.parametrize(
@@ -222,13 +177,12 @@ def test_positions_are_few_where_logits_are_large(monkeypatch: pytest.MonkeyPatc
     assert not math.isnan(float(trace.logits.sum()))
 
 
-def test_smollm2(smollm2_path: Path, tmp_path: Path) -> None:
-    output = tmp_path / "out.json"
-    arguments = ["--model", str(smollm2_path), "--tokens", "100", "--chunks", "64", "--max-tokens", "2"]
-    done = run_command("verify", *arguments, "--overlap", "16", "--json", str(output))
-    assert done.exit_code == 0
-    found = json.loads(output.read_text())
-    same_bits = found["probe"]["same_bits"]
-    for each in found["comparisons"]:
+def test_smollm2(smollm2_path: Path, verify: Verify) -> None:
+    model = ["--model", str(smollm2_path), "--dtype", "auto"]
+    found = verify(
+        "llama", *model, "--tokens", "100", "--chunks", "64", "--max-tokens", "2", "--overlap", "16"
+    )
+    same_bits = found.plain["probe"]["same_bits"]
+    for each in found.plain["comparisons"]:
         assert (each["law"]["bits_until"] > 0) == same_bits
         assert each["cache"]["first_different"] is None or not same_bits or "batched" in each["name"]

@@ -2,8 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,17 +12,7 @@ from penstock.cache.kv import KV
 from penstock.engine.llm import LLM
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
-from tests.measure.verifying import Found, home, plant
-from tests.measure.verifying import verify as run_verify
-
-Verify = Callable[..., Found]
-
-
-@pytest.fixture
-def verify(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Verify:
-    """Runs the command on 120 tokens in float32."""
-    monkeypatch.setenv("PENSTOCK_HOME", str(home()))
-    return partial(run_verify, folder=tmp_path)
+from tests.measure.verifying import Verify, plant
 
 
 def on_kernels(name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[LLM], None]:

@@ -1,6 +1,5 @@
 """Small models to verify, faults to plant in them, and what was found."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -56,9 +55,13 @@ class Found:
     plain: dict[str, Any]
     printed: str
 
+    @property
+    def names(self) -> list[str]:
+        return [each["name"] for each in self.plain["comparisons"]]
+
     def way(self, name: str) -> dict[str, Any]:
-        ways: dict[str, dict[str, Any]] = {each["name"]: each for each in self.plain["comparisons"]}
-        return ways[name]
+        way: dict[str, Any] = self.plain["comparisons"][self.names.index(name)]
+        return way
 
     def passes(self, name: str) -> bool:
         return bool(self.way(name)["passed"])
@@ -68,12 +71,4 @@ class Found:
         return first["what"], first["position"], first["how"]
 
 
-def verify(family: str, *arguments: str, folder: Path, status: int) -> Found:
-    """Run the command in float32 on 120 tokens, unless the arguments say otherwise."""
-    output = folder / "found.json"
-    usual = ["--model", str(folder_of(family)), "--dtype", "float32", "--tokens", "120", "--max-tokens", "4"]
-    done = run_command("verify", *usual, "--json", str(output), *arguments)
-    assert done.exit_code == status, done.output
-    found = Found(json.loads(output.read_text()), done.stdout)
-    assert found.plain["passed"] == (status == 0)
-    return found
+Verify = Callable[..., Found]

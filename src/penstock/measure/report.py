@@ -12,6 +12,7 @@ from penstock.measure.tune import GOOD_ENOUGH, fit_error, slowdowns
 from penstock.measure.verify import VerifyResults
 from penstock.plan.step_time import StepTimeCoefficients
 from penstock.plan.units import format_bytes
+from penstock.tables import make_table, table_lines
 
 _NO_BITS = (
     "This machine was not found to give the same bits for any chunks: nothing is claimed bit for bit, "
@@ -21,8 +22,6 @@ _NO_BITS = (
 
 def table(title: str, rows: Iterable[Mapping[str, str]], *, num_left: int = 1) -> str:
     """A title, and rows by column, of which the first `num_left` are aligned to the left."""
-    from penstock.tables import make_table, table_lines
-
     rows = list(rows)
     columns = list(rows[0]) if rows else []
     lines = table_lines(make_table(columns, [list(row.values()) for row in rows], left=range(num_left)))

@@ -5,9 +5,8 @@ import json
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
-from math import isfinite
 from typing import Any
 
 import torch
@@ -90,21 +89,17 @@ class VerifyResults:
         what = "token" if position < self.num_prompt else "generated token"
         return f"{what} {position} {self.texts[self.token_ids[position]]!r}"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values. JSON has no infinity: that is None."""
-        plain = {field.name: getattr(self, field.name) for field in fields(self)}
-        plain |= {
+    def to_json(self) -> str:
+        """Indented, but a list of numbers on one line: there are hundreds of them. What is infinite is null."""
+        plain = {
+            **vars(self),
             "machine": asdict(self.machine),
             "probe": {**asdict(self.probe), "same_bits": self.probe.same_bits},
             "comparisons": [each.to_dict(self.describe) for each in self.comparisons],
             "passed": self.passed,
         }
-        finite: dict[str, Any] = _finite(plain)
-        return finite
-
-    def to_json(self) -> str:
-        """Indented, but a list of numbers on one line: there are hundreds of them."""
-        text = json.dumps(self.to_dict(), indent=2)
+        finite = json.loads(json.dumps(plain), parse_constant=lambda constant: None)
+        text = json.dumps(finite, indent=2)
         return _FLAT_LIST.sub(lambda match: " ".join(match[0].split()), text) + "\n"
 
 
@@ -130,7 +125,11 @@ def verify(llm: LLM, prompt: list[int], checks: Checks, say: Say) -> VerifyResul
     """Run the prompt in every way and compare each with the whole prompt in one chunk."""
     started = time.perf_counter()
     model = llm.model
-    overlap = _overlap(checks.overlap, len(prompt))
+    most_overlap = len(prompt) - 2
+    overlap = min(DEFAULT_OVERLAP, (len(prompt) - 1) // 3) if checks.overlap is None else checks.overlap
+    if overlap > most_overlap:
+        accepted = f"at most {most_overlap}, or a longer prompt"
+        raise SettingError("overlap", overlap, accepted, where=f"with a prompt of {len(prompt)} tokens")
     dtype = str(model.dtype).removeprefix("torch.")
     has_router = dtype == "bfloat16" and model.config.experts is not None
     tolerance = checks.tolerance or TOLERANCES[f"{dtype} with experts" if has_router else dtype]
@@ -166,16 +165,6 @@ def verify(llm: LLM, prompt: list[int], checks: Checks, say: Say) -> VerifyResul
     )
 
 
-def _overlap(overlap: int | None, num_tokens: int) -> int:
-    """The overlap that was asked for, or one that fits into the prompt."""
-    if overlap is None:
-        return min(DEFAULT_OVERLAP, (num_tokens - 1) // 3)
-    if overlap > num_tokens - 2:
-        accepted = f"at most {num_tokens - 2}, or a longer prompt"
-        raise SettingError("overlap", overlap, accepted, where=f"with a prompt of {num_tokens} tokens")
-    return overlap
-
-
 @dataclass(frozen=True)
 class _Way:
     """A way of running the prompt, and what it is compared with. Bits are promised of tokens before `bits_until`."""
@@ -191,27 +180,26 @@ def _ways(subject: Subject, whole: Trace, checks: Checks, overlap: int) -> Itera
     num_prompt, forced = len(subject.prompt), whole.generated
     every = num_prompt + subject.num_generated
     sizes = [size for size in checks.chunks if size < num_prompt]
+
+    def alone(name: str, **cuts: Any) -> _Way:
+        return _Way(name, partial(run_chunks, subject, forced, **cuts), whole, every, cuts.get("overlap", 0))
+
     for size in sizes:
-        name = "token by token" if size == 1 else f"chunks of {size}"
-        yield _Way(name, partial(run_chunks, subject, forced, chunk_size=size), whole, every)
+        yield alone("token by token" if size == 1 else f"chunks of {size}", chunk_size=size)
     if 1 in sizes:
-        yield _Way(
-            "token by token, as decodes", partial(run_chunks, subject, forced, num_read=1), whole, every
-        )
+        yield alone("token by token, as decodes", num_read=1)
     for seed in _SEEDS:  # cuts anywhere; and on the grid, where a model has one
         grid = STATE_GRID if subject.model.config.has_state and seed == _SEEDS[-1] else 1
         ends = random_ends(num_prompt, seed, grid)
         if len(ends) > 1:
-            name = f"{len(ends)} random chunks{f' on multiples of {grid}' if grid > 1 else ''}, seed {seed}"
-            yield _Way(name, partial(run_chunks, subject, forced, chunk_ends=ends), whole, every)
+            on_grid = f" on multiples of {grid}" if grid > 1 else ""
+            yield alone(f"{len(ends)} random chunks{on_grid}, seed {seed}", chunk_ends=ends)
     if overlap:
         size = min(3 * overlap, num_prompt - 1)
-        run = partial(run_chunks, subject, forced, chunk_size=size, overlap=overlap)
-        yield _Way(f"chunks of {size}, overlap {overlap}", run, whole, every, overlap)
+        yield alone(f"chunks of {size}, overlap {overlap}", chunk_size=size, overlap=overlap)
     if checks.strict:
-        alone = run_batched(subject, forced, strict=True, is_alone=True)
         run = partial(run_batched, subject, forced, strict=True)
-        yield _Way("batched against alone, strict", run, alone, every)
+        yield _Way("batched against alone, strict", run, run(is_alone=True), every)
     else:
         # Decodes take the shape that is fastest: what is generated is promised up to rounding only.
         yield _Way("batched against alone", partial(run_batched, subject, forced), whole, num_prompt)
@@ -259,13 +247,3 @@ def _compare_with_transformers(
         greedy=compare_greedy(subject.positions, whole.logits, theirs),
         seconds=time.perf_counter() - started,
     )
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
