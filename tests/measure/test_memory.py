@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +98,8 @@ def test_what_is_predicted_is_what_lives(family: str, dtype: torch.dtype, kind: 
 @pytest.mark.parametrize("family", SMALL)
 def test_what_is_predicted_is_what_a_gpu_s_allocator_gives(family: str) -> None:
     """The families' own widths: the smaller ones are lost in what libraries keep."""
-    job = MemoryJob(family, True, "bfloat16", "auto", 1, 1024, 4352, device="cuda:0")
-    case = measure_in_fresh_process(job)
-    assert abs(case.error) <= 0.1
+    (job,) = plan_jobs(families=[family], chunks=[1024], prompts=[4352], device="cuda:0", threads=1)
+    assert abs(measure_in_fresh_process(job).error) <= 0.1
 
 
 def test_a_cache_that_is_taken_at_once_is_predicted_whole() -> None:
@@ -157,12 +156,7 @@ def test_growth_of_a_fresh_process(tmp_path: Path) -> None:
 
 def made_up(predicted: int) -> MemoryCase:
     return MemoryCase(
-        model="m",
-        dtype="bfloat16",
-        kernels="torch",
-        device="cpu",
-        chunk=128,
-        prompt_tokens=640,
+        **asdict(plan_jobs(quick=True, device="cpu")[0]),
         measured_bytes=1000 << 20,
         predicted_bytes=predicted << 20,
         kv_cache_bytes=1,

@@ -56,18 +56,18 @@ _USUAL = ProbeResult(row_floor=8, row_slab=0, attention_holds=True, passes_hold=
 _USUAL_ON_GPU = replace(_USUAL, row_floor=512)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryJob:
-    """What a fresh process measures."""
+    """What a fresh process measures: a prompt in chunks."""
 
     model: str  # a path, or a name among FAMILIES
     is_random: bool
     dtype: str
     kernels: str  # auto, or a name
+    device: str
     num_threads: int
     chunk: int
     prompt_tokens: int
-    device: str = "cpu"
     is_steady: bool = True  # with an allocator that gives freed blocks back at once, and libraries warmed up
 
 
@@ -83,15 +83,9 @@ class PredictedGrowth:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemoryCase(PredictedGrowth):
-    """Predicted and measured growth of one prefill."""
+class MemoryCase(PredictedGrowth, MemoryJob):
+    """A job that was done: `model`, `dtype` and `kernels` are what it came to."""
 
-    model: str
-    dtype: str
-    kernels: str
-    device: str
-    chunk: int
-    prompt_tokens: int
     measured_bytes: int
     seconds: float
 
@@ -145,14 +139,14 @@ def plan_jobs(
         raise SettingError("chunks", wanted[0][0], f"at most {wanted[-1][1]}", because=because)
     return [
         MemoryJob(
-            name,
+            model=name,
             is_random=model is None,
             dtype=dtype or "bfloat16",
             kernels=kernels or "auto",
+            device=device_name,
             num_threads=threads or torch.get_num_threads(),
             chunk=chunk,
             prompt_tokens=length,
-            device=device_name,
         )
         for name in names
         for chunk, length in cases
@@ -239,17 +233,13 @@ def run_job(job: MemoryJob) -> MemoryCase:
         known_positions=warm,
         takes_all=kind.has_own_memory,
     )
-    return MemoryCase(
-        **asdict(predicted),
-        model=job.model if job.is_random else Path(job.model).name,
-        dtype=str(dtype).removeprefix("torch."),
-        kernels=model.kernels.name,
-        device=job.device,
-        chunk=job.chunk,
-        prompt_tokens=job.prompt_tokens,
-        measured_bytes=measured,
-        seconds=time.perf_counter() - started,
-    )
+    came_to = {
+        "model": job.model if job.is_random else Path(job.model).name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "kernels": model.kernels.name,
+    }
+    seconds = time.perf_counter() - started
+    return MemoryCase(**asdict(job) | asdict(predicted) | came_to, measured_bytes=measured, seconds=seconds)
 
 
 def predict_growth(

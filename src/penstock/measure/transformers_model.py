@@ -11,6 +11,8 @@ from penstock.layers.rotary import rotary_frequencies
 from penstock.models.weights import WeightSource, check_source, expected_shapes
 from penstock.plan.model import ModelConfig
 
+_FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
 
 def load_transformers(source: WeightSource, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
     """A causal language model of transformers with `sdpa` attention, filled one tensor at a time."""
@@ -39,16 +41,12 @@ def transformers_config(config: ModelConfig) -> PreTrainedConfig:
     """transformers' configuration of the same model. Rotary scaling is left out: see `_fill_rotary`. A family's class
     ignores what its models do not have."""
     experts, net = config.experts, config.delta_net
-    settings: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+    same = ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "mlp_bias")
+    settings: dict[str, Any] = {name: getattr(config, name) for name in same} | {
         "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
         "attention_bias": config.qkv_bias,
-        "mlp_bias": config.mlp_bias,
         "sliding_window": None,
         "max_position_embeddings": config.max_position,
         "rms_norm_eps": config.norm_eps,
@@ -94,14 +92,11 @@ def _load(source: WeightSource, present: Collection[str], name: str, out: torch.
     block, _, fused = name.rpartition(".experts.")
     if name in present:
         source.load_into(name, out)
-    elif fused == "gate_up_proj":  # [experts, gate and up, hidden]
+    elif fused in _FUSED:  # [experts, rows of each of its parts, columns]
+        parts = _FUSED[fused]
         for index, expert in enumerate(out.unbind()):
-            gate, up = expert.chunk(2)
-            source.load_into(f"{block}.experts.{index}.gate_proj.weight", gate)
-            source.load_into(f"{block}.experts.{index}.up_proj.weight", up)
-    elif fused == "down_proj":  # [experts, hidden, inner]
-        for index, expert in enumerate(out.unbind()):
-            source.load_into(f"{block}.experts.{index}.down_proj.weight", expert)
+            for part, rows in zip(parts, expert.chunk(len(parts)), strict=True):
+                source.load_into(f"{block}.experts.{index}.{part}.weight", rows)
     else:
         raise ModelError(
             f"{source.describe()}: there is no {name} in it, which transformers' model needs, "

@@ -249,7 +249,7 @@ def measure_memory(llm: LLM, plan: TunePlan, say: Say) -> list[MemorySample]:
         measured = None
         if is_measured:
             job = MemoryJob(
-                str(llm.path),
+                model=str(llm.path),
                 is_random=False,
                 dtype=str(model.dtype).removeprefix("torch."),
                 kernels="auto",
