@@ -7,17 +7,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from benchmarks import show
 from benchmarks.harness import UNUSABLE, Bench, Results, read_results
-from benchmarks.suite import Suite, count
+from benchmarks.suite import COMMON, Suite, number, switch
 from penstock.errors import PenstockError, SettingError
 from penstock.kernels.device import chosen_device
 from penstock.measure.machine import this_machine
-from penstock.models.hub import DEFAULT_MODEL
 from penstock.plan.settings import DEVICE_VARIABLE
 
 # By name: where it is, and what it measures.
@@ -82,9 +80,8 @@ def _run(name: str, suite: Suite, arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             if results.figures:
                 bench.save()
-            say(
-                f"stopped: {f'what was measured is in {output}' if results.figures else 'nothing was written'}"
-            )
+            kept = f"what was measured is in {output}" if results.figures else "nothing was written"
+            say(f"stopped: {kept}")
             return 130
     results.bars = suite.bars(results)
     if not options.plot_from:
@@ -100,10 +97,10 @@ def _run(name: str, suite: Suite, arguments: Sequence[str]) -> int:
 
 
 def _draw(suite: Suite, results: Results, path: Path) -> None:
-    if suite.draw is None or not results.figures:
+    if suite.picture is None or not results.figures:
         return
     if show.can_draw():
-        suite.draw(results, path)
+        show.draw(path, results, suite.picture(results))
         if path.exists():
             print(f"plot:    {path}")
     else:
@@ -112,38 +109,17 @@ def _draw(suite: Suite, results: Results, path: Path) -> None:
 
 def _parser(name: str, suite: Suite) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}", description=suite.about)
-    add = parser.add_argument
-    common: dict[str, dict[str, Any]] = {
-        "model": {
-            "default": DEFAULT_MODEL,
-            "help": "smollm2, a folder, a GGUF file or a Hugging Face name (%(default)s)",
-        },
-        "dtype": {"choices": ("bfloat16", "float32"), "default": "bfloat16", "help": "(%(default)s)"},
-        "device": {"metavar": "NAME", "help": "auto, cpu, cuda, cuda:1, mps (PENSTOCK_DEVICE, else auto)"},
-        "threads": {"type": count, "metavar": "N", "help": "threads to compute with (torch's own choice)"},
-    }
-    for option in suite.takes:
-        add(f"--{option}", **common[option])
-    suite.add_options(parser)
-    add("--repeats", type=count, metavar="N", help=suite.repeats)
-    add("--check", action="store_true", help="exit with 1 where a bar is missed or was not measured")
-    results = f"results as JSON (bench-results/{name}.json)"
-    add("--output", "--json", "--out", nargs="?", type=Path, metavar="FILE", help=results)
-    add(
-        "--plot",
-        nargs="?",
-        type=Path,
-        metavar="FILE",
-        const=Path("bench-results") / f"{name}.png",
-        help="a picture (beside the results, where matplotlib is installed)",
-    )
-    add(
-        "--plot-from",
-        nargs="+",
-        type=Path,
-        metavar="FILE",
-        help="measure nothing: table and picture of these results, the later ones' sections before the earlier ones'",
-    )
+    add, folder = parser.add_argument, Path("bench-results")
+    for option, how in {**{each: COMMON[each] for each in suite.takes}, **suite.options}.items():
+        add(option, **how)
+    add("--repeats", **number(None, suite.repeats))
+    add("--check", **switch("exit with 1 where a bar is missed or was not measured"))
+    usual = f"results as JSON ({folder / name}.json)"
+    add("--output", "--json", "--out", nargs="?", type=Path, metavar="FILE", help=usual)
+    usual, picture = "a picture (beside the results, where matplotlib is installed)", folder / f"{name}.png"
+    add("--plot", nargs="?", type=Path, metavar="FILE", const=picture, help=usual)
+    usual = "measure nothing: table and picture of these results, the later ones' sections before the earlier ones'"
+    add("--plot-from", nargs="+", type=Path, metavar="FILE", help=usual)
     return parser
 
 
@@ -169,9 +145,8 @@ def require_writable(path: Path) -> None:
 
 def _overview() -> str:
     lines = [f"  {name:<9}{about}" for name, (_, about) in SUITES.items()]
-    return "\n".join(
-        ["usage: python -m benchmarks SUITE [OPTIONS]; SUITE --help lists its options", "", *lines]
-    )
+    usage = "usage: python -m benchmarks SUITE [OPTIONS]; SUITE --help lists its options"
+    return "\n".join([usage, "", *lines])
 
 
 def say(line: str) -> None:

@@ -27,26 +27,20 @@ _NUMBERS = re.compile(r"\[[-+.eE\d,\s]*\]")
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Values in the order they were measured; there is at least one."""
+class Figure:
+    """Repeated measurements of one thing: a case (`name`) of a section, by one system. There is one value or more."""
 
+    section: str
+    name: str
+    unit: str
     values: tuple[float, ...]
-
-    def __post_init__(self) -> None:
-        if not self.values:
-            raise ValueError("a spread needs at least one value")
+    system: str = OURS
+    rounds: tuple[int, ...] = ()  # of the values; empty: the first ones
+    most_spread: float | None = None  # quartiles further apart than this share of the median: it is not given
 
     @property
     def median(self) -> float:
         return median(self.values)
-
-    @property
-    def smallest(self) -> float:
-        return min(self.values)
-
-    @property
-    def largest(self) -> float:
-        return max(self.values)
 
     @property
     def quartiles(self) -> tuple[float, float]:
@@ -57,7 +51,7 @@ class Spread:
         return first, third
 
     @property
-    def relative(self) -> float:
+    def relative_spread(self) -> float:
         """How far the quartiles lie apart, as a share of the median."""
         first, third = self.quartiles
         if third == first:
@@ -69,55 +63,33 @@ class Spread:
         """Why the median should not be trusted by itself; empty where nothing speaks against it."""
         if len(self.values) < MIN_VALUES:
             return "too few"
-        return "noisy" if self.relative > NOISY_SHARE else ""
-
-    def to_dict(self) -> dict[str, Any]:
-        first, third = self.quartiles
-        return {
-            "median": self.median,
-            "min": self.smallest,
-            "max": self.largest,
-            "first_quartile": first,
-            "third_quartile": third,
-            "noise": self.noise,
-        }
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Repeated measurements of one thing: a case (`name`) of a section, by one system."""
-
-    section: str
-    name: str
-    unit: str
-    values: tuple[float, ...]
-    system: str = OURS
-    rounds: tuple[int, ...] = ()  # of the values; empty: the first ones
-    most_spread: float | None = None  # quartiles further apart than this share of the median: it is not given
-
-    @property
-    def spread(self) -> Spread:
-        return Spread(self.values)
-
-    @property
-    def median(self) -> float:
-        return self.spread.median
-
-    @property
-    def by_round(self) -> dict[int, float]:
-        return dict(zip(self.rounds or range(len(self.values)), self.values, strict=True))
+        return "noisy" if self.relative_spread > NOISY_SHARE else ""
 
     @property
     def is_noisy(self) -> bool:
         """Too noisy to be given. A few values have no spread to judge by."""
         if self.most_spread is None or len(self.values) < MIN_VALUES:
             return False
-        return self.spread.relative > self.most_spread
+        return self.relative_spread > self.most_spread
+
+    @property
+    def by_round(self) -> dict[int, float]:
+        return dict(zip(self.rounds or range(len(self.values)), self.values, strict=True))
 
     def to_dict(self) -> dict[str, Any]:
         """A noisy one has its values, and no median."""
-        summary = {} if self.is_noisy else self.spread.to_dict()
-        return {**asdict(self), **summary}
+        if self.is_noisy:
+            return asdict(self)
+        first, third = self.quartiles
+        return {
+            **asdict(self),
+            "median": self.median,
+            "min": min(self.values),
+            "max": max(self.values),
+            "first_quartile": first,
+            "third_quartile": third,
+            "noise": self.noise,
+        }
 
 
 @dataclass(frozen=True)
@@ -182,13 +154,26 @@ class Results:
     ) -> Figure:
         """Values to a figure, which is a new one if need be; those of a round have its index."""
         found = self.figure(name, system, section)
-        if found is None:
-            found = Figure(section, name, unit, (), system, (), most_spread)
-            self.figures.append(found)
-        rounds = () if round_index is None else (*found.rounds, *[round_index] * len(values))
-        grown = replace(found, values=(*found.values, *map(float, values)), rounds=rounds)
-        self.figures[self.figures.index(found)] = grown
+        place = self.figures.index(found) if found else len(self.figures)
+        before = found or Figure(section, name, unit, (), system, (), most_spread)
+        rounds = () if round_index is None else (*before.rounds, *[round_index] * len(values))
+        grown = replace(before, values=(*before.values, *map(float, values)), rounds=rounds)
+        self.figures[place : place + 1] = [grown]
         return grown
+
+    def add_row(
+        self,
+        section: str,
+        values: Mapping[str, tuple[str, float | None]],
+        system: str,
+        round_index: int,
+        most_spread: float | None = None,
+    ) -> None:
+        """By case its unit and value, of one turn of a system. What is None was not measured."""
+        how: dict[str, Any] = {"system": system, "round_index": round_index, "most_spread": most_spread}
+        for name, (unit, value) in values.items():
+            if value is not None:
+                self.add(section, name, unit, value, **how)
 
     def figure(self, name: str, system: str = OURS, section: str | None = None) -> Figure | None:
         """The last of that name."""
@@ -200,30 +185,41 @@ class Results:
     def of(self, section: str) -> list[Figure]:
         return [each for each in self.figures if each.section == section]
 
-    def by_case(self, section: str, unit: str | None = None) -> dict[str, dict[str, Spread]]:
+    def by_case(self, section: str) -> dict[str, dict[Any, Figure]]:
         """Of each system, by case, what is not too noisy to be given."""
-        found: dict[str, dict[str, Spread]] = {}
+        found: dict[str, dict[Any, Figure]] = {}
         for each in self.of(section):
-            if unit in (None, each.unit) and not each.is_noisy:
-                found.setdefault(each.system, {})[each.name] = each.spread
+            if not each.is_noisy:
+                found.setdefault(each.system, {})[each.name] = each
         return found
 
     def add_ratio(
         self,
         label: str,
+        section: str,
         name: str,
-        over: Figure | None,
-        under: Figure | None,
+        over: str,
+        under: str,
         *,
+        as_name: str | None = None,
         inverse: bool = False,
         most_spread: float | None = None,
-    ) -> Figure | None:
-        """One figure over another, round by round. None where no round has both."""
-        values = ratios(over, under)
-        if not values:
-            return None
-        numbers = tuple(1 / each for each in values) if inverse else values
-        return self.add(RATIOS, name, "x", *numbers, system=label, most_spread=most_spread)
+    ) -> None:
+        """A case by one system over the same by another, in every round that has both; nothing where none has.
+        The inverse is that of times, where speeds were measured."""
+        systems = (under, over) if inverse else (over, under)
+        figures = [self.figure(name, system, section) for system in systems]
+        first, second = (figure.by_round if figure else {} for figure in figures)
+        values = [first[index] / second[index] for index in sorted(first.keys() & second.keys())]
+        if values:
+            self.add(RATIOS, as_name or name, "x", *values, system=label, most_spread=most_spread)
+
+    def ratio_bars(self, limits: Mapping[str, tuple[float, bool]], name: str = "ratio") -> list[Bar]:
+        """For ratios by label: the limit, and whether it is a lower one."""
+        return [
+            bar_of(label, self.figure(name, label, RATIOS), limit, is_lower_limit=is_lower)
+            for label, (limit, is_lower) in limits.items()
+        ]
 
     def arrange(self, systems: Sequence[str]) -> None:
         """Figures in the order of systems, and of the number that a case begins with: turns come in any order."""
@@ -293,15 +289,13 @@ def read_results(paths: Sequence[Path], suite: str) -> Results:
     """Results from files, as one: of a section that several have, the last one's."""
     found = [_read(path, suite) for path in paths]
     merged = replace(found[-1], figures=[], facts=[], sections=[], notes=[])
-    for index, results in enumerate(found):
-        later: set[str] = set()
-        for other in found[index + 1 :]:
-            later |= {each.section for each in other.figures} | {each.section for each in other.facts}
-            later |= {each.section for each in other.sections}
-        merged.figures += [each for each in results.figures if each.section not in later]
-        merged.facts += [each for each in results.facts if each.section not in later]
-        merged.sections += [each for each in results.sections if each.section not in later]
-        merged.notes += [note for note in results.notes if note not in merged.notes]
+    for results in reversed(found):
+        later = {each.section for each in merged.figures} | {each.section for each in merged.facts}
+        later |= {each.section for each in merged.sections}
+        merged.figures[:0] = [each for each in results.figures if each.section not in later]
+        merged.facts[:0] = [each for each in results.facts if each.section not in later]
+        merged.sections[:0] = [each for each in results.sections if each.section not in later]
+    merged.notes = list(dict.fromkeys(note for results in found for note in results.notes))
     return merged
 
 
@@ -317,19 +311,11 @@ def _read(path: Path, suite: str) -> Results:
     return results
 
 
-def ratios(over: Figure | None, under: Figure | None) -> tuple[float, ...]:
-    """One figure over another in every round that has both."""
-    if over is None or under is None:
-        return ()
-    first, second = over.by_round, under.by_round
-    return tuple(first[index] / second[index] for index in sorted(first.keys() & second.keys()))
-
-
 def bar_of(name: str, figure: Figure | None, limit: float, *, is_lower_limit: bool) -> Bar:
     """A bar for the median of a figure, which may not have been measured."""
     if figure is None:
         return Bar(name, None, limit, is_lower_limit, "not measured")
-    return Bar(name, figure.median, limit, is_lower_limit, figure.spread.noise)
+    return Bar(name, figure.median, limit, is_lower_limit, figure.noise)
 
 
 def rotated(items: Iterable[T], num_rounds: int) -> Iterator[list[T]]:

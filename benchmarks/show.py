@@ -8,7 +8,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any, Literal
 
-from benchmarks.harness import Bar, Figure, Results, Spread
+from benchmarks.harness import Bar, Figure, Results
 from penstock.plan.units import format_bytes
 
 # Shades of one hue for an engine: readable by the colour-blind too.
@@ -68,14 +68,14 @@ def _section(figures: Sequence[Figure]) -> str:
 def shown(figure: Figure, *, with_unit: bool = True) -> str:
     """The median, and from where to where values lie: of ratios the quartiles, else all of them."""
     if figure.is_noisy:
-        return f"noisy ({figure.spread.relative:.0%})"
-    spread, as_share = figure.spread, figure.unit == "share"
-    low, high = spread.quartiles if figure.unit == "x" else (spread.smallest, spread.largest)
-    median, first, last = (f"{v:.1%}" if as_share else with_digits(v) for v in (spread.median, low, high))
+        return f"noisy ({figure.relative_spread:.0%})"
+    as_share = figure.unit == "share"
+    low, high = figure.quartiles if figure.unit == "x" else (min(figure.values), max(figure.values))
+    median, first, last = (f"{v:.1%}" if as_share else with_digits(v) for v in (figure.median, low, high))
     text = f"{median} {figure.unit}" if with_unit and not as_share else median
-    if len(spread.values) > 1:
-        text += f" ({first} to {last}, n={len(spread.values)})"
-    return text + (" noisy" if spread.noise == "noisy" else "")
+    if len(figure.values) > 1:
+        text += f" ({first} to {last}, n={len(figure.values)})"
+    return text + (" noisy" if figure.noise == "noisy" else "")
 
 
 def with_digits(value: float) -> str:
@@ -97,10 +97,10 @@ def _noise(results: Results) -> str:
     """Why some figures are not given, and what to do."""
     if not results.noisy:
         return ""
-    worst = max(results.noisy, key=lambda figure: figure.spread.relative)
+    worst = max(results.noisy, key=lambda figure: figure.relative_spread)
     return (
         f"{len(results.noisy)} figures are too noisy to be given: their quartiles lie too far apart (worst: "
-        f"{worst.section}, {worst.name}, {worst.system}: {worst.spread.relative:.0%} of the median, where "
+        f"{worst.section}, {worst.name}, {worst.system}: {worst.relative_spread:.0%} of the median, where "
         f"{worst.most_spread:.0%} is the most). End other programs, or give more --repeats."
     )
 
@@ -142,11 +142,11 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass(frozen=True)
 class Panel:
-    """Spreads by series and x. Where every x is a number, lines have it for their place."""
+    """Figures by series and x. Where every x is a number, lines have it for their place."""
 
     title: str
     unit: str
-    series: Mapping[str, Mapping[Any, Spread]]
+    series: Mapping[str, Mapping[Any, Figure]]
     x_label: str = "prompt length"
     kind: Literal["bars", "lines"] = "bars"
     is_log: bool = False
@@ -168,8 +168,20 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def draw(path: Path, title: str, panels: Sequence[Panel], gaps: Sequence[Gaps] = ()) -> None:
-    """Gaps one below the other on the left, panels beside them or beside each other."""
+@dataclass(frozen=True)
+class Picture:
+    """What a suite's results look like. Panels without series are left out."""
+
+    title: str
+    panels: Sequence[Panel]
+    gaps: Sequence[Gaps] = ()
+
+
+def draw(path: Path, results: Results, picture: Picture) -> None:
+    """Gaps one below the other on the left, panels beside them or beside each other. Nothing where there are none."""
+    panels, gaps = [panel for panel in picture.panels if panel.series], picture.gaps
+    if not panels and not gaps:
+        return
     # By name, so that only a picture needs matplotlib.
     make = import_module("matplotlib.figure").Figure
     if gaps:
@@ -193,7 +205,7 @@ def draw(path: Path, title: str, panels: Sequence[Panel], gaps: Sequence[Gaps] =
     figure.legend(
         handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
     )
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle(title_of(results, picture.title), fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
 
@@ -224,17 +236,10 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
     for rank, (label, points) in enumerate(panel.series.items()):
         if not points:
             continue
-        spreads, colour = list(points.values()), _colour(label, labels)
-        medians = [spread.median for spread in spreads]
-        style = {
-            "yerr": [
-                [spread.median - spread.smallest for spread in spreads],
-                [spread.largest - spread.median for spread in spreads],
-            ],
-            "capsize": 2,
-            "color": colour,
-            "label": label,
-        }
+        medians = [each.median for each in points.values()]
+        below = [each.median - min(each.values) for each in points.values()]
+        above = [max(each.values) - each.median for each in points.values()]
+        style = {"yerr": [below, above], "capsize": 2, "color": _colour(label, labels), "label": label}
         texts = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in medians]
         if panel.kind == "bars":
             shift = (rank - (len(labels) - 1) / 2) * width
@@ -260,9 +265,10 @@ def _draw_panel(axis: Any, panel: Panel) -> None:
         axis.set_yscale("log")
         axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
     else:
-        axis.set_ylim(
-            bottom=min([0.0, *(s.smallest for points in panel.series.values() for s in points.values())])
-        )
+        values = [
+            value for points in panel.series.values() for each in points.values() for value in each.values
+        ]
+        axis.set_ylim(bottom=min(0.0, *values))
     axis.set_title(panel.title, fontsize=10, fontweight="bold")
     axis.set_xlabel(panel.x_label)
     axis.set_ylabel(panel.unit)

@@ -1,11 +1,16 @@
-"""What a suite is, and the kinds of values that its options have."""
+"""What a suite is, and how its options are declared."""
 
 import argparse
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import Bar, Bench, Results
+from benchmarks.show import Picture
+from penstock.models.hub import DEFAULT_MODEL
+
+Option = dict[str, Any]  # arguments of argparse's `add_argument`
 
 
 @dataclass(frozen=True)
@@ -13,17 +18,12 @@ class Suite:
     """A workload and its numbers; `benchmarks.cli` does the rest."""
 
     about: str
-    add_options: Callable[[argparse.ArgumentParser], None]
     measure: Callable[[argparse.Namespace, Bench], None]  # fills the results, and their settings
-    bars: Callable[[Results], list[Bar]]
-    draw: Callable[[Results, Path], None] | None = None
+    bars: Callable[[Results], list[Bar]] = lambda results: []
+    picture: Callable[[Results], Picture] | None = None
     repeats: str = "rounds"  # what --repeats counts
-    takes: tuple[str, ...] = (
-        "model",
-        "dtype",
-        "device",
-        "threads",
-    )  # of the options that several suites have
+    takes: tuple[str, ...] = ("--model", "--dtype", "--device", "--threads")  # of COMMON
+    options: Mapping[str, Option] = field(default_factory=dict)
 
 
 def count(text: str) -> int:
@@ -38,17 +38,47 @@ def counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({count(part) for part in text.split(",")}))
 
 
-def add_numbers(
-    parser: argparse.ArgumentParser, numbers: dict[str, tuple[int | tuple[int, ...], str]]
-) -> None:
-    """Options that are a number, or several, each with its default and its meaning."""
-    for option, (default, meaning) in numbers.items():
-        if isinstance(default, int):
-            parser.add_argument(
-                option, type=count, default=default, metavar="N", help=f"{meaning} (%(default)s)"
-            )
-        else:
-            usual = ",".join(map(str, default))
-            parser.add_argument(
-                option, type=counts, default=default, metavar="N,N", help=f"{meaning} ({usual})"
-            )
+def some_of(known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """What reads names with commas between; `none` is none of them."""
+
+    def names(text: str) -> tuple[str, ...]:
+        found = () if text == "none" else tuple(dict.fromkeys(text.split(",")))
+        if not set(found) <= set(known):
+            raise argparse.ArgumentTypeError(f"{text!r} is not a list of some of {', '.join(known)}")
+        return found
+
+    return names
+
+
+def number(default: int | tuple[int, ...] | None, meaning: str, *, several: bool = False) -> Option:
+    """One, or several with commas between. Without a default the meaning tells what it is."""
+    several = several or isinstance(default, tuple)
+    usual = ",".join(map(str, default)) if isinstance(default, tuple) else default
+    return {
+        "type": counts if several else count,
+        "default": default,
+        "metavar": "N,N" if several else "N",
+        "help": meaning if default is None else f"{meaning} ({usual})",
+    }
+
+
+def switch(meaning: str) -> Option:
+    return {"action": "store_true", "help": meaning}
+
+
+COMMON: Mapping[str, Option] = {
+    "--model": {
+        "default": DEFAULT_MODEL,
+        "help": "smollm2, a folder, a GGUF file or a Hugging Face name (%(default)s)",
+    },
+    "--dtype": {"choices": ("bfloat16", "float32"), "default": "bfloat16", "help": "(%(default)s)"},
+    "--device": {"metavar": "NAME", "help": "auto, cpu, cuda, cuda:1, mps (PENSTOCK_DEVICE, else auto)"},
+    "--threads": number(None, "threads to compute with (torch's own choice)"),
+}
+SEED: Option = {"type": int, "default": 0, "metavar": "N", "help": "of the order of turns (%(default)s)"}
+PEERS_FOLDER: Option = {
+    "type": Path,
+    "default": Path(".peers"),
+    "metavar": "FOLDER",
+    "help": "where other engines are (%(default)s)",
+}

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import NOISY_SHARE, RATIOS, Bar, Bench, Results, Spread, bar_of, rotated, take_turns
+from benchmarks.harness import NOISY_SHARE, Bar, Bench, Results, rotated, take_turns
 from benchmarks.models import pieces, text_subject
-from benchmarks.show import Panel, draw, title_of
-from benchmarks.suite import Suite, count
+from benchmarks.show import Panel, Picture
+from benchmarks.suite import Suite, number, switch
 from benchmarks.suites.serve import Watch, submit
 from benchmarks.systems import Child, PeerError
 from penstock.cache import BLOCK_TOKENS
@@ -238,28 +238,12 @@ class Subject:
 
     def _add(self, way: str, index: int, reply: Reply, expected: int) -> None:
         """All that can come from the cache does, and whatever came from it, the answer is a cold engine's."""
-        self.results.add(
-            FIRST_TOKEN,
-            "seconds",
-            "s",
-            reply.first_token_s,
-            system=way,
-            round_index=index,
-            most_spread=NOISY_SHARE,
-        )
+        self.results.add_row(FIRST_TOKEN, {"seconds": ("s", reply.first_token_s)}, way, index, NOISY_SHARE)
         name = f"{way}, round {index + 1}: {reply.cached_tokens} tokens from the cache, where {expected} are there"
         self.results.require(FIRST_TOKEN, name, reply.cached_tokens == expected)
         self.results.traces.setdefault("answers", []).append([index, way, list(reply.token_ids)])
         cached = f", {reply.cached_tokens:,} tokens from the cache" if reply.cached_tokens else ""
         self.say(f"round {index + 1}: {way}: first token after {reply.first_token_s:.3f} s{cached}")
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--prompt-tokens", type=count, metavar="N", help=f"tokens of a prompt ({_PROMPT_TOKENS})")
-    add("--chunk", type=count, default=DEFAULT_CHUNK_SIZE, metavar="N", help="tokens per chunk (%(default)s)")
-    quick = f"prompts of {_QUICK_TOKENS} tokens and {_QUICK_REPEATS} rounds, where nothing else is given"
-    add("--quick", action="store_true", help=f"{quick}; bars on speed are for longer ones")
 
 
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
@@ -308,11 +292,16 @@ def _judge_answers(results: Results) -> None:
 def compare(results: Results) -> None:
     """Round by round. The cost of writing is judged by a few percent, so its quartiles must lie no further apart."""
     results.arrange(WAYS)
-    figures = {figure.system: figure for figure in results.of(FIRST_TOKEN)}
     most = _WRITING_COST if _has_bars(results) else None
-    results.add_ratio(WRITING_OVER_COLD, "ratio", figures.get(WRITING), figures.get(COLD), most_spread=most)
-    for label, way in ((COLD_OVER_MEMORY, MEMORY), (COLD_OVER_DISK, DISK), (COLD_OVER_RESUMED, RESUMED)):
-        results.add_ratio(label, "ratio", figures.get(COLD), figures.get(way))
+    for label, over, under, most_spread in (
+        (WRITING_OVER_COLD, WRITING, COLD, most),
+        (COLD_OVER_MEMORY, COLD, MEMORY, None),
+        (COLD_OVER_DISK, COLD, DISK, None),
+        (COLD_OVER_RESUMED, COLD, RESUMED, None),
+    ):
+        results.add_ratio(
+            label, FIRST_TOKEN, "seconds", over, under, as_name="ratio", most_spread=most_spread
+        )
 
 
 def _has_bars(results: Results) -> bool:
@@ -323,12 +312,7 @@ def _has_bars(results: Results) -> bool:
 
 def _bars(results: Results) -> list[Bar]:
     """For bfloat16, the default chunk and prompts as long as the default or longer."""
-    if not _has_bars(results):
-        return []
-    return [
-        bar_of(label, results.figure("ratio", label, RATIOS), limit, is_lower_limit=is_lower)
-        for label, (limit, is_lower) in LIMITS.items()
-    ]
+    return results.ratio_bars(LIMITS) if _has_bars(results) else []
 
 
 def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str | None:
@@ -342,13 +326,13 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str | None
     return max(found)[1] if found else None
 
 
-def _draw(results: Results, path: Path) -> None:
-    series: dict[str, dict[str, Spread]] = {}
-    for figure in results.of(FIRST_TOKEN):
-        series[figure.system + " (noisy)" * figure.is_noisy] = {"": figure.spread}
+def _picture(results: Results) -> Picture:
+    series = {
+        figure.system + " (noisy)" * figure.is_noisy: {"": figure} for figure in results.of(FIRST_TOKEN)
+    }
     tokens = results.settings["workload"]["prompt_tokens"]
-    title = title_of(results, f"A prompt of {tokens:,} tokens, the first time and again")
-    draw(path, title, [Panel("Time to the first token, model loading aside", "s", series, "", is_log=True)])
+    panel = Panel("Time to the first token, model loading aside", "s", series, "", is_log=True)
+    return Picture(f"A prompt of {tokens:,} tokens, the first time and again", [panel])
 
 
 CACHE = Suite(
@@ -357,9 +341,16 @@ CACHE = Suite(
     "after a kill. All take turns, on a new prompt every round, and all answers must be the same. A figure whose "
     "repeats lie too far apart is not given: its cell reads 'noisy', and the exit status is 3. Takes about six "
     "minutes on two cores, and a gigabyte of the system's temporary folder.",
-    _add_options,
     _measure,
     _bars,
-    _draw,
+    _picture,
     repeats="rounds (5; quick: 3)",
+    options={
+        "--prompt-tokens": number(None, f"tokens of a prompt ({_PROMPT_TOKENS})"),
+        "--chunk": number(DEFAULT_CHUNK_SIZE, "tokens per chunk"),
+        "--quick": switch(
+            f"prompts of {_QUICK_TOKENS} tokens and {_QUICK_REPEATS} rounds, where nothing else is given; bars on "
+            "speed are for longer ones"
+        ),
+    },
 )

@@ -3,14 +3,13 @@
 import argparse
 import time
 from collections.abc import Sequence
-from statistics import median
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import Bar, Bench, Results, bar_of
 from benchmarks.models import text_subject
-from benchmarks.suite import Suite, add_numbers
+from benchmarks.suite import Suite, number
 from penstock.engine.llm import LLM
 from penstock.measure.steps import StepSpec, StepTimer
 
@@ -56,7 +55,10 @@ def profile(llm: LLM, prompt: Sequence[int], pasts: Sequence[int], num_steps: in
             for index in range(_WARM_UP_STEPS + num_steps):
                 times = _step(llm, kernels, timer, spec)
                 if index >= _WARM_UP_STEPS:
-                    _add(results, spec.decode_past, times)
+                    for name, seconds in times.items():
+                        results.add(
+                            STEPS, f"after {spec.decode_past:,} tokens", "ms", 1e3 * seconds, system=name
+                        )
     finally:
         model.kernels = kernels
         if model.dense_layers is not None:
@@ -78,34 +80,16 @@ def _step(llm: LLM, kernels: Any, timer: StepTimer, spec: StepSpec) -> dict[str,
     return {"step": step_s, **parts, _REST: step_s - sum(parts.values())}
 
 
-def _add(results: Results, past: int, times: dict[str, float]) -> None:
-    case = f"after {past:,} tokens"
-    for name, seconds in times.items():
-        results.add(STEPS, case, "ms", 1e3 * seconds, system=name)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_numbers(
-        parser, {"--pasts": ((512, 8000), "tokens before the step"), "--steps": (50, "steps of each")}
-    )
-
-
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
     subject, longest = text_subject(options.model), max(options.pasts) + 1
     subject.require_room(longest, 0, "smaller --pasts")
     llm = LLM(options.model, device=options.device, threads=options.threads)
     bench.results.settings |= {"model": subject.description, "pasts": options.pasts}
     profile(llm, subject.prompt(longest), options.pasts, options.repeats or options.steps, bench.results)
-    _sum_up(bench.results)
-
-
-def _sum_up(results: Results) -> None:
-    """The share of the medians."""
-    for past in results.settings["pasts"]:
-        case = f"after {past:,} tokens"
-        spent = [results.figure(case, name, STEPS) for name in ("products", "attention", "step")]
-        products, attention, step = (median(figure.values) for figure in spent if figure is not None)
-        results.add("share of the step", case, "share", (products + attention) / step, system=SHARE)
+    by_part = bench.results.by_case(STEPS)
+    for case, step in by_part["step"].items():
+        spent = by_part["products"][case].median + by_part["attention"][case].median
+        bench.results.add("share of the step", case, "share", spent / step.median, system=SHARE)
 
 
 def _bars(results: Results) -> list[Bar]:
@@ -118,9 +102,12 @@ def _bars(results: Results) -> list[Bar]:
 
 DECODE = Suite(
     "Where the time of a decode step goes: products, attention, and what is neither.",
-    _add_options,
     _measure,
     _bars,
     repeats="steps of each, as --steps",
-    takes=("model", "device", "threads"),
+    takes=("--model", "--device", "--threads"),
+    options={
+        "--pasts": number((512, 8000), "tokens before the step"),
+        "--steps": number(50, "steps of each"),
+    },
 )

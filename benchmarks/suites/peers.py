@@ -17,8 +17,8 @@ import torch
 import penstock
 from benchmarks.harness import RATIOS, Bar, Bench, Results, bar_of, take_turns
 from benchmarks.models import text_subject
-from benchmarks.show import Panel, draw, title_of
-from benchmarks.suite import Suite, count, counts
+from benchmarks.show import Panel, Picture
+from benchmarks.suite import PEERS_FOLDER, SEED, Suite, number, some_of, switch
 from benchmarks.systems import (
     AUTO,
     Answer,
@@ -282,45 +282,6 @@ def left_out(wanted: Sequence[str], present: Sequence[str], path: Path) -> dict[
     return found
 
 
-def _peers(text: str) -> tuple[str, ...]:
-    names = () if text == "none" else tuple(dict.fromkeys(text.split(",")))
-    if not set(names) <= set(PEER_ENGINES):
-        raise argparse.ArgumentTypeError(f"{text!r} is not none, nor some of {','.join(PEER_ENGINES)}")
-    return names
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--lengths", type=counts, metavar="N,N", help="prompt tokens (512,2048,8000)")
-    add(
-        "--decode-tokens",
-        type=count,
-        metavar="N",
-        help="after the first, after shortest and longest prompt (64)",
-    )
-    quick = (
-        "512,2048 tokens, 16 decoded, 3 rounds, where nothing else is given; some bars are not measured then"
-    )
-    add("--quick", action="store_true", help=quick)
-    usual = ",".join(PEER_ENGINES)
-    add(
-        "--peers",
-        type=_peers,
-        default=PEER_ENGINES,
-        metavar="NAME,NAME",
-        help=f"none, or some of {usual} (all)",
-    )
-    add(
-        "--peers-folder",
-        type=Path,
-        default=Path(".peers"),
-        metavar="FOLDER",
-        help="where they are (%(default)s)",
-    )
-    add("--weights", metavar="FORM", help="the form in which Penstock has weights (its own choice)")
-    add("--seed", type=int, default=0, metavar="N", help="of the order of turns (%(default)s)")
-
-
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
     quick, results = options.quick, bench.results
     lengths = options.lengths or ((512, 2048) if quick else (512, 2048, 8000))
@@ -472,8 +433,8 @@ def compare(results: Results) -> None:
     for section, ours in ((PREFILLING, FIXED), (PREFILLING, CHOSEN), (DECODING, FIXED)):
         for figure in results.of(section):
             if figure.system not in (FIXED, CHOSEN):
-                own = results.figure(figure.name, ours, section)
-                results.add_ratio(f"{section}: {ours} over {figure.system}", figure.name, own, figure)
+                label = f"{section}: {ours} over {figure.system}"
+                results.add_ratio(label, section, figure.name, ours, figure.system)
 
 
 def _bars(results: Results) -> list[Bar]:
@@ -488,13 +449,12 @@ def _bars(results: Results) -> list[Bar]:
     return bars
 
 
-def _draw(results: Results, path: Path) -> None:
+def _picture(results: Results) -> Picture:
     panels = [
         Panel("Reading a prompt", "prompt tokens per second", results.by_case(PREFILLING)),
         Panel("Decoding after it", "tokens per second", results.by_case(DECODING)),
     ]
-    title = title_of(results, "All taking turns, each with its best settings")
-    draw(path, title, [panel for panel in panels if panel.series])
+    return Picture("All taking turns, each with its best settings", panels)
 
 
 PEERS = Suite(
@@ -502,10 +462,25 @@ PEERS = Suite(
     "own, taking turns. llama.cpp and vLLM take part where `make bench-peers` has made their environments, each with "
     "its best settings, which are looked for first. On two cores and the default model that takes 45 minutes to an "
     "hour, nearly all of it theirs; with --peers none, about 6 minutes.",
-    _add_options,
     _measure,
     _bars,
-    _draw,
+    _picture,
     repeats="rounds (5; quick: 3)",
-    takes=("model", "dtype", "threads"),
+    takes=("--model", "--dtype", "--threads"),
+    options={
+        "--lengths": number(None, "prompt tokens (512,2048,8000)", several=True),
+        "--decode-tokens": number(None, "after the first, after shortest and longest prompt (64)"),
+        "--quick": switch(
+            "512,2048 tokens, 16 decoded, 3 rounds, where nothing else is given; some bars are not measured then"
+        ),
+        "--peers": {
+            "type": some_of(PEER_ENGINES),
+            "default": PEER_ENGINES,
+            "metavar": "NAME,NAME",
+            "help": f"none, or some of {','.join(PEER_ENGINES)} (all)",
+        },
+        "--peers-folder": PEERS_FOLDER,
+        "--weights": {"metavar": "FORM", "help": "the form in which Penstock has weights (its own choice)"},
+        "--seed": SEED,
+    },
 )

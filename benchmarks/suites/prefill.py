@@ -5,12 +5,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
-from benchmarks.harness import RATIOS, Bar, Bench, Figure, Results, bar_of, rotated, take_turns
+from benchmarks.harness import RATIOS, Bar, Bench, Results, bar_of, rotated, take_turns
 from benchmarks.models import Subject, random_subject, text_subject
-from benchmarks.show import Panel, draw, title_of
-from benchmarks.suite import Suite, add_numbers, counts
+from benchmarks.show import Panel, Picture
+from benchmarks.suite import Suite, number, switch
 from benchmarks.systems import Answer, Spec, ask, growth_of, load_systems
 from penstock.errors import SettingError
 from penstock.measure.growth import METHOD, WARM_UP_TOKENS, can_measure_growth
@@ -79,25 +78,6 @@ DELTA_NETS = Kind(
 )
 
 
-def _add_options(parser: argparse.ArgumentParser, kind: Kind) -> None:
-    add = parser.add_argument
-    usual = ",".join(map(str, kind.lengths))
-    memory = ",".join(map(str, kind.memory_lengths))
-    add("--lengths", type=counts, metavar="N,N", help=f"prompt tokens ({usual}; of memory: {memory})")
-    add_numbers(
-        parser,
-        {
-            "--chunk": (DEFAULT_CHUNK_SIZE, "tokens per chunk"),
-            "--decode-tokens": (32, "tokens after the first"),
-            "--memory-repeats": (3, "processes whose memory is measured, for Penstock"),
-        },
-    )
-    add("--full", action="store_true", help="every system and every round at long prompts too")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--skip-memory", action="store_true", help="timings only")
-    which.add_argument("--only-memory", action="store_true", help="memory growth only")
-
-
 @dataclass(frozen=True)
 class _Work:
     """What is asked for, and of whom."""
@@ -134,12 +114,10 @@ class _Work:
             _judge_answers(self.bench.results, length, answers, chunk)
 
     def _add(self, index: int, length: int, spec: Spec, answer: Answer) -> None:
-        speeds = {PREFILLING: length / answer.first_token_s, DECODING: answer.decode_tokens_per_s}
-        add, name = self.bench.results.add, f"{length:,} tokens"
-        for section, speed in speeds.items():
-            if speed is not None:
-                add(section, name, "tokens/s", speed, system=spec.label, round_index=index)
-        then = "" if speeds[DECODING] is None else f", then {speeds[DECODING]:.1f} tokens/s"
+        name, decoding = f"{length:,} tokens", answer.decode_tokens_per_s
+        for section, speed in ((PREFILLING, length / answer.first_token_s), (DECODING, decoding)):
+            self.bench.results.add_row(section, {name: ("tokens/s", speed)}, spec.label, index)
+        then = "" if decoding is None else f", then {decoding:.1f} tokens/s"
         self.bench.say(f"{name}, round {index + 1}: {spec.label}: {answer.first_token_s:.2f} s{then}")
 
     def measure_memory(self, lengths: Sequence[int]) -> None:
@@ -161,6 +139,8 @@ class _Work:
 
 def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
     lengths, memory_lengths = (options.lengths or each for each in (kind.lengths, kind.memory_lengths))
+    if options.skip_memory and options.only_memory:
+        raise SettingError("--skip-memory and --only-memory leave nothing to measure: give one of them")
     with_memory = not options.skip_memory and can_measure_growth()
     if options.only_memory and not with_memory:
         raise SettingError("--only-memory needs Linux's /proc/self/status and /proc/self/clear_refs")
@@ -220,9 +200,7 @@ def _compare(results: Results, chunk: int) -> None:
     }
     for label, (section, theirs, of_times) in pairs.items():
         for length in results.settings["lengths"]:
-            name = f"{length:,} tokens"
-            over, under = (results.figure(name, system, section) for system in (ours, theirs))
-            results.add_ratio(label, name, over, under, inverse=of_times)
+            results.add_ratio(label, section, f"{length:,} tokens", ours, theirs, inverse=of_times)
 
 
 def _bars(results: Results, kind: Kind) -> list[Bar]:
@@ -237,51 +215,55 @@ def _bars(results: Results, kind: Kind) -> list[Bar]:
             if length in kind.limited and figure is not None:
                 bars.append(bar_of(f"{label}, {figure.name}", figure, limit, is_lower_limit=is_lower))
     few, many, limit = kind.growth
-    grown: list[Figure] = []
-    for length in (few, many):
-        figure = results.figure(f"{length:,} tokens", Spec("Penstock", settings["chunk"]).label, ACTIVATIONS)
-        grown += [figure] if figure else []
+    ours = results.by_case(ACTIVATIONS).get(Spec("Penstock", settings["chunk"]).label, {})
+    grown = [ours[name] for name in (f"{few:,} tokens", f"{many:,} tokens") if name in ours]
     if len(grown) == 2:
         shorter, longer = (max(figure.median, _RESOLUTION_MIB) for figure in grown)
-        noise = grown[0].spread.noise or grown[1].spread.noise
+        noise = grown[0].noise or grown[1].noise
         name = f"activation memory, Penstock, {many:,} over {few:,} tokens"
         bars.append(Bar(name, longer / shorter, limit, False, noise))
     return bars
 
 
-def _draw(results: Results, path: Path) -> None:
+def _picture(results: Results) -> Picture:
+    memory = "peak growth, cache aside (MiB)"
     panels = [
         Panel("Prefill", "prompt tokens per second", results.by_case(PREFILLING)),
         Panel("Decode after the prompt", "tokens per second", results.by_case(DECODING)),
-        Panel(
-            "Activation memory during prefill",
-            "peak growth, cache aside (MiB)",
-            results.by_case(ACTIVATIONS),
-            kind="lines",
-        ),
+        Panel("Activation memory during prefill", memory, results.by_case(ACTIVATIONS), kind="lines"),
     ]
-    draw(path, title_of(results, "Penstock and transformers"), [panel for panel in panels if panel.series])
+    return Picture("Penstock and transformers", panels)
 
 
-def _suite(kind: Kind, about: str) -> Suite:
+def _suite(kind: Kind, about: str, takes: tuple[str, ...]) -> Suite:
+    usual, memory = (",".join(map(str, each)) for each in (kind.lengths, kind.memory_lengths))
     return Suite(
         about,
-        add_options=partial(_add_options, kind=kind),
-        measure=partial(_measure, kind=kind),
-        bars=partial(_bars, kind=kind),
-        draw=_draw,
+        partial(_measure, kind=kind),
+        partial(_bars, kind=kind),
+        _picture,
         repeats="rounds at every length (5; 3 for long prompts and token by token)",
-        takes=("dtype", "device", "threads")
-        if kind is DELTA_NETS
-        else ("model", "dtype", "device", "threads"),
+        takes=takes,
+        options={
+            "--lengths": number(None, f"prompt tokens ({usual}; of memory: {memory})", several=True),
+            "--chunk": number(DEFAULT_CHUNK_SIZE, "tokens per chunk"),
+            "--decode-tokens": number(32, "tokens after the first"),
+            "--memory-repeats": number(3, "processes whose memory is measured, for Penstock"),
+            "--full": switch("every system and every round at long prompts too"),
+            "--skip-memory": switch("timings only"),
+            "--only-memory": switch("memory growth only"),
+        },
     )
 
 
 PREFILL = _suite(
-    TEXT, "Penstock and transformers read a text, taking turns. Takes about ten minutes on two cores."
+    TEXT,
+    "Penstock and transformers read a text, taking turns. Takes about ten minutes on two cores.",
+    ("--model", "--dtype", "--device", "--threads"),
 )
 HYBRID = _suite(
     DELTA_NETS,
     "A random Qwen3.5, three delta nets to one attention, reads random tokens in Penstock and in transformers, "
     "taking turns. Takes about five minutes on two cores.",
+    ("--dtype", "--device", "--threads"),
 )

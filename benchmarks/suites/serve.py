@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import RATIOS, Bar, Bench, Results, Spread, bar_of, rotated, take_turns
+from benchmarks.harness import Bar, Bench, Figure, Results, rotated, take_turns
 from benchmarks.models import pieces, text_subject
-from benchmarks.show import Gaps, Panel, draw, title_of
-from benchmarks.suite import Suite, add_numbers
+from benchmarks.show import Gaps, Panel, Picture
+from benchmarks.suite import Suite, number, switch
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, TokenGenerated
 from penstock.engine.llm import LLM
@@ -265,14 +264,6 @@ def decode_step_s(stamps: Sequence[Sequence[float]], *, at_once: bool) -> float:
     return median(end - start for start, end in gaps)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    numbers = {
-        f"--{name.replace('_', '-')}": (getattr(Workload, name), text) for name, text in _MEANINGS.items()
-    }
-    add_numbers(parser, numbers)
-    parser.add_argument("--full", action="store_true", help="as many rounds for what has no bar")
-
-
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
     work = Workload(**{field.name: getattr(options, field.name) for field in fields(Workload)})
     subject = text_subject(options.model)
@@ -332,8 +323,7 @@ def add_stall(results: Results, name: str, index: int, run: Stall, num_tokens: i
         ALL_DONE: ("s", run.seconds),
         SPEED: ("tokens/s", num_tokens / run.seconds),
     }
-    for what, (unit, value) in values.items():
-        results.add(STALLS, what, unit, value, system=name, round_index=index)
+    results.add_row(STALLS, values, name, index)
     early = len(run.stream_stamps) - run.num_outlasting
     if early:
         results.notes.append(f"{name}, round {index + 1}: {early} streams ended before the prompt was read")
@@ -361,10 +351,14 @@ def _run_bursts(
         with warm_service(llm, config, prompts[0]) as service:
             run = run_requests(service, prompts, work.request_tokens, at_once=arrival == AT_ONCE)
         tokens[arrival, strict].append(run.token_ids)
-        add_burst(results, burst_name(arrival, strict), index, run, work)
-        bench.say(
-            f"round {index + 1}: {work.requests} requests, {burst_name(arrival, strict)}: {run.seconds:.1f} s"
-        )
+        name, total = burst_name(arrival, strict), work.requests * (work.request_prompt + work.request_tokens)
+        values = {
+            ALL_DONE: ("s", run.seconds),
+            SPEED: ("tokens/s", total / run.seconds),
+            STEP: ("ms", 1e3 * run.decode_step_s),
+        }
+        results.add_row(BURSTS, values, name, index)
+        bench.say(f"round {index + 1}: {work.requests} requests, {name}: {run.seconds:.1f} s")
     for strict in (False, True):
         equal = fewest_equal(tokens[AT_ONCE, strict], tokens[IN_TURN, strict])
         what = f"{equal} of {work.requests} requests have the same tokens at once and one after the other"
@@ -380,17 +374,6 @@ def _run_bursts(
 
 def burst_name(arrival: str, strict: bool) -> str:
     return f"{arrival}, strict" if strict else arrival
-
-
-def add_burst(results: Results, name: str, index: int, run: Burst, work: Workload) -> None:
-    total = work.requests * (work.request_prompt + work.request_tokens)
-    values = {
-        ALL_DONE: ("s", run.seconds),
-        SPEED: ("tokens/s", total / run.seconds),
-        STEP: ("ms", 1e3 * run.decode_step_s),
-    }
-    for what, (unit, value) in values.items():
-        results.add(BURSTS, what, unit, value, system=name, round_index=index)
 
 
 def fewest_equal(first: Sequence[Tokens], second: Sequence[Tokens]) -> int:
@@ -412,21 +395,17 @@ def compare(results: Results) -> None:
         ("decode step of all requests, strict over plain", STEP, BURSTS, strict_once, AT_ONCE),
         ("decode step of one request, strict over plain", STEP, BURSTS, strict_turn, IN_TURN),
     ):
-        figures = [results.figure(what, system, section) for system in (over, under)]
-        results.add_ratio(label, "ratio", figures[0], figures[1])
+        results.add_ratio(label, section, what, over, under, as_name="ratio")
 
 
 def _bars(results: Results) -> list[Bar]:
     """For the numbers of requests, tokens and chunks that are the default."""
     if results.settings["dtype"] != _DTYPE or results.settings["workload"] != asdict(Workload()):
         return []
-    return [
-        bar_of(label, results.figure("ratio", label, RATIOS), limit, is_lower_limit=is_lower)
-        for label, (limit, is_lower) in LIMITS.items()
-    ]
+    return results.ratio_bars(LIMITS)
 
 
-def _draw(results: Results, path: Path) -> None:
+def _picture(results: Results) -> Picture:
     """Gaps over time, of each variant the run with the median longest gap; and what each costs."""
     gaps = []
     for name in VARIANTS:
@@ -441,9 +420,8 @@ def _draw(results: Results, path: Path) -> None:
             longest = max(end - start for start, end in typical)
             gaps.append(Gaps(f"{name}: longest {longest:.2f} s", typical, until_s))
 
-    def by_variant(what: str) -> dict[str, dict[str, Spread]]:
-        found = {figure.system: figure.spread for figure in results.of(STALLS) if figure.name == what}
-        return {name: {"": spread} for name, spread in found.items()}
+    def by_variant(what: str) -> dict[str, dict[str, Figure]]:
+        return {figure.system: {"": figure} for figure in results.of(STALLS) if figure.name == what}
 
     panels = [
         Panel("Longest gap of a stream", "ms", by_variant(LONGEST), "", is_log=True),
@@ -451,16 +429,22 @@ def _draw(results: Results, path: Path) -> None:
     ]
     work = results.settings["workload"]
     what = f"{work['streams']} streams decode, a prompt of {work['long_prompt']:,} tokens arrives"
-    draw(path, title_of(results, what), panels, gaps)
+    return Picture(what, panels, gaps)
 
 
 SERVE = Suite(
     "Many users at once. First, streams decode and a long prompt arrives: how long do they wait for their next "
     "token, by scheduling policy? Then many requests, at once and one after the other: how much sooner are all done? "
     "Takes about eight minutes on two cores.",
-    _add_options,
     _measure,
     _bars,
-    _draw,
+    _picture,
     repeats="rounds (3; 1 for what has no bar)",
+    options={
+        **{
+            f"--{name.replace('_', '-')}": number(getattr(Workload, name), text)
+            for name, text in _MEANINGS.items()
+        },
+        "--full": switch("as many rounds for what has no bar"),
+    },
 )

@@ -83,9 +83,8 @@ def _bars(results: Results) -> list[Bar]:
 START = Suite(
     "The time from `penstock generate` to its first line of progress, and what a loaded model occupies beyond an "
     "interpreter with torch, each in fresh processes.",
-    lambda parser: None,
     _measure,
     _bars,
     repeats="processes of each (5)",
-    takes=("model",),
+    takes=("--model",),
 )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import MIN_VALUES, NOISY_SHARE, Bar, Bench, Results, Spread, take_turns
+from benchmarks.harness import MIN_VALUES, NOISY_SHARE, Bench, Figure, Results, take_turns
 from benchmarks.models import Subject, text_subject
-from benchmarks.show import Panel, draw, title_of
-from benchmarks.suite import Suite, add_numbers, count
+from benchmarks.show import Panel, Picture
+from benchmarks.suite import PEERS_FOLDER, SEED, Suite, count, number, switch
 from benchmarks.suites.peers import find_pythons
 from benchmarks.systems import AUTO, Child, Spec, System, ask, growth_of, load_systems
 from penstock.engine.llm import LLM
@@ -50,47 +50,6 @@ def _share(text: str) -> float:
     if not 0 < value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share between 0 and 1")
     return value
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add, usual = parser.add_argument, (0, 128, 256, 512, 1024)
-    add(
-        "--chunks",
-        type=_chunks,
-        default=usual,
-        metavar="N,N",
-        help="chunk sizes; 0: the whole prompt, auto: Penstock's own choice (0,128,256,512,1024)",
-    )
-    add_numbers(
-        parser,
-        {
-            "--lengths": ((512, 2048, 8000), "prompt tokens"),
-            "--decode-tokens": (16, "generated in all, for the total time"),
-        },
-    )
-    add(
-        "--baseline",
-        action="append",
-        choices=BASELINES,
-        default=[],
-        help="another system; may be given twice",
-    )
-    add(
-        "--peers-folder",
-        type=Path,
-        default=Path(".peers"),
-        metavar="FOLDER",
-        help="of llama.cpp (%(default)s)",
-    )
-    add("--memory", action="store_true", help="peak memory too, each in a fresh process")
-    add(
-        "--max-spread",
-        type=_share,
-        default=NOISY_SHARE,
-        metavar="X",
-        help="quartiles further apart than this share of the median are noise (%(default)s)",
-    )
-    add("--seed", type=int, default=0, metavar="N", help="of the order of turns (%(default)s)")
 
 
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
@@ -179,15 +138,8 @@ def time_cells(
             (SPEED, "tokens/s", length / answer.first_token_s),
             (TOTAL, "s", answer.total_s),
         ):
-            bench.results.add(
-                section,
-                f"{length:,} tokens",
-                unit,
-                value,
-                system=spec.label,
-                round_index=index,
-                most_spread=options.max_spread,
-            )
+            values = {f"{length:,} tokens": (unit, value)}
+            bench.results.add_row(section, values, spec.label, index, options.max_spread)
         bench.say(f"round {index + 1}: {spec.label}, {length:,} tokens: {answer.first_token_s:.3f} s")
 
 
@@ -204,39 +156,58 @@ def _measure_memory(
             bench.results.add(ACTIVATIONS, name, "MiB", grown.activation_mib, system=spec.label)
 
 
-def _bars(results: Results) -> list[Bar]:
-    return []
-
-
-def _draw(results: Results, path: Path) -> None:
+def _picture(results: Results) -> Picture:
     """Against the chunk: a line for each engine and length. What is noisy is left out."""
     sections = ((FIRST_TOKEN, "seconds", True), (SPEED, "prompt tokens per second", False))
     panels = [
         Panel(section, unit, _lines(results, section), "chunk (tokens)", "lines", is_log)
         for section, unit, is_log in (*sections, (ACTIVATIONS, "peak growth, cache aside (MiB)", False))
     ]
-    draw(path, title_of(results, "Chunks and prompts"), [panel for panel in panels if panel.series])
+    return Picture("Chunks and prompts", panels)
 
 
-def _lines(results: Results, section: str) -> dict[str, dict[str, Spread]]:
-    lines: dict[str, dict[str, Spread]] = {}
+def _lines(results: Results, section: str) -> dict[str, dict[str, Figure]]:
+    lines: dict[str, dict[str, Figure]] = {}
     for system, cases in results.by_case(section).items():
         engine, _, how = system.partition(", ")
-        for case, spread in cases.items():
-            lines.setdefault(f"{engine}, {case}", {})[how.removeprefix("chunk ")] = spread
-    order = sorted(
-        {x for line in lines.values() for x in line}, key=lambda x: int(x) if x.isdigit() else 1 << 40
-    )
-    return {name: {x: line[x] for x in order if x in line} for name, line in lines.items()}
+        for case, figure in cases.items():
+            lines.setdefault(f"{engine}, {case}", {})[how.removeprefix("chunk ")] = figure
+    return {
+        name: dict(sorted(line.items(), key=lambda each: int(each[0]) if each[0].isdigit() else 1 << 40))
+        for name, line in lines.items()
+    }
 
 
 SWEEP = Suite(
     "Chunk sizes against prompt lengths: time to first token, tokens per second, total time and, if asked for, "
     "memory. All take turns, in another order each round. A figure whose repeats lie too far apart is not given: its "
     "cell reads 'noisy', and the exit status is 3.",
-    _add_options,
     _measure,
-    _bars,
-    _draw,
+    picture=_picture,
     repeats="rounds (5; at least 3)",
+    options={
+        "--chunks": {
+            "type": _chunks,
+            "default": (0, 128, 256, 512, 1024),
+            "metavar": "N,N",
+            "help": "chunk sizes; 0: the whole prompt, auto: Penstock's own choice (0,128,256,512,1024)",
+        },
+        "--lengths": number((512, 2048, 8000), "prompt tokens"),
+        "--decode-tokens": number(16, "generated in all, for the total time"),
+        "--baseline": {
+            "action": "append",
+            "choices": BASELINES,
+            "default": [],
+            "help": "another system; may be given twice",
+        },
+        "--peers-folder": PEERS_FOLDER,
+        "--memory": switch("peak memory too, each in a fresh process"),
+        "--max-spread": {
+            "type": _share,
+            "default": NOISY_SHARE,
+            "metavar": "X",
+            "help": "quartiles further apart than this share of the median are noise (%(default)s)",
+        },
+        "--seed": SEED,
+    },
 )

@@ -6,13 +6,12 @@ import gc
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import median
 
-from benchmarks.harness import RATIOS, Bar, Bench, Results, Spread, bar_of, rotated, take_turns
+from benchmarks.harness import RATIOS, Bar, Bench, Figure, Results, bar_of, rotated, take_turns
 from benchmarks.models import pieces, text_subject
-from benchmarks.show import Gaps, Panel, draw, title_of
-from benchmarks.suite import Suite, add_numbers
+from benchmarks.show import Gaps, Panel, Picture
+from benchmarks.suite import Suite, number, switch
 from benchmarks.suites.serve import Watch, cache_places, gaps_of, percentile, submit, wait, warm_service
 from benchmarks.systems import AUTO, Spec, ask, load_systems
 from penstock.engine.llm import LLM
@@ -194,22 +193,6 @@ def _decode_gap_s(stamps: Sequence[Sequence[float]]) -> float:
     return median(end - start for start, end in before or gaps)
 
 
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add_numbers(
-        parser,
-        {
-            "--targets": ((100, 200, 400), "latency targets, ms from one token to the next"),
-            "--fixed": ((16, 32, 64, 128, 256, 512), "fixed chunks to compare with, tokens"),
-            "--lone-lengths": ((2048, 8000), "tokens of the prompts that come alone"),
-            "--lone-chunks": ((128, 256, 512, 1024, 2048), "fixed chunks to compare with there"),
-            "--streams": (4, "streams that decode when the long prompt arrives"),
-            "--stream-prompt": (32, "prompt tokens of a stream"),
-            "--prompt": (8000, "tokens of the long prompt"),
-        },
-    )
-    parser.add_argument("--skip-lone", action="store_true", help="no prompts that come alone")
-
-
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
     subject, lone_lengths = text_subject(options.model), () if options.skip_lone else options.lone_lengths
     smallest = min((SMALLEST_CHUNK, *options.fixed))
@@ -287,11 +270,9 @@ def sum_up(arrivals: Arrivals, results: Results) -> None:
                 "longest gap": ("ms", max(gaps_ms)),
                 FIRST_TOKEN: ("s", run.first_token_s),
             }
-            values |= {
-                f"within {SLACK * t:g} ms": ("share", share_within(run.gaps, t)) for t in arrivals.targets
-            }
-            for name, (unit, value) in values.items():
-                results.add(ARRIVALS, name, unit, value, system=sizing.label, round_index=run.round_index)
+            for target in arrivals.targets:
+                values[f"within {SLACK * target:g} ms"] = ("share", share_within(run.gaps, target))
+            results.add_row(ARRIVALS, values, sizing.label, run.round_index)
             if sizing.target_ms is not None:
                 gaps = [[round(start, 4), round(end, 4)] for start, end in run.gaps]
                 trace = {"target_ms": sizing.target_ms, "first_token_s": run.first_token_s, "gaps_s": gaps}
@@ -304,8 +285,7 @@ def sum_up(arrivals: Arrivals, results: Results) -> None:
         results.add(section, name, "share", worst, system="worst round")
         if best is not None:
             label = f"first token at {target:,} ms, auto over {best.label}"
-            figures = [results.figure(FIRST_TOKEN, each.label, ARRIVALS) for each in (auto, best)]
-            results.add_ratio(label, "ratio", figures[0], figures[1])
+            results.add_ratio(label, ARRIVALS, FIRST_TOKEN, auto.label, best.label, as_name="ratio")
     first = {run.first_token for run in arrivals.runs}
     results.require(ARRIVALS, "all runs have the same first token of the long prompt", len(first) == 1)
 
@@ -340,7 +320,7 @@ def _run_lone(
         if figures:
             best = min(figures, key=lambda figure: figure.median)
             label = f"first token alone, auto over {best.system.removeprefix('Penstock, ')}"
-            results.add_ratio(label, name, results.figure(name, auto.label, LONE), best)
+            results.add_ratio(label, LONE, name, auto.label, best.system)
 
 
 def _bars(results: Results) -> list[Bar]:
@@ -355,7 +335,7 @@ def _bars(results: Results) -> list[Bar]:
     return bars
 
 
-def _draw(results: Results, path: Path) -> None:
+def _picture(results: Results) -> Picture:
     """Gaps over time, of each target the run with the median time to the first token; and when the prompt's first
     token comes against how long the streams wait."""
     gaps = []
@@ -367,19 +347,17 @@ def _draw(results: Results, path: Path) -> None:
             share = share_within(typical["gaps_s"], target)
             title = f"target {target:,} ms: {share:.1%} within {SLACK * target:g} ms"
             gaps.append(Gaps(title, typical["gaps_s"], typical["first_token_s"], target))
-    trade: dict[str, dict[float, Spread]] = {"fixed chunks": {}}
+    trade: dict[str, dict[float, Figure]] = {"fixed chunks": {}}
     for figure in results.of(ARRIVALS):
         if figure.name == FIRST_TOKEN:
             waits = results.figure(P95, figure.system, ARRIVALS)
             series = "fixed chunks" if figure.system.startswith("chunk") else figure.system
-            trade.setdefault(series, {})[waits.median if waits else 0.0] = figure.spread
+            trade.setdefault(series, {})[waits.median if waits else 0.0] = figure
     x_label = "p95 of the streams' gaps while it is read (ms)"
-    panels = [
-        Panel("Lower left is better", "time to the prompt's first token (s)", trade, x_label, "lines"),
-    ]
+    panel = Panel("Lower left is better", "time to the prompt's first token (s)", trade, x_label, "lines")
     settings = results.settings
     what = f"{settings['streams']} streams decode, a prompt of {settings['prompt_tokens']:,} tokens arrives"
-    draw(path, title_of(results, what), panels, gaps)
+    return Picture(what, [panel], gaps)
 
 
 TARGETS = Suite(
@@ -387,9 +365,18 @@ TARGETS = Suite(
     "between their tokens keep a latency target, and when does the prompt's first token come, beside that of the "
     "best fixed chunk that keeps the same target? Then prompts that come alone: how soon is the first token, "
     "compared with the best fixed chunk? All take turns. Takes about twelve minutes on two cores.",
-    _add_options,
     _measure,
     _bars,
-    _draw,
+    _picture,
     repeats="rounds; what is not near the best takes part in the first alone (3)",
+    options={
+        "--targets": number((100, 200, 400), "latency targets, ms from one token to the next"),
+        "--fixed": number((16, 32, 64, 128, 256, 512), "fixed chunks to compare with, tokens"),
+        "--lone-lengths": number((2048, 8000), "tokens of the prompts that come alone"),
+        "--lone-chunks": number((128, 256, 512, 1024, 2048), "fixed chunks to compare with there"),
+        "--streams": number(4, "streams that decode when the long prompt arrives"),
+        "--stream-prompt": number(32, "prompt tokens of a stream"),
+        "--prompt": number(8000, "tokens of the long prompt"),
+        "--skip-lone": switch("no prompts that come alone"),
+    },
 )

@@ -19,7 +19,7 @@ def measure(options: object, bench: Bench) -> None:
     add_rounds(bench.results, "s", "n", {"a": [1.0, 2.0]})
 
 
-SUITE = Suite("about", lambda parser: None, measure, lambda results: [])
+SUITE = Suite("about", measure)
 
 
 @pytest.fixture

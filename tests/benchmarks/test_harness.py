@@ -18,9 +18,7 @@ from benchmarks.harness import (
     Figure,
     Results,
     SectionRun,
-    Spread,
     bar_of,
-    ratios,
     read_results,
     rotated,
     take_turns,
@@ -29,27 +27,30 @@ from benchmarks.harness import (
 from penstock.errors import SettingError
 from tests.benchmarks.made_up import add_rounds, results_of
 
+
+def figure_of(*values: float) -> Figure:
+    return Figure("s", "n", "s", values)
+
+
 VALUES = st.lists(st.floats(0.001, 1e6), min_size=1, max_size=30)
 
 
 @given(values=VALUES)
 def test_a_spread_is_in_order(values: list[float]) -> None:
-    spread = Spread(tuple(values))
-    first, third = spread.quartiles
-    tolerance = 1e-9 * spread.largest
-    assert spread.median == median(values)
-    assert spread.smallest <= first + tolerance
-    assert first <= spread.median + tolerance
-    assert spread.median <= third + tolerance
-    assert third <= spread.largest + tolerance
+    figure = figure_of(*values)
+    first, third = figure.quartiles
+    tolerance = 1e-9 * max(values)
+    assert figure.median == median(values)
+    assert min(values) <= first + tolerance
+    assert first <= figure.median + tolerance
+    assert figure.median <= third + tolerance
+    assert third <= max(values) + tolerance
 
 
 def test_quartiles_lie_between_measured_values() -> None:
-    assert Spread((1.0, 2.0, 3.0, 4.0, 5.0)).quartiles == (2.0, 4.0)
-    assert Spread((4.0, 1.0)).quartiles == (1.75, 3.25)
-    assert Spread((7.0,)).quartiles == (7.0, 7.0)
-    with pytest.raises(ValueError, match="at least one"):
-        Spread(())
+    assert figure_of(1.0, 2.0, 3.0, 4.0, 5.0).quartiles == (2.0, 4.0)
+    assert figure_of(4.0, 1.0).quartiles == (1.75, 3.25)
+    assert figure_of(7.0).quartiles == (7.0, 7.0)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +65,7 @@ def test_quartiles_lie_between_measured_values() -> None:
     ],
 )
 def test_noise_is_told_by_quartiles(values: tuple[float, ...], noise: str) -> None:
-    assert Spread(values).noise == noise
+    assert figure_of(*values).noise == noise
 
 
 def test_every_round_begins_with_the_next_one() -> None:
@@ -79,23 +80,22 @@ def test_who_has_fewer_rounds_has_the_first_ones() -> None:
 
 
 def test_ratios_are_of_rounds_that_both_have() -> None:
-    over = Figure("s", "n", "s", (2.0, 8.0, 9.0), "ours", (0, 2, 3))
-    under = Figure("s", "n", "s", (1.0, 3.0, 4.0), "theirs", (0, 1, 2))
-    assert ratios(over, under) == (2.0, 2.0)
-    assert ratios(over, None) == ratios(None, under) == ()
-    # Without numbers of rounds, values are of the first ones.
-    assert ratios(Figure("s", "n", "s", (6.0, 6.0)), Figure("s", "n", "s", (2.0, 3.0, 1.0))) == (3.0, 2.0)
-
-
-def test_a_ratio_is_a_figure_and_may_be_of_times() -> None:
     results = results_of()
-    add_rounds(results, "prefill", "8 tokens", {"a": [2.0, 6.0], "b": [4.0, 3.0]})
-    speeds = [results.figure("8 tokens", system, "prefill") for system in "ab"]
-    assert results.add_ratio("a over b", "8 tokens", speeds[0], speeds[1]) is not None
-    results.add_ratio("time of a over b", "8 tokens", speeds[0], speeds[1], inverse=True)
-    assert [figure.values for figure in results.of(RATIOS)] == [(0.5, 2.0), (2.0, 0.5)]
-    assert results.add_ratio("a over c", "8 tokens", speeds[0], None) is None
-    assert len(results.of(RATIOS)) == 2
+    results.figures = [
+        Figure("s", "n", "s", (2.0, 8.0, 9.0), "ours", (0, 2, 3)),
+        Figure("s", "n", "s", (1.0, 3.0, 4.0), "theirs", (0, 1, 2)),
+        Figure("s", "n", "s", (6.0, 6.0), "without rounds"),  # values are of the first ones
+    ]
+    results.add_ratio("ours over theirs", "s", "n", "ours", "theirs")
+    results.add_ratio("times", "s", "n", "ours", "theirs", inverse=True, as_name="ratio")
+    results.add_ratio("of first rounds", "s", "n", "without rounds", "theirs")
+    results.add_ratio("with nothing", "s", "n", "ours", "absent")
+    results.add_ratio("of nothing", "s", "other", "ours", "theirs")
+    assert [(figure.system, figure.name, figure.values) for figure in results.of(RATIOS)] == [
+        ("ours over theirs", "n", (2.0, 2.0)),
+        ("times", "ratio", (0.5, 0.5)),
+        ("of first rounds", "n", (6.0, 2.0)),
+    ]
 
 
 def test_figures_grow_from_turn_to_turn() -> None:
@@ -106,7 +106,7 @@ def test_figures_grow_from_turn_to_turn() -> None:
     figure = results.figure("n", "a", "s")
     assert figure is not None
     assert figure.by_round == {0: 1.0, 1: 2.0, 4: 5.0}
-    assert results.by_case("s") == {"a": {"n": figure.spread}}
+    assert results.by_case("s") == {"a": {"n": figure}}
     assert results.figure("n", "a") == results.of("t")[0]  # the last one
     assert results.figure("n", "b") is None
 

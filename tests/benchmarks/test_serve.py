@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.harness import RATIOS, Results
 from benchmarks.suites import serve
 from benchmarks.suites.serve import (
+    ALL_DONE,
     AT_ONCE,
     BURSTS,
     IN_TURN,
@@ -21,7 +22,6 @@ from benchmarks.suites.serve import (
     STALLS,
     UNCHUNKED,
     VARIANTS,
-    Burst,
     Stall,
     Watch,
     Workload,
@@ -145,12 +145,12 @@ def test_a_whole_run(tiny: Path, tmp_path: Path) -> None:
 
 
 def made_up(longest: float = 1.0, seconds: float = 10.0, at_once: float = 4.0) -> Results:
-    results, work = results_of("serve", workload=asdict(Workload())), Workload()
+    results = results_of("serve", workload=asdict(Workload()))
     for index in range(3):
         serve.add_stall(results, UNCHUNKED, index, stall(12.0), 1000)
         serve.add_stall(results, MIXED, index, stall(longest, seconds), 1000)
         for arrival, taken in ((AT_ONCE, at_once), (IN_TURN, 10.0)):
-            serve.add_burst(results, arrival, index, Burst(taken, 0.01, ()), work)
+            results.add_row(BURSTS, {ALL_DONE: ("s", taken)}, arrival, index)
     serve.compare(results)
     return results
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Bar, Results, SectionRun, Spread
-from benchmarks.show import Gaps, Panel, draw, render, table, title_of
+from benchmarks.harness import Bar, Figure, Results, SectionRun
+from benchmarks.show import Gaps, Panel, Picture, draw, render, table
 from tests.benchmarks.made_up import add_rounds, results_of
 
 
@@ -78,7 +78,7 @@ def test_tables_are_markdown() -> None:
 @pytest.mark.parametrize("with_gaps", [False, True])
 def test_pictures(results: Results, tmp_path: Path, with_gaps: bool) -> None:
     pytest.importorskip("matplotlib")
-    one = Spread((1.0, 2.0, 3.0))
+    one = Figure("s", "n", "s", (1.0, 2.0, 3.0))
     panels = [
         Panel("bars", "s", results.by_case("prefill")),
         Panel("lines", "s", {"a": {"1": one, "2": one}, "b": {"2": one}}, kind="lines", is_log=True),
@@ -86,12 +86,14 @@ def test_pictures(results: Results, tmp_path: Path, with_gaps: bool) -> None:
     ]
     gaps = [Gaps("no limit", [(-0.1, 0.2), (0.2, 3.0)], 2.0)] if with_gaps else []
     path = tmp_path / "new" / "picture.png"
-    draw(path, title_of(results, "all"), panels, gaps)
+    draw(path, results, Picture("all", panels, gaps))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_target_is_a_line_among_gaps(tmp_path: Path) -> None:
+def test_a_target_is_a_line_among_gaps(results: Results, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     gaps = [Gaps("a target", [(0.0, 0.1), (0.1, 9.0)], 2.0, 100.0)]
-    draw(tmp_path / "gaps.png", "gaps", [], gaps)
+    draw(tmp_path / "gaps.png", results, Picture("gaps", [], gaps))
     assert (tmp_path / "gaps.png").exists()
+    draw(tmp_path / "none.png", results, Picture("of nothing", [Panel("empty", "s", {})]))
+    assert not (tmp_path / "none.png").exists()

@@ -6,14 +6,13 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.harness import Bar, Bench, Results, SectionRun, Spread, bar_of
-from benchmarks.show import Panel, draw, title_of
-from benchmarks.suite import Suite, count
+from benchmarks.harness import Bar, Bench, Figure, Results, SectionRun, bar_of
+from benchmarks.show import Panel, Picture
+from benchmarks.suite import Suite, number, some_of, switch
 from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.plan import (
     BIG,
@@ -185,33 +184,6 @@ _WORK: Mapping[str, Callable[[Job, list[str]], None]] = {
 }
 
 
-def _sections(text: str) -> tuple[str, ...]:
-    names = text.split(",")
-    if not set(names) <= set(SECTIONS):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of some of {', '.join(SECTIONS)}")
-    return tuple(names)
-
-
-def _add_options(parser: argparse.ArgumentParser) -> None:
-    add, usual = parser.add_argument, SECTIONS[:-1]
-    add(
-        "--cases",
-        type=_sections,
-        default=usual,
-        metavar="C,C",
-        help=f"of {', '.join(SECTIONS)} (all but sweep)",
-    )
-    add("--sweep", action="store_true", help="more chunk sizes, too, for the picture")
-    add("--no-peer", action="store_true", help="without transformers")
-    add(
-        "--peer-limit",
-        type=count,
-        default=65_536,
-        metavar="N",
-        help="tokens of the longest prompt that transformers reads (%(default)s: of 131,072 it takes 24 s a pass)",
-    )
-
-
 def measure(
     options: argparse.Namespace, bench: Bench, plan: Plan = PLAN, device: torch.device | None = None
 ) -> None:
@@ -230,25 +202,20 @@ def measure(
     run_sections(job, [section for section in SECTIONS if section in wanted])
 
 
-def picture(results: Results, path: Path, plan: Plan = PLAN) -> None:
+def picture(results: Results, plan: Plan = PLAN) -> Picture:
     """A panel for each model whose chunks were swept: time to first token against the chunk."""
-    panels = []
-    for model, tokens in dict.fromkeys((case.model, case.prompt_tokens) for case in plan.sweeps):
-        panel = _panel(results, plan, model, tokens)
-        if panel.series:
-            panels.append(panel)
-    if panels:
-        title = (
-            "Time to first token, one request, bfloat16, random weights; medians, whiskers from least to most"
-        )
-        draw(path, title_of(results, title), panels)
+    swept = dict.fromkeys((case.model, case.prompt_tokens) for case in plan.sweeps)
+    return Picture(
+        "Time to first token, one request, bfloat16, random weights; medians, whiskers from least to most",
+        [_panel(results, plan, model, tokens) for model, tokens in swept],
+    )
 
 
 def _panel(results: Results, plan: Plan, model: str, tokens: int) -> Panel:
     cases = [*(case for cases in plan.prefills.values() for case in cases), *plan.sweeps]
     chunks = {case.chunk for case in cases if (case.model, case.prompt_tokens) == (model, tokens)}
     marks = {target.name: target for target in TARGETS}
-    series: dict[str, dict[str, Spread]] = {}
+    series: dict[str, dict[str, Figure]] = {}
     vllm: dict[str, float] = {}
     limits = []
     for chunk in sorted(chunks, key=lambda chunk: chunk or tokens):
@@ -256,7 +223,7 @@ def _panel(results: Results, plan: Plan, model: str, tokens: int) -> Panel:
         for system in ("Penstock", "transformers"):
             figure = results.figure(label, system)
             if figure is not None:
-                series.setdefault(system, {})[x] = figure.spread
+                series.setdefault(system, {})[x] = figure
         target = marks.get(label)
         if target is not None and target.vllm is not None:
             vllm[x] = target.vllm
@@ -276,10 +243,22 @@ GPU = Suite(
     "Penstock on one NVIDIA GPU, in bfloat16, with random weights of published shapes: time to the first token "
     "beside transformers, decodes, memory, starting, the same bits, what tiles cost, and where the time goes. Takes "
     "about eight minutes on an H200. Bits that differ are an error, whether bars are checked or not.",
-    _add_options,
     measure,
     bars,
     picture,
     repeats="passes of every prompt (5)",
     takes=(),
+    options={
+        "--cases": {
+            "type": some_of(SECTIONS),
+            "default": SECTIONS[:-1],
+            "metavar": "C,C",
+            "help": f"of {', '.join(SECTIONS)} (all but sweep)",
+        },
+        "--sweep": switch("more chunk sizes, too, for the picture"),
+        "--no-peer": switch("without transformers"),
+        "--peer-limit": number(
+            65_536, "tokens of the longest prompt that transformers reads: of 131,072 it takes 24 s a pass"
+        ),
+    },
 )
