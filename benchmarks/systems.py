@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Literal, Protocol, Self
 
 import torch
@@ -112,46 +111,33 @@ def ask(system: "System | Child", prompt: Sequence[int], num_tokens: int) -> Ans
 
 
 class PenstockSystem:
-    """Penstock's own run: chunked, whole or token by token, with its tile grid or without."""
+    """Penstock's own run: chunked, whole or token by token, with its tile grid or without. With an `LLM`, chunks are
+    its own choice, and it learns from one prompt to the next, as a user's does."""
 
-    def __init__(self, model: Decoder, canon: RowLaw, chunk: int) -> None:
+    def __init__(self, model: Decoder, canon: RowLaw, chunk: int, llm: LLM | None = None) -> None:
         self._model = model
         self._canon = canon
-        self._config = ChunkedPrefillConfig(chunk)
-
-    def generate(self, prompt: Sequence[int], num_tokens: int, on_token: OnToken) -> dict[str, Any]:
-        run = Run(self._model, prompt, config=self._config, canon=self._canon, max_tokens=num_tokens)
-        return _finish(run, len(prompt) + num_tokens - 1, on_token)
-
-
-class AutoSystem:
-    """An `LLM` that chooses its chunks itself, and learns from one prompt to the next, as a user's does."""
-
-    def __init__(self, llm: LLM) -> None:
+        self._chunk = chunk
         self._llm = llm
 
+    @classmethod
+    def auto(cls, llm: LLM) -> Self:
+        return cls(llm.model, llm.canon, llm.chunk.effective, llm)
+
     def generate(self, prompt: Sequence[int], num_tokens: int, on_token: OnToken) -> dict[str, Any]:
-        llm = self._llm
-        rules = llm.size_rules(llm.device_kind.free_bytes())
-        run = Run(
-            llm.model,
-            prompt,
-            config=ChunkedPrefillConfig(llm.chunk.effective),
-            canon=llm.canon,
-            max_tokens=num_tokens,
-            sizer=ChunkSizer(rules, llm.times, llm.activations.step_bytes),
-        )
-        return _finish(run, len(prompt) + num_tokens - 1, on_token)
-
-
-def _finish(run: Run, num_cached: int, on_token: OnToken) -> dict[str, Any]:
-    while run.finish_reason is None:
-        token = run.step().token
-        if token is not None:
-            on_token(token)
-    key_value_bytes = num_cached * run.model.cache_spec.bytes_per_token
-    # A step reads one state and writes another: after two steps both are in memory.
-    return {"cache_bytes": key_value_bytes + run.space.tensors.state_bytes}
+        llm, sizer = self._llm, None
+        if llm is not None:
+            rules = llm.size_rules(llm.device_kind.free_bytes())
+            sizer = ChunkSizer(rules, llm.times, llm.activations.step_bytes)
+        config = ChunkedPrefillConfig(self._chunk)
+        run = Run(self._model, prompt, config=config, canon=self._canon, max_tokens=num_tokens, sizer=sizer)
+        while run.finish_reason is None:
+            token = run.step().token
+            if token is not None:
+                on_token(token)
+        key_value_bytes = (len(prompt) + num_tokens - 1) * run.model.cache_spec.bytes_per_token
+        # A step reads one state and writes another: after two steps both are in memory.
+        return {"cache_bytes": key_value_bytes + run.space.tensors.state_bytes}
 
 
 class TransformersSystem:
@@ -221,11 +207,10 @@ def load_systems(specs: Iterable[Spec], path: Path, dtype: str, llm: LLM | None 
         for spec in ours:
             if spec.chunk == AUTO:
                 assert llm is not None, "automatic chunks are an LLM's"
-                systems[spec] = AutoSystem(llm)
+                systems[spec] = PenstockSystem.auto(llm)
             else:
-                systems[spec] = PenstockSystem(
-                    model, canon if spec.is_tiled else RowLaw(tile_size=0), spec.chunk
-                )
+                law = canon if spec.is_tiled else RowLaw(tile_size=0)
+                systems[spec] = PenstockSystem(model, law, spec.chunk)
         theirs = [spec for spec in wanted if spec.engine == "transformers"]
         if theirs:
             from penstock.measure.transformers_model import load_transformers
@@ -255,8 +240,7 @@ class Child:
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed in `close`)
         self._unread = b""
         environment = {**os.environ, **(env or {})}
-        if str(python) == sys.executable:
-            # Others' environments are not to find what this one has.
+        if str(python) == sys.executable:  # others' environments are not to find what this one has
             paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
             environment["PYTHONPATH"] = os.pathsep.join(paths)
         command = [str(python), str(_CHILD), engine]
@@ -310,9 +294,7 @@ class Child:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _send(self, request: Mapping[str, Any]) -> None:
@@ -379,16 +361,9 @@ class GrowthEngine:
 
 def growth_of(spec: Spec, path: Path, dtype: str, prompt: Sequence[int]) -> Growth:
     """How much a fresh process grows while it reads a prompt and generates a token."""
+    order: dict[str, Any] = {"model": str(path), "spec": asdict(spec), "dtype": dtype, "prompt": list(prompt)}
     try:
         with Child("benchmarks.systems:GrowthEngine", f"the process that measures {spec.label}") as child:
-            reply = child.ask(
-                "measure",
-                model=str(path),
-                spec=asdict(spec),
-                dtype=dtype,
-                threads=torch.get_num_threads(),
-                prompt=list(prompt),
-            )
+            return Growth(**child.ask("measure", **order, threads=torch.get_num_threads()))
     except PeerError as error:
         raise MeasurementError(str(error)) from error
-    return Growth(**reply)

@@ -22,7 +22,6 @@ from benchmarks.suite import PEERS_FOLDER, SEED, Suite, number, some_of, switch
 from benchmarks.systems import (
     AUTO,
     Answer,
-    AutoSystem,
     Child,
     OnToken,
     PeerError,
@@ -65,7 +64,6 @@ LIMITS: Mapping[tuple[str, str], Mapping[int, float]] = {
     (DECODING, LLAMA_BEST): {512: 1.1, 8000: 1.1},
 }
 _DTYPE = "bfloat16"
-_BATCHES = {"llama.cpp": (512, 2048), "vllm": (512, 2048, 8192)}
 _FORMATS = ("Q4_0", "Q8_0", "BF16", "F16")
 # Less than this is noise, and another process for its sake would only take memory.
 _MIN_GAIN = 1.03
@@ -89,7 +87,7 @@ class PenstockEngine:
     ) -> dict[str, str]:
         llm = LLM(model, dtype=dtype, chunk=chunk, threads=threads, weights=weights, device="cpu")
         is_auto = chunk == AUTO
-        self._system = AutoSystem(llm) if is_auto else PenstockSystem(llm.model, llm.canon, chunk)
+        self._system = PenstockSystem.auto(llm) if is_auto else PenstockSystem(llm.model, llm.canon, chunk)
         shapes, plain = llm.model.probe_shapes, str(llm.model.dtype).removeprefix("torch.")
         products = (*shapes.products, *shapes.expert_products, shapes.head)
         forms = ", ".join(sorted({product.form or plain for product in products if product}))
@@ -198,8 +196,8 @@ class Workers:
 class Trials:
     """Settings of an engine tried before the rounds: seconds to the first token, and for a token after it."""
 
-    prefill: Mapping[int, Mapping[Candidate, float]]
-    decode: Mapping[int, Mapping[Candidate, float]]
+    prefill: dict[int, dict[Candidate, float]]  # by length
+    decode: dict[int, dict[Candidate, float]]
 
     def choose(self, length: int) -> tuple[Candidate, Candidate]:
         """For reading, the candidate that is best on the whole, but where another is better by more than noise; for
@@ -222,39 +220,41 @@ def better(costs: Mapping[Candidate, float], usual: Candidate) -> Candidate:
 def try_all(
     workers: Workers,
     candidates: Sequence[Candidate],
-    lengths: Sequence[int],
     prompt: Sequence[int],
-    num_passes: int,
+    options: argparse.Namespace,
     say: Callable[[str], None],
 ) -> Trials:
     """One process at a time. What disturbs a pass makes it slower, never faster: the best counts. Candidates that
     fail are left out; where all do, so does this."""
-    prefill: dict[int, dict[Candidate, float]] = {length: {} for length in lengths}
-    decode: dict[int, dict[Candidate, float]] = {length: {} for length in lengths}
-    failure: PeerError | None = None
+    trials, failure = Trials({}, {}), None
     for candidate in candidates:
+        best: dict[int, tuple[float, float]] = {}
         try:
-            for length in lengths:
+            for length in options.lengths:
+                num_passes = 1 if options.quick or length >= _LONG_TOKENS else 2
                 passes = [
                     workers.generate(candidate, prompt[:length], _TRIAL_DECODES + 1)
-                    for _ in range(1 if length >= _LONG_TOKENS else num_passes)
+                    for _ in range(num_passes)
                 ]
-                prefill[length][candidate] = min(each.first_token_s for each in passes)
-                decode[length][candidate] = min(1 / (each.decode_tokens_per_s or 1e-9) for each in passes)
+                first_s = min(each.first_token_s for each in passes)
+                token_s = min(1 / (each.decode_tokens_per_s or 1e-9) for each in passes)
+                best[length] = (first_s, token_s)
                 say(
-                    f"tried {candidate.label}, {length:,} tokens: prefill "
-                    f"{length / prefill[length][candidate]:,.0f} tokens/s, decode {1 / decode[length][candidate]:.1f}"
+                    f"tried {candidate.label}, {length:,} tokens: prefill {length / first_s:,.0f} tokens/s, decode "
+                    f"{1 / token_s:.1f}"
                 )
         except PeerError as error:
             say(f"left out: {error}")
             failure = error
-            for costs in (*prefill.values(), *decode.values()):
-                costs.pop(candidate, None)
+            continue
         finally:
             workers.close()
-    if failure is not None and not prefill[lengths[0]]:
+        for length, (first_s, token_s) in best.items():
+            trials.prefill.setdefault(length, {})[candidate] = first_s
+            trials.decode.setdefault(length, {})[candidate] = token_s
+    if failure is not None and not trials.prefill:
         raise failure
-    return Trials(prefill, decode)
+    return trials
 
 
 def find_pythons(folder: Path) -> dict[str, Path]:
@@ -284,17 +284,19 @@ def left_out(wanted: Sequence[str], present: Sequence[str], path: Path) -> dict[
 
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
     quick, results = options.quick, bench.results
-    lengths = options.lengths or ((512, 2048) if quick else (512, 2048, 8000))
-    num_decodes = options.decode_tokens or (16 if quick else 64)
+    lengths = options.lengths = options.lengths or ((512, 2048) if quick else (512, 2048, 8000))
+    options.decode_tokens = options.decode_tokens or (16 if quick else 64)
+    options.repeats = options.repeats or (3 if quick else 5)
+    most_tokens = max(lengths) + options.decode_tokens + 1
     subject = text_subject(options.model)
-    subject.require_room(max(lengths), num_decodes + 1, "shorter --lengths or fewer --decode-tokens")
+    subject.require_room(most_tokens, 0, "shorter --lengths or fewer --decode-tokens")
     pythons = find_pythons(options.peers_folder)
     absent = left_out(options.peers, list(pythons), subject.path)
     results.settings |= {
         "model": subject.description,
         "dtype": options.dtype,
         "lengths": lengths,
-        "decode_tokens": num_decodes,
+        "decode_tokens": options.decode_tokens,
         "left_out": absent,
         "method": METHOD,
     }
@@ -302,16 +304,14 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
         "model": str(subject.path),
         "dtype": options.dtype,
         "threads": torch.get_num_threads(),
-        "most_tokens": max(lengths) + num_decodes + 1,
+        "most_tokens": most_tokens,
     }
     prompt = subject.prompt(max(lengths))
     # Where processes that were given up still write, it is not an error that the folder cannot be emptied.
     with tempfile.TemporaryDirectory(prefix="penstock-peers-", ignore_cleanup_errors=True) as folder:
-        workers = Workers(pythons, Path(folder), common)
-        with closing(workers):
-            turns = plan_turns(workers, lengths, num_decodes, prompt, options, absent, bench)
-            num_rounds = options.repeats or (3 if quick else 5)
-            answers = run_turns(workers, turns, prompt, num_rounds, options.seed, bench)
+        with closing(Workers(pythons, Path(folder), common)) as workers:
+            turns = plan_turns(workers, prompt, options, absent, bench)
+            answers = run_turns(workers, turns, prompt, options, bench)
         results.notes += [f"{engine}: {about}" for engine, about in workers.about.items()]
     results.notes += [f"left out: {system}: {why}" for system, why in absent.items()]
     results.notes += agreements(answers)
@@ -321,8 +321,6 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
 
 def plan_turns(
     workers: Workers,
-    lengths: Sequence[int],
-    num_decodes: int,
     prompt: Sequence[int],
     options: argparse.Namespace,
     absent: dict[str, str],
@@ -330,41 +328,40 @@ def plan_turns(
 ) -> list[Turn]:
     """Each system with its best settings. Peers that fail are left out, and it is said why."""
     turns: list[Turn] = []
-    file_trials: Trials | None = None
-    for system, engine in SYSTEMS.items():
+    lengths, found = options.lengths, dict[str, Trials]()
+    for system in SYSTEMS:
+        if system == LLAMA_BEST and LLAMA_FILE in absent:
+            absent.setdefault(system, absent[LLAMA_FILE])
         if system in absent:
             bench.say(f"{system} is left out: {absent[system]}")
             continue
-        if engine == "penstock":
-            chunk = 512 if system == FIXED else AUTO
-            candidates = [Candidate.of(engine, chunk=chunk, weights=options.weights)]
-        elif engine == "llama.cpp" and system == LLAMA_FILE:
-            candidates = [
-                Candidate.of(engine, batch=b, flash=f) for b in _BATCHES[engine] for f in (True, False)
-            ]
-        elif system == LLAMA_BEST:
-            if file_trials is None:
-                absent[system] = absent[LLAMA_FILE]
-                continue
-            # With the settings that are best for the file as it is, on a prompt of middle length.
-            like = dict(file_trials.choose(lengths[len(lengths) // 2])[0].values)
-            candidates = [Candidate.of(engine, format=name, **like) for name in _FORMATS]
-        else:
-            candidates = [Candidate.of(engine, batch=batch) for batch in _BATCHES.get(engine, (None,))]
-        trials: Trials | None = None
+        # With the settings that are best for the file as it is, on a prompt of middle length.
+        file = found[LLAMA_FILE].choose(lengths[len(lengths) // 2])[0] if system == LLAMA_BEST else None
+        candidates = candidates_of(system, options.weights, dict(file.values) if file else {})
         if len(candidates) > 1:
             try:
-                trials = try_all(workers, candidates, lengths, prompt, 1 if options.quick else 2, bench.say)
+                found[system] = try_all(workers, candidates, prompt, options, bench.say)
             except PeerError as error:
                 absent[system] = str(error)
                 bench.say(f"{system} is left out: {error}")
                 continue
-        if system == LLAMA_FILE:
-            file_trials = trials
         for length in lengths:
-            reading, decoding = trials.choose(length) if trials else (candidates[0], candidates[0])
-            turns += turns_of(system, length, reading, decoding, lengths, num_decodes)
+            best = found[system].choose(length) if system in found else 2 * (candidates[0],)
+            turns += turns_of(system, length, *best, lengths, options.decode_tokens)
     return turns
+
+
+def candidates_of(system: str, weights: str | None, file_settings: Mapping[str, Any]) -> list[Candidate]:
+    """The settings of a system that are tried."""
+    settings: dict[str, list[dict[str, Any]]] = {
+        FIXED: [{"chunk": 512, "weights": weights}],
+        CHOSEN: [{"chunk": AUTO, "weights": weights}],
+        TRANSFORMERS: [{}],
+        LLAMA_FILE: [{"batch": size, "flash": flash} for size in (512, 2048) for flash in (True, False)],
+        LLAMA_BEST: [{"format": name, **file_settings} for name in _FORMATS],
+        VLLM: [{"batch": size} for size in (512, 2048, 8192)],
+    }
+    return [Candidate.of(SYSTEMS[system], **each) for each in settings[system]]
 
 
 def turns_of(
@@ -376,39 +373,37 @@ def turns_of(
     num_decodes: int,
 ) -> list[Turn]:
     """Decoding is measured after the shortest and the longest prompt; one system of Penstock is enough for it."""
+    reads = Turn(system, length, reading, 1, (PREFILLING,))
     if length not in (min(lengths), max(lengths)) or system == CHOSEN:
-        return [Turn(system, length, reading, 1, (PREFILLING,))]
+        return [reads]
     if reading == decoding:
         return [Turn(system, length, reading, num_decodes + 1, (PREFILLING, DECODING))]
-    return [
-        Turn(system, length, reading, 1, (PREFILLING,)),
-        Turn(system, length, decoding, num_decodes + 1, (DECODING,)),
-    ]
+    return [reads, Turn(system, length, decoding, num_decodes + 1, (DECODING,))]
 
 
 def run_turns(
-    workers: Workers, turns: Sequence[Turn], prompt: Sequence[int], num_rounds: int, seed: int, bench: Bench
+    workers: Workers, turns: Sequence[Turn], prompt: Sequence[int], options: argparse.Namespace, bench: Bench
 ) -> dict[tuple[int, str], tuple[int, ...]]:
     """All turns, after a warm-up of every process. Returns the longest answer of each system after each length."""
     processes = list(dict.fromkeys(turn.candidate for turn in turns))
     bench.say(f"warming up {len(processes)} processes")
     for candidate in processes:
-        workers.generate(candidate, prompt[: min(turn.length for turn in turns)], 2)
+        workers.generate(candidate, prompt[: min(options.lengths)], 2)
     bench.results.settings["choices"] = [
         f"{turn.system}, {turn.length:,} tokens, {' and '.join(turn.quantities)}: {turn.candidate.label}"
         for turn in turns
     ]
     answers: dict[tuple[int, str], tuple[int, ...]] = {}
-    for index, turn in take_turns(shuffled_rounds(turns, num_rounds, seed)):
+    for index, turn in take_turns(shuffled_rounds(turns, options.repeats, options.seed)):
         answer = workers.generate(turn.candidate, prompt[: turn.length], turn.num_tokens)
+        name = f"{turn.length:,} tokens"
         speeds = {PREFILLING: turn.length / answer.first_token_s, DECODING: answer.decode_tokens_per_s}
         for section in turn.quantities:
-            speed, name = speeds[section], f"{turn.length:,} tokens"
-            if speed is not None:
-                bench.results.add(section, name, "tokens/s", speed, system=turn.system, round_index=index)
-                bench.say(
-                    f"round {index + 1} of {num_rounds}, {turn.system}, {name}: {section} {speed:,.1f} tokens/s"
-                )
+            bench.results.add_row(section, {name: ("tokens/s", speeds[section])}, turn.system, index)
+            bench.say(
+                f"round {index + 1} of {options.repeats}, {turn.system}, {name}: {section} "
+                f"{speeds[section] or 0:,.1f} tokens/s"
+            )
         key = (turn.length, turn.system)
         answers[key] = max(answers.get(key, ()), answer.token_ids, key=len)
     return answers

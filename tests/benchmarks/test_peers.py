@@ -64,7 +64,8 @@ def even(candidate: Candidate, length: int) -> tuple[float, float]:
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    return argparse.Namespace(**{"weights": None, "quick": True, **changes})
+    usual = {"weights": None, "quick": True, "lengths": (64,), "decode_tokens": 8, "repeats": 2, "seed": 0}
+    return argparse.Namespace(**{**usual, **changes})
 
 
 @pytest.mark.parametrize(
@@ -91,12 +92,13 @@ def test_decoding_may_have_settings_of_its_own() -> None:
 def test_the_best_pass_counts_and_what_fails_is_left_out() -> None:
     said: list[str] = []
     passes = iter([(2.0, 0.02), (1.0, 0.03)])
-    trials = try_all(MadeUp(lambda *_: next(passes), ["2048"]), [A, B], [512], [1] * 512, 2, said.append)
+    asked = options(lengths=(512,), quick=False)
+    trials = try_all(MadeUp(lambda *_: next(passes), ["2048"]), [A, B], [1] * 512, asked, said.append)
     assert trials.prefill == {512: {A: 1.0}}
     assert trials.decode[512][A] == pytest.approx(0.02)
     assert any("left out" in line for line in said)
     with pytest.raises(PeerError):
-        try_all(MadeUp(even, ["batch"]), [A, B], [512], [1] * 512, 2, said.append)
+        try_all(MadeUp(even, ["batch"]), [A, B], [1] * 512, asked, said.append)
 
 
 def test_decodes_are_measured_after_the_shortest_and_the_longest() -> None:
@@ -122,7 +124,8 @@ def test_each_engine_has_its_best_settings() -> None:
     absent: dict[str, str] = {}
     bench = Bench(results_of("peers"), lambda line: None)
     workers = MadeUp(speeds)
-    turns = plan_turns(workers, (64, 128), 8, [1] * 128, options(), absent, bench)
+    asked = options(lengths=(64, 128))
+    turns = plan_turns(workers, [1] * 128, asked, absent, bench)
     chosen = {turn.system: dict(turn.candidate.values) for turn in turns}
     assert chosen[FIXED] == {"chunk": 512}
     assert chosen[CHOSEN] == {"chunk": "auto"}
@@ -130,7 +133,7 @@ def test_each_engine_has_its_best_settings() -> None:
     assert chosen[LLAMA_BEST] == {**chosen[LLAMA_FILE], "format": "Q8_0"}
     assert chosen[VLLM] == {"batch": 8192}
     assert absent == {}
-    answers = run_turns(workers, turns, [1] * 128, 2, 0, bench)
+    answers = run_turns(workers, turns, [1] * 128, asked, bench)
     assert set(answers) == {(length, system) for length in (64, 128) for system in SYSTEMS}
     assert all(figure.rounds in ((0, 1), (1, 0)) for figure in bench.results.of(PREFILLING))
     assert "first on" in peers.agreements(answers)[0]
@@ -139,7 +142,7 @@ def test_each_engine_has_its_best_settings() -> None:
 def test_a_peer_that_fails_is_left_out() -> None:
     absent: dict[str, str] = {}
     bench = Bench(results_of("peers"), lambda line: None)
-    turns = plan_turns(MadeUp(even, ["llama", "vllm"]), (64,), 8, [1] * 64, options(), absent, bench)
+    turns = plan_turns(MadeUp(even, ["llama", "vllm"]), [1] * 64, options(), absent, bench)
     assert {turn.system for turn in turns} == {FIXED, CHOSEN, TRANSFORMERS}
     assert set(absent) == {LLAMA_FILE, LLAMA_BEST, VLLM}
 
@@ -171,6 +174,7 @@ def test_bars_of_every_peer_and_length() -> None:
     assert not any(bar.is_met for bar in peers._bars(results))
 
 
+QUICK = "--lengths 24,40 --decode-tokens 2 --repeats 1 --dtype float32 --quick --check"
 LLAMA = """
 class Engine:
     def prepare(self, model, output, format, **_):
@@ -201,18 +205,7 @@ def test_a_whole_run_with_an_engine_of_another_environment(
     monkeypatch.setattr(
         Workers, "_model", lambda self, engine, form: _model_of(self, tmp_path, engine, form, tiny)
     )
-    arguments = [
-        "peers",
-        "--model",
-        str(tiny),
-        "--lengths",
-        "24,40",
-        "--decode-tokens",
-        "2",
-        "--repeats",
-        "1",
-    ]
-    arguments += ["--dtype", "float32", "--quick", "--peers-folder", str(tmp_path / "peers"), "--check"]
+    arguments = ["peers", "--model", str(tiny), *QUICK.split(), "--peers-folder", str(tmp_path / "peers")]
     status, results = run(arguments, tmp_path / "peers.json")
     assert status == 1  # bars that were not measured
     assert {figure.system for figure in results.of(PREFILLING)} == set(SYSTEMS) - {VLLM}

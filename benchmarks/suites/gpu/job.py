@@ -3,14 +3,14 @@
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from benchmarks.harness import OURS, Bench
+from benchmarks.harness import OURS, Bench, rotated, take_turns
 from benchmarks.show import shown
 from benchmarks.suites.gpu.models import Subject, load_subject, random_weights
 from benchmarks.suites.gpu.plan import Plan
@@ -64,6 +64,15 @@ class Job:
         self.synchronize()
         return 1e3 * (time.perf_counter() - started)
 
+    def time_turns(
+        self, works: Mapping[str, Callable[[], object]], counted: Mapping[str, int]
+    ) -> dict[str, list[float]]:
+        """Milliseconds of each of them, as often as is counted, taking turns."""
+        times: dict[str, list[float]] = {name: [] for name in works}
+        for _, name in take_turns(rotated(works, max(counted.values())), counted.__getitem__):
+            times[name].append(self.milliseconds(works[name]))
+        return times
+
     def synchronize(self) -> None:
         device_kind(self.device).synchronize()
 
@@ -82,3 +91,8 @@ class Job:
             traceback.print_exc()
             errors.append(f"{what}: {type(error).__name__}: {error}")
         self.free_memory()
+
+
+def over(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """Ratios, round by round."""
+    return [one / other for one, other in zip(first, second, strict=True)]

@@ -8,23 +8,12 @@ from penstock.measure.random_weights import FAMILIES
 
 # Sections, in the order in which they run.
 LARGE, SMALL, HYBRID = "8b", "0.6b", "hybrid"
-SECTIONS = (
-    LARGE,
-    SMALL,
-    HYBRID,
-    "decode",
-    "memory",
-    "start",
-    "bits",
-    "tiles",
-    "mixed",
-    "profile",
-    "sweep",
-)
+_OTHERS = ("decode", "memory", "start", "bits", "tiles", "mixed", "profile", "sweep")
+SECTIONS = (LARGE, SMALL, HYBRID, *_OTHERS)
 # Models of published shapes, by what they are called in the results.
 BIG, LITTLE, MIXED_LAYERS = "8B", "0.6B", "9B hybrid"
-_CHUNK = 2048
-_LONG, _SHORT, _LONGEST = 32_768, 8_192, 131_072
+CHUNK = 2048
+LONG, SHORT, LONGEST = 32_768, 8_192, 131_072
 
 
 @dataclass(frozen=True)
@@ -137,28 +126,28 @@ def _cases(model: str, *sizes: tuple[int, int]) -> tuple[PrefillCase, ...]:
 PLAN = Plan(
     models=_MODELS,
     prefills={
-        LARGE: _cases(BIG, (_LONG, _CHUNK), (_LONG, 0), (_LONG, 512), (_SHORT, _CHUNK), (_LONGEST, _CHUNK)),
-        SMALL: _cases(LITTLE, (_LONG, _CHUNK), (_LONG, 512), (_SHORT, _CHUNK)),
-        HYBRID: _cases(MIXED_LAYERS, (_LONG, _CHUNK), (_LONG, 0), (_LONG, 512)),
+        LARGE: _cases(BIG, (LONG, CHUNK), (LONG, 0), (LONG, 512), (SHORT, CHUNK), (LONGEST, CHUNK)),
+        SMALL: _cases(LITTLE, (LONG, CHUNK), (LONG, 512), (SHORT, CHUNK)),
+        HYBRID: _cases(MIXED_LAYERS, (LONG, CHUNK), (LONG, 0), (LONG, 512)),
     },
     decodes=(
         DecodeCase(BIG, 1, 128),
         DecodeCase(BIG, 32, 128),
-        DecodeCase(BIG, 1, _LONG),
+        DecodeCase(BIG, 1, LONG),
         DecodeCase(LITTLE, 1, 128),
         DecodeCase(LITTLE, 32, 128),
     ),
     decode_steps=100,
-    mixed=MixedCase(BIG, _CHUNK, _SHORT, num_decodes=32, decode_past=128),
-    memory=PrefillCase(BIG, _LONG, _CHUNK),
+    mixed=MixedCase(BIG, CHUNK, SHORT, num_decodes=32, decode_past=128),
+    memory=PrefillCase(BIG, LONG, CHUNK),
     start=BIG,
-    bits=BitsCase(4, 9000, (64, 512, _CHUNK, 8192), (1000,), num_decodes=4, decode_past=100),
-    tiles=PrefillCase(BIG, _LONG, _CHUNK),
-    profiles=_cases(BIG, (_LONG, _CHUNK), (_LONG, 0), (_SHORT, _CHUNK)),
+    bits=BitsCase(4, 9000, (64, 512, CHUNK, 8192), (1000,), num_decodes=4, decode_past=100),
+    tiles=PrefillCase(BIG, LONG, CHUNK),
+    profiles=_cases(BIG, (LONG, CHUNK), (LONG, 0), (SHORT, CHUNK)),
     sweeps=(
-        *(PrefillCase(model, _LONG, chunk) for model in _MODELS for chunk in (256, 1024, 4096, 8192)),
-        PrefillCase(LITTLE, _LONG, 0),
+        *(PrefillCase(model, LONG, chunk) for model in _MODELS for chunk in (256, 1024, 4096, 8192)),
+        PrefillCase(LITTLE, LONG, 0),
     ),
     sweep_repeats=3,
-    swept_peer_chunks=(512, _CHUNK, 8192, 0),
+    swept_peer_chunks=(512, CHUNK, 8192, 0),
 )

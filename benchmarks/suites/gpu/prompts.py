@@ -7,13 +7,14 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness import OURS, rotated, take_turns
-from benchmarks.suites.gpu.job import Job
+from benchmarks.harness import OURS
+from benchmarks.suites.gpu.job import Job, over
 from benchmarks.suites.gpu.models import Subject, load_untiled
 from benchmarks.suites.gpu.plan import PrefillCase
 from benchmarks.systems import Child
@@ -57,10 +58,7 @@ def _measure_prefill(job: Job, case: PrefillCase, subject: Subject, space: Cache
         turns[OURS]()
     if peer is not None and _has_peer(job, case):
         repeats[PEER] = _peer_repeats(job, case, turns[PEER])
-    times: dict[str, list[float]] = {OURS: [], PEER: []}
-    for _, system in take_turns(rotated(times, job.repeats), repeats.__getitem__):
-        times[system].append(job.milliseconds(turns[system]))
-    for system, values in times.items():
+    for system, values in job.time_turns(turns, repeats).items():
         if values:
             job.figure(case.label, "ms", values, system)
 
@@ -129,17 +127,13 @@ def measure_tiles(job: Job, errors: list[str]) -> None:
     }
     space = subjects["with tiles"].space(case.prompt_tokens)
     prompt = job.prompt(case.model, case.prompt_tokens)
-    for subject in _WARM_UPS * [*subjects.values()]:
-        subject.first_token(space, prompt, case.chunk)
-    times: dict[str, list[float]] = {name: [] for name in subjects}
-    for _, name in take_turns(rotated(times, job.repeats)):
-        work = subjects[name].first_token
-        times[name].append(job.milliseconds(lambda work=work: work(space, prompt, case.chunk)))  # type: ignore[misc]
+    turns = {name: partial(each.first_token, space, prompt, case.chunk) for name, each in subjects.items()}
+    for read in _WARM_UPS * [*turns.values()]:
+        read()
+    times = job.time_turns(turns, dict.fromkeys(turns, job.repeats))
     for name, values in times.items():
         job.figure(f"{case.label}, {name}", "ms", values)
-    costs = [
-        ours / plain - 1 for ours, plain in zip(times["with tiles"], times["without tiles"], strict=True)
-    ]
+    costs = [ratio - 1 for ratio in over(times["with tiles"], times["without tiles"])]
     job.figure(f"{case.label}, {TILES_COST}", "share", costs)
 
 
@@ -148,9 +142,7 @@ def measure_memory(job: Job, errors: list[str]) -> None:
     again asks the allocator for nothing. What libraries and tables keep counts too."""
     case, device = job.plan.memory, job.device
     if device.type != "cuda":
-        raise PenstockError(
-            f"device {str(device)!r} has no allocator that counts: memory is measured on cuda"
-        )
+        raise PenstockError(f"{str(device)!r} has no allocator that counts: memory is measured on cuda")
 
     def allocated_bytes() -> int:
         torch.cuda.reset_peak_memory_stats(device)
@@ -202,22 +194,18 @@ def predicted_bytes(subject: Subject, case: PrefillCase) -> int:
 def measure_start(job: Job, errors: list[str]) -> None:
     """Loaded and probed: first by a process that finds no kernel compiled, then by one that finds them."""
     model = job.plan.start
-    order: dict[str, Any] = {
-        "name": model,
-        "settings": dict(job.plan.models[model]),
-        "dtype": str(job.dtype).removeprefix("torch."),
-        "device": str(job.device),
-    }
+    dtype, settings = str(job.dtype).removeprefix("torch."), dict(job.plan.models[model])
+    engine, what = "benchmarks.suites.gpu.models:ReadyEngine", "a process that loads the model"
     label = f"{model}, {READY}"
     with tempfile.TemporaryDirectory() as kernels:
         for name in (label, f"{label}, with kernels compiled before"):
             with tempfile.TemporaryDirectory() as home:
                 env = {"PENSTOCK_HOME": home, "TRITON_CACHE_DIR": kernels}
                 started = time.monotonic()
-                with Child(
-                    "benchmarks.suites.gpu.models:ReadyEngine", "a process that loads the model", env=env
-                ) as child:
-                    answer = child.ask("ready", **order)
+                with Child(engine, what, env=env) as child:
+                    answer = child.ask(
+                        "ready", name=model, settings=settings, dtype=dtype, device=str(job.device)
+                    )
             job.figure(name, "s", [answer["ready_s"] - started])
     job.figure(f"{label}, of it until all is imported", "s", [answer["imported_s"] - started])
 
@@ -255,9 +243,7 @@ def measure_profile(job: Job, errors: list[str]) -> None:
 def _profile(job: Job, subject: Subject, case: PrefillCase) -> None:
     space, prompt = subject.space(case.prompt_tokens), job.prompt(case.model, case.prompt_tokens)
 
-    def read() -> object:
-        return subject.first_token(space, prompt, case.chunk)
-
+    read = partial(subject.first_token, space, prompt, case.chunk)
     for _ in range(_WARM_UPS):
         read()
     times: list[float] = []
@@ -323,13 +309,10 @@ def watch_power(
             return []
         try:
             gives_up_s = time.monotonic() + 5.0
-            while (
-                not os.fstat(file.fileno()).st_size
-                and watching.poll() is None
-                and time.monotonic() < gives_up_s
-            ):
+            while not (begun_at := os.fstat(file.fileno()).st_size) and watching.poll() is None:
+                if time.monotonic() > gives_up_s:
+                    break
                 time.sleep(0.01)
-            begun_at = os.fstat(file.fileno()).st_size
             work()
         finally:
             watching.terminate()

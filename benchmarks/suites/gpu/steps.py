@@ -8,10 +8,9 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 from torch import Tensor
 
-from benchmarks.harness import rotated, take_turns
-from benchmarks.suites.gpu.job import Job
+from benchmarks.suites.gpu.job import Job, over
 from benchmarks.suites.gpu.models import Subject
-from benchmarks.suites.gpu.plan import BitsCase, DecodeCase
+from benchmarks.suites.gpu.plan import CHUNK, BitsCase, DecodeCase
 from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.batcher import Batcher
@@ -27,7 +26,6 @@ from penstock.plan import STATE_GRID, ChunkedPrefillConfig
 from penstock.plan.policy import ScheduleConfig
 
 _WARM_UP_STEPS = _STEPS_IN_A_ROW = 10
-_CHUNK = 2048
 # Rounds of mixed steps for each repeat that is asked for: a step is short.
 _MIXED_ROUNDS, _MIXED_WARM_UPS = 4, 3
 
@@ -137,7 +135,7 @@ def _time_decodes(job: Job, subject: Subject, case: DecodeCase) -> list[float]:
         run = Run(
             subject.model,
             job.prompt(case.model, case.past),
-            config=ChunkedPrefillConfig(_CHUNK),
+            config=ChunkedPrefillConfig(CHUNK),
             canon=subject.canon,
             max_tokens=num_steps + 2,  # the first comes with the prompt; one more, so that it does not end
         )
@@ -164,7 +162,7 @@ def _decoding(
     num_sequences: int,
     past: int,
     num_steps: int,
-    chunk: int = _CHUNK,
+    chunk: int = CHUNK,
     other_tokens: int = 0,
     looks_ahead: bool | None = None,
 ) -> Requests:
@@ -208,16 +206,14 @@ def measure_mixed(job: Job, errors: list[str]) -> None:
     }
     for work in _MIXED_WARM_UPS * [*turns.values()]:
         work()
-    times: dict[str, list[float]] = {name: [] for name in turns}
-    for _, name in take_turns(rotated(turns, _MIXED_ROUNDS * job.repeats)):
-        times[name].append(job.milliseconds(turns[name]))
+    times = job.time_turns(turns, dict.fromkeys(turns, _MIXED_ROUNDS * job.repeats))
     decoding = f"{case.label}, {case.num_decodes} decodes"
     apart = [first + second for first, second in zip(times["chunk"], times["decodes"], strict=True)]
     job.figure(f"{case.label}, of a prompt", "ms", times["chunk"])
     job.figure(f"{decoding} alone", "ms", times["decodes"])
     job.figure(f"{decoding} among them", "ms", times["both"])
-    job.figure(f"{decoding} among them, over none", "x", _over(times["both"], times["chunk"]))
-    job.figure(f"{decoding} among them, over both apart", "x", _over(times["both"], apart))
+    job.figure(f"{decoding} among them, over none", "x", over(times["both"], times["chunk"]))
+    job.figure(f"{decoding} among them, over both apart", "x", over(times["both"], apart))
 
 
 def _again(requests: Requests, num_tokens: int) -> Callable[[], object]:
@@ -226,10 +222,6 @@ def _again(requests: Requests, num_tokens: int) -> Callable[[], object]:
     if found != num_tokens:
         raise PenstockError(f"the step that is measured has {found} tokens; it should have {num_tokens}")
     return lambda: requests.run(step)
-
-
-def _over(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    return [one / other for one, other in zip(first, second, strict=True)]
 
 
 def measure_bits(job: Job, errors: list[str]) -> None:

@@ -13,33 +13,25 @@ import torch
 from benchmarks.harness import Bar, Bench, Figure, Results, SectionRun, bar_of
 from benchmarks.show import Panel, Picture
 from benchmarks.suite import Suite, number, some_of, switch
+from benchmarks.suites.gpu import prompts, steps
 from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.plan import (
     BIG,
+    CHUNK,
     HYBRID,
     LARGE,
     LITTLE,
+    LONG,
+    LONGEST,
     MIXED_LAYERS,
     PLAN,
     SECTIONS,
+    SHORT,
     SMALL,
     DecodeCase,
     Plan,
     PrefillCase,
 )
-from benchmarks.suites.gpu.prompts import (
-    ACTIVATIONS,
-    OFF_BY,
-    READY,
-    TILES_COST,
-    measure_memory,
-    measure_prefills,
-    measure_profile,
-    measure_start,
-    measure_sweep,
-    measure_tiles,
-)
-from benchmarks.suites.gpu.steps import measure_bits, measure_decodes, measure_mixed
 from penstock.errors import SettingError
 
 VLLM = "vLLM 0.26 (FA3)"
@@ -48,8 +40,6 @@ METHOD = (
     "transformers with sdpa attention and its own cache, fed slices of the prompt, taking turns with Penstock. "
     f"Decode is a whole step of the engine, sampling included. {VLLM} was measured apart, on the same kind of card"
 )
-_CHUNK = 2048
-_LONG, _SHORT, _LONGEST = 32_768, 8_192, 131_072
 
 
 @dataclass(frozen=True)
@@ -65,26 +55,26 @@ class Target:
 
 
 TARGETS = (
-    Target(LARGE, PrefillCase(BIG, _LONG, _CHUNK).label, 1260, 1180, 1060, 1274),
-    Target(LARGE, PrefillCase(BIG, _LONG, 0).label, 1250, 1170, 1060, 1240),
-    Target(LARGE, PrefillCase(BIG, _LONG, 512).label, 1400, 1250, 1060, 1438),
-    Target(LARGE, PrefillCase(BIG, _LONGEST, _CHUNK).label, 11_200, 10_600, 9820, 11_271),
-    Target(LARGE, PrefillCase(BIG, _SHORT, _CHUNK).label, 222, 205, 177, 224),
-    Target(SMALL, PrefillCase(LITTLE, _LONG, _CHUNK).label, 320, 270, 219, 366),
-    Target(SMALL, PrefillCase(LITTLE, _LONG, 512).label, 500, 350, 219, 775),
-    Target(SMALL, PrefillCase(LITTLE, _SHORT, _CHUNK).label, 60, 40, 21, 87),
-    Target(HYBRID, PrefillCase(MIXED_LAYERS, _LONG, _CHUNK).label, 1150, 980, 820),
-    Target(HYBRID, PrefillCase(MIXED_LAYERS, _LONG, 0).label, 1100, 950, 820),
-    Target(HYBRID, PrefillCase(MIXED_LAYERS, _LONG, 512).label, 1700, 1200, 820),
+    Target(LARGE, PrefillCase(BIG, LONG, CHUNK).label, 1260, 1180, 1060, 1274),
+    Target(LARGE, PrefillCase(BIG, LONG, 0).label, 1250, 1170, 1060, 1240),
+    Target(LARGE, PrefillCase(BIG, LONG, 512).label, 1400, 1250, 1060, 1438),
+    Target(LARGE, PrefillCase(BIG, LONGEST, CHUNK).label, 11_200, 10_600, 9820, 11_271),
+    Target(LARGE, PrefillCase(BIG, SHORT, CHUNK).label, 222, 205, 177, 224),
+    Target(SMALL, PrefillCase(LITTLE, LONG, CHUNK).label, 320, 270, 219, 366),
+    Target(SMALL, PrefillCase(LITTLE, LONG, 512).label, 500, 350, 219, 775),
+    Target(SMALL, PrefillCase(LITTLE, SHORT, CHUNK).label, 60, 40, 21, 87),
+    Target(HYBRID, PrefillCase(MIXED_LAYERS, LONG, CHUNK).label, 1150, 980, 820),
+    Target(HYBRID, PrefillCase(MIXED_LAYERS, LONG, 0).label, 1100, 950, 820),
+    Target(HYBRID, PrefillCase(MIXED_LAYERS, LONG, 512).label, 1700, 1200, 820),
     Target("decode", DecodeCase(BIG, 1, 128).label, 5.83, vllm=5.30),
     Target("decode", DecodeCase(BIG, 32, 128).label, 6.64, vllm=6.04),
-    Target("decode", DecodeCase(BIG, 1, _LONG).label, 6.95, vllm=6.32),
+    Target("decode", DecodeCase(BIG, 1, LONG).label, 6.95, vllm=6.32),
     Target("decode", DecodeCase(LITTLE, 1, 128).label, 1.84, vllm=1.67),
     Target("decode", DecodeCase(LITTLE, 32, 128).label, 2.53, vllm=2.30),
-    Target("memory", f"{PLAN.memory.label}, {ACTIVATIONS}", 0.30),
-    Target("memory", f"{PLAN.memory.label}, {OFF_BY}", 0.10),
-    Target("start", f"{PLAN.start}, {READY}", 15.0),
-    Target("tiles", f"{PLAN.tiles.label}, {TILES_COST}", 0.03),
+    Target("memory", f"{PLAN.memory.label}, {prompts.ACTIVATIONS}", 0.30),
+    Target("memory", f"{PLAN.memory.label}, {prompts.OFF_BY}", 0.10),
+    Target("start", f"{PLAN.start}, {prompts.READY}", 15.0),
+    Target("tiles", f"{PLAN.tiles.label}, {prompts.TILES_COST}", 0.03),
 )
 
 
@@ -166,21 +156,19 @@ def _is_alive(job: Job) -> bool:
 
 
 def _prefill_section(job: Job, errors: list[str]) -> None:
-    measure_prefills(job, errors, job.plan.prefills[job.section])
+    prompts.measure_prefills(job, errors, job.plan.prefills[job.section])
 
 
 _WORK: Mapping[str, Callable[[Job, list[str]], None]] = {
-    "8b": _prefill_section,
-    "0.6b": _prefill_section,
-    "hybrid": _prefill_section,
-    "decode": measure_decodes,
-    "memory": measure_memory,
-    "start": measure_start,
-    "bits": measure_bits,
-    "tiles": measure_tiles,
-    "mixed": measure_mixed,
-    "profile": measure_profile,
-    "sweep": measure_sweep,
+    **dict.fromkeys((LARGE, SMALL, HYBRID), _prefill_section),
+    "decode": steps.measure_decodes,
+    "memory": prompts.measure_memory,
+    "start": prompts.measure_start,
+    "bits": steps.measure_bits,
+    "tiles": prompts.measure_tiles,
+    "mixed": steps.measure_mixed,
+    "profile": prompts.measure_profile,
+    "sweep": prompts.measure_sweep,
 }
 
 
@@ -191,14 +179,8 @@ def measure(
     bench.results.machine["card"] = this_card(device)
     bench.results.settings |= {"dtype": "bfloat16", "repeats": options.repeats or 5, "method": METHOD}
     wanted = {*options.cases, *(["sweep"] if options.sweep else [])}
-    job = Job(
-        plan,
-        device,
-        bench,
-        options.repeats or 5,
-        with_peer=not options.no_peer,
-        peer_limit=options.peer_limit,
-    )
+    with_peer, peer_limit = not options.no_peer, options.peer_limit
+    job = Job(plan, device, bench, options.repeats or 5, with_peer, peer_limit)
     run_sections(job, [section for section in SECTIONS if section in wanted])
 
 
