@@ -37,6 +37,14 @@ _CHILD = Path(__file__).parent / "workers" / "child.py"
 TIMEOUT_S = 1200.0
 _END_TIMEOUT_S = 20.0
 _PIECE_BYTES = 1 << 16
+GROWTH_METHOD = (
+    f"in a fresh process each: load, read {WARM_UP_TOKENS} tokens to warm up, collect garbage, give free "
+    "heap back (malloc_trim), reset the peak (/proc/self/clear_refs), read the prompt, generate one token. "
+    "Growth is peak resident memory (VmHWM), less what of files is resident at the end (RssFile, RssShmem), "
+    "less allocated memory before (RssAnon): pages of libraries come and go as the system likes. The C "
+    "library's allocator is as it is; activations are growth less what is cached for the prompt: keys and "
+    "values, and recurrent states where the model has them"
+)
 
 
 @dataclass(frozen=True)

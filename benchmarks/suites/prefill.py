@@ -10,9 +10,9 @@ from benchmarks.harness import RATIOS, Bar, Bench, Results, bar_of, rotated, tak
 from benchmarks.models import Subject, random_subject, text_subject
 from benchmarks.show import Panel, Picture
 from benchmarks.suite import Suite, number, switch
-from benchmarks.systems import Answer, Spec, ask, growth_of, load_systems
+from benchmarks.systems import GROWTH_METHOD, Answer, Spec, ask, growth_of, load_systems
 from penstock.errors import SettingError
-from penstock.measure.growth import METHOD, WARM_UP_TOKENS, can_measure_growth
+from penstock.measure.growth import WARM_UP_TOKENS, can_measure_growth
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 
 PREFILLING, DECODING, ACTIVATIONS, CACHED = "prefill", "decode", "activation memory", "cached for the prompt"
@@ -156,7 +156,7 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
         "lengths": lengths,
         "memory_lengths": memory_lengths if with_memory else (),
         "decode_tokens": options.decode_tokens,
-        **({"method": f"memory: {METHOD}"} if with_memory else {}),
+        **({"method": f"memory: {GROWTH_METHOD}"} if with_memory else {}),
     }
     work = _Work(kind, options, bench, subject, subject.prompt(longest))
     if not options.only_memory:

@@ -12,10 +12,10 @@ from benchmarks.models import Subject, text_subject
 from benchmarks.show import Panel, Picture
 from benchmarks.suite import PEERS_FOLDER, SEED, Suite, count, number, switch
 from benchmarks.suites.peers import find_pythons
-from benchmarks.systems import AUTO, Child, Spec, System, ask, growth_of, load_systems
+from benchmarks.systems import AUTO, GROWTH_METHOD, Child, Spec, System, ask, growth_of, load_systems
 from penstock.engine.llm import LLM
 from penstock.errors import SettingError
-from penstock.measure.growth import METHOD, WARM_UP_TOKENS, can_measure_growth
+from penstock.measure.growth import WARM_UP_TOKENS, can_measure_growth
 from penstock.measure.prompts import shuffled_rounds
 
 FIRST_TOKEN, TOTAL, SPEED = "time to first token", "time to the last token", "prefill"
@@ -71,7 +71,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
         "lengths": options.lengths,
         "decode_tokens": options.decode_tokens,
         "method": "all take turns, in another order each round"
-        + (f"; memory: {METHOD}" if options.memory else ""),
+        + (f"; memory: {GROWTH_METHOD}" if options.memory else ""),
     }
     prompt = subject.prompt(max(options.lengths))
     with ExitStack() as stack:

@@ -17,7 +17,6 @@ from penstock.kernels.reference.kernels import TorchKernels
 from penstock.measure.growth import can_measure_growth
 from penstock.measure.memory import (
     MemoryCase,
-    MemoryJob,
     PredictedGrowth,
     measure_in_fresh_process,
     plan_jobs,
@@ -79,16 +78,8 @@ def test_what_is_predicted_is_what_lives(family: str, dtype: torch.dtype, kind: 
     with live:
         while run.finish_reason is None:
             spans.append(run.step().span)
-    predicted = [
-        predict_growth(
-            model.config,
-            [span],
-            dtype_bytes=dtype.itemsize,
-            workspace=workspace_of(model),
-            known_positions=0,
-        )
-        for span in spans
-    ]
+    how: Any = {"dtype_bytes": dtype.itemsize, "workspace": workspace_of(model), "known_positions": 0}
+    predicted = [predict_growth(model.config, [span], **how) for span in spans]
     activations = max(growth.activation_bytes for growth in predicted) - SMALL_BYTES
     # Without keys and values beside them; a bound on attention's work space does not look where chunks are cut.
     assert -0.05 <= activations / live.peak_bytes - 1 <= 0.2
@@ -107,13 +98,9 @@ def test_a_cache_that_is_taken_at_once_is_predicted_whole() -> None:
     spans = [Span(0, 500), Span(500, 1000)]
 
     def predicted(takes_all: bool) -> PredictedGrowth:
+        workspace = Workspace("cuda", 1024)
         return predict_growth(
-            shape,
-            spans,
-            dtype_bytes=2,
-            workspace=Workspace("cuda", 1024),
-            known_positions=0,
-            takes_all=takes_all,
+            shape, spans, dtype_bytes=2, workspace=workspace, known_positions=0, takes_all=takes_all
         )
 
     per_token = 2 * 2 * 8 * 128 * 2
@@ -192,15 +179,11 @@ def test_every_family_at_every_chunk_and_at_long_prompts() -> None:
         jobs = plan_jobs(full=full, device="cpu")
         families = {job.model for job in jobs}
         assert families == set(FAMILIES) if full else families < set(FAMILIES)
-        check_jobs(jobs)
-
-
-def check_jobs(jobs: list[MemoryJob]) -> None:
-    for family in {job.model for job in jobs}:
-        of_family = [job for job in jobs if job.model == family]
-        assert {job.chunk for job in of_family} == {128, 512, 2048, 4096}
-        assert max(job.prompt_tokens for job in of_family) == 16_384
-    assert all(job.chunk <= job.prompt_tokens for job in jobs)
+        for family in families:
+            of_family = [job for job in jobs if job.model == family]
+            assert {job.chunk for job in of_family} == {128, 512, 2048, 4096}
+            assert max(job.prompt_tokens for job in of_family) == 16_384
+        assert all(job.chunk <= job.prompt_tokens for job in jobs)
 
 
 @pytest.mark.parametrize(
@@ -226,10 +209,4 @@ def test_a_refusal_is_one_line(arguments: list[str], said: str, tmp_path: Path) 
 def test_nothing_is_predicted_of_nothing() -> None:
     config = family_config("smollm2-135m")
     with pytest.raises(SettingError, match="spans"):
-        predict_growth(
-            config,
-            [],
-            dtype_bytes=2,
-            workspace=Workspace(),
-            known_positions=0,
-        )
+        predict_growth(config, [], dtype_bytes=2, workspace=Workspace(), known_positions=0)

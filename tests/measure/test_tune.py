@@ -101,14 +101,8 @@ def test_what_follows_from_known_times_is_known() -> None:
     truth = StepTimeCoefficients(0.01, 1e-3, 2e-7, 4e-3, 1e-6)
     specs = plan_tuning(8192, 5000.0, 240.0).steps
     samples = [
-        StepSample(
-            spec.num_tokens,
-            spec.past,
-            spec.num_decodes,
-            spec.num_decodes * spec.decode_past,
-            truth.seconds(spec.shape),
-        )
-        for spec in specs
+        StepSample(spec.num_tokens, spec.past, spec.num_decodes, spec.shape.decode_pasts, seconds)
+        for spec, seconds in ((spec, truth.seconds(spec.shape)) for spec in specs)
     ]
     assert all(sample.shape == spec.shape for sample, spec in zip(samples, specs, strict=True))
     error = fit_error(fit(samples), samples)

@@ -12,14 +12,6 @@ from penstock.process_memory import anonymous_bytes, peak_anonymous_bytes, reset
 
 WARM_UP_TOKENS = 64
 _TILE = 512  # of attention
-METHOD = (
-    f"in a fresh process each: load, read {WARM_UP_TOKENS} tokens to warm up, collect garbage, give free "
-    "heap back (malloc_trim), reset the peak (/proc/self/clear_refs), read the prompt, generate one token. "
-    "Growth is peak resident memory (VmHWM), less what of files is resident at the end (RssFile, RssShmem), "
-    "less allocated memory before (RssAnon): pages of libraries come and go as the system likes. The C "
-    "library's allocator is as it is; activations are growth less what is cached for the prompt: keys and "
-    "values, and recurrent states where the model has them"
-)
 
 # Environment of a process whose growth is to be what lives at once: blocks above 64 KiB are pages of their own, which
 # go back as soon as they are freed. As it is, the C library raises that limit up to 32 MiB, and keeps freed
