@@ -2,10 +2,12 @@
 
 import ast
 from dataclasses import fields
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+from typer.models import OptionInfo
 
 import penstock
 from penstock.engine.sampler import SamplingParams
@@ -17,19 +19,18 @@ from penstock.frontends.tune import tune
 from penstock.frontends.verify import verify
 
 ROOT = Path(penstock.__file__).parent
-DECLARED = {name: value for name, value in vars(options).items() if hasattr(value, "__metadata__")}
+DECLARED = [value for value in vars(options).values() if isinstance(value, OptionInfo)]
 
 
 def option(command: Any, name: str) -> Any:
-    return get_type_hints(command, include_extras=True)[name].__metadata__[0]
+    return signature(command).parameters[name].default
 
 
 @pytest.mark.parametrize("command", [generate, serve], ids=lambda command: command.__name__)
 def test_an_engines_options_are_those_that_are_declared_once(command: Any) -> None:
-    shared = {id(value.__metadata__[0]) for value in DECLARED.values()}
-    hints = get_type_hints(command, include_extras=True)
-    used = {id(hint.__metadata__[0]) for hint in hints.values() if hasattr(hint, "__metadata__")}
-    assert shared <= used
+    used = {id(parameter.default) for parameter in signature(command).parameters.values()}
+    assert DECLARED
+    assert {id(value) for value in DECLARED} <= used
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_json_is_one_object_with_everything_in_it(generate: Generate) -> None:
     prefill = result["prefill"]
     assert (prefill["requested"], prefill["effective"]) == ("100", 100)
     assert prefill["chunks"] == -(-usage["prompt_tokens"] // 100)
-    assert "argument" in prefill["reason"]
+    assert prefill["reason"] == "set by --chunk"
     assert result["memory"]["peak_resident_bytes"] > result["memory"]["kv_cache_bytes"] > 0
     assert result["timings"]["time_to_first_token_s"] > 0
 
@@ -129,7 +129,7 @@ def test_alignment_is_not_a_matter_of_models_without_recurrent_state(
     done = generate("--prompt", DOCUMENT, "--max-tokens", "1", "--chunk", "100", "--json", *option)
     assert done.exit_code == 0, done.stderr
     prefill = one_object(done.stdout)["prefill"]
-    assert (prefill["effective"], prefill["reason"]) == (100, "set by argument")
+    assert (prefill["effective"], prefill["reason"]) == (100, "set by --chunk")
     assert "align" not in done.stderr
 
 
@@ -209,7 +209,7 @@ def test_progress_and_closing_line_are_plain_lines_on_standard_error(
     assert progress[-1].startswith(f"prefill {total}/{total} tokens")
     for part in (f"{total} prompt tokens", "first token after", "prefill", "decode", "peak memory"):
         assert part in closing
-    assert "chunk 8 (set by argument)" in closing
+    assert "chunk 8 (set by --chunk)" in closing
 
 
 def test_weights_that_are_skipped_are_named(generate: Generate, tiny_model: Path, tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ APPLE = DevicesFound(has_mps=True)
 )
 def test_resolved(argument: str | None, variable: str | None, name: str, source: SettingSource) -> None:
     environ = {} if variable is None else {DEVICE_VARIABLE: variable}
-    assert resolve_device(argument, environ=environ) == DeviceSetting(name, source)
+    reason = {"argument": "set by argument", "environment": "set by PENSTOCK_DEVICE"}.get(source, "")
+    assert resolve_device(argument, environ=environ) == DeviceSetting(name, source, reason)
 
 
 @pytest.mark.parametrize(

@@ -38,6 +38,15 @@ def test_every_setting_comes_from_argument_environment_or_default() -> None:
     assert (given.max_activation.requested, told.max_activation.requested) == (5, "1MiB")
 
 
+def test_reasons_name_an_argument_as_its_user_does() -> None:
+    names = {"chunk": "--chunk", "device": "--device"}
+    given = EngineSettings.resolve(environ={}, options=names, chunk=7, device="cpu").on(DevicesFound())
+    assert (given.chunk.reason, given.device.reason) == ("set by --chunk", "set by --device")
+    assert EngineSettings.resolve(environ={}, chunk=7).chunk.reason == "set by argument"
+    told = EngineSettings.resolve(environ=ENVIRONMENT, options=names)
+    assert told.chunk.reason == "set by PENSTOCK_PREFILL_CHUNK"
+
+
 def test_keywords_and_fields_are_the_same_settings() -> None:
     names = {field.name for field in fields(EngineSettings)} - {"kernels"}
     keywords = set(EngineKeywords.__annotations__) - {"cache_dir", "cache_size"} | {"store"}

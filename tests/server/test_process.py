@@ -77,16 +77,16 @@ INTERRUPTIBLE = "import signal; signal.signal(signal.SIGINT, signal.default_int_
 # Each step after the first few waits a moment (if) or does not end (while), as long as there is a file.
 WAITING_STEPS = """
 import os, time
-from penstock.engine.batcher import Batcher
-run = Batcher.run
+from penstock.engine.step import StepRunner
+launch = StepRunner.launch
 num_steps = 0
-def held(batcher, step):
+def held(runner, step):
     global num_steps
     num_steps += 1
     {how} num_steps > 3 and os.path.exists({file!r}):
         time.sleep(0.05)
-    return run(batcher, step)
-Batcher.run = held
+    return launch(runner, step)
+StepRunner.launch = held
 """
 
 
@@ -163,7 +163,7 @@ def test_it_says_what_it_serves_and_drains_on_sigterm(start: Start, hold: Hold) 
     assert process.end() == 0
     said = "".join(process.said)
     assert f"serves {NAME} at http://127.0.0.1:" in said
-    assert "chunk 100 (requested 100: set by argument)" in said
+    assert "chunk 100 (requested 100: set by --chunk)" in said
     assert "policy decode-priority" in said
     assert "cache 8000 tokens" in said
     assert "prefixes are shared between all requests" in said
@@ -203,19 +203,19 @@ def test_while_it_drains_it_says_so(start: Start, hold: Hold) -> None:
 # A step that takes longer than anybody would wait.
 LONG_STEP = """
 import sys, time
-from penstock.engine.batcher import Batcher
+from penstock.engine.step import StepRunner
 from penstock.frontends.server import lifecycle
 lifecycle._LAST_STEP_S = 0.5
-run = Batcher.run
+launch = StepRunner.launch
 num_steps = 0
-def slow(batcher, step):
+def slow(runner, step):
     global num_steps
     num_steps += 1
     if num_steps > 3:
         print("a long step", file=sys.stderr, flush=True)
         time.sleep(600)
-    return run(batcher, step)
-Batcher.run = slow
+    return launch(runner, step)
+StepRunner.launch = slow
 """
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.errors import PromptError, SettingError
 from penstock.frontends.display import Display, cached_line, closing_line, device_line
-from penstock.frontends.exits import OutputError
+from penstock.frontends.exits import OutputError, on_signals
 from penstock.models.reading import shortened
 
 if TYPE_CHECKING:
@@ -111,32 +110,25 @@ def fetch(model: str, display: Display) -> Path:
         return resolve_model(model, report, display.note)
 
 
-def load(model: str, display: Display, settings: "EngineSettings | None" = None) -> "LLM":
-    """The model, downloaded where it must be."""
-    path = fetch(model, display)
-    with display.busy(f"loading {shortened(model, 60)}"):
-        from penstock.engine.llm import LLM
-
-        llm = LLM(path, settings=settings)
-    if llm.skipped:
-        display.note(llm.skipped)
-    if not llm.device_kind.is_host:
-        display.note(device_line(llm))
-    return llm
-
-
 @contextlib.contextmanager
 def loaded(model: str, display: Display, settings: "EngineSettings | None" = None) -> Iterator["LLM"]:
-    """The model for a while. At the end, what was read is in the cache folder, where there is one; what is wrong with
-    that folder is told as a warning."""
+    """The model for a while, downloaded where it must be. At the end, what was read is in the cache folder, where one
+    is in use; what is wrong with that folder is told as a warning."""
     with display.warnings("penstock.cache"):
-        llm = load(model, display, settings)
+        path = fetch(model, display)
+        with display.busy(f"loading {shortened(model, 60)}"):
+            from penstock.engine.llm import LLM
+
+            llm = LLM(path, settings=settings)
+        if llm.skipped:
+            display.note(llm.skipped)
+        if not llm.device_kind.is_host:
+            display.note(device_line(llm))
         try:
             yield llm
         finally:
-            with (
-                contextlib.nullcontext() if llm.store is None else display.busy("writing to the cache folder")
-            ):
+            has_folder = llm.store is not None
+            with display.busy("writing to the cache folder") if has_folder else contextlib.nullcontext():
                 llm.close()
 
 
@@ -191,11 +183,6 @@ def write(text: str) -> None:
 def on_interrupt(cancel: Callable[[], None]) -> Iterator[None]:
     """The first Ctrl-C calls `cancel`, which must only take note; the second raises KeyboardInterrupt; after
     that the system's own handling applies. What was in force before is restored at the end."""
-    before = signal.getsignal(signal.SIGINT)
-    is_ours = threading.current_thread() is threading.main_thread() and before is not None
-    if not is_ours or before is signal.SIG_IGN:  # a background job is not to be interrupted
-        yield
-        return
     is_cancelled = False
 
     def handle(number: int, frame: FrameType | None) -> None:
@@ -206,8 +193,5 @@ def on_interrupt(cancel: Callable[[], None]) -> Iterator[None]:
         is_cancelled = True
         cancel()
 
-    signal.signal(signal.SIGINT, handle)
-    try:
+    with on_signals([signal.SIGINT], handle):
         yield
-    finally:
-        signal.signal(signal.SIGINT, before)

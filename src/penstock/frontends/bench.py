@@ -10,7 +10,7 @@ import typer
 
 import penstock
 from penstock.errors import PenstockError
-from penstock.frontends.exits import reported
+from penstock.frontends.exits import on_signals, reported
 
 # Everything after `bench` is the program's, its --help too.
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
@@ -33,11 +33,9 @@ def run_program(command: list[str], environment: dict[str, str]) -> int:
     """The exit status of a child, as a shell reports it. A terminal's Ctrl-C reaches the child as well: it says what
     became of its work. So does a request to end, which is passed on."""
     child = subprocess.Popen(command, env=environment)
-    before = signal.signal(signal.SIGTERM, lambda number, frame: child.terminate())
-    try:
-        status = child.wait()
-    except KeyboardInterrupt:
-        status = child.wait()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with on_signals([signal.SIGTERM], lambda number, frame: child.terminate()):
+        try:
+            status = child.wait()
+        except KeyboardInterrupt:
+            status = child.wait()
     return status if status >= 0 else 128 - status

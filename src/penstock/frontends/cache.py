@@ -8,7 +8,6 @@ import time
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -16,6 +15,7 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.cache.store.file import FileKind, find_damage
 from penstock.cache.store.folder import ABOUT, ModelFiles, clear_model, scan, set_aside
 from penstock.errors import PenstockError, SettingError
+from penstock.frontends import options
 from penstock.frontends.exits import MEANINGS, reported
 from penstock.plan.settings import CACHE_DIR_VARIABLE, StoreSettings, resolve_store
 from penstock.plan.units import format_bytes
@@ -32,10 +32,9 @@ _MOST_ABOUT_BYTES = 1 << 16
 _ID_DIGITS = 12  # enough to tell any models apart
 _LONGEST_NAME = 40
 
-_CacheDir = Annotated[
-    Path | None,
-    typer.Option(metavar="FOLDER", help=f"The cache folder; without it that of {CACHE_DIR_VARIABLE}."),
-]
+_CACHE_DIR = options.option(
+    None, f"The cache folder; without it that of {CACHE_DIR_VARIABLE}.", metavar="FOLDER"
+)
 
 
 class DamagedCacheError(PenstockError):
@@ -44,11 +43,11 @@ class DamagedCacheError(PenstockError):
 
 @app.command("ls", epilog=MEANINGS)
 def list_models(
-    cache_dir: _CacheDir = None,
-    cache_size: Annotated[
-        str | None, typer.Option(metavar="BYTES", help="The limit to compare with, such as 10GiB.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON in place of a table.")] = False,
+    cache_dir: Path | None = _CACHE_DIR,
+    cache_size: str | None = options.option(
+        None, "The limit to compare with, such as 10GiB.", metavar="BYTES"
+    ),
+    as_json: bool = options.option(False, "Print JSON in place of a table.", "--json"),
 ) -> None:
     """List the models of which something is kept."""
     with reported(list_models):
@@ -66,7 +65,7 @@ def list_models(
 
 
 @app.command(epilog=MEANINGS)
-def verify(cache_dir: _CacheDir = None) -> None:
+def verify(cache_dir: Path | None = _CACHE_DIR) -> None:
     """Check every file against its checksum, and set aside those that are damaged. Exit status 1 if there are any."""
     with reported(verify):
         folder = _settings(cache_dir).folder
@@ -95,14 +94,14 @@ def verify(cache_dir: _CacheDir = None) -> None:
 
 @app.command("rm", epilog=MEANINGS)
 def remove_models(
-    cache_dir: _CacheDir = None,
-    model: Annotated[
-        str | None, typer.Option(metavar="ID", help="What is kept of this model: its id, or how it begins.")
-    ] = None,
-    everything: Annotated[bool, typer.Option("--all", help="What is kept of all models.")] = False,
-    older_than: Annotated[
-        str | None, typer.Option(metavar="AGE", help="What was not used for so long, such as 12h or 7d.")
-    ] = None,
+    cache_dir: Path | None = _CACHE_DIR,
+    model: str | None = options.option(
+        None, "What is kept of this model: its id, or how it begins.", metavar="ID"
+    ),
+    everything: bool = options.option(False, "What is kept of all models.", "--all"),
+    older_than: str | None = options.option(
+        None, "What was not used for so long, such as 12h or 7d.", metavar="AGE"
+    ),
 ) -> None:
     """Remove what is kept: of a model, of all, or what was not used for long. Asks nothing."""
     with reported(remove_models):
@@ -111,10 +110,12 @@ def remove_models(
             raise SettingError("everything", True, contradicts={other: ...})
         if not everything and model is None and older_than is None:
             raise SettingError("there is nothing to remove: give --model ID, --older-than AGE or --all")
+        if model is not None and not _ID.fullmatch(model):
+            accepted = "a model's id, or how it begins, as `penstock cache ls` shows it"
+            raise SettingError("model", model, accepted)
         age_s = None if older_than is None else _seconds(older_than)
         folder = _settings(cache_dir).folder
-        found = scan(folder)
-        chosen = [each for each in found if model is None or each.folder.name.startswith(_checked_id(model))]
+        chosen = [each for each in scan(folder) if model is None or each.folder.name.startswith(model)]
         if model is not None and not chosen:
             raise SettingError(
                 "model", model, because=f"it is the id of no model in {folder}: see `penstock cache ls`"
@@ -138,12 +139,6 @@ def _settings(cache_dir: Path | None, cache_size: str | None = None) -> StoreSet
     if settings.folder.exists() and not settings.folder.is_dir():
         raise SettingError("cache_dir", str(settings.folder), "another one", because="it is no folder")
     return settings
-
-
-def _checked_id(text: str) -> str:
-    if not _ID.fullmatch(text):
-        raise SettingError("model", text, "a model's id, or how it begins, as `penstock cache ls` shows it")
-    return text
 
 
 def _seconds(text: str) -> int:
@@ -187,9 +182,14 @@ def summarise(model: ModelFiles) -> ModelSummary:
     )
 
 
-def table(models: list[ModelSummary]) -> list[list[str]]:
-    """Titles, then a row for each model, the one that was used last before the others."""
-    rows = [["id", "model", "dtype", "tokens", "states", "files", "size", "last used"]]
+def show(models: list[ModelSummary]) -> None:
+    """A row for each model, the one that was used last before the others."""
+    from penstock.tables import make_table, show_table
+
+    if not models:
+        typer.echo("nothing is kept")
+        return
+    rows = []
     for model in sorted(models, key=lambda model: model.last_used or "", reverse=True):
         name = model.model if len(model.model) <= _LONGEST_NAME else "..." + model.model[3 - _LONGEST_NAME :]
         rows.append(
@@ -204,16 +204,7 @@ def table(models: list[ModelSummary]) -> list[list[str]]:
                 "-" if model.last_used is None else _local(model.last_used),
             ]
         )
-    return rows
-
-
-def show(models: list[ModelSummary]) -> None:
-    from penstock.tables import make_table, show_table
-
-    if not models:
-        typer.echo("nothing is kept")
-        return
-    titles, *rows = table(models)
+    titles = ("id", "model", "dtype", "tokens", "states", "files", "size", "last used")
     show_table(make_table(titles, rows, left=range(3)))
 
 

@@ -1,10 +1,9 @@
 """The command `penstock`. What a command needs is imported when it runs, so that help comes at once."""
 
-from typing import Annotated
-
 import typer
 
 from penstock import __version__
+from penstock.frontends import options
 from penstock.frontends.bench import PASS_ON, bench
 from penstock.frontends.cache import app as cache
 from penstock.frontends.exits import MEANINGS, fill_closed_error, reported
@@ -39,18 +38,16 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
-    ] = False,
+    version: bool = options.option(
+        False, "Print the version.", "--version", callback=_print_version, is_eager=True
+    ),
 ) -> None:
     pass
 
 
 @app.command(epilog=MEANINGS)
 def pull(
-    name: Annotated[
-        str, typer.Argument(help="The model: smollm2 or a Hugging Face name.", show_default=False)
-    ],
+    name: str = typer.Argument(help="The model: smollm2 or a Hugging Face name.", show_default=False),
 ) -> None:
     """Download a model, unless it is there, and print where it lies."""
     with reported():

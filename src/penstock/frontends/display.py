@@ -86,15 +86,7 @@ class LineDisplay(Display):
 
     @contextlib.contextmanager
     def downloads(self) -> Iterator[Report | None]:
-        is_noted = False
-
-        def report(num_done: int, num_bytes: int) -> None:
-            nonlocal is_noted
-            if not is_noted:
-                self.note(download_line(num_bytes))
-            is_noted = True
-
-        yield report
+        yield _note_once(self)
 
     def progress(self, progress: Progress) -> None:
         now, shown = time.monotonic(), self._shown
@@ -136,15 +128,11 @@ class TerminalDisplay(Display):
 
     @contextlib.contextmanager
     def downloads(self) -> Iterator[Report | None]:
-        status = self._console.status("")
-        is_noted = False
+        status, note = self._console.status(""), _note_once(self)
 
         def report(num_done: int, num_bytes: int) -> None:
-            nonlocal is_noted
-            if not is_noted:
-                self.note(download_line(num_bytes))
-                status.start()
-            is_noted = True
+            note(num_done, num_bytes)
+            status.start()
             status.update(Text(f"{num_done / 1e6:.0f} of {num_bytes / 1e6:.0f} MB"))
 
         try:
@@ -206,8 +194,17 @@ class _Facts(ProgressColumn):
         return Text(self._facts())
 
 
-def download_line(num_bytes: int) -> str:
-    return f"downloading the model, {num_bytes / 1e6:.0f} MB, to be kept in {cache_home()}"
+def _note_once(display: Display) -> Report:
+    """Tells of a download when it begins."""
+    is_noted = False
+
+    def report(num_done: int, num_bytes: int) -> None:
+        nonlocal is_noted
+        if not is_noted:
+            display.note(f"downloading the model, {num_bytes / 1e6:.0f} MB, to be kept in {cache_home()}")
+        is_noted = True
+
+    return report
 
 
 def make_display(quiet: bool = False) -> Display:

@@ -2,10 +2,13 @@
 
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import get_type_hints
+from inspect import signature
+from types import FrameType
 
 from penstock.errors import ModelError, PenstockError, PromptError, SettingError, assigned
 
@@ -42,13 +45,30 @@ def reported(command: Callable[..., None] | None = None, *, failed: int = FAILED
         complain(error.message(name) if isinstance(error, SettingError) else str(error))
         if isinstance(error, OutputError):
             _discard_output()
-        raise SystemExit(_status(error, failed)) from None
+        if isinstance(error, (SettingError, PromptError)):
+            failed = MISTAKE
+        raise SystemExit(NO_MODEL if isinstance(error, ModelError) else failed) from None
     except KeyboardInterrupt:
         complain("interrupted")
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         _discard_output()
         raise SystemExit(NO_READER) from None
+
+
+@contextlib.contextmanager
+def on_signals(numbers: Iterable[int], handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Calls `handle` for these signals meanwhile, on the main thread; on others nothing changes. A signal that is
+    ignored stays so: a background job is not to be interrupted."""
+    if threading.current_thread() is not threading.main_thread():
+        numbers = ()
+    ours = [number for number in numbers if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, handle) for number in ours}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def fill_closed_error() -> None:
@@ -66,21 +86,12 @@ def complain(message: str) -> None:
         print(f"penstock: {line}", file=sys.stderr, flush=True)
 
 
-def _status(error: PenstockError, failed: int) -> int:
-    if isinstance(error, (SettingError, PromptError)):
-        return MISTAKE
-    return NO_MODEL if isinstance(error, ModelError) else failed
-
-
 def _options_of(command: Callable[..., None] | None) -> dict[str, str]:
     """A command's options, by the names of its parameters."""
     found = {}
-    for name, hint in get_type_hints(command, include_extras=True).items() if command else ():
-        # Beside `Annotated`, what typer calls the default is the first name.
-        declared = [
-            info.default for info in getattr(hint, "__metadata__", ()) if isinstance(info.default, str)
-        ]
-        found[name] = declared[0].partition("/")[0] if declared else f"--{name.replace('_', '-')}"
+    for name, parameter in signature(command).parameters.items() if command else ():
+        declared = parameter.default.param_decls or (f"--{name.replace('_', '-')}",)
+        found[name] = declared[0].partition("/")[0]
     return found
 
 

@@ -2,114 +2,79 @@
 
 import json
 from dataclasses import fields
-from functools import partial
-from typing import Annotated
-
-import typer
 
 from penstock.frontends import options
 from penstock.frontends.exits import INTERRUPTED, reported
 
-_prompt = partial(typer.Option, rich_help_panel="Prompt")
-_answer = partial(typer.Option, rich_help_panel="Answer")
+_prompt = options.in_panel("Prompt")
+_answer = options.in_panel("Answer")
 
 
 def generate(
-    prompt: Annotated[
-        str | None,
-        _prompt(
-            metavar="TEXT",
-            help="The prompt. With --prompt-file it follows the file's text and a blank line: "
-            "a document, then a question about it.",
-        ),
-    ] = None,
-    prompt_file: Annotated[
-        str | None,
-        _prompt(
-            metavar="PATH",
-            help="A file with the prompt, or - for standard input. Standard input is read too where there is "
-            "neither this nor --prompt.",
-        ),
-    ] = None,
-    system: Annotated[str | None, _prompt(metavar="TEXT", help="The system message.")] = None,
-    raw: Annotated[
-        bool, _prompt("--raw", help="Take the prompt as it is, without the chat template.")
-    ] = False,
-    chunk: options.Chunk = None,
-    max_activation: options.MaxActivation = None,
-    target_itl_ms: options.TargetItl = None,
-    target_ttft_ms: options.TargetTtft = None,
-    align: options.Align = None,
-    cache_dir: options.CacheDir = None,
-    cache_size: options.CacheSize = None,
-    overlap: Annotated[
-        int, options.on_chunks(min=0, help="Tokens at a chunk's end that the next runs again.")
-    ] = 0,
-    model: options.Model = options.DEFAULT_MODEL,
-    dtype: options.Dtype = "auto",
-    weights: options.Weights = None,
-    device: options.Device = None,
-    threads: options.Threads = None,
-    max_tokens: Annotated[
-        int | None,
-        _answer(min=1, help="Tokens to generate at most: 512, or what the context has left, by default."),
-    ] = None,
-    temperature: Annotated[
-        float, _answer(help="0 takes the likeliest token; above 0, tokens are drawn.")
-    ] = 0.0,
-    top_k: Annotated[int, _answer(help="Draw from so many of the likeliest tokens; 0 is all.")] = 0,
-    top_p: Annotated[
-        float, _answer(help="Draw from the likeliest tokens that make up this probability.")
-    ] = 1.0,
-    min_p: Annotated[
-        float, _answer(help="Leave out tokens below this fraction of the likeliest one's probability.")
-    ] = 0.0,
-    repetition_penalty: Annotated[
-        float, _answer(help="Above 1, tokens that were there before are less likely.")
-    ] = 1.0,
-    presence_penalty: Annotated[
-        float, _answer(help="Above 0, tokens that the answer has had are less likely, however often.")
-    ] = 0.0,
-    frequency_penalty: Annotated[
-        float, _answer(help="Above 0, tokens are less likely the more often the answer has had them.")
-    ] = 0.0,
-    seed: Annotated[int | None, _answer(help="Makes what is drawn repeatable.")] = None,
-    logit_bias: Annotated[
-        list[str] | None,
-        _answer(metavar="ID=BIAS", help="Add this to a token's logit. May be given several times."),
-    ] = None,
-    stop: Annotated[
-        list[str] | None,
-        _answer(metavar="TEXT", help="End the answer before this text. May be given several times."),
-    ] = None,
-    json_schema: Annotated[
-        str | None,
-        _answer(metavar="FILE|JSON", help="Answer with JSON of this schema: its text, or a file with it."),
-    ] = None,
-    num_logprobs: Annotated[
-        int | None,
-        _answer(
-            "--logprobs",
-            min=0,
-            metavar="N",
-            help="Log-probabilities of each token and of the N likeliest in its place, in the output of --json.",
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, _answer("--ignore-eos", help="Go on to --max-tokens, whatever tokens come.")
-    ] = False,
-    as_json: Annotated[
-        bool, options.on_output("--json", help="Print one JSON object instead of the text.")
-    ] = False,
-    explain: Annotated[
-        bool,
-        options.on_output(
-            "--explain", help="Tell on standard error of each chunk why it was as long, and how long it took."
-        ),
-    ] = False,
-    quiet: Annotated[
-        bool, options.on_output("--quiet", help="Nothing on standard error but errors.")
-    ] = False,
+    prompt: str | None = _prompt(
+        None,
+        "The prompt. With --prompt-file it follows the file's text and a blank line: "
+        "a document, then a question about it.",
+        metavar="TEXT",
+    ),
+    prompt_file: str | None = _prompt(
+        None,
+        "A file with the prompt, or - for standard input. Standard input is read too where there is "
+        "neither this nor --prompt.",
+        metavar="PATH",
+    ),
+    system: str | None = _prompt(None, "The system message.", metavar="TEXT"),
+    raw: bool = _prompt(False, "Take the prompt as it is, without the chat template.", "--raw"),
+    chunk: str | None = options.CHUNK,
+    max_activation: str | None = options.MAX_ACTIVATION,
+    target_itl_ms: str | None = options.TARGET_ITL_MS,
+    target_ttft_ms: str | None = options.TARGET_TTFT_MS,
+    align: bool | None = options.ALIGN,
+    cache_dir: str | None = options.CACHE_DIR,
+    cache_size: str | None = options.CACHE_SIZE,
+    overlap: int = options.on_chunks(0, "Tokens at a chunk's end that the next runs again.", min=0),
+    model: str = options.MODEL,
+    dtype: options.Dtype = options.DTYPE,
+    weights: str | None = options.WEIGHTS,
+    device: str | None = options.DEVICE,
+    threads: int | None = options.THREADS,
+    max_tokens: int | None = _answer(
+        None, "Tokens to generate at most: 512, or what the context has left, by default.", min=1
+    ),
+    temperature: float = _answer(0.0, "0 takes the likeliest token; above 0, tokens are drawn."),
+    top_k: int = _answer(0, "Draw from so many of the likeliest tokens; 0 is all."),
+    top_p: float = _answer(1.0, "Draw from the likeliest tokens that make up this probability."),
+    min_p: float = _answer(0.0, "Leave out tokens below this fraction of the likeliest one's probability."),
+    repetition_penalty: float = _answer(1.0, "Above 1, tokens that were there before are less likely."),
+    presence_penalty: float = _answer(
+        0.0, "Above 0, tokens that the answer has had are less likely, however often."
+    ),
+    frequency_penalty: float = _answer(
+        0.0, "Above 0, tokens are less likely the more often the answer has had them."
+    ),
+    seed: int | None = _answer(None, "Makes what is drawn repeatable."),
+    logit_bias: list[str] | None = _answer(
+        None, "Add this to a token's logit. May be given several times.", metavar="ID=BIAS"
+    ),
+    stop: list[str] | None = _answer(
+        None, "End the answer before this text. May be given several times.", metavar="TEXT"
+    ),
+    json_schema: str | None = _answer(
+        None, "Answer with JSON of this schema: its text, or a file with it.", metavar="FILE|JSON"
+    ),
+    num_logprobs: int | None = _answer(
+        None,
+        "Log-probabilities of each token and of the N likeliest in its place, in the output of --json.",
+        "--logprobs",
+        min=0,
+        metavar="N",
+    ),
+    ignore_eos: bool = _answer(False, "Go on to --max-tokens, whatever tokens come.", "--ignore-eos"),
+    as_json: bool = options.on_output(False, "Print one JSON object instead of the text.", "--json"),
+    explain: bool = options.on_output(
+        False, "Tell on standard error of each chunk why it was as long, and how long it took.", "--explain"
+    ),
+    quiet: bool = options.on_output(False, "Nothing on standard error but errors.", "--quiet"),
 ) -> None:
     """Read a prompt in chunks, answer it on standard output.
 

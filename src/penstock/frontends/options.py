@@ -1,116 +1,101 @@
-"""Options that commands share, each declared once: a command takes `chunk: options.Chunk = None`.
+"""Options that commands share, each declared once: a command takes `chunk: str | None = options.CHUNK`.
 
 Parameters have the names of the engine's settings, so that `engine_settings(locals())`, first in a command, resolves
 all of them.
 """
 
-from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
 
 import typer
 
 if TYPE_CHECKING:
     from penstock.plan import EngineSettings
 
-on_model = partial(typer.Option, rich_help_panel="Model")
-on_chunks = partial(typer.Option, rich_help_panel="Chunks")
-on_cache = partial(typer.Option, rich_help_panel="Cache")
-on_output = partial(typer.Option, rich_help_panel="Output")
+
+def in_panel(title: str | None) -> Callable[..., Any]:
+    """Declares options under this title of a command's help: by default, text, and names where they differ from the
+    parameter's."""
+
+    def declare(default: object, text: str, *names: str, **more: Any) -> Any:
+        return typer.Option(default, *names, help=text, rich_help_panel=title, **more)
+
+    return declare
+
+
+option = in_panel(None)
+on_model, on_chunks, on_cache, on_output = map(in_panel, ("Model", "Chunks", "Cache", "Output"))
 
 DEFAULT_MODEL = "smollm2"
-Model = Annotated[
-    str,
-    on_model(metavar="NAME", help="smollm2, a folder with safetensors, a GGUF file or a Hugging Face name."),
-]
-Dtype = Annotated[
-    Literal["auto", "bfloat16", "float32"],
-    on_model(help="What to compute in; auto is bfloat16 where the device does it natively."),
-]
-Weights = Annotated[
-    str | None,
-    on_model(
-        metavar="FORM",
-        help="How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
-        "Without it $PENSTOCK_WEIGHTS applies, else auto.",
-    ),
-]
-Device = Annotated[
-    str | None,
-    on_model(
-        metavar="NAME",
-        help="Where it runs: cpu, cuda, cuda:1 and so on, mps, or auto, the first GPU of NVIDIA's, else the "
-        "processor. Without it $PENSTOCK_DEVICE applies, else auto.",
-    ),
-]
-Threads = Annotated[
-    int | None,
-    on_model(
-        min=1,
-        metavar="NUMBER",
-        help="Threads that compute. Without it $PENSTOCK_THREADS applies, else $OMP_NUM_THREADS, else as many as "
-        "there are physical cores that the process may use.",
-    ),
-]
-Chunk = Annotated[
-    str | None,
-    on_chunks(
-        metavar="TOKENS",
-        help="Read prompts in chunks of so many tokens; 0 is the whole prompt in one, auto leaves it to Penstock. "
-        "Without it $PENSTOCK_PREFILL_CHUNK applies, else auto.",
-    ),
-]
-MaxActivation = Annotated[
-    str | None,
-    on_chunks(
-        metavar="BYTES",
-        help="The most memory that a step may need beside weights and cache, such as 512MiB: chunks are as long "
-        "as that allows. Without it $PENSTOCK_MAX_ACTIVATION applies, else half of what is free.",
-    ),
-]
-TargetItl = Annotated[
-    str | None,
-    on_chunks(
-        "--target-itl",
-        metavar="MS",
-        help="Milliseconds that a step may take at most, which others wait for between two of their tokens: "
-        "automatic chunks follow it. Without it $PENSTOCK_TARGET_ITL applies.",
-    ),
-]
-TargetTtft = Annotated[
-    str | None,
-    on_chunks(
-        "--target-ttft",
-        metavar="MS",
-        help="Milliseconds to a prompt's first token: automatic chunks are as long as that takes, within "
-        "--target-itl. Without it $PENSTOCK_TARGET_TTFT applies.",
-    ),
-]
-Align = Annotated[
-    bool | None,
-    on_chunks(
-        "--align/--no-align",
-        help="On a model with recurrent state, round the chunk up to a multiple of 64, which gives the same bits "
-        "and runs faster; --no-align keeps any size. Without either $PENSTOCK_PREFILL_ALIGN (0 or 1) applies, else "
-        "--align.",
-    ),
-]
-CacheDir = Annotated[
-    str | None,
-    on_cache(
-        metavar="PATH",
-        help="Keep what was read in this folder: a prompt that begins alike, or was interrupted, goes on from "
-        "there. Without it $PENSTOCK_CACHE_DIR applies, else nothing is kept.",
-    ),
-]
-CacheSize = Annotated[
-    str | None,
-    on_cache(
-        metavar="BYTES",
-        help="The most that the folder may hold, such as 20GiB; what was used longest ago goes first. Without it "
-        "$PENSTOCK_CACHE_SIZE applies, else 10GiB.",
-    ),
-]
+Dtype = Literal["auto", "bfloat16", "float32"]
+MODEL = on_model(
+    DEFAULT_MODEL, "smollm2, a folder with safetensors, a GGUF file or a Hugging Face name.", metavar="NAME"
+)
+DTYPE = on_model("auto", "What to compute in; auto is bfloat16 where the device does it natively.")
+WEIGHTS = on_model(
+    None,
+    "How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
+    "Without it $PENSTOCK_WEIGHTS applies, else auto.",
+    metavar="FORM",
+)
+DEVICE = on_model(
+    None,
+    "Where it runs: cpu, cuda, cuda:1 and so on, mps, or auto, the first GPU of NVIDIA's, else the "
+    "processor. Without it $PENSTOCK_DEVICE applies, else auto.",
+    metavar="NAME",
+)
+THREADS = on_model(
+    None,
+    "Threads that compute. Without it $PENSTOCK_THREADS applies, else $OMP_NUM_THREADS, else as many as "
+    "there are physical cores that the process may use.",
+    min=1,
+    metavar="NUMBER",
+)
+CHUNK = on_chunks(
+    None,
+    "Read prompts in chunks of so many tokens; 0 is the whole prompt in one, auto leaves it to Penstock. "
+    "Without it $PENSTOCK_PREFILL_CHUNK applies, else auto.",
+    metavar="TOKENS",
+)
+MAX_ACTIVATION = on_chunks(
+    None,
+    "The most memory that a step may need beside weights and cache, such as 512MiB: chunks are as long "
+    "as that allows. Without it $PENSTOCK_MAX_ACTIVATION applies, else half of what is free.",
+    metavar="BYTES",
+)
+TARGET_ITL_MS = on_chunks(
+    None,
+    "Milliseconds that a step may take at most, which others wait for between two of their tokens: "
+    "automatic chunks follow it. Without it $PENSTOCK_TARGET_ITL applies.",
+    "--target-itl",
+    metavar="MS",
+)
+TARGET_TTFT_MS = on_chunks(
+    None,
+    "Milliseconds to a prompt's first token: automatic chunks are as long as that takes, within "
+    "--target-itl. Without it $PENSTOCK_TARGET_TTFT applies.",
+    "--target-ttft",
+    metavar="MS",
+)
+ALIGN = on_chunks(
+    None,
+    "On a model with recurrent state, round the chunk up to a multiple of 64, which gives the same bits "
+    "and runs faster; --no-align keeps any size. Without either $PENSTOCK_PREFILL_ALIGN (0 or 1) applies, else "
+    "--align.",
+    "--align/--no-align",
+)
+CACHE_DIR = on_cache(
+    None,
+    "Keep what was read in this folder: a prompt that begins alike, or was interrupted, goes on from "
+    "there. Without it $PENSTOCK_CACHE_DIR applies, else nothing is kept.",
+    metavar="PATH",
+)
+CACHE_SIZE = on_cache(
+    None,
+    "The most that the folder may hold, such as 20GiB; what was used longest ago goes first. Without it "
+    "$PENSTOCK_CACHE_SIZE applies, else 10GiB.",
+    metavar="BYTES",
+)
 
 
 def engine_settings(options: Mapping[str, Any]) -> "EngineSettings":
@@ -118,4 +103,4 @@ def engine_settings(options: Mapping[str, Any]) -> "EngineSettings":
     from penstock.plan import EngineKeywords, EngineSettings
 
     known: Any = {name: options[name] for name in EngineKeywords.__annotations__ if name in options}
-    return EngineSettings.resolve(**known)
+    return EngineSettings.resolve(options={"chunk": "--chunk", "device": "--device"}, **known)

@@ -7,9 +7,8 @@ import json
 import os
 import shutil
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -55,44 +54,46 @@ _NOTES = (
     "Saved is the share of one pass's memory, weights left aside.",
 )
 
-_what = partial(typer.Option, rich_help_panel="What is planned")
+_what = options.in_panel("What is planned")
 
 
 def plan(
-    model: Annotated[
-        str,
-        _what(
-            metavar="NAME",
-            help="A folder with config.json (weights need not be there), a config.json, a GGUF file, smollm2 or a "
-            "Hugging Face name, of which only the configuration is fetched.",
-        ),
-    ],
-    prompt_tokens: Annotated[int, _what(metavar="TOKENS", help="The prompt's length.")],
-    chunk: Annotated[
-        int | None, _what(metavar="TOKENS", help="A chunk size to plan with; 0 is the whole prompt in one.")
-    ] = None,
-    memory: Annotated[
-        str | None,
-        _what(
-            metavar="BYTES",
-            help="Memory for weights, keys and values, states and activations, such as 8GiB: the largest chunk that "
-            "fits is chosen.",
-        ),
-    ] = None,
-    decodes: Annotated[
-        int, _what(metavar="NUMBER", help="Answers that are generated beside it, each after as many tokens.")
-    ] = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    weights: options.Weights = None,
-    plot: Annotated[
-        Path | None, options.on_output(metavar="PATH", help="Draw a picture: png, svg or pdf by its name.")
-    ] = None,
-    as_json: Annotated[bool, options.on_output("--json", help="Print JSON in place of a table.")] = False,
+    model: str = _what(
+        ...,
+        "A folder with config.json (weights need not be there), a config.json, a GGUF file, smollm2 or a "
+        "Hugging Face name, of which only the configuration is fetched.",
+        metavar="NAME",
+    ),
+    prompt_tokens: int = _what(..., "The prompt's length.", metavar="TOKENS"),
+    chunk: int | None = _what(
+        None, "A chunk size to plan with; 0 is the whole prompt in one.", metavar="TOKENS"
+    ),
+    memory: str | None = _what(
+        None,
+        "Memory for weights, keys and values, states and activations, such as 8GiB: the largest chunk that "
+        "fits is chosen.",
+        metavar="BYTES",
+    ),
+    decodes: int = _what(
+        0, "Answers that are generated beside it, each after as many tokens.", metavar="NUMBER"
+    ),
+    dtype: options.Dtype = options.DTYPE,
+    device: str | None = options.DEVICE,
+    weights: str | None = options.WEIGHTS,
+    plot: Path | None = options.on_output(
+        None, "Draw a picture: png, svg or pdf by its name.", metavar="PATH"
+    ),
+    as_json: bool = options.on_output(False, "Print JSON in place of a table.", "--json"),
 ) -> None:
     """Show what a prompt takes in memory at each chunk size, and the largest chunk that fits. Loads no weights."""
     with reported(plan):
-        _check(prompt_tokens, chunk, decodes)
+        for name, value, low, high in (
+            ("prompt_tokens", prompt_tokens, 1, _MOST_TOKENS),
+            ("chunk", chunk or 0, 0, _MOST_TOKENS),
+            ("decodes", decodes, 0, _MOST_DECODES),
+        ):
+            if not low <= value <= high:
+                raise SettingError(name, value, f"a number from {low} to {high}")
         budget = None if memory is None else parse_bytes(memory, "memory")
         if plot is not None:
             from penstock.frontends.plan_plot import require_plotting
@@ -100,11 +101,13 @@ def plan(
             require_plotting(plot)
         asked = resolve_weights(weights, dtype=dtype)
         resolve_device(device)
-        from penstock.kernels.device import chosen_device
+        from penstock.kernels.device import chosen_device, device_kind
         from penstock.models.shape import workspace_for
 
         place = chosen_device(device)
-        computed = resolved_dtype(asked.dtype if dtype == "auto" else dtype, place)
+        computed = asked.dtype if dtype == "auto" else dtype
+        if computed == "auto":
+            computed = str(device_kind(place).dtype(computed)).removeprefix("torch.")
         known = read_model(model)
         kept = known.settled(asked, computed, place)
         made = make_plan(
@@ -131,16 +134,6 @@ def plan(
                 typer.echo(f"picture: {plot}")
         if made.chosen is None:
             raise MemoryExhaustedError(made.reason)
-
-
-def _check(prompt_tokens: int, chunk: int | None, decodes: int) -> None:
-    for name, value, low, high in (
-        ("prompt_tokens", prompt_tokens, 1, _MOST_TOKENS),
-        ("chunk", 0 if chunk is None else chunk, 0, _MOST_TOKENS),
-        ("decodes", decodes, 0, _MOST_DECODES),
-    ):
-        if not low <= value <= high:
-            raise SettingError(name, value, f"a number from {low} to {high}")
 
 
 @dataclass(frozen=True)
@@ -224,14 +217,6 @@ def _from_hugging_face(name: str) -> Path | None:
         ) from error
 
 
-def resolved_dtype(name: str, device: "torch.device") -> str:
-    if name != "auto":
-        return name
-    from penstock.kernels.device import device_kind
-
-    return str(device_kind(device).dtype(name)).removeprefix("torch.")
-
-
 def expected_workspace(device: "torch.device") -> Workspace:
     """Of the kernels that would be chosen on this machine, as far as can be told without building any."""
     import torch
@@ -287,29 +272,6 @@ def to_json(made: Plan) -> dict[str, object]:
     return {**asdict(replace(made, rows=())), "rows": rows}
 
 
-def summary_lines(made: Plan) -> list[str]:
-    """What does not depend on the chunk."""
-    beside = f", {made.num_decodes} answers of as many tokens beside it" if made.num_decodes else ""
-    why = f" ({made.weights_reason})" if made.weights_reason else ""
-    fixed = [
-        f"weights {format_bytes(made.weights_bytes)}{why}",
-        f"K/V cache {format_bytes(made.kv_cache_bytes)}",
-    ]
-    if made.recurrent_bytes:
-        fixed.append(f"recurrent states {format_bytes(made.recurrent_bytes)}")
-    return [
-        f"{made.model}: a prompt of {made.prompt_tokens:,} tokens{beside}, {made.dtype}, {made.kernels} kernels",
-        f"whatever the chunk: {', '.join(fixed)}",
-    ]
-
-
-def verdict(made: Plan) -> str:
-    """Which row is chosen, and why."""
-    if made.chosen is None:
-        return "chosen: none"
-    return f"chosen: chunk {made.chosen:,}, {made.reason}"
-
-
 def table(made: Plan) -> list[list[str]]:
     """Titles, then a row for each chunk size. Parts that are empty in every row are left out."""
     shown = [name for name in _TITLES if any(row.activations.parts[name] for row in made.rows)]
@@ -335,12 +297,22 @@ def table(made: Plan) -> list[list[str]]:
 def show(made: Plan) -> None:
     from penstock.tables import make_table, show_table
 
-    for line in (*summary_lines(made), ""):
-        typer.echo(line)
+    beside = f", {made.num_decodes} answers of as many tokens beside it" if made.num_decodes else ""
+    typer.echo(
+        f"{made.model}: a prompt of {made.prompt_tokens:,} tokens{beside}, {made.dtype}, {made.kernels} kernels"
+    )
+    why = f" ({made.weights_reason})" if made.weights_reason else ""
+    states = f", recurrent states {format_bytes(made.recurrent_bytes)}" if made.recurrent_bytes else ""
+    typer.echo(
+        f"whatever the chunk: weights {format_bytes(made.weights_bytes)}{why}, "
+        f"K/V cache {format_bytes(made.kv_cache_bytes)}{states}\n"
+    )
     titles, *rows = table(made)
     shown = make_table(titles, rows)
+    chosen = "none"
     if made.chosen is not None:
         shown.rows[[row[0] for row in rows].index("->")].style = "bold green"
+        chosen = f"chunk {made.chosen:,}, {made.reason}"
     show_table(shown)
-    for line in ("", verdict(made), *_NOTES):
+    for line in ("", f"chosen: {chosen}", *_NOTES):
         typer.echo(line)

@@ -41,8 +41,23 @@ def draw(made: Plan, path: Path) -> None:
     require_plotting(path)
     figure = import_module("matplotlib.figure").Figure(figsize=(12.5, 5.8), layout="constrained")
     left, right = figure.subplots(1, 2)
-    _draw_total(left, made)
-    _draw_activations(right, made)
+    parts = [
+        (label, colour, [row.activations.parts[name] for row in made.rows])
+        for name, (label, colour) in _PARTS.items()
+    ]
+    sizes = (made.weights_bytes, made.kv_cache_bytes, made.recurrent_bytes)
+    fixed = [
+        (name, colour, [size] * len(made.rows))
+        for (name, colour), size in zip(_FIXED.items(), sizes, strict=True)
+    ]
+    whole, budget = made.rows[-1], made.budget_bytes
+    unit = _unit(max(budget or 0, *(row.total_bytes for row in made.rows)))
+    _stack(left, made, "all memory", fixed + parts, unit)
+    _lines(left, made, whole.total_bytes, budget, unit)
+    most = whole.activations.peak_bytes
+    unit, room = _unit(most), None if budget is None else budget - made.fixed_bytes
+    _stack(right, made, "activations at a step's high-water mark", parts, unit)
+    _lines(right, made, most, room if room is not None and 0 < room < 3 * most else None, unit)
     decodes = f", {made.num_decodes} answers beside it" if made.num_decodes else ""
     figure.suptitle(
         f"{_short(made.model)}: memory of a {made.prompt_tokens:,}-token prompt by chunk size"
@@ -62,35 +77,10 @@ def draw(made: Plan, path: Path) -> None:
         raise SettingError("plot", str(path), because=error.strerror or str(error)) from error
 
 
-def _draw_total(axis: Any, made: Plan) -> None:
-    fixed = dict(zip(_FIXED, (made.weights_bytes, made.kv_cache_bytes, made.recurrent_bytes), strict=True))
-    layers = [(name, _FIXED[name], [num_bytes] * len(made.rows)) for name, num_bytes in fixed.items()]
-    unit = _unit(max(made.budget_bytes or 0, *(row.total_bytes for row in made.rows)))
-    _stack(axis, made, layers + _activation_layers(made), unit)
-    _line(axis, made.rows[-1].total_bytes, unit, "one pass", "#222222", "--")
-    if made.budget_bytes is not None:
-        _line(axis, made.budget_bytes, unit, _budget_label(made.budget_bytes), "#cc3311", "-")
-    axis.set_title("all memory", fontsize=11)
-
-
-def _draw_activations(axis: Any, made: Plan) -> None:
-    unit = _unit(made.rows[-1].activations.peak_bytes)
-    _stack(axis, made, _activation_layers(made), unit)
-    _line(axis, made.rows[-1].activations.peak_bytes, unit, "one pass", "#222222", "--")
-    most = made.rows[-1].activations.peak_bytes
-    if made.budget_bytes is not None and 0 < (room := made.budget_bytes - made.fixed_bytes) < 3 * most:
-        _line(axis, room, unit, _budget_label(made.budget_bytes), "#cc3311", "-")
-    axis.set_title("activations at a step's high-water mark", fontsize=11)
-
-
-def _activation_layers(made: Plan) -> list[tuple[str, str, list[int]]]:
-    return [
-        (label, colour, [row.activations.parts[name] for row in made.rows])
-        for name, (label, colour) in _PARTS.items()
-    ]
-
-
-def _stack(axis: Any, made: Plan, layers: list[tuple[str, str, list[int]]], unit: tuple[int, str]) -> None:
+def _stack(
+    axis: Any, made: Plan, title: str, layers: list[tuple[str, str, list[int]]], unit: tuple[int, str]
+) -> None:
+    axis.set_title(title, fontsize=11)
     places = range(len(made.rows))
     bottoms = [0.0] * len(made.rows)
     for label, colour, sizes in layers:
@@ -122,12 +112,11 @@ def _stack(axis: Any, made: Plan, layers: list[tuple[str, str, list[int]]], unit
     axis.set_axisbelow(True)
 
 
-def _line(axis: Any, num_bytes: int, unit: tuple[int, str], label: str, colour: str, style: str) -> None:
-    axis.axhline(num_bytes / unit[0], color=colour, linestyle=style, linewidth=1.3, label=label)
-
-
-def _budget_label(budget_bytes: int) -> str:
-    return f"budget (--memory {format_bytes(budget_bytes)}, right: what it leaves)"
+def _lines(axis: Any, made: Plan, one_pass: int, room: int | None, unit: tuple[int, str]) -> None:
+    axis.axhline(one_pass / unit[0], color="#222222", linestyle="--", linewidth=1.3, label="one pass")
+    if room is not None and made.budget_bytes is not None:
+        label = f"budget (--memory {format_bytes(made.budget_bytes)}, right: what it leaves)"
+        axis.axhline(room / unit[0], color="#cc3311", linestyle="-", linewidth=1.3, label=label)
 
 
 def _unit(num_bytes: int) -> tuple[int, str]:

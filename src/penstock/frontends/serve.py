@@ -1,101 +1,72 @@
 """The command `penstock serve`."""
 
-from functools import partial
-from typing import Annotated
-
-import typer
-
 from penstock.frontends import options
 from penstock.frontends.exits import reported
 
-_steps = partial(typer.Option, rich_help_panel="Steps")
-_server = partial(typer.Option, rich_help_panel="Server")
+_steps = options.in_panel("Steps")
+_server = options.in_panel("Server")
 
 _MAX_PORT = 65535
 
 
 def serve(
-    model: options.Model = options.DEFAULT_MODEL,
-    served_name: Annotated[
-        str | None,
-        options.on_model(
-            metavar="NAME", help="What requests call the model: --model, or the end of its path, by default."
-        ),
-    ] = None,
-    dtype: options.Dtype = "auto",
-    weights: options.Weights = None,
-    device: options.Device = None,
-    threads: options.Threads = None,
-    chunk: options.Chunk = None,
-    max_activation: options.MaxActivation = None,
-    target_itl_ms: options.TargetItl = None,
-    target_ttft_ms: options.TargetTtft = None,
-    align: options.Align = None,
-    policy: Annotated[
-        str,
-        _steps(
-            metavar="NAME",
-            help="Who runs where some prompts are read while others decode: mixed, interleaved, decode-priority "
-            "or prefill-first.",
-        ),
-    ] = "mixed",
-    step_tokens: Annotated[
-        int | None,
-        _steps(
-            help="The most tokens of a step, decodes included; by default a chunk and all "
-            "decodes, on a GPU a chunk."
-        ),
-    ] = None,
-    max_running: Annotated[int, _steps(help="Requests in progress at once.")] = 16,
-    max_waiting: Annotated[
-        int, _steps(help="Requests in the queue; more are refused with status 429.")
-    ] = 256,
-    max_decode_steps: Annotated[
-        int, _steps(help="decode-priority: steps of decodes in a row while a prompt waits.")
-    ] = 8,
-    max_chunk_steps: Annotated[
-        int, _steps(help="prefill-first: steps of chunks in a row while a decode waits.")
-    ] = 64,
-    cache_tokens: Annotated[
-        int | None, _steps(help="Places in the K/V cache, all requests together; by free memory by default.")
-    ] = None,
-    reuse: Annotated[
-        bool,
-        options.on_cache(
-            "--reuse/--no-reuse", help="Keep what was read in memory, for requests that begin alike."
-        ),
-    ] = True,
-    cache_dir: options.CacheDir = None,
-    cache_size: options.CacheSize = None,
-    isolate: Annotated[
-        bool,
-        options.on_cache(
-            "--isolate",
-            help="Requests share what was read only with those of the same API key, so that nobody learns by the "
-            "clock what others have asked.",
-        ),
-    ] = False,
-    strict: Annotated[
-        bool,
-        _steps("--strict", help="The bits of a request's tokens do not depend on what runs beside it."),
-    ] = False,
-    host: Annotated[str, _server(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, _server(min=0, max=_MAX_PORT, help="The port; 0 picks one and prints it.")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        _server(
-            metavar="KEY",
-            help="A key that requests may send; one is needed then. May be given several times. $PENSTOCK_API_KEY is "
-            "the safer way, and may hold several with commas in between.",
-        ),
-    ] = None,
-    grace: Annotated[
-        float, _server(help="Seconds that requests have to finish once the server is told to end.")
-    ] = 30.0,
-    max_body_bytes: Annotated[int, _server(help="The largest body of a request.")] = 8 << 20,
-    max_prompt_tokens: Annotated[
-        int | None, _server(help="The longest prompt; what context and cache hold by default.")
-    ] = None,
+    model: str = options.MODEL,
+    served_name: str | None = options.on_model(
+        None, "What requests call the model: --model, or the end of its path, by default.", metavar="NAME"
+    ),
+    dtype: options.Dtype = options.DTYPE,
+    weights: str | None = options.WEIGHTS,
+    device: str | None = options.DEVICE,
+    threads: int | None = options.THREADS,
+    chunk: str | None = options.CHUNK,
+    max_activation: str | None = options.MAX_ACTIVATION,
+    target_itl_ms: str | None = options.TARGET_ITL_MS,
+    target_ttft_ms: str | None = options.TARGET_TTFT_MS,
+    align: bool | None = options.ALIGN,
+    policy: str = _steps(
+        "mixed",
+        "Who runs where some prompts are read while others decode: mixed, interleaved, decode-priority "
+        "or prefill-first.",
+        metavar="NAME",
+    ),
+    step_tokens: int | None = _steps(
+        None,
+        "The most tokens of a step, decodes included; by default a chunk and all decodes, on a GPU a chunk.",
+    ),
+    max_running: int = _steps(16, "Requests in progress at once."),
+    max_waiting: int = _steps(256, "Requests in the queue; more are refused with status 429."),
+    max_decode_steps: int = _steps(8, "decode-priority: steps of decodes in a row while a prompt waits."),
+    max_chunk_steps: int = _steps(64, "prefill-first: steps of chunks in a row while a decode waits."),
+    cache_tokens: int | None = _steps(
+        None, "Places in the K/V cache, all requests together; by free memory by default."
+    ),
+    reuse: bool = options.on_cache(
+        True, "Keep what was read in memory, for requests that begin alike.", "--reuse/--no-reuse"
+    ),
+    cache_dir: str | None = options.CACHE_DIR,
+    cache_size: str | None = options.CACHE_SIZE,
+    isolate: bool = options.on_cache(
+        False,
+        "Requests share what was read only with those of the same API key, so that nobody learns by the "
+        "clock what others have asked.",
+        "--isolate",
+    ),
+    strict: bool = _steps(
+        False, "The bits of a request's tokens do not depend on what runs beside it.", "--strict"
+    ),
+    host: str = _server("127.0.0.1", "The address to listen on."),
+    port: int = _server(8000, "The port; 0 picks one and prints it.", min=0, max=_MAX_PORT),
+    api_key: list[str] | None = _server(
+        None,
+        "A key that requests may send; one is needed then. May be given several times. $PENSTOCK_API_KEY is "
+        "the safer way, and may hold several with commas in between.",
+        metavar="KEY",
+    ),
+    grace: float = _server(30.0, "Seconds that requests have to finish once the server is told to end."),
+    max_body_bytes: int = _server(8 << 20, "The largest body of a request."),
+    max_prompt_tokens: int | None = _server(
+        None, "The longest prompt; what context and cache hold by default."
+    ),
 ) -> None:
     """Serve a model by OpenAI's API, many requests at once.
 
@@ -151,7 +122,7 @@ def serve(
         with display.busy("starting"):
             from penstock.engine.service import Service, ServiceConfig
             from penstock.frontends.server.app import create_app
-            from penstock.frontends.server.explain import open_warning, started_lines
+            from penstock.frontends.server.explain import started_lines
             from penstock.frontends.server.lifecycle import bind, url_of
             from penstock.frontends.server.lifecycle import serve as serve_app
             from penstock.frontends.server.metrics import Telemetry
@@ -167,9 +138,6 @@ def serve(
                 def tell() -> None:
                     for line in started_lines(service, settings, url_of(listener)):
                         display.note(line)
-                    warning = open_warning(settings)
-                    if warning is not None:
-                        display.note(warning)
 
                 app = create_app(service, settings, telemetry)
                 serve_app(app, service, listener, grace_s=grace, on_started=tell)

@@ -1,38 +1,25 @@
 """The command `penstock tune`."""
 
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from penstock.frontends import options
 from penstock.frontends.exits import FAILED, reported
 
 
 def tune(
-    model: options.Model = options.DEFAULT_MODEL,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    threads: options.Threads = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer sizes, one length, no measured memory.")
-    ] = False,
-    seconds: Annotated[
-        float | None,
-        typer.Option(
-            metavar="S",
-            help="About how long to take, loading and memory aside: 240 by default, 40 with --quick.",
-        ),
-    ] = None,
-    show: Annotated[
-        bool, typer.Option("--show", help="Print the stored profile, and measure nothing.")
-    ] = False,
-    plot: Annotated[
-        Path | None, options.on_output(metavar="FILE", help="Draw a picture (needs matplotlib).")
-    ] = None,
-    json: Annotated[
-        Path | None, options.on_output(metavar="FILE", help="Write what was found as JSON, too.")
-    ] = None,
+    model: str = options.MODEL,
+    dtype: options.Dtype = options.DTYPE,
+    device: str | None = options.DEVICE,
+    threads: int | None = options.THREADS,
+    quick: bool = options.option(False, "Fewer sizes, one length, no measured memory.", "--quick"),
+    seconds: float | None = options.option(
+        None,
+        "About how long to take, loading and memory aside: 240 by default, 40 with --quick.",
+        metavar="S",
+    ),
+    show: bool = options.option(False, "Print the stored profile, and measure nothing.", "--show"),
+    plot: Path | None = options.on_output(None, "Draw a picture (needs matplotlib).", metavar="FILE"),
+    json: Path | None = options.on_output(None, "Write what was found as JSON, too.", metavar="FILE"),
 ) -> None:
     """Measure this model on this machine, so that `--chunk auto` starts from it.
 

@@ -4,31 +4,20 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Literal
 
 from penstock.errors import PenstockError, SettingError
 from penstock.frontends import options
-from penstock.frontends.exits import (
-    FAILED,
-    INTERRUPTED,
-    MISTAKE,
-    NO_MODEL,
-    NO_READER,
-    complain,
-    reported,
-)
+from penstock.frontends.exits import FAILED, INTERRUPTED, MISTAKE, NO_MODEL, NO_READER, complain, reported
 
 MEANINGS = (
     f"Exit status: 0 all laws hold; {FAILED} a law is broken, or with --memory a bar is missed; {MISTAKE} it could "
     f"not be run; {NO_MODEL} a model that cannot be found, downloaded or read; {INTERRUPTED} interrupted; "
     f"{NO_READER} whoever read standard output has gone."
 )
-_prompt = partial(typer.Option, rich_help_panel="Prompt")
-_memory = partial(typer.Option, rich_help_panel="Memory")
+_prompt = options.in_panel("Prompt")
+_memory = options.in_panel("Memory")
 # Of one kind of verification alone.
 _OF_LAWS = [
     "prompt_file",
@@ -45,84 +34,58 @@ _OF_MEMORY = ["families", "prompts", "kernels", "quick", "full", "output"]
 
 
 def verify(
-    prompt_file: Annotated[Path | None, _prompt(metavar="FILE", help="A text to read, as it is.")] = None,
-    tokens: Annotated[
-        int | None,
-        _prompt(min=1, metavar="N", help="So many tokens of a text that every Python has: 600 by default."),
-    ] = None,
-    max_tokens: Annotated[
-        int | None, _prompt(min=1, metavar="N", help="Generated after the prompt: 16 by default.")
-    ] = None,
-    chunks: Annotated[
-        str | None,
-        _prompt(
-            metavar="N,N",
-            help="Chunk sizes: 1,7,64,100,512 by default; 1 is token by token, as chunks and as decodes. Two random "
-            "schedules are run in any case.",
-        ),
-    ] = None,
-    overlap: Annotated[
-        int | None,
-        _prompt(min=0, metavar="N", help="Tokens that chunks have in common: 64 by default; 0 is none."),
-    ] = None,
-    strict: Annotated[
-        bool,
-        _prompt(
-            "--strict",
-            help="Requests run side by side as in `penstock serve --strict`: generated tokens keep their bits, too.",
-        ),
-    ] = False,
-    reference: Annotated[
-        Literal["transformers"] | None, _prompt(help="Compare with it, too, in float32.")
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        _prompt(
-            metavar="X",
-            help="The largest difference in parts of the largest value, where the same bits are not promised: "
-            "0.0001 in float32, 0.1 in bfloat16, 0.5 there with experts.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        options.on_model(
-            metavar="NAME",
-            help="smollm2 (the default), a folder with safetensors, a GGUF file or a Hugging Face name. With "
-            "--memory random models of several families by default.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        Literal["auto", "bfloat16", "float32"] | None,
-        options.on_model(help="What to compute in: auto by default, with --memory bfloat16."),
-    ] = None,
-    device: options.Device = None,
-    threads: options.Threads = None,
-    json: Annotated[
-        Path | None, options.on_output(metavar="FILE", help="Write everything that was found, as JSON.")
-    ] = None,
-    plot: Annotated[
-        Path | None,
-        options.on_output(metavar="FILE", help="Draw the differences by token (needs matplotlib)."),
-    ] = None,
-    memory: Annotated[
-        bool,
-        _memory("--memory", help="Compare predicted memory with the growth of fresh processes instead."),
-    ] = False,
-    families: Annotated[
-        str | None, _memory(metavar="F,F", help="Random models, by family, such as qwen3-0.6b.")
-    ] = None,
-    prompts: Annotated[
-        str | None, _memory(metavar="N,N", help="Prompt lengths, each with each of --chunks.")
-    ] = None,
-    kernels: Annotated[Literal["auto", "torch", "native"] | None, _memory(help="auto by default.")] = None,
-    quick: Annotated[bool, _memory("--quick", help="One short case of each model.")] = False,
-    full: Annotated[
-        bool, _memory("--full", help="All chunk sizes with all lengths, and larger layers too.")
-    ] = False,
-    output: Annotated[
-        Path | None,
-        _memory(metavar="FILE", help="The results as JSON: bench-results/memory.json by default."),
-    ] = None,
+    prompt_file: Path | None = _prompt(None, "A text to read, as it is.", metavar="FILE"),
+    tokens: int | None = _prompt(
+        None, "So many tokens of a text that every Python has: 600 by default.", min=1, metavar="N"
+    ),
+    max_tokens: int | None = _prompt(None, "Generated after the prompt: 16 by default.", min=1, metavar="N"),
+    chunks: str | None = _prompt(
+        None,
+        "Chunk sizes: 1,7,64,100,512 by default; 1 is token by token, as chunks and as decodes. Two random "
+        "schedules are run in any case.",
+        metavar="N,N",
+    ),
+    overlap: int | None = _prompt(
+        None, "Tokens that chunks have in common: 64 by default; 0 is none.", min=0, metavar="N"
+    ),
+    strict: bool = _prompt(
+        False,
+        "Requests run side by side as in `penstock serve --strict`: generated tokens keep their bits, too.",
+        "--strict",
+    ),
+    reference: Literal["transformers"] | None = _prompt(None, "Compare with it, too, in float32."),
+    tolerance: float | None = _prompt(
+        None,
+        "The largest difference in parts of the largest value, where the same bits are not promised: "
+        "0.0001 in float32, 0.1 in bfloat16, 0.5 there with experts.",
+        metavar="X",
+    ),
+    model: str | None = options.on_model(
+        None,
+        "smollm2 (the default), a folder with safetensors, a GGUF file or a Hugging Face name. With "
+        "--memory random models of several families by default.",
+        metavar="NAME",
+    ),
+    dtype: Literal["auto", "bfloat16", "float32"] | None = options.on_model(
+        None, "What to compute in: auto by default, with --memory bfloat16."
+    ),
+    device: str | None = options.DEVICE,
+    threads: int | None = options.THREADS,
+    json: Path | None = options.on_output(None, "Write everything that was found, as JSON.", metavar="FILE"),
+    plot: Path | None = options.on_output(
+        None, "Draw the differences by token (needs matplotlib).", metavar="FILE"
+    ),
+    memory: bool = _memory(
+        False, "Compare predicted memory with the growth of fresh processes instead.", "--memory"
+    ),
+    families: str | None = _memory(None, "Random models, by family, such as qwen3-0.6b.", metavar="F,F"),
+    prompts: str | None = _memory(None, "Prompt lengths, each with each of --chunks.", metavar="N,N"),
+    kernels: Literal["auto", "torch", "native"] | None = _memory(None, "auto by default."),
+    quick: bool = _memory(False, "One short case of each model.", "--quick"),
+    full: bool = _memory(False, "All chunk sizes with all lengths, and larger layers too.", "--full"),
+    output: Path | None = _memory(
+        None, "The results as JSON: bench-results/memory.json by default.", metavar="FILE"
+    ),
 ) -> None:
     """Prove on a model that chunks, other requests and the machine change no result.
 

@@ -11,7 +11,6 @@ from penstock.plan.chunks import (
     num_prefill_chunks,
     prefill_chunk_span,
 )
-from penstock.plan.engine_settings import EngineKeywords, EngineSettings
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.memory import PrefillMemoryEstimate, PrefillMemoryParts, peak_memory_estimate
 from penstock.plan.model import (
@@ -43,6 +42,8 @@ from penstock.plan.settings import (
     WEIGHTS_VARIABLE,
     AlignSetting,
     ChunkSetting,
+    EngineKeywords,
+    EngineSettings,
     Resolved,
     SettingSource,
     SizeSettings,

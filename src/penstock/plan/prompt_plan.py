@@ -1,13 +1,13 @@
 """What each chunk size of a prompt needs in memory, and which one is chosen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from penstock.errors import SettingError
 from penstock.plan.activation import StepMemory
 from penstock.plan.chunks import ChunkedPrefillConfig, num_prefill_chunks
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.memory import ActivationModel, WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
-from penstock.plan.model import ModelConfig, ModelShape
+from penstock.plan.model import ModelConfig
 from penstock.plan.step import Workspace
 from penstock.plan.units import format_bytes
 
@@ -40,9 +40,9 @@ class Plan:
     kv_cache_bytes: int
     recurrent_bytes: int
     budget_bytes: int | None
-    rows: tuple[PlanRow, ...]
-    chosen: int | None  # None: no chunk fits the budget
-    reason: str
+    rows: tuple[PlanRow, ...] = ()
+    chosen: int | None = None  # None: no chunk fits the budget
+    reason: str = ""
     weights_reason: str = ""  # why they lie in memory as they do, where that was chosen
 
     @property
@@ -72,125 +72,92 @@ def make_plan(
             f"at most {config.max_position}",
             because=f"the model's context is {config.max_position} tokens",
         )
-    planner = _Planner(
-        shape=config,
+    dtype_bytes, num_sequences = _DTYPE_BYTES[dtype], 1 + num_decodes
+    # A step reads one state of each sequence and writes another.
+    num_slots = num_sequences * ChunkedPrefillConfig().num_state_slots
+    plan = Plan(
+        model=model,
+        dtype=dtype,
+        kernels=workspace.kernels,
         prompt_tokens=prompt_tokens,
         num_decodes=num_decodes,
-        dtype_bytes=_DTYPE_BYTES[dtype],
-        workspace=workspace,
-        grid=STATE_GRID if config.has_state else 1,
+        weights_bytes=weight_bytes(config, dtype_bytes, bits),
+        kv_cache_bytes=num_sequences * prompt_tokens * kv_token_bytes(config, dtype_bytes),
+        recurrent_bytes=num_slots * state_slot_bytes(config, dtype_bytes),
         budget_bytes=budget_bytes,
-        bits=bits,
+        weights_reason=weights_reason,
     )
+    grid = STATE_GRID if config.has_state else 1
+    planner = _Planner(plan, ActivationModel(config, dtype_bytes, workspace), grid)
     chosen, reason = planner.choose(chunk)
     sizes = {prompt_tokens} if chosen is None else {prompt_tokens, chosen}
     size = _SMALLEST_ROW
     while size < prompt_tokens:
         sizes.add(size)
         size *= 2
-    return Plan(
-        model=model,
-        dtype=dtype,
-        kernels=workspace.kernels,
-        prompt_tokens=prompt_tokens,
-        num_decodes=num_decodes,
-        weights_bytes=planner.weights_bytes,
-        kv_cache_bytes=planner.kv_cache_bytes,
-        recurrent_bytes=planner.recurrent_bytes,
-        budget_bytes=budget_bytes,
-        rows=tuple(planner.row(size) for size in sorted(sizes)),
-        chosen=chosen,
-        reason=reason,
-        weights_reason=weights_reason,
-    )
+    return replace(plan, rows=tuple(map(planner.row, sorted(sizes))), chosen=chosen, reason=reason)
 
 
 @dataclass(frozen=True)
 class _Planner:
-    shape: ModelShape
-    prompt_tokens: int
-    num_decodes: int
-    dtype_bytes: int
-    workspace: Workspace
+    """Chooses a chunk for a plan that has none yet, and makes its rows."""
+
+    plan: Plan
+    activations: ActivationModel
     grid: int
-    budget_bytes: int | None
-    bits: WeightBits | None = None  # of weights that are quantised
-
-    @property
-    def weights_bytes(self) -> int:
-        return weight_bytes(self.shape, self.dtype_bytes, self.bits)
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        num_tokens = (1 + self.num_decodes) * self.prompt_tokens
-        return num_tokens * kv_token_bytes(self.shape, self.dtype_bytes)
-
-    @property
-    def _activations(self) -> ActivationModel:
-        return ActivationModel(self.shape, self.dtype_bytes, self.workspace)
-
-    @property
-    def recurrent_bytes(self) -> int:
-        """A step reads one state of each sequence and writes another."""
-        num_slots = (1 + self.num_decodes) * ChunkedPrefillConfig().num_state_slots
-        return num_slots * state_slot_bytes(self.shape, self.dtype_bytes)
-
-    @property
-    def fixed_bytes(self) -> int:
-        return self.weights_bytes + self.kv_cache_bytes + self.recurrent_bytes
 
     def choose(self, chunk: int | None) -> tuple[int | None, str]:
         """The size that applies, at most the prompt's length, and why; None where nothing fits."""
+        plan, prompt_tokens = self.plan, self.plan.prompt_tokens
         if chunk is not None:
-            size = chunk or self.prompt_tokens
+            size = chunk or prompt_tokens
             rounded = -(-size // self.grid) * self.grid
             reason = "as asked" + (f", rounded up to a multiple of {self.grid}" if rounded != size else "")
-            return min(rounded, self.prompt_tokens), reason + self._against_budget(rounded)
-        if self.budget_bytes is None:
-            size = min(DEFAULT_CHUNK_SIZE, self.prompt_tokens)
-            return size, "the default: neither a chunk nor a budget is given"
-        found = self._activations.largest_chunk(
-            self.prompt_tokens,
-            max(self.budget_bytes - self.fixed_bytes, 0),
+            if plan.budget_bytes is not None:
+                fits = plan.fixed_bytes + self._step(rounded).peak_bytes <= plan.budget_bytes
+                reason += f", which {'fits' if fits else 'does not fit'} {format_bytes(plan.budget_bytes)}"
+            return min(rounded, prompt_tokens), reason
+        if plan.budget_bytes is None:
+            return min(
+                DEFAULT_CHUNK_SIZE, prompt_tokens
+            ), "the default: neither a chunk nor a budget is given"
+        found = self.activations.largest_chunk(
+            prompt_tokens,
+            max(plan.budget_bytes - plan.fixed_bytes, 0),
             grid=self.grid,
-            num_decodes=self.num_decodes,
+            num_decodes=plan.num_decodes,
         )
         if found is not None:
-            whole = found >= self.prompt_tokens
-            return min(found, self.prompt_tokens), (
-                f"the largest that fits {format_bytes(self.budget_bytes)}"
-                + (": the whole prompt" if whole else "")
-            )
-        least = self.fixed_bytes + self._activations.smallest_budget(
-            self.prompt_tokens, grid=self.grid, num_decodes=self.num_decodes
+            whole = ": the whole prompt" if found >= prompt_tokens else ""
+            return min(
+                found, prompt_tokens
+            ), f"the largest that fits {format_bytes(plan.budget_bytes)}{whole}"
+        least = plan.fixed_bytes + self.activations.smallest_budget(
+            prompt_tokens, grid=self.grid, num_decodes=plan.num_decodes
         )
         return None, (
-            f"no chunk fits {format_bytes(self.budget_bytes)}: weights take {format_bytes(self.weights_bytes)}, keys "
-            f"and values {format_bytes(self.kv_cache_bytes)}; the smallest budget that would do is "
-            f"{_at_least(least)} ({least} bytes), with chunks of {min(self.grid, self.prompt_tokens)}"
+            f"no chunk fits {format_bytes(plan.budget_bytes)}: weights take {format_bytes(plan.weights_bytes)}, keys "
+            f"and values {format_bytes(plan.kv_cache_bytes)}; the smallest budget that would do is "
+            f"{_at_least(least)} ({least} bytes), with chunks of {min(self.grid, prompt_tokens)}"
         )
 
     def row(self, chunk: int) -> PlanRow:
-        step, whole = self._step(chunk), self._step(self.prompt_tokens)
-        total = self.fixed_bytes + step.peak_bytes
-        unchunked = self.fixed_bytes + whole.peak_bytes - self.weights_bytes
+        plan, step = self.plan, self._step(chunk)
+        total = plan.fixed_bytes + step.peak_bytes
+        unchunked = plan.fixed_bytes + self._step(plan.prompt_tokens).peak_bytes - plan.weights_bytes
         return PlanRow(
             chunk=chunk,
-            num_chunks=num_prefill_chunks(self.prompt_tokens, ChunkedPrefillConfig(chunk)),
+            num_chunks=num_prefill_chunks(plan.prompt_tokens, ChunkedPrefillConfig(chunk)),
             activations=step,
             total_bytes=total,
-            saved=1 - (total - self.weights_bytes) / unchunked,
-            fits=None if self.budget_bytes is None else total <= self.budget_bytes,
+            saved=1 - (total - plan.weights_bytes) / unchunked,
+            fits=None if plan.budget_bytes is None else total <= plan.budget_bytes,
         )
 
     def _step(self, chunk: int) -> StepMemory:
-        return self._activations.largest_step(self.prompt_tokens, chunk, num_decodes=self.num_decodes)
-
-    def _against_budget(self, chunk: int) -> str:
-        if self.budget_bytes is None:
-            return ""
-        fits = self.fixed_bytes + self._step(chunk).peak_bytes <= self.budget_bytes
-        return f", which {'fits' if fits else 'does not fit'} {format_bytes(self.budget_bytes)}"
+        return self.activations.largest_step(
+            self.plan.prompt_tokens, chunk, num_decodes=self.plan.num_decodes
+        )
 
 
 def _at_least(num_bytes: int) -> str:

@@ -1,4 +1,4 @@
-"""Each setting of an engine: from its argument, else from its variable, else by default; what it came to, and why."""
+"""The settings of an engine: each by its argument, else its variable, else its default; all of them as one value."""
 
 import os
 import re
@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack, get_args
 
 from penstock.errors import SettingError
 from penstock.machine import usable_cores
 from penstock.plan.checks import check_bool, check_int
+from penstock.plan.chunks import ChunkedPrefillConfig
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.sizing import SizeRules
@@ -74,10 +75,13 @@ class Setting(Generic[T]):
     read_text: Callable[[object, str], T] | None = None
     empty_is_unset: bool = False
 
-    def resolve(self, argument: object = None, environ: Environment = None) -> Resolved[T]:
-        """By the argument, else by the variable, else by default. A source that is overruled is not read."""
+    def resolve(
+        self, argument: object = None, environ: Environment = None, *, called: str = "argument"
+    ) -> Resolved[T]:
+        """By the argument, which the reason calls so, else by the variable, else by default. A source that is
+        overruled is not read."""
         if argument is not None:
-            return Resolved(self.read(argument, self.name), "argument", "set by argument", argument)
+            return Resolved(self.read(argument, self.name), "argument", f"set by {called}", argument)
         text = (os.environ if environ is None else environ).get(self.variable)
         if text is None or (not text and self.empty_is_unset):
             return Resolved(self.default)
@@ -213,11 +217,7 @@ class SizeSettings:
     target_ttft_s: float | None = None
 
     def rules(
-        self,
-        *,
-        free_bytes: int | None = None,
-        tuned: int | None = None,
-        default: int = DEFAULT_CHUNK_SIZE,
+        self, *, free_bytes: int | None = None, tuned: int | None = None, default: int = DEFAULT_CHUNK_SIZE
     ) -> SizeRules:
         """The rules for a chunk's size on a machine with so much memory free, and a profile of its best chunk;
         `default` is for want of one."""
@@ -263,16 +263,13 @@ class DevicesFound:
 
 @dataclass(frozen=True)
 class DeviceSetting(Resolved[str]):
-    """A device by torch's name for it; `auto`, or `cuda` without a number, until it is settled. `reason` says why,
-    once it is."""
+    """A device by torch's name for it; `auto`, or `cuda` without a number, until it is settled."""
+
+    is_settled: bool = field(default=False, compare=False)
 
     @property
     def name(self) -> str:
         return self.effective
-
-    @property
-    def is_settled(self) -> bool:
-        return bool(self.reason)
 
 
 @dataclass(frozen=True)
@@ -301,12 +298,12 @@ class StoreSettings:
 
 
 def resolve_chunk_size(
-    argument: int | str | None = None, *, environ: Environment = None, grid: int = 1
+    argument: int | str | None = None, *, environ: Environment = None, grid: int = 1, called: str = "argument"
 ) -> ChunkSetting:
     """The chunk size from the argument, else from `PENSTOCK_PREFILL_CHUNK`, else `auto`: a number of tokens, 0 (off:
     the whole prompt in one chunk) or `auto`. Text is taken strictly: no spaces, signs or capitals. A size that is not
     a multiple of `grid`, which a model with recurrent state has, is rounded up to one."""
-    found = CHUNK.resolve(argument, environ)
+    found = CHUNK.resolve(argument, environ, called=called)
     size, reason = found.effective, found.reason
     if size is None:
         return ChunkSetting("auto", DEFAULT_CHUNK_SIZE, found.source, "auto", is_auto=True).on_grid(grid)
@@ -358,19 +355,23 @@ def resolve_target(
 
 def check_schedule(size: SizeSettings, schedule: ScheduleConfig) -> None:
     """Refuse a schedule that follows no target where there is one, or that keeps tokens waiting for many chunks."""
-    if size.target_itl_s is not None and schedule.policy is SchedulePolicy.PREFILL_FIRST:
-        raise SettingError(
-            TARGET_ITL.name,
-            round(1000 * size.target_itl_s, 6),
-            "mixed, interleaved or decode-priority",
-            contradicts={"policy": schedule.policy.value},
-            because=f"by this policy a token may wait for {schedule.max_chunk_steps} chunks",
-        )
-    for setting, target in ((TARGET_ITL, size.target_itl_s), (TARGET_TTFT, size.target_ttft_s)):
-        if target is not None and not schedule.auto_chunk:
+    targets = {TARGET_ITL.name: size.target_itl_s, TARGET_TTFT.name: size.target_ttft_s}
+    for name, target in targets.items():
+        if target is None:
+            continue
+        target_ms = round(1000 * target, 6)
+        if name == TARGET_ITL.name and schedule.policy is SchedulePolicy.PREFILL_FIRST:
             raise SettingError(
-                setting.name,
-                round(1000 * target, 6),
+                name,
+                target_ms,
+                "mixed, interleaved or decode-priority",
+                contradicts={"policy": schedule.policy.value},
+                because=f"by this policy a token may wait for {schedule.max_chunk_steps} chunks",
+            )
+        if not schedule.auto_chunk:
+            raise SettingError(
+                name,
+                target_ms,
                 "a schedule with auto_chunk=True",
                 contradicts={CHUNK.name: schedule.chunk_size},
                 because="a schedule with a fixed chunk follows no target",
@@ -404,14 +405,12 @@ def settle_weights(
     processor multiplies it much faster than it unpacks blocks (`fast_bfloat16`) and the machine has the memory."""
     if setting.effective != "auto":
         return setting
+    reason = "auto: as the file has them"
     if not fast_bfloat16:
-        return replace(setting, reason="auto: as the file has them")
+        return replace(setting, reason=reason)
     if memory_bytes is not None and bfloat16_bytes > _WEIGHTS_SHARE * memory_bytes:
-        return replace(
-            setting,
-            reason=f"auto: as the file has them, since {format_bytes(bfloat16_bytes)} of bfloat16 are too much for "
-            f"{format_bytes(memory_bytes)} of memory",
-        )
+        reason += f", since {format_bytes(bfloat16_bytes)} of bfloat16 are too much for "
+        return replace(setting, reason=f"{reason}{format_bytes(memory_bytes)} of memory")
     reason = "auto: bfloat16, which this processor multiplies fastest (AMX)"
     return replace(setting, effective="bf16", reason=reason)
 
@@ -425,24 +424,27 @@ def settle_without_blocks(setting: WeightsSetting, dtype: str) -> WeightsSetting
     return replace(setting, effective=name, reason=reason)
 
 
-def resolve_device(argument: str | None = None, *, environ: Environment = None) -> DeviceSetting:
+def resolve_device(
+    argument: str | None = None, *, environ: Environment = None, called: str = "argument"
+) -> DeviceSetting:
     """The device from the argument, else from `PENSTOCK_DEVICE`, else `auto`. Whether it is there, `settle_device`
     says."""
-    found = DEVICE.resolve(argument, environ)
-    return DeviceSetting(found.effective, found.source, requested=found.requested)
+    return DeviceSetting(**vars(DEVICE.resolve(argument, environ, called=called)))
 
 
 def settle_device(setting: DeviceSetting, found: DevicesFound, *, only_cpu: str = "") -> DeviceSetting:
     """The one device that it comes to, of those that were found: `auto` is the first of CUDA's, else the processor;
     or that at once, where `only_cpu` says what else was asked for that no other device has. One that is absent is an
     error."""
-    if setting.effective == "auto":
-        if found.num_cuda and only_cpu:
-            return replace(setting, effective="cpu", reason=f"auto: no GPU has {only_cpu}")
-        if found.num_cuda:
-            return replace(setting, effective="cuda:0", reason="auto: the first GPU that torch sees")
-        return replace(setting, effective="cpu", reason="auto: torch sees no GPU of NVIDIA's")
-    name = "cuda:0" if setting.effective == "cuda" else setting.effective
+    name, reason = setting.effective, setting.reason
+    if name == "auto" and found.num_cuda:
+        name, reason = "cuda:0", "auto: the first GPU that torch sees"
+        if only_cpu:
+            name, reason = "cpu", f"auto: no GPU has {only_cpu}"
+    elif name == "auto":
+        name, reason = "cpu", "auto: torch sees no GPU of NVIDIA's"
+    elif name == "cuda":
+        name = "cuda:0"
     if name not in found.names:
         raise SettingError(
             DEVICE.called(setting.source),
@@ -451,8 +453,7 @@ def settle_device(setting: DeviceSetting, found: DevicesFound, *, only_cpu: str 
             where="here",
             because=f"torch sees {', '.join(found.names)}",
         )
-    by = setting.source if setting.source == "argument" else DEVICE_VARIABLE
-    return replace(setting, effective=name, reason=f"set by {by}")
+    return replace(setting, effective=name, reason=reason, is_settled=True)
 
 
 def resolve_threads(
@@ -490,3 +491,123 @@ def resolve_store(
             because="it says how much to keep, but not where",
         )
     return None
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The settings of an engine, as arguments. None leaves one to its variable, or to the default."""
+
+    dtype: Dtype
+    weights: str | None
+    device: str | None
+    chunk: int | str | None
+    max_activation: int | str | None
+    target_itl_ms: float | str | None
+    target_ttft_ms: float | str | None
+    overlap: int
+    align: bool | None
+    threads: int | None
+    cache_dir: str | Path | None
+    cache_size: int | str | None
+    reuse_tokens: int
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """All settings of an engine, resolved once and passed on: each with what was asked for, what applies, where that
+    came from and why. What depends on the machine or the model comes later, each time as a new value: the device
+    (`on`), the grid of chunk sizes (`for_model`), a profile's chunk (`tuned`)."""
+
+    dtype: str
+    weights: WeightsSetting
+    device: DeviceSetting
+    kernels: Resolved[str]
+    chunk: ChunkSetting
+    max_activation: Resolved[int | None]
+    target_itl_s: Resolved[float | None]
+    target_ttft_s: Resolved[float | None]
+    overlap: int
+    align: AlignSetting
+    threads: ThreadsSetting
+    store: StoreSettings | None
+    reuse_tokens: int
+
+    @classmethod
+    def resolve(
+        cls,
+        *,
+        environ: Environment = None,
+        options: Mapping[str, str] | None = None,
+        **keywords: Unpack[EngineKeywords],
+    ) -> Self:
+        """Each setting from its argument, else from the environment, else by default. What can be refused without the
+        model is refused here. `options` is what a user calls the arguments, for the reasons."""
+        values: dict[str, Any] = {**keywords}
+        unknown = values.keys() - EngineKeywords.__annotations__
+        if unknown:
+            raise TypeError(f"there is no setting {', '.join(sorted(unknown))}")
+        given = values.get
+        called = {"chunk": "argument", "device": "argument", **(options or {})}
+        dtype = one_of(*DTYPES)(given("dtype", "auto"), "dtype")
+        chunk = resolve_chunk_size(given("chunk"), environ=environ, called=called["chunk"])
+        settings = cls(
+            dtype=dtype,
+            weights=resolve_weights(given("weights"), dtype=dtype, environ=environ),
+            device=resolve_device(given("device"), environ=environ, called=called["device"]),
+            kernels=KERNELS.resolve(None, environ),
+            chunk=chunk,
+            max_activation=MAX_ACTIVATION.resolve(given("max_activation"), environ),
+            target_itl_s=resolve_target(TARGET_ITL, given("target_itl_ms"), chunk, environ),
+            target_ttft_s=resolve_target(TARGET_TTFT, given("target_ttft_ms"), chunk, environ),
+            overlap=given("overlap", 0),
+            align=resolve_align(given("align"), environ=environ),
+            threads=resolve_threads(given("threads"), environ=environ),
+            store=resolve_store(given("cache_dir"), given("cache_size"), environ=environ),
+            reuse_tokens=check_int("reuse_tokens", given("reuse_tokens", 0), 0),
+        )
+        ChunkedPrefillConfig(chunk.effective, settings.overlap)
+        if settings.overlap and (settings.store or settings.reuse_tokens):
+            other = "cache_dir" if settings.store else "reuse_tokens"
+            raise SettingError("overlap", settings.overlap, contradicts={other: ...})
+        return settings
+
+    @property
+    def size(self) -> SizeSettings:
+        targets = self.target_itl_s.effective, self.target_ttft_s.effective
+        return SizeSettings(self.chunk, self.max_activation.effective, *targets)
+
+    @property
+    def config(self) -> ChunkedPrefillConfig:
+        """How one prompt is cut. A chunk has more tokens than overlap."""
+        return ChunkedPrefillConfig(max(self.chunk.effective, self.overlap + 1), self.overlap)
+
+    @property
+    def computes_in(self) -> str:
+        """The name of a dtype, or `auto`."""
+        return self.weights.dtype if self.dtype == "auto" else self.dtype
+
+    def on(self, found: DevicesFound) -> Self:
+        """With the device that applies, of those that were found. One that was settled before stays."""
+        if self.device.is_settled:
+            return self
+        only_cpu = "native kernels" if self.kernels.effective == "native" else ""
+        if self.weights.effective in QUANTISED_WEIGHTS:
+            only_cpu = f"{self.weights.effective} weights"
+        return replace(self, device=settle_device(self.device, found, only_cpu=only_cpu))
+
+    def for_model(self, *, has_state: bool) -> Self:
+        """With the chunk on the grid of a model with recurrent state, or without."""
+        settings = replace(self, chunk=self.chunk.on_grid(self.align.grid(has_state=has_state)))
+        ChunkedPrefillConfig(settings.chunk.effective, self.overlap)
+        return settings
+
+    def tuned(self, best: int | None, default: int) -> Self:
+        """With an automatic chunk as a profile has it, else the device's default."""
+        grid, size, reason = self.chunk.grid, self.chunk.effective, self.chunk.reason
+        if self.chunk.is_auto and best is None:
+            size, reason = -(-default // grid) * grid, "auto: the default"
+        elif self.chunk.is_auto and best is not None:
+            size, reason = max(best // grid, 1) * grid, "auto: tuned on this machine"
+        if self.overlap % grid:
+            reason += f"; an overlap of {self.overlap} is no multiple of {grid}"
+            reason += ", so bits may differ from those of other sizes"
+        return replace(self, chunk=replace(self.chunk, effective=size, reason=reason))

@@ -345,8 +345,7 @@ class TokenizeBody(Body):
             raise ValueError("give one of content, prompt and messages")
         if self.messages is not None and self.add_special is not None:
             raise _wrong(
-                "add_special",
-                "add_special is not accepted with messages: the model's template has them",
+                "add_special", "add_special is not accepted with messages: the model's template has them"
             )
         return self
 

@@ -27,6 +27,16 @@ from penstock.errors import (
 RETRY_AFTER_S = 1
 CLIENT_GONE = 499
 SHUTTING_DOWN = "the request was cancelled: the server is shutting down; send it again"
+# Status and code of errors that have no parameter, or are about the prompt; the first kind that fits.
+_ANSWERS: dict[type[PenstockError], tuple[int, str]] = {
+    ContextLengthError: (400, "context_length_exceeded"),
+    PromptError: (400, "invalid_prompt"),
+    ModelError: (400, "model_error"),  # such as a chat for a model without a chat template
+    QueueFullError: (429, "queue_full"),
+    ServiceClosedError: (503, "service_unavailable"),
+    MemoryExhaustedError: (503, "out_of_memory"),
+    CacheFullError: (503, "cache_full"),
+}
 # Parameters that the engine calls otherwise.
 _PARAMETERS = {"json_format": "response_format"}
 # Of the HTTP request that is being answered.
@@ -68,28 +78,16 @@ def errors_about(prompt_param: str) -> Iterator[None]:
 
 def as_api_error(error: PenstockError, prompt_param: str | None = None) -> ApiError:
     """What to answer for an error that came up while a request was prepared: it is about what the client sent."""
-    message = str(error)
-    match error:
-        case ContextLengthError():
-            return ApiError(400, message, code="context_length_exceeded", param=prompt_param)
-        case PromptError():
-            return ApiError(400, message, code="invalid_prompt", param=prompt_param)
-        case SettingError():
-            param = None if error.setting is None else _parameter(error.setting)
-            message = error.message(lambda name, value: assigned(_parameter(name), value))
-            return ApiError(400, message, code="invalid_value", param=param)
-        case QueueFullError():
-            return ApiError(429, message, code="queue_full", headers={"Retry-After": str(RETRY_AFTER_S)})
-        case ServiceClosedError():
-            return ApiError(503, message, code="service_unavailable")
-        case MemoryExhaustedError():
-            return ApiError(503, message, code="out_of_memory")
-        case CacheFullError():
-            return ApiError(503, message, code="cache_full")
-        case ModelError():  # such as a chat for a model without a chat template
-            return ApiError(400, message, code="model_error", param=prompt_param)
-        case _:
-            return internal(error, message)
+    if isinstance(error, SettingError):
+        param = None if error.setting is None else _parameter(error.setting)
+        message = error.message(lambda name, value: assigned(_parameter(name), value))
+        return ApiError(400, message, code="invalid_value", param=param)
+    for kind, (status, code) in _ANSWERS.items():
+        if isinstance(error, kind):
+            headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 429 else None
+            param = prompt_param if status == 400 else None
+            return ApiError(status, str(error), code=code, param=param, headers=headers)
+    return internal(error, str(error))
 
 
 def _parameter(setting: str) -> str:

@@ -26,7 +26,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
 from penstock.errors import ServiceClosedError, SettingError
-from penstock.frontends.exits import INTERRUPTED, complain
+from penstock.frontends.exits import INTERRUPTED, complain, on_signals
 from penstock.frontends.server.errors import SHUTTING_DOWN, ApiError, cancelled, client_gone
 
 # How long a client may take nothing of its answer.
@@ -188,12 +188,7 @@ def make_config(app: FastAPI) -> uvicorn.Config:
 
 
 def serve(
-    app: FastAPI,
-    service: Service,
-    listener: socket.socket,
-    *,
-    grace_s: float,
-    on_started: Callable[[], None],
+    app: FastAPI, service: Service, listener: socket.socket, *, grace_s: float, on_started: Callable[[], None]
 ) -> None:
     """Serve until SIGTERM or SIGINT. Then no request is taken, what runs has `grace_s` to finish, and the rest is
     told that it is over. A SIGINT after the first signal ends the process at once; and so does a step of the engine
@@ -275,9 +270,6 @@ class _Server(uvicorn.Server):
 @contextlib.contextmanager
 def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
     """The first signal calls `stop`, on the event loop."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     loop = asyncio.get_running_loop()
     is_stopping = False
 
@@ -290,13 +282,5 @@ def _on_signal(stop: Callable[[], None]) -> Iterator[None]:
             complain("interrupted")
             os._exit(INTERRUPTED)
 
-    # What is ignored stays so: a background job is not to be interrupted.
-    numbers = [
-        number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN
-    ]
-    before = {number: signal.signal(number, handle) for number in numbers}
-    try:
+    with on_signals([signal.SIGINT, signal.SIGTERM], handle):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

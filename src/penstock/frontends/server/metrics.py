@@ -9,10 +9,11 @@ How to add a metric:
 """
 
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import NamedTuple, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -37,69 +38,62 @@ WINDOW = 2048
 
 
 class _State(NamedTuple):
-    """A metric of a service's state: its name, its help, and how to read it; with a label, a number for each of the
-    label's values. Names that end in `_total` are counters, others gauges."""
+    """A metric of a service's state: its name, its help, and the number's place in `ServiceStatus`; with a label, a
+    place for each of the label's values. Names that end in `_total` are counters, others gauges."""
 
     name: str
     text: str
-    read: Callable[[ServiceStatus], int | Mapping[str, int] | None]
-    label: str | None = None
+    place: str | Mapping[str, str]
+    label: str = ""
 
     def of(self, status: ServiceStatus) -> Metric:
-        value = self.read(status)
         kind = CounterMetricFamily if self.name.endswith("_total") else GaugeMetricFamily
         name = f"penstock_{self.name}".removesuffix("_total")
-        if not isinstance(value, Mapping):
-            return kind(name, self.text, value=value or 0)
-        family = kind(name, self.text, labels=[self.label or ""])
-        for which, number in value.items():
-            family.add_metric([which], number)
+        if isinstance(self.place, str):
+            return kind(name, self.text, value=attrgetter(self.place)(status) or 0)
+        family = kind(name, self.text, labels=[self.label])
+        for which, place in self.place.items():
+            family.add_metric([which], attrgetter(place)(status))
         return family
 
 
 _STATE = (
-    _State("requests_running", "Requests in progress", lambda s: s.num_running),
-    _State("requests_waiting", "Requests in the queue", lambda s: s.num_waiting),
-    _State("cache_blocks", "Blocks of the K/V cache", lambda s: s.cache.blocks_total),
-    _State("cache_blocks_used", "Blocks of the K/V cache in use", lambda s: s.cache.blocks_used),
-    _State("cache_blocks_idle", "Blocks of the K/V cache kept for reuse", lambda s: s.cache.blocks_idle),
-    _State("state_slots", "Slots of recurrent state", lambda s: s.cache.slots_total),
-    _State("state_slots_used", "Slots of recurrent state in use", lambda s: s.cache.slots_used),
-    _State("state_slots_idle", "Slots of recurrent state kept for reuse", lambda s: s.cache.slots_idle),
+    _State("requests_running", "Requests in progress", "num_running"),
+    _State("requests_waiting", "Requests in the queue", "num_waiting"),
+    _State("cache_blocks", "Blocks of the K/V cache", "cache.blocks_total"),
+    _State("cache_blocks_used", "Blocks of the K/V cache in use", "cache.blocks_used"),
+    _State("cache_blocks_idle", "Blocks of the K/V cache kept for reuse", "cache.blocks_idle"),
+    _State("state_slots", "Slots of recurrent state", "cache.slots_total"),
+    _State("state_slots_used", "Slots of recurrent state in use", "cache.slots_used"),
+    _State("state_slots_idle", "Slots of recurrent state kept for reuse", "cache.slots_idle"),
     _State(
         "prefix_hit_tokens_total",
         "Prompt tokens that were found and not read",
-        lambda s: {"memory": s.reuse.memory_tokens, "disk": s.reuse.disk_tokens},
-        label="where",
+        {"memory": "reuse.memory_tokens", "disk": "reuse.disk_tokens"},
+        "where",
     ),
-    _State("prefix_miss_tokens_total", "Prompt tokens that were not found", lambda s: s.reuse.missed_tokens),
+    _State("prefix_miss_tokens_total", "Prompt tokens that were not found", "reuse.missed_tokens"),
     _State(
         "prefix_requests_total",
         "Requests by whether some of the prompt was found",
-        lambda s: {"hit": s.reuse.num_hits, "miss": s.reuse.num_misses},
-        label="result",
+        {"hit": "reuse.num_hits", "miss": "reuse.num_misses"},
+        "result",
     ),
     _State(
         "prefix_evictions_total",
         "What was given up for space, in memory",
-        lambda s: {"block": s.reuse.num_evicted_blocks, "state": s.reuse.num_evicted_states},
-        label="what",
+        {"block": "reuse.num_evicted_blocks", "state": "reuse.num_evicted_states"},
+        "what",
     ),
     # Zeros on a server without a folder for its cache.
+    _State("disk_cache_writes_total", "Files written to the cache folder", "reuse.num_disk_written"),
+    _State("disk_cache_evictions_total", "Files deleted for space", "reuse.num_disk_evicted"),
+    _State("disk_cache_damaged_total", "Files found damaged and set aside", "reuse.num_disk_damaged"),
     _State(
-        "disk_cache_writes_total", "Files written to the cache folder", lambda s: s.reuse.num_disk_written
+        "disk_cache_dropped_total", "Files not written for a slow or failing disk", "reuse.num_disk_dropped"
     ),
-    _State("disk_cache_evictions_total", "Files deleted for space", lambda s: s.reuse.num_disk_evicted),
-    _State(
-        "disk_cache_damaged_total", "Files found damaged and set aside", lambda s: s.reuse.num_disk_damaged
-    ),
-    _State(
-        "disk_cache_dropped_total",
-        "Files not written for a slow or failing disk",
-        lambda s: s.reuse.num_disk_dropped,
-    ),
-    _State("disk_cache_bytes", "Bytes in the cache folder", lambda s: s.reuse.disk_bytes),
-    _State("disk_cache_limit_bytes", "The most bytes there", lambda s: s.reuse.disk_limit_bytes),
+    _State("disk_cache_bytes", "Bytes in the cache folder", "reuse.disk_bytes"),
+    _State("disk_cache_limit_bytes", "The most bytes there", "reuse.disk_limit_bytes"),
 )
 
 
@@ -151,13 +145,13 @@ class EndedRequests:
     def __init__(self, size: int = ENDED_EXPLAINED) -> None:
         self._size = size
         self._lock = threading.Lock()
-        self._last: OrderedDict[RequestId, RequestSummary] = OrderedDict()
+        self._last: dict[RequestId, RequestSummary] = {}
 
     def add(self, summary: RequestSummary) -> None:
         with self._lock:
             self._last[summary.id] = summary
             if len(self._last) > self._size:
-                self._last.popitem(last=False)
+                del self._last[next(iter(self._last))]
 
     def get(self, request_id: RequestId) -> RequestSummary | None:
         with self._lock:
@@ -180,22 +174,17 @@ class Telemetry:
         self._registry = CollectorRegistry()
         counter = partial(Counter, namespace="penstock", registry=self._registry)
         histogram = partial(Histogram, namespace="penstock", registry=self._registry)
+        of_step = partial(histogram, buckets=_STEP_S)
         self._first_token = histogram(
             "time_to_first_token_seconds",
             "From a request's arrival to its first token",
             buckets=_FIRST_TOKEN_S,
         )
-        self._inter_token = histogram(
-            "inter_token_seconds", "From a token of a request to its next", buckets=_STEP_S
-        )
+        self._inter_token = of_step("inter_token_seconds", "From a token of a request to its next")
         self._chunk_tokens = histogram("chunk_tokens", "Tokens of a prompt's chunk", buckets=_CHUNK_TOKENS)
-        self._chunk_seconds = histogram(
-            "chunk_seconds", "Seconds of a step that read tokens", buckets=_STEP_S
-        )
-        self._stall_seconds = histogram(
-            "decode_stall_seconds",
-            "Seconds of a step that read tokens while a decode waited",
-            buckets=_STEP_S,
+        self._chunk_seconds = of_step("chunk_seconds", "Seconds of a step that read tokens")
+        self._stall_seconds = of_step(
+            "decode_stall_seconds", "Seconds of a step that read tokens while a decode waited"
         )
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens read, repeats included")
         self._generated = counter("generated_tokens", "Tokens generated")

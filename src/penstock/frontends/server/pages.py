@@ -24,7 +24,26 @@ def page_router(service: Service, telemetry: Telemetry, settings: ServerSettings
     """GET `/` and the files it names under `/page/`, which hold nothing secret and need no key; GET `/status` and
     `/metrics`, which tell what others do. `/status?steps_after=n` leaves out steps up to index n."""
     files = {path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in _TYPES}
-    about = {"model": _model(service, settings.model_name), "settings": _settings(service, settings)}
+    schedule, config = service.schedule, service.config
+    about = {
+        "model": {
+            "name": settings.model_name,
+            "context_tokens": service.llm.context_length,
+            "max_request_tokens": service.max_request_tokens,
+            "has_chat_template": service.llm.tokenizer.has_chat_template,
+        },
+        "settings": {
+            "policy": schedule.policy.value,
+            **size_settings(service),
+            "step_tokens": schedule.step_tokens,
+            "max_running": schedule.max_running,
+            "max_waiting": schedule.max_waiting,
+            "longest_decode_gap": schedule.longest_decode_gap,
+            "cache_tokens": config.cache_tokens,
+            "strict": config.strict,
+            "isolates": settings.isolates,
+        },
+    }
     routes = APIRouter(include_in_schema=False)
 
     @routes.get("/")
@@ -56,30 +75,6 @@ def _file(name: str, files: Mapping[str, bytes]) -> Response:
         media_type=_TYPES[Path(name).suffix],
         headers={**SAFE_HEADERS, "Cache-Control": "no-cache"},
     )
-
-
-def _model(service: Service, name: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "context_tokens": service.llm.context_length,
-        "max_request_tokens": service.max_request_tokens,
-        "has_chat_template": service.llm.tokenizer.has_chat_template,
-    }
-
-
-def _settings(service: Service, settings: ServerSettings) -> dict[str, Any]:
-    schedule = service.schedule
-    return {
-        "policy": schedule.policy.value,
-        **size_settings(service),
-        "step_tokens": schedule.step_tokens,
-        "max_running": schedule.max_running,
-        "max_waiting": schedule.max_waiting,
-        "longest_decode_gap": schedule.longest_decode_gap,
-        "cache_tokens": service.config.cache_tokens,
-        "strict": service.config.strict,
-        "isolates": settings.isolates,
-    }
 
 
 def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[str, Any]:

@@ -4,9 +4,8 @@ tokenized on a thread."""
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -58,29 +57,23 @@ class BodyReader:
     async def apply(self, request: Request, work: Callable[[bytes], _Result]) -> _Result:
         """The result of `work` on a request's body, on a thread. Work that has not begun when the client disconnects
         is never done. Nothing of the body is kept."""
-        with self._place():
-            body = [await run_unless(self._read(request), self._drain.over())]
+        if self._num_pending >= self._max_pending:
+            raise QueueFullError(
+                f"{self._num_pending} requests are being read, as many as may be: try again later"
+            )
+        self._num_pending += 1
+        body: list[bytes] = []
+        try:
+            body.append(await run_unless(self._read(request), self._drain.over()))
             self._drain.check_open()
             loop = asyncio.get_running_loop()
 
             async def run() -> _Result:
                 return await loop.run_in_executor(self._threads, lambda: work(body.pop()))
 
-            try:
-                return await run_unless(run(), disconnected(request.receive), self._drain.over())
-            finally:
-                body.clear()  # cancelled work stays in the queue until a thread is free
-
-    @contextmanager
-    def _place(self) -> Iterator[None]:
-        if self._num_pending >= self._max_pending:
-            raise QueueFullError(
-                f"{self._num_pending} requests are being read, as many as may be: try again later"
-            )
-        self._num_pending += 1
-        try:
-            yield
+            return await run_unless(run(), disconnected(request.receive), self._drain.over())
         finally:
+            body.clear()  # cancelled work stays in the queue until a thread is free
             self._num_pending -= 1
 
     async def _read(self, request: Request) -> bytes:
