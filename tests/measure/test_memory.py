@@ -35,7 +35,7 @@ from penstock.plan.grids import RowLaw
 from penstock.plan.memory import weight_bytes
 from penstock.plan.step import Workspace
 from tests.live_tensors import LiveTensors
-from tests.measure.verifying import run_command
+from tests.measure.verifying import assert_refused, run_command
 
 needs_linux = pytest.mark.skipif(not can_measure_growth(), reason="needs /proc/self/clear_refs")
 # The families' own shapes, an eighth to a quarter as wide, so that a run takes a moment.
@@ -201,9 +201,7 @@ def test_every_family_at_every_chunk_and_at_long_prompts() -> None:
     ],
 )
 def test_a_refusal_is_one_line(arguments: list[str], said: str, tmp_path: Path) -> None:
-    done = run_command("verify", "--memory", "--output", str(tmp_path / "out.json"), *arguments)
-    assert done.exit_code == 2
-    assert said in done.stderr.strip().splitlines()[-1]
+    assert_refused(said, "verify", "--memory", "--output", str(tmp_path / "out.json"), *arguments)
 
 
 def test_nothing_is_predicted_of_nothing() -> None:

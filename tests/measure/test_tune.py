@@ -31,7 +31,7 @@ from penstock.measure.tune import (
 from penstock.plan.step import StepShape
 from penstock.plan.step_time import StepTimeCoefficients
 from tests.byte_models import CONTEXT, model_of_bytes
-from tests.measure.verifying import run_command
+from tests.measure.verifying import assert_refused, run_command
 from tests.oracle import canon_of, load_model, make_oracle, random_prompt
 
 THREADS = str(torch.get_num_threads())
@@ -198,11 +198,7 @@ def test_memory_is_measured_in_fresh_processes(folder: Path) -> None:
     ],
 )
 def test_a_refusal_is_one_line(arguments: list[str], status: int, expected: str) -> None:
-    done = run_command("tune", *arguments)
-    assert done.exit_code == status
-    line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("penstock: ")
-    assert expected in line
+    assert_refused(expected, "tune", *arguments, status=status)
 
 
 def test_seconds_that_are_no_number_are_refused_by_name() -> None:

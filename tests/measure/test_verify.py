@@ -19,7 +19,7 @@ from penstock.measure.verify import (
     TOLERANCES,
 )
 from tests.byte_models import CONTEXT
-from tests.measure.verifying import FAMILIES, Verify, folder_of, home, plant, run_command
+from tests.measure.verifying import FAMILIES, Verify, assert_refused, folder_of, home, plant, run_command
 from tests.oracle import run_prompt
 
 
@@ -120,11 +120,7 @@ def test_nothing_is_claimed_where_the_probe_found_nothing(
     ],
 )
 def test_a_refusal_is_one_line(arguments: list[str], status: int, words: str) -> None:
-    done = run_command("verify", "--model", str(folder_of("llama")), *arguments)
-    assert done.exit_code == status
-    line = done.stderr.strip().splitlines()[-1]
-    assert line.startswith("penstock: ")
-    assert words in line
+    assert_refused(words, "verify", "--model", str(folder_of("llama")), *arguments, status=status)
 
 
 def test_a_negative_overlap_is_refused() -> None:

@@ -48,6 +48,15 @@ def run_command(*arguments: str) -> Result:
     return done
 
 
+def assert_refused(words: str, *arguments: str, status: int = 2) -> None:
+    """One line on standard error says why, after everything else."""
+    done = run_command(*arguments)
+    assert done.exit_code == status
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("penstock: ")
+    assert words in line
+
+
 @dataclass(frozen=True)
 class Found:
     """The JSON that was written, and what was printed."""

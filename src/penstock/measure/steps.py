@@ -74,9 +74,8 @@ class StepTimer:
         stand where they stood."""
         started = time.perf_counter()
         decoding = [self._long] if spec.is_single_decode else self._short[: spec.num_decodes]
-        inputs = [self._input(cache, spec.decode_past, 1, is_prompt=False) for cache in decoding]
-        if spec.num_tokens:
-            inputs.insert(0, self._input(self._long, spec.past, spec.num_tokens))
+        inputs = [self._input(self._long, spec.past, spec.num_tokens)] if spec.num_tokens else []
+        inputs += [self._input(cache, spec.decode_past, 1, is_prompt=False) for cache in decoding]
         self._forward(inputs)
         seconds = time.perf_counter() - started
         for cache in (self._long, *decoding) if spec.num_tokens else decoding:
