@@ -322,8 +322,13 @@ def rotated(items: Iterable[T], num_rounds: int) -> Iterator[list[T]]:
     """All items in every round, each round beginning with the next one."""
     order = list(items)
     for index in range(num_rounds):
-        shift = index % max(len(order), 1)
-        yield [*order[shift:], *order[:shift]]
+        yield from_turn(order, index)
+
+
+def from_turn(order: Sequence[T], index: int) -> list[T]:
+    """All items, beginning with that one, counted round and round."""
+    shift = index % max(len(order), 1)
+    return [*order[shift:], *order[:shift]]
 
 
 def take_turns(

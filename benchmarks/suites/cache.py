@@ -128,14 +128,8 @@ class StoreEngine:
     ) -> dict[str, float]:
         """A model with a store. What one process keeps there another finds, if its settings are the same."""
         self._work = Workload(**workload)
-        self.llm = LLM(
-            model,
-            dtype=dtype,
-            chunk=self._work.chunk,
-            threads=threads,
-            cache_dir=Path(folder),
-            cache_size=_UNLIMITED_BYTES,
-        )
+        store: dict[str, Any] = {"cache_dir": Path(folder), "cache_size": _UNLIMITED_BYTES}
+        self.llm = LLM(model, dtype=dtype, chunk=self._work.chunk, threads=threads, **store)
         return {"load_s": self.llm.load_s}
 
     def read(self, prompt: list[int]) -> dict[str, Any]:
@@ -144,8 +138,7 @@ class StoreEngine:
 
     def read_until(self, prompt: list[int], num_tokens: int) -> dict[str, int]:
         """Tokens that are on disk when so many were read. The engine's thread then waits, to be killed."""
-        halted = threading.Event()
-        over = threading.Event()
+        halted, over = threading.Event(), threading.Event()
         stored: list[int] = []
 
         def listen(event: Event) -> None:

@@ -120,21 +120,28 @@ class _Work:
         then = "" if decoding is None else f", then {decoding:.1f} tokens/s"
         self.bench.say(f"{name}, round {index + 1}: {spec.label}: {answer.first_token_s:.2f} s{then}")
 
-    def measure_memory(self, lengths: Sequence[int]) -> None:
-        """Penstock's, which has a bar, several times, the others' once."""
-        specs, path, dtype = self.kind.measured(self.options.chunk), self.subject.path, self.options.dtype
-        # What is measured once per machine and kept is then there for all processes alike.
-        growth_of(specs[0], path, dtype, self.prompt[:WARM_UP_TOKENS])
-        for length in lengths:
-            name = f"{length:,} tokens"
-            for spec in specs:
-                for _ in range(self.options.memory_repeats if spec.is_ours else 1):
-                    grown = growth_of(spec, path, dtype, self.prompt[:length])
-                    self.bench.results.add(ACTIVATIONS, name, "MiB", grown.activation_mib, system=spec.label)
-                    self.bench.say(
-                        f"{name}, memory: {spec.label}: {grown.activation_mib:.1f} MiB and the cache"
-                    )
-                self.bench.results.add(CACHED, name, "MiB", grown.cache_bytes / 2**20, system=spec.label)
+
+def measure_memory(
+    bench: Bench,
+    subject: Subject,
+    dtype: str,
+    specs: Sequence[Spec],
+    lengths: Sequence[int],
+    own_repeats: int,
+) -> None:
+    """Each in a fresh process: Penstock's, which has a bar, several times, the others' once."""
+    prompt = subject.prompt(max(lengths))
+    # What is measured once per machine and kept is then there for all processes alike.
+    for spec in specs[:1]:
+        growth_of(spec, subject.path, dtype, prompt[:WARM_UP_TOKENS])
+    for length in lengths:
+        name = f"{length:,} tokens"
+        for spec in specs:
+            for _ in range(own_repeats if spec.is_ours else 1):
+                grown = growth_of(spec, subject.path, dtype, prompt[:length])
+                bench.results.add(ACTIVATIONS, name, "MiB", grown.activation_mib, system=spec.label)
+                bench.say(f"{name}, memory: {spec.label}: {grown.activation_mib:.1f} MiB and the cache")
+            bench.results.add(CACHED, name, "MiB", grown.cache_bytes / 2**20, system=spec.label)
 
 
 def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
@@ -162,7 +169,8 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
     if not options.only_memory:
         work.time(lengths)
     if with_memory:
-        work.measure_memory(memory_lengths)
+        specs = kind.measured(options.chunk)
+        measure_memory(bench, subject, options.dtype, specs, memory_lengths, options.memory_repeats)
     _compare(bench.results, options.chunk)
 
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from statistics import median
 
@@ -44,20 +44,25 @@ _DTYPE = "bfloat16"
 Tokens = tuple[tuple[int, ...], ...]  # by request
 
 
+def _number(default: int, meaning: str) -> int:
+    """A field that is an option, too."""
+    return field(default=default, metadata=number(default, meaning))
+
+
 @dataclass(frozen=True)
 class Workload:
     """Numbers of requests and of tokens. The defaults are those that the bars are for."""
 
-    streams: int = 4
-    stream_prompt: int = 32
-    stream_tokens: int = 200
-    long_prompt: int = 8000
-    long_tokens: int = 8
-    serve_chunk: int = 128
-    requests: int = 16
-    request_prompt: int = 512
-    request_tokens: int = 64
-    chunk: int = DEFAULT_CHUNK_SIZE
+    streams: int = _number(4, "streams that decode when the long prompt arrives")
+    stream_prompt: int = _number(32, "prompt tokens of a stream")
+    stream_tokens: int = _number(200, "tokens that a stream generates")
+    long_prompt: int = _number(8000, "tokens of the long prompt")
+    long_tokens: int = _number(8, "tokens generated after it")
+    serve_chunk: int = _number(128, "tokens per chunk of the long prompt")
+    requests: int = _number(16, "requests that come at once, and one after the other")
+    request_prompt: int = _number(512, "prompt tokens of each")
+    request_tokens: int = _number(64, "tokens that each generates")
+    chunk: int = _number(DEFAULT_CHUNK_SIZE, "tokens per chunk of their prompts")
 
     def __post_init__(self) -> None:
         # Mixed and interleaved give a stream a token for every chunk of the long prompt.
@@ -82,20 +87,6 @@ class Workload:
         """Of the prompts: the long one, the streams', the requests'."""
         streams, requests = [self.stream_prompt] * self.streams, [self.request_prompt] * self.requests
         return [self.long_prompt, *streams, *requests]
-
-
-_MEANINGS = {
-    "streams": "streams that decode when the long prompt arrives",
-    "stream_prompt": "prompt tokens of a stream",
-    "stream_tokens": "tokens that a stream generates",
-    "long_prompt": "tokens of the long prompt",
-    "long_tokens": "tokens generated after it",
-    "serve_chunk": "tokens per chunk of the long prompt",
-    "requests": "requests that come at once, and one after the other",
-    "request_prompt": "prompt tokens of each",
-    "request_tokens": "tokens that each generates",
-    "chunk": "tokens per chunk of their prompts",
-}
 
 
 class Watch:
@@ -205,15 +196,25 @@ class Stall:
         return sum(stamps[-1] > self.first_token_s for stamps in self.stream_stamps)
 
 
-def run_stall(service: Service, prompts: Sequence[Sequence[int]], work: Workload) -> Stall:
-    """The first prompt is the long one: it arrives when the streams, which are the others, all run."""
-    started = time.perf_counter()
-    long_prompt, *others = prompts
-    streams = [submit(service, prompt, work.stream_tokens, Watch(SETTLE_TOKENS)) for prompt in others]
+def arrive(
+    service: Service,
+    prompts: Sequence[Sequence[int]],
+    stream_tokens: int,
+    settle_tokens: int,
+    num_tokens: int,
+) -> tuple[list[Watch], Watch, float]:
+    """The first prompt arrives when the streams, which are the others, all run. Answers the streams, the prompt, and
+    when it came."""
+    streams = [submit(service, prompt, stream_tokens, Watch(settle_tokens)) for prompt in prompts[1:]]
     for watch in streams:
         wait(service, watch.settled)
     arrived = time.perf_counter()
-    long = submit(service, long_prompt, work.long_tokens, Watch())
+    return streams, submit(service, prompts[0], num_tokens, Watch()), arrived
+
+
+def run_stall(service: Service, prompts: Sequence[Sequence[int]], work: Workload) -> Stall:
+    started = time.perf_counter()
+    streams, long, arrived = arrive(service, prompts, work.stream_tokens, SETTLE_TOKENS, work.long_tokens)
     for watch in streams:
         watch.finish(service, work.stream_tokens)
     long.finish(service, work.long_tokens)
@@ -265,7 +266,7 @@ def decode_step_s(stamps: Sequence[Sequence[float]], *, at_once: bool) -> float:
 
 
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
-    work = Workload(**{field.name: getattr(options, field.name) for field in fields(Workload)})
+    work = Workload(**{each.name: getattr(options, each.name) for each in fields(Workload)})
     subject = text_subject(options.model)
     for option, prompt, generated in (
         ("--stream-tokens", work.stream_prompt, work.stream_tokens),
@@ -306,10 +307,8 @@ def _run_stalls(
             run = run_stall(service, prompts, work)
         first.add(run.first_token)
         add_stall(results, name, index, run, work.stall_total)
-        longest = run.gap_ms(100, while_read=False)
-        bench.say(
-            f"round {index + 1}: {name}: longest gap {longest:,.0f} ms, all done in {run.seconds:.1f} s"
-        )
+        longest = f"longest gap {run.gap_ms(100, while_read=False):,.0f} ms"
+        bench.say(f"round {index + 1}: {name}: {longest}, all done in {run.seconds:.1f} s")
     results.require(STALLS, "all runs have the same first token of the long prompt", len(first) == 1)
 
 
@@ -367,9 +366,8 @@ def _run_bursts(
             name = "all requests have the same tokens at once and one after the other, strict"
             results.require(BURSTS, name, equal == work.requests)
     if not llm.probe.same_bits:
-        results.notes.append(
-            "this machine does not keep the laws that strict decoding rests on: nothing is promised"
-        )
+        why = "this machine does not keep the laws that strict decoding rests on: nothing is promised"
+        results.notes.append(why)
 
 
 def burst_name(arrival: str, strict: bool) -> str:
@@ -441,10 +439,7 @@ SERVE = Suite(
     _picture,
     repeats="rounds (3; 1 for what has no bar)",
     options={
-        **{
-            f"--{name.replace('_', '-')}": number(getattr(Workload, name), text)
-            for name, text in _MEANINGS.items()
-        },
+        **{f"--{each.name.replace('_', '-')}": dict(each.metadata) for each in fields(Workload)},
         "--full": switch("as many rounds for what has no bar"),
     },
 )

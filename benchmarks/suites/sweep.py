@@ -12,14 +12,14 @@ from benchmarks.models import Subject, text_subject
 from benchmarks.show import Panel, Picture
 from benchmarks.suite import PEERS_FOLDER, SEED, Suite, count, number, switch
 from benchmarks.suites.peers import find_pythons
-from benchmarks.systems import AUTO, GROWTH_METHOD, Child, Spec, System, ask, growth_of, load_systems
+from benchmarks.suites.prefill import ACTIVATIONS, measure_memory
+from benchmarks.systems import AUTO, GROWTH_METHOD, Child, Spec, System, ask, load_systems
 from penstock.engine.llm import LLM
 from penstock.errors import SettingError
-from penstock.measure.growth import WARM_UP_TOKENS, can_measure_growth
+from penstock.measure.growth import can_measure_growth
 from penstock.measure.prompts import shuffled_rounds
 
 FIRST_TOKEN, TOTAL, SPEED = "time to first token", "time to the last token", "prefill"
-ACTIVATIONS = "activation memory"
 BASELINES = ("transformers", "llama.cpp")
 _REPEATS = 5
 
@@ -85,7 +85,9 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
         time_cells(systems, options.lengths, prompt, options, repeats, bench)
     bench.results.arrange([spec.label for spec in specs])
     if options.memory and can_measure_growth():
-        _measure_memory(specs, subject, options, prompt, bench)
+        # Of systems that a fresh process can load by their names.
+        measured = [spec for spec in specs if spec.engine != "llama.cpp" and spec.chunk != AUTO]
+        measure_memory(bench, subject, options.dtype, measured, options.lengths, 1)
     elif options.memory:
         bench.results.notes.append("memory growth is not measured: it needs Linux's /proc")
 
@@ -141,19 +143,6 @@ def time_cells(
             values = {f"{length:,} tokens": (unit, value)}
             bench.results.add_row(section, values, spec.label, index, options.max_spread)
         bench.say(f"round {index + 1}: {spec.label}, {length:,} tokens: {answer.first_token_s:.3f} s")
-
-
-def _measure_memory(
-    specs: Sequence[Spec], subject: Subject, options: argparse.Namespace, prompt: Sequence[int], bench: Bench
-) -> None:
-    """Of systems that a fresh process can load by their names."""
-    measured = [spec for spec in specs if spec.engine != "llama.cpp" and spec.chunk != AUTO]
-    growth_of(measured[0], subject.path, options.dtype, prompt[:WARM_UP_TOKENS])  # leaves the probe's results
-    for spec in measured:
-        for length in options.lengths:
-            grown = growth_of(spec, subject.path, options.dtype, prompt[:length])
-            name = f"{length:,} tokens"
-            bench.results.add(ACTIVATIONS, name, "MiB", grown.activation_mib, system=spec.label)
 
 
 def _picture(results: Results) -> Picture:

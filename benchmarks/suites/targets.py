@@ -3,16 +3,15 @@
 import argparse
 import copy
 import gc
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from benchmarks.harness import RATIOS, Bar, Bench, Figure, Results, bar_of, rotated, take_turns
+from benchmarks.harness import RATIOS, Bar, Bench, Figure, Results, bar_of, from_turn
 from benchmarks.models import pieces, text_subject
 from benchmarks.show import Gaps, Panel, Picture
 from benchmarks.suite import Suite, number, switch
-from benchmarks.suites.serve import Watch, cache_places, gaps_of, percentile, submit, wait, warm_service
+from benchmarks.suites.serve import arrive, cache_places, gaps_of, percentile, wait, warm_service
 from benchmarks.systems import AUTO, Spec, ask, load_systems
 from penstock.engine.llm import LLM
 from penstock.engine.profile import load_profile
@@ -152,13 +151,9 @@ def with_target(llm: LLM, target_ms: int | None) -> LLM:
 def run_arrival(
     service: Service, sizing: Sizing, index: int, prompts: Sequence[Sequence[int]], stream_tokens: int
 ) -> Arrival:
-    """The first prompt arrives when the streams, which are the others, all run; when it is read, all is over."""
+    """When the prompt is read, all is over."""
     gc.collect()
-    streams = [submit(service, prompt, stream_tokens, Watch(_SETTLE_TOKENS)) for prompt in prompts[1:]]
-    for watch in streams:
-        wait(service, watch.settled)
-    arrived = time.perf_counter()
-    long = submit(service, prompts[0], 1, Watch())
+    streams, long, arrived = arrive(service, prompts, stream_tokens, _SETTLE_TOKENS, 1)
     wait(service, long.ended)
     for watch in streams:
         service.cancel(watch.request_id)
@@ -239,9 +234,7 @@ def _run_arrivals(
     places = cache_places([*[options.stream_prompt + stream_tokens] * options.streams, options.prompt + 1])
     num_rounds = options.repeats or _REPEATS
     for index in range(num_rounds):
-        order = arrivals.contenders() if index else sizings
-        shift = index % max(len(order), 1)
-        for sizing in [*order[shift:], *order[:shift]]:
+        for sizing in from_turn(arrivals.contenders() if index else sizings, index):
             own = subjects[sizing]
             schedule = ScheduleConfig(
                 chunk_size=own.most_chunk if sizing.fixed is None else sizing.fixed,
@@ -253,9 +246,8 @@ def _run_arrivals(
             with warm_service(own, config, prompts[0]) as service:
                 run = run_arrival(service, sizing, index, prompts, stream_tokens)
             arrivals.runs.append(run)
-            bench.say(
-                f"round {index + 1} of {num_rounds}: {sizing.label}: first token after {run.first_token_s:.1f} s"
-            )
+            so_far = f"round {index + 1} of {num_rounds}: {sizing.label}"
+            bench.say(f"{so_far}: first token after {run.first_token_s:.1f} s")
     sum_up(arrivals, bench.results)
 
 
@@ -310,7 +302,7 @@ def _run_lone(
             ask(system, prompt[: min(_WARM_UP_TOKENS, length)], 1)
         for index in range(num_rounds):
             order = [auto, *sorted(specs[1:], key=soonest)[:2]] if index else specs
-            for _, spec in take_turns(list(rotated(order, index + 1))[-1:]):
+            for spec in from_turn(order, index):
                 seconds = ask(systems[spec], prompt[:length], 1).first_token_s
                 results.add(LONE, name, "s", seconds, system=spec.label, round_index=index)
                 bench.say(f"{name} alone, round {index + 1} of {num_rounds}: {spec.label}: {seconds:.2f} s")
@@ -325,11 +317,9 @@ def _run_lone(
 
 def _bars(results: Results) -> list[Bar]:
     """For every target that some chunk can keep, and for prompts that come alone."""
-    shares = [figure for figure in results.of(KEPT) if figure.system == SHARE]
-    bars = [
-        Bar(f"share of gaps that keep {figure.name}", figure.median, ENOUGH, is_lower_limit=True)
-        for figure in shares
-    ]
+    shares, bars = results.by_case(KEPT).get(SHARE, {}), []
+    for name, figure in shares.items():
+        bars.append(Bar(f"share of gaps that keep {name}", figure.median, ENOUGH, is_lower_limit=True))
     for figure in results.of(RATIOS):
         bars.append(bar_of(f"{figure.system}, {figure.name}", figure, 1 + NOISE_MARGIN, is_lower_limit=False))
     return bars

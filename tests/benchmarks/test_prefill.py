@@ -20,23 +20,13 @@ OURS, THEIRS, CHUNKED = (
     Spec("Penstock", 512).label,
     *(Spec("transformers", each).label for each in (0, 512)),
 )
-QUICK = [
-    "--lengths",
-    "32,70",
-    "--repeats",
-    "2",
-    "--decode-tokens",
-    "2",
-    "--chunk",
-    "24",
-    "--dtype",
-    "float32",
-]
+QUICK = "--lengths 32,70 --repeats 2 --decode-tokens 2 --chunk 24 --dtype float32"
 
 
 def test_all_systems_take_turns(tiny: Path, tmp_path: Path) -> None:
     status, results = run(
-        ["prefill", "--model", str(tiny), *QUICK, "--skip-memory", "--check"], tmp_path / "results.json"
+        ["prefill", "--model", str(tiny), *QUICK.split(), "--skip-memory", "--check"],
+        tmp_path / "results.json",
     )
     assert status == 0
     assert {figure.system for figure in results.of(PREFILLING)} == {spec.label for spec in TEXT.systems(24)}

@@ -4,10 +4,14 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cli import main
 from benchmarks.suites import decode, start, sweep
 from benchmarks.suites.sweep import specs_of
 from benchmarks.systems import AUTO, Spec
 from tests.benchmarks.made_up import results_of, run
+
+SWEPT = "--chunks 0,32,auto --lengths 40,70 --repeats 3 --decode-tokens 2 --dtype float32 "
+SWEPT += "--baseline transformers --max-spread 0.99"
 
 
 def test_a_decode_step_in_parts(tiny: Path, tmp_path: Path) -> None:
@@ -45,28 +49,7 @@ def test_start_has_bars() -> None:
 
 
 def test_a_sweep_of_chunks_and_lengths(tiny: Path, tmp_path: Path) -> None:
-    arguments = [
-        "sweep",
-        "--model",
-        str(tiny),
-        "--chunks",
-        "0,32,auto",
-        "--lengths",
-        "40,70",
-        "--repeats",
-        "3",
-    ]
-    arguments += [
-        "--decode-tokens",
-        "2",
-        "--dtype",
-        "float32",
-        "--baseline",
-        "transformers",
-        "--max-spread",
-        "0.99",
-    ]
-    status, results = run(arguments, tmp_path / "sweep.json")
+    status, results = run(["sweep", "--model", str(tiny), *SWEPT.split()], tmp_path / "sweep.json")
     assert status in (0, 3)
     systems = [spec.label for spec in specs_of((0, 32, AUTO), ["transformers"])]
     for section in (sweep.FIRST_TOKEN, sweep.SPEED, sweep.TOTAL):
@@ -77,11 +60,7 @@ def test_a_sweep_of_chunks_and_lengths(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_configurations_of_a_sweep() -> None:
-    assert specs_of((0, 128, AUTO), []) == [
-        Spec("Penstock", 0),
-        Spec("Penstock", 128),
-        Spec("Penstock", AUTO),
-    ]
+    assert specs_of((0, 128, AUTO), []) == [Spec("Penstock", each) for each in (0, 128, AUTO)]
     both = specs_of((128, AUTO), ["transformers", "llama.cpp"])
     assert both[2:] == [Spec("transformers", 0), Spec("transformers", 128), Spec("llama.cpp", 128)]
 
@@ -97,8 +76,6 @@ def test_configurations_of_a_sweep() -> None:
 def test_what_a_sweep_refuses(
     arguments: list[str], message: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from benchmarks.cli import main
-
     assert main(["sweep", "--model", str(tiny), *arguments, "--json", str(tmp_path / "r.json")]) == 2
     assert message in capsys.readouterr().err
 
