@@ -68,6 +68,14 @@ def test_what_is_refused(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         main(["hybrid", "--model", "other"])  # it makes its own
 
 
+def test_a_run_that_leaves_nothing_to_measure_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["prefill", "--skip-memory", "--only-memory", "--json", str(tmp_path / "r.json")]
+    assert main(arguments) == 2
+    assert "leave nothing to measure" in capsys.readouterr().err
+
+
 def made_up(length: int = 2048, dtype: str = "bfloat16", **speeds: list[float]) -> Results:
     """Prefill speeds, in tokens/s: everything is met unless it is another."""
     results = results_of(dtype=dtype, chunk=512, lengths=[length])
