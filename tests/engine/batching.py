@@ -165,10 +165,10 @@ def serve_with(
                 batcher.add(job)
             if wish.cancelled == index:
                 batcher.cancel(job.id)
-        num_before = batcher.num_begun
+        num_before, was_in_flight = batcher.num_begun, batcher.num_in_flight > 0
         batcher.step()
         is_loading = any(job.prefix and job.prefix.has_more_on_disk for job in jobs)
-        has_run = batcher.num_begun > num_before or batcher.num_in_flight
+        has_run = batcher.num_begun > num_before or was_in_flight
         assert has_run or not batcher.has_work or is_loading, "requests wait, and nothing runs"
         batcher.check_integrity()
         while batcher.notices:
