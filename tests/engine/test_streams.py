@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from penstock.engine.events import Event, Failed, Finished, GenerationRequest, TokenGenerated
+from penstock.engine.events import Event, Failed, Finished, GenerationRequest, JsonFormat, TokenGenerated
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.engine.streams import EventStream
-from penstock.errors import PromptError, ServiceClosedError
+from penstock.errors import PromptError, ServiceClosedError, SettingError
 from tests.byte_models import model_of_bytes
 from tests.oracle import random_prompt
 
@@ -46,11 +47,24 @@ def test_each_event_comes_with_its_requests_index(llm: LLM, service: Service) ->
         assert tokens == llm.generate(random_prompt(length, 256, length), max_tokens=max_tokens).token_ids
 
 
-def test_one_that_is_refused_takes_the_others_with_it(service: Service) -> None:
+def test_where_one_cannot_be_run_none_begins(service: Service) -> None:
     async def run() -> list[tuple[int, Event]]:
         stream = EventStream(service)
         with pytest.raises(PromptError):
             stream.submit([request_of(30, 2000), request_of(0, 5)])
+        return [pair async for pair in stream]
+
+    assert asyncio.run(run()) == []
+
+
+def test_one_that_is_refused_takes_the_others_with_it(service: Service) -> None:
+    """Where that is known only when the others have begun, as of a schema that cannot be compiled."""
+    refused = replace(request_of(30, 5), json_format=JsonFormat({"type": "nonsense"}))
+
+    async def run() -> list[tuple[int, Event]]:
+        stream = EventStream(service)
+        with pytest.raises(SettingError):
+            stream.submit([request_of(30, 2000), refused])
         return [pair async for pair in stream]
 
     *_, (index, last) = asyncio.run(run())
