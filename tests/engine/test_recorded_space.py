@@ -162,7 +162,7 @@ def test_streams_at_the_same_time_have_caches_of_their_own(cold: LLM, recording:
 def test_a_refused_request_leaves_a_cache_for_the_next(recording: LLM) -> None:
     first = recording.stream(PROMPT, max_tokens=8)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recording.activations, "check", _refuse)
+        patch.setattr(type(recording.activations), "check", _refuse)
         with pytest.raises(InterruptedError):
             recording.stream(PROMPT, max_tokens=8)
     left = recorded(recording)
