@@ -2,11 +2,11 @@
 
 import time
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from penstock.cache import SequenceCache
-from penstock.engine.constraint import TokenConstraint
 from penstock.engine.events import (
     ChunkRecord,
     Event,
@@ -27,6 +27,9 @@ from penstock.plan.batch_scheduler import RequestView
 from penstock.plan.progress import PrefillClock, Progress
 from penstock.plan.step import RequestId
 
+if TYPE_CHECKING:  # what compiles schemas is loaded when one is asked for
+    from penstock.engine.constraint import TokenConstraint
+
 
 class Job:
     """What the engine knows of one request. Times are of one monotonic clock, in seconds. Without a tokenizer its
@@ -39,7 +42,7 @@ class Job:
         cache: SequenceCache,
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
-        constraint: TokenConstraint | None,
+        constraint: "TokenConstraint | None",
         listener: Listener,
         prefix: Prefix | None = None,
     ) -> None:

@@ -9,13 +9,12 @@ from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 
 import torch
 
 from penstock.cache.store.block_store import BlockStore
 from penstock.engine.cache_choice import RequestSpaces
-from penstock.engine.constraint import ConstraintFactory
 from penstock.engine.events import Generation, GenerationRequest, JsonFormat
 from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.graphs import record_passes
@@ -77,6 +76,9 @@ def in_own_thread(work: Callable[[], _Result]) -> _Result:
         raise errors[0]
     return results[0]
 
+
+if TYPE_CHECKING:
+    from penstock.engine.constraint import ConstraintFactory
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
@@ -348,8 +350,10 @@ class LLM:
             return stream.result
 
     @cached_property
-    def constraints(self) -> ConstraintFactory:
+    def constraints(self) -> "ConstraintFactory":
         """Makes what holds an answer to a JSON schema."""
+        from penstock.engine.constraint import ConstraintFactory  # loads what compiles schemas
+
         return ConstraintFactory(self.tokenizer, self.model.config.vocab_size, self.eos_ids)
 
     def _default_max_tokens(self, num_prompt: int) -> int:

@@ -12,7 +12,6 @@ from torch import Tensor
 from penstock.cache import SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.batcher import Batcher
-from penstock.engine.constraint import TokenConstraint
 from penstock.engine.events import (
     ChunkRecord,
     Event,
@@ -98,7 +97,7 @@ class Run:
         sizer: ChunkSizer | None = None,
         reuse: Reuse | None = None,
         tokenizer: Tokenizer | None = None,
-        constraint: TokenConstraint | None = None,
+        constraint: "TokenConstraint | None" = None,
         depth: int | None = None,
     ) -> None:
         """With `reuse`, which is of `space`, what is known of the prompt is not read again. `chunk_ends` cuts the
@@ -274,6 +273,7 @@ def _schedule_of(
 
 
 if TYPE_CHECKING:
+    from penstock.engine.constraint import TokenConstraint
     from penstock.engine.llm import LLM
 
 ProgressCallback = Callable[[Progress], None]

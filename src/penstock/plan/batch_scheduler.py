@@ -306,6 +306,8 @@ class BatchScheduler:
 
     def _admit(self, max_running: int) -> None:
         """Let requests run that wait and have room."""
+        if not self._waiting:
+            return
         num_room = self.num_free_blocks - sum(request.num_wanted for request in self._running)
         if self._waiting and not self._running:
             # It can run alone: what it lacks is held by others that wait, later than it, and they give way.
@@ -347,6 +349,9 @@ class BatchScheduler:
         decodes: Sequence[TrackedRequest] = (),
         held: Sequence[TrackedRequest] = (),
     ) -> list[_Choice]:
+        if not prompts:
+            self._budget.decision = None
+            return []
         by_turn = sorted(prompts, key=_by_turn)
         if self._budget.is_shrunk and self.config.chunk_size == 0:
             by_turn = by_turn[:1]
@@ -504,9 +509,10 @@ class BatchScheduler:
             )
 
     def _check_oldest(self, plan: StepPlan) -> None:
+        if self._flight and self._flight[0].plan is plan:
+            return
         self._check_issued(plan, "committed")
-        if self._flight[0].plan is not plan:
-            raise StepOrderError("a step cannot be committed before those that were issued before it")
+        raise StepOrderError("a step cannot be committed before those that were issued before it")
 
 
 @dataclass(frozen=True, slots=True)

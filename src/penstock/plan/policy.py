@@ -1,6 +1,6 @@
 """How steps are shared among many requests: the policy, the budgets, and the waits that follow from them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
@@ -180,9 +180,6 @@ class Turns:
         self, *, has_decodes: bool, has_chunks: bool, decodes_wait: bool, prompts_wait: bool
     ) -> "Turns":
         """The turn after a step that has these, while these have to wait."""
-        return replace(
-            self,
-            chunks_were_last=has_chunks,
-            num_chunk_steps=self.num_chunk_steps + 1 if decodes_wait and not has_decodes else 0,
-            num_decode_steps=self.num_decode_steps + 1 if prompts_wait and not has_chunks else 0,
-        )
+        num_chunk_steps = self.num_chunk_steps + 1 if decodes_wait and not has_decodes else 0
+        num_decode_steps = self.num_decode_steps + 1 if prompts_wait and not has_chunks else 0
+        return Turns(self.config, has_chunks, num_chunk_steps, num_decode_steps)
