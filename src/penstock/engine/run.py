@@ -60,7 +60,6 @@ class StepResult:
     span: Span
     is_prompt: bool
     token: int | None  # sampled after the span, where it ended the sequence
-    seconds: float
 
 
 class _Inbox:
@@ -220,7 +219,7 @@ class Run:
             raise self._inbox.failure
         (span,) = record.spans
         token = self._job.tokens[-1] if self._job.num_generated > num_before else None
-        return StepResult(Span(span.start, span.end), span.kind is SpanKind.CHUNK, token, record.seconds)
+        return StepResult(Span(span.start, span.end), span.kind is SpanKind.CHUNK, token)
 
     def cancel(self) -> None:
         """Stop between steps and free everything."""
