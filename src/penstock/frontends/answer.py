@@ -113,8 +113,8 @@ def fetch(model: str, display: Display) -> Path:
 @contextlib.contextmanager
 def loaded(model: str, display: Display, settings: "EngineSettings | None" = None) -> Iterator["LLM"]:
     """The model for a while, downloaded where it must be. At the end, what was read is in the cache folder, where one
-    is in use; what is wrong with that folder is told as a warning."""
-    with display.warnings("penstock.cache"):
+    is in use; what is wrong with that folder, and kernels that cannot be had, are told as warnings."""
+    with display.warnings("penstock.cache"), display.warnings("penstock.kernels"):
         path = fetch(model, display)
         with display.busy(f"loading {shortened(model, 60)}"):
             from penstock.engine.llm import LLM

@@ -44,15 +44,18 @@ class Display:
 
     @contextlib.contextmanager
     def warnings(self, name: str) -> Iterator[None]:
-        """Show the warnings of this logger meanwhile, in place of those who would otherwise."""
+        """Show what this logger says meanwhile, in place of those who would otherwise show its warnings."""
         logger, handler = logging.getLogger(name), _Warnings(self.note)
-        before, logger.propagate = logger.propagate, False
+        before = logger.propagate, logger.level
+        logger.propagate = False
+        logger.setLevel(logging.INFO)
         logger.addHandler(handler)
         try:
             yield
         finally:
             logger.removeHandler(handler)
-            logger.propagate = before
+            logger.propagate = before[0]
+            logger.setLevel(before[1])
 
     @contextlib.contextmanager
     def downloads(self) -> Iterator[Report | None]:
@@ -178,11 +181,12 @@ class TerminalDisplay(Display):
 
 class _Warnings(logging.Handler):
     def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__(logging.WARNING)
+        super().__init__()
         self._note = note
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._note(f"penstock: warning: {record.getMessage()}")
+        kind = "penstock: warning: " if record.levelno >= logging.WARNING else ""
+        self._note(f"{kind}{record.getMessage()}")
 
 
 class _Facts(ProgressColumn):

@@ -1,6 +1,7 @@
 """What a device must be able to compute, and the back ends that there are. Plain tensors in, plain tensors out; of a
 cache, kernels see a layer's keys, values and states."""
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -20,6 +21,8 @@ from penstock.kernels.spans import AttentionWork, StateWork, Work, WrittenPlaces
 from penstock.plan.grids import RowLaw
 from penstock.plan.settings import KERNELS, KERNELS_VARIABLE
 from penstock.plan.step import KernelKind
+
+_log = logging.getLogger("penstock.kernels")
 
 
 @dataclass(frozen=True)
@@ -256,6 +259,7 @@ def select_kernels(device: torch.device, choice: str | None = None) -> Kernels:
         return _made(name, device)
     except KernelsUnavailableError as error:
         if choice == "auto":
+            _log.warning("the %s kernels are not used, and torch computes everything: %s", name, error)
             return _made(REFERENCE, device)
         raise SettingError(KERNELS_VARIABLE, choice, where="here", because=str(error)) from error
 

@@ -1,18 +1,27 @@
 """Compiles the native kernels for this machine, where it has a compiler and its processor can run them.
 
 They are never required: without them, `NativeUnavailableError` says why, and torch computes everything. The library
-lies in the package's folder, or in the cache folder where that cannot be written, under a name that stands for the
-sources, the compiler and the processor.
+lies in the package's folder, or in the cache folder where that cannot be written:
+
+    <folder>/penstock-<digest>.so          the library; the digest stands for sources, compiler and processor
+    <folder>/penstock-<digest>.failed      why there is none: it is not compiled again until the digest changes
+    <folder>/building.lock                 locked by the only process that compiles
+    <folder>/<another folder>              what it compiles in, or what is left of one that was killed
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -36,16 +45,30 @@ _FLAGS = (
 )
 _COMPILERS = ("c++", "g++", "clang++")
 _NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
-_LONGEST_BUILD_S = 300
+# Of a start. Whoever compiles them by a command has more patience.
+_LONGEST_BUILD_S = 300.0
+_LONGEST_RETRY_S = 3600.0
+_LONGEST_WAIT_S = 60.0  # for another process that compiles
+_RETRY = "python -m penstock.kernels.native.build"
+# Runs a command in a process group that ends, compilers under the command included, when standard input does: that is
+# a pipe, whose other end a parent holds for as long as it lives.
+_GROUP = """exec 3<&0; { read -r _ <&3; kill -9 0; } >/dev/null 2>&1 & watcher=$!
+"$@" 3<&- </dev/null; status=$?; kill $watcher; wait $watcher; exit $status"""
+_log = logging.getLogger("penstock.kernels")
 
 
 class NativeUnavailableError(KernelsUnavailableError):
     """The native kernels cannot be used here."""
 
 
+class _BusyError(Exception):
+    """Another process compiles."""
+
+
 @functools.cache
-def native_library() -> ctypes.CDLL:
-    """The compiled kernels; built first if they are not there."""
+def native_library(is_retry: bool = False) -> ctypes.CDLL:
+    """The compiled kernels; built first if they are not there. A build that failed is not tried again before its
+    sources or its compiler change, or with `is_retry`."""
     flags = processor_flags()
     missing = [flag for flag in _NEEDED if flag not in flags]
     if missing:
@@ -54,15 +77,16 @@ def native_library() -> ctypes.CDLL:
     if compiler is None:
         raise NativeUnavailableError(f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is found")
     name = f"penstock-{_digest(compiler, flags)}.so"
-    folders = (SOURCES / "built", cache_home() / "native")
-    for folder in folders:
-        if (folder / name).exists():
-            return _load(folder / name)
-    for folder in folders:
-        if _is_writable(folder):
-            _build(compiler, folder / name)
-            return _load(folder / name)
-    raise NativeUnavailableError(f"neither {folders[0]} nor {folders[1]} can be written")
+    paths = [folder / name for folder in (SOURCES / "built", cache_home() / "native")]
+    reasons = []
+    for path in (*filter(Path.exists, paths), *paths):
+        try:
+            return _load(path if path.exists() else _built(compiler, path, is_retry=is_retry))
+        except _BusyError:
+            raise NativeUnavailableError("another process is still compiling them") from None
+        except OSError as error:  # a folder that cannot be written or locked
+            reasons.append(str(error))
+    raise NativeUnavailableError(f"there is no folder to compile them in: {'; '.join(reasons)}")
 
 
 def _digest(compiler: str, flags: frozenset[str]) -> str:
@@ -78,30 +102,73 @@ def _version(compiler: str) -> str:
         raise NativeUnavailableError(f"the compiler {compiler} cannot be run: {error}") from error
 
 
-def _is_writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
+def _built(compiler: str, path: Path, *, is_retry: bool) -> Path:
+    """Compile, unless another process has done so meanwhile or it has failed before. An `OSError` is the folder's."""
+    failed = path.with_suffix(".failed")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_name("building.lock"), _LONGEST_RETRY_S if is_retry else _LONGEST_WAIT_S):
+        if path.exists():
+            return path
+        if is_retry or not failed.exists():
+            for left in filter(Path.is_dir, path.parent.iterdir()):  # by builders that were killed
+                shutil.rmtree(left, ignore_errors=True)
+            reason = _compile(compiler, path, _LONGEST_RETRY_S if is_retry else _LONGEST_BUILD_S)
+            if reason is None:
+                failed.unlink(missing_ok=True)
+                return path
+            failed.write_text(reason)
+        raise NativeUnavailableError(f"{failed.read_text()} ({_RETRY} tries again)")
 
 
-def _build(compiler: str, path: Path) -> None:
-    """Compile to a file of its own, then rename: another process may be doing the same."""
+@contextlib.contextmanager
+def _locked(path: Path, wait_s: float) -> Iterator[None]:
+    """Lock a file, which ends with the process at the latest."""
+    import fcntl  # absent on Windows, where nothing gets here
+
+    end, is_told = time.monotonic() + wait_s, False
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    raise _BusyError from None
+                if not is_told:
+                    _log.info("waiting for another process that is compiling the native kernels")
+                is_told = True
+            time.sleep(0.1)
+        yield
+
+
+def _compile(compiler: str, path: Path, longest_s: float) -> str | None:
+    """Compile in a folder of its own, then rename. Returns why it failed."""
+    _log.info("compiling the native kernels for this machine, once; this takes a minute or so")
     sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        out = Path(folder) / path.name
-        command = [compiler, *_FLAGS, "-o", str(out), *sources]
-        try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=_LONGEST_BUILD_S
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NativeUnavailableError(f"compiling them failed: {error}") from error
-        if done.returncode != 0:
-            lines = [line for line in done.stderr.splitlines() if "error" in line] or ["it said nothing"]
-            raise NativeUnavailableError(f"compiling them with {compiler} failed: {lines[0]}")
+    with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
+        out, said = Path(folder) / path.name, Path(folder) / "said.txt"
+        command = ["sh", "-c", _GROUP, "sh", compiler, *_FLAGS, "-o", str(out), *sources]
+        with (
+            said.open("w") as file,
+            subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=file,
+                env=os.environ | {"TMPDIR": folder},
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                status = process.wait(longest_s)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                return f"compiling them with {compiler} took more than {longest_s:g} s"
+        if status != 0:
+            lines = [line for line in said.read_text(errors="replace").splitlines() if "error" in line]
+            return f"compiling them with {compiler} failed: {lines[0] if lines else 'it said nothing'}"
         os.replace(out, path)
+    return None
 
 
 def _load(path: Path) -> ctypes.CDLL:
@@ -113,9 +180,9 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def main() -> int:
-    """Build them now, and say what became of it: installing calls this."""
+    """Build them now, even where that failed before, and say what became of it: installing calls this."""
     try:
-        native_library()
+        native_library(is_retry=True)
     except NativeUnavailableError as error:
         print(f"the native kernels are not used: {error}; torch computes everything", file=sys.stderr)
     return 0
