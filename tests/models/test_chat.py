@@ -1,13 +1,21 @@
-"""Templates render as in transformers, and cannot reach out of their sandbox."""
+"""Templates render as in transformers, and what they do to their process is not done to ours."""
 
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
 import time
-import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.errors import ModelFileError, PromptError
+from penstock.models.text import chat
 from penstock.models.text.chat import ChatTemplate
 
 MESSAGES = [
@@ -26,7 +34,8 @@ TEMPLATES = [
     "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ loop.last }}{{ loop.nextitem }}{% endfor %}",
     "{% macro two(x) %}{{ x }}{{ x }}{% endmacro %}{{ two(messages[1].content.split(' ')[-1] | upper) }}",
     "{{ messages[1].content | replace('a', 'o') | indent(4) }}{{ ['a', 'b'] | join(', ') }}{{ 'x'.join('abc') }}",
-    "{{ strftime_now('%Y') }} {{ dict(a=1) }} {{ messages[1:] | map(attribute='role') | join }}",
+    "{{ strftime_now('%Y %Z') }} {{ dict(a=1) }} {{ messages[1:] | map(attribute='role') | join }}",
+    "{% set ns = namespace(self=1, b=messages) %}{{ ns.self }}{{ ns.b[1].content }}{{ '\\ud800' | length }}",
 ]
 
 
@@ -46,6 +55,7 @@ def test_a_template_may_refuse_messages() -> None:
         template.render(MESSAGES)
 
 
+# Faults of a template, attempts to reach out, and files, programs and modules for one that did.
 @pytest.mark.parametrize(
     "template",
     [
@@ -56,66 +66,192 @@ def test_a_template_may_refuse_messages() -> None:
         "{{ messages.append(1) }}",
         "{% include 'etc' %}",
         "{% for i in range(10000000) %}{% endfor %}",
+        "{{ namespace(_x=1) }}",
+        "{% set ns = namespace() %}{% set ns._x = 1 %}",
+        "{{ 'a'.encode('idna') }}",  # a module that is not loaded yet
+        "{{ '" + "(" * 5000 + "' ~ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     ],
 )
 def test_a_template_that_fails_or_reaches_out_is_an_error(template: str) -> None:
-    with pytest.raises(ModelFileError, match="chat template fails"):
+    with pytest.raises(ModelFileError, match=r"chat template fails: .*$") as raised:
         ChatTemplate(template, {}).render(MESSAGES)
+    assert "\n" not in str(raised.value)
 
 
-GROWING = [
-    "ns.x + ns.x",
-    "ns.x ~ ns.x",
-    "ns.x * 2",
-    "ns.x | replace('a', 'aa')",
-    "ns.x.replace('a', 'aa')",
-    "[ns.x, ns.x] | join",
-    "''.join([ns.x, ns.x])",
+def loop(turns: int, body: str, start: str = "'a'") -> str:
+    return f"{{% set ns = namespace(x={start}, y=[]) %}}{{% for i in range({turns}) %}}{body}{{% endfor %}}"
+
+
+NESTED = loop(200, "{% set ns.x = [ns.x, ns.x] %}{% set ns.y = [ns.y, ns.y] %}", "[]")
+LONG = "{% set x = 'ab' * 10**6 %}"
+HOSTILE = [
+    "{{ 'a' * 10**10 }}",
+    "{{ [1] * 10**10 }}",
+    "{{ ([1] * 10**7) | tojson | length }}{{ 'x' * 10**8 }}",
+    "{{ 10 ** (10**10) }}",
+    "{% set x = 10 ** (10**6) %}{% for i in range(99999) %}{% set y = x * x %}{% endfor %}",
+    "{% for i in range(10**9) %}x{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "{% for i in range(99999) %}{% for j in range(99999) %}xx{% endfor %}{% endfor %}",
+    "{% set x = 'a' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
+    *(
+        loop(60, f"{{% set ns.x = {grown} %}}")
+        for grown in (
+            "ns.x + ns.x",
+            "ns.x ~ ns.x",
+            "ns.x * 2",
+            "ns.x | replace('a', 'aa')",
+            "ns.x.replace('a', 'aa')",
+            "[ns.x, ns.x] | join",
+            "''.join([ns.x, ns.x])",
+            "'%s%s' % (ns.x, ns.x)",
+            "'{0}{0}'.format(ns.x)",
+            "[ns.x, ns.x] | tojson",
+        )
+    ),
+    "{{ 'a' | center(10**10) }}",
+    "{{ 'a'.ljust(10**10) }}",
+    "{{ ('\\t' * 10**4).expandtabs(10**6) }}",
+    "{{ '%9999999999d' % 1 }}",
+    "{{ '%*d' % (10**10, 1) }}",
+    "{{ '%9999999999d' | format(1) }}",
+    "{{ '{:9999999999}'.format(1) }}",
+    "{{ '{:{width}}'.format(1, width=10**10) }}",
+    "{{ [1] | tojson(indent=10**10) }}",
+    "{{ lipsum(n=10**6) }}",
+    NESTED + "{{ ns.x == ns.y }}",
+    NESTED + "{{ ns.x | string }}",
+    LONG + "{% for i in range(99999) %}{% if x[1:] == x[:-1] %}{% endif %}{% endfor %}",
+    LONG + "{% for i in range(99999) %}{% if x.find('ba' * 10**5 + 'c') %}{% endif %}{% endfor %}",
+    LONG + "{% for i in range(99999) %}{% if x.count('a') and x.split('a') %}{% endif %}{% endfor %}",
+    LONG + "{{ x | list | map('string') | groupby('x') | sort | unique | join(x) }}",
+    LONG + "{% for i in range(99999) %}{% if (x | list | sort)[0] %}{% endif %}{% endfor %}",
+    LONG + "{{ x | wordwrap(1) | urlize | xmlattr }}{{ x | list | batch(1) | list | pprint }}",
 ]
 
 
-@pytest.mark.parametrize(
-    "template",
-    [
-        "{{ 'a' * 10**10 }}",
-        "{{ [1] * 10**10 }}",
-        "{{ 10 ** (10**10) }}",
-        "{% for i in range(10**9) %}x{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for i in range(99999) %}{% for j in range(99999) %}xx{% endfor %}{% endfor %}",
-        "{% set x = 'a' %}" + "{% set x %}{{ x }}{{ x }}{% endset %}" * 60,
-        *(
-            "{% set ns = namespace(x='a') %}{% for i in range(60) %}{% set ns.x = "
-            + grown
-            + " %}{% endfor %}"
-            for grown in GROWING
-        ),
-        "{{ 'a' | center(10**10) }}",
-        "{{ 'a'.ljust(10**10) }}",
-        "{{ '%9999999999d' % 1 }}",
-        "{{ '%*d' % (10**10, 1) }}",
-        "{{ '%9999999999d' | format(1) }}",
-        "{{ '{:9999999999}'.format(1) }}",
-        "{{ '{:{width}}'.format(1, width=10**10) }}",
-        "{{ [1] | tojson(indent=10**10) }}",
-        "{{ lipsum(n=10**6) }}",
-    ],
-)
-def test_a_template_without_bounds_is_an_error_and_not_a_hang(template: str) -> None:
-    started = time.monotonic()
-    tracemalloc.start()
-    try:
-        with pytest.raises(ModelFileError, match=r"chat template fails: (?!MemoryError)"):
+def peak_bytes() -> int:
+    """Of this process: what a template takes is its own process's."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@pytest.mark.parametrize("template", HOSTILE)
+def test_a_template_without_bounds_is_an_error_and_not_a_hang(
+    template: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert ChatTemplate("{{ messages[0].role }}", {}).render(MESSAGES) == "system"  # whatever came before
+    monkeypatch.setattr(chat, "LIMIT_S", 0.5)
+    started, before = time.monotonic(), peak_bytes()
+    with pytest.raises(ModelFileError, match=r"chat template fails: .+$"):
+        ChatTemplate(template, {}).render(MESSAGES)
+    assert time.monotonic() - started < 10
+    assert peak_bytes() - before < 256 << 20
+
+
+WORDS = """
+{{ }} {% %} {%- -%} {# #} for in endfor if endif set endset macro endmacro = == ( ) [ ] { } : , . | ~ + * ** % -
+< ' 'a' x messages messages[0] loop loop.index range( namespace( cycler( 1 0 10**9 1e308 join tojson replace( sort
+map( upper __class__ __init__ break continue generation endgeneration raw include import extends block call filter
+"""
+PIECES = WORDS.split()
+
+
+def test_random_templates_give_a_text_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat, "LIMIT_S", 2.0)
+    rng = random.Random(0)
+    errors = []
+    for _ in range(400):
+        sound = rng.choice([*TEMPLATES, HOSTILE[0]])
+        at = rng.randrange(len(sound))
+        changed = sound[:at] + rng.choice(PIECES) + sound[at + rng.randrange(9) :]
+        template = rng.choice([changed, " ".join(rng.choices(PIECES, k=rng.randrange(1, 20)))])
+        started = time.monotonic()
+        try:
             ChatTemplate(template, {}).render(MESSAGES)
-        assert tracemalloc.get_traced_memory()[1] < 1 << 30
-    finally:
-        tracemalloc.stop()
-    assert time.monotonic() - started < 120
+        except (ModelFileError, PromptError) as error:
+            errors.append(str(error))
+        assert time.monotonic() - started < 10, template
+    assert 100 < len(errors) < 400
+    assert all(len(error.splitlines()) == 1 and len(error) < 1000 for error in errors)
+
+
+def test_a_process_stays_and_is_replaced_where_it_died() -> None:
+    def process_of(template: str = "x") -> int:
+        ChatTemplate(template, {}).render(MESSAGES)
+        assert chat._process._process is not None
+        return chat._process._process.pid
+
+    first = process_of()
+    assert process_of("y") == first
+    os.kill(first, signal.SIGKILL)
+    os.waitid(os.P_PID, first, os.WEXITED | os.WNOWAIT)
+    assert process_of() != first
+
+
+def test_it_opens_nothing_and_loads_no_torch() -> None:
+    ChatTemplate("x", {}).render(MESSAGES)
+    assert chat._process._process is not None
+    folder = Path(f"/proc/{chat._process._process.pid}")
+    assert "torch" not in (folder / "maps").read_text()
+    assert sorted(file.name for file in (folder / "fd").iterdir()) == ["0", "1", "2"]
+    (files,) = [line for line in (folder / "limits").read_text().splitlines() if "open files" in line]
+    assert files.split()[3] == "3"
+
+
+def test_threads_share_it() -> None:
+    def render(index: int) -> str:
+        return ChatTemplate(f"{{{{ messages[0].content }}}} {index % 7}", {}).render(
+            [{"content": "x" * index}]
+        )
+
+    with ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(render, range(0, 20_000, 100)))
+    assert texts == ["x" * index + f" {index % 7}" for index in range(0, 20_000, 100)]
+
+
+def test_a_process_that_was_forked_off_has_its_own() -> None:
+    ChatTemplate("x", {}).render(MESSAGES)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if ChatTemplate("y", {}).render(MESSAGES) == "y" else 1)
+    assert ChatTemplate("z", {}).render(MESSAGES) == "z"
+    assert os.waitpid(child, 0)[1] == 0
+
+
+OWNER = """
+import sys, threading, time
+from penstock.models.text import chat
+chat.LIMIT_S = 1
+chat.ChatTemplate("x", {}).render([])
+print(chat._process._process.pid, flush=True)
+if sys.argv[1] == "busy":
+    chat.ChatTemplate("{{ 9**9**9 }}", {}).render([])
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("kind", ["idle", "busy"])
+def test_it_ends_with_the_process_that_started_it(kind: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", OWNER, kind], stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        renderer = Path(f"/proc/{owner.stdout.readline().strip()}")
+        time.sleep(0.3)  # it has begun
+        assert renderer.exists()
+        owner.kill()
+    deadline = time.monotonic() + 9
+    while renderer.exists() and "(zombie)" not in (renderer / "status").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_long_conversations_are_within_bounds() -> None:
     template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] ~ '\n' + (m['content'] | trim) }}\n{% endfor %}"
     )
-    long = [{"role": "user", "content": "x" * 10_000_000}, *({"role": "user", "content": "y"},) * 20_000]
+    long = [{"role": "user", "content": "é" * 10_000_000}, *({"role": "user", "content": "y"},) * 20_000]
     assert len(ChatTemplate(template, {}).render(long)) > 10_000_000
+
+
+def test_messages_of_anything_else_are_refused() -> None:
+    with pytest.raises(PromptError, match="messages"):
+        ChatTemplate("x", {}).render([{"role": "user", "content": object()}])  # type: ignore[dict-item]

@@ -1,30 +1,33 @@
-"""Chat templates, rendered as transformers renders them: Jinja in a sandbox."""
+"""Chat templates, which are a file's code: rendered as transformers renders them, in a process that may be lost."""
 
+import atexit
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
-from functools import cached_property
-from types import CodeType
-from typing import Any
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-
-from penstock.errors import ModelFileError, PromptError
+from penstock.errors import ModelError, ModelFileError, PromptError
 from penstock.models.reading import first_line
-from penstock.models.text.sandbox import BoundedEnvironment
 
-# What a template may spend, see `BoundedEnvironment`: so much, and more where it is given more.
-_BUDGET = 64 << 20
-_BUDGET_PER_CHARACTER = 32
+MAX_TEMPLATE_BYTES = 1 << 20
+LIMIT_S = 5.0
+# What a template may make: so much, and more where it is given more.
+_MAX_TEXT = 1 << 20
+_MAX_TEXT_PER_BYTE = 16
+_LENGTH = struct.Struct("<Q")
+_START = "import sys; sys.path[:] = sys.argv[1:]; from penstock.models.text.sandbox import serve; serve()"
 
 
 class ChatTemplate:
     """A template and the special tokens that it may name, such as `bos_token`."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        if len(source) > MAX_TEMPLATE_BYTES:
+            raise ModelFileError(f"the model's chat template is absurdly large: {len(source)} characters")
         self.source = source
         self._special_tokens = dict(special_tokens)
 
@@ -36,74 +39,103 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
             **self._special_tokens,
         }
-        num_given = sum(len(str(text)) for message in messages for text in message.values())
-        environment = _environment(_BUDGET + _BUDGET_PER_CHARACTER * num_given)
         try:
-            template = jinja2.Template.from_code(environment, self._code, environment.globals)
-            parts = []
-            for part in template.generate(values):
-                environment.spend(len(part))
-                parts.append(part)
-            return "".join(parts)
-        except _Refusal as error:
-            raise PromptError(
-                f"the model's chat template refuses these messages: {first_line(error)}"
-            ) from error
-        except Exception as error:  # the template is the file's code, and may fail in any way
-            raise ModelFileError(f"the model's chat template fails: {first_line(error)}") from error
-
-    @cached_property
-    def _code(self) -> CodeType:
-        return _environment(_BUDGET).compile(self.source)
+            given = json.dumps(values)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise PromptError(f"a chat's messages are text, or lists and objects of it: {error}") from error
+        return _process.render(self.source, given)
 
 
-def _environment(budget: int) -> BoundedEnvironment:
-    environment = BoundedEnvironment(
-        budget,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_GenerationTag, jinja2.ext.loopcontrols],
-    )
-    environment.filters["tojson"] = environment.paid(_to_json)
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
+class _TemplateProcess:
+    """Started when the first template is rendered; replaced when it dies or takes too long. It ends with this
+    process: its requests end, or its own clock runs out."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """In a process that was forked off, where the pipes are another's."""
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def render(self, template: str, values: str) -> str:
+        max_characters = _MAX_TEXT + _MAX_TEXT_PER_BYTE * len(values)
+        limits = f'"limit_s": {LIMIT_S + 1}, "max_characters": {max_characters}'
+        request = f'{{"template": {json.dumps(template)}, "values": {values}, {limits}}}'.encode()
+        with self._lock:
+            answer = self._ask(request, max_bytes=1 + 4 * max_characters)
+        kind, text = answer[:1], answer[1:].decode(errors="surrogatepass")
+        if kind == b"T":
+            return text
+        what = first_line(Exception(text))
+        if kind == b"R":
+            raise PromptError(f"the model's chat template refuses these messages: {what}")
+        raise _failure(what)
+
+    def _ask(self, request: bytes, max_bytes: int) -> bytes:
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        is_late = threading.Event()
+
+        def end() -> None:
+            is_late.set()
+            process.kill()
+
+        clock = threading.Timer(LIMIT_S, end)
+        clock.daemon = True
+        answer = b""
+        try:
+            clock.start()
+            with contextlib.suppress(OSError):  # it died
+                process.stdin.write(_LENGTH.pack(len(request)) + request)
+                process.stdin.flush()
+                size = process.stdout.read(_LENGTH.size)
+                num_bytes = _LENGTH.unpack(size)[0] if len(size) == _LENGTH.size else 0
+                answer = process.stdout.read(num_bytes) if num_bytes <= max_bytes else b""
+                if len(answer) != num_bytes:
+                    answer = b""
+            clock.cancel()
+            clock.join()
+        except BaseException:
+            clock.cancel()
+            self.stop()
+            raise
+        if not answer or is_late.is_set():
+            self.stop()
+            raise _failure(f"it takes more than {LIMIT_S:g} s" if is_late.is_set() else "its process died")
+        return answer
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()
+        if self._process is None:
+            path = [os.path.abspath(folder) for folder in sys.path]
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-ISc", _START, *path],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # an interrupt is for this process alone
+                )
+            except (OSError, ValueError) as error:
+                raise ModelError(f"cannot start a process for the model's chat template: {error}") from error
+        return self._process
+
+    def stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            with contextlib.suppress(OSError):  # what was not written yet
+                process.communicate()
 
 
-class _Refusal(jinja2.TemplateError):
-    """The template called `raise_exception`."""
+def _failure(what: str) -> ModelFileError:
+    return ModelFileError(f"the model's chat template fails: {what}")
 
 
-class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; here it only passes them through."""
-
-    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_pass_through"), [], [], body).set_lineno(line)
-
-    def _pass_through(self, caller: Callable[[], str]) -> str:
-        return caller()
-
-
-def _refuse(message: str) -> None:
-    raise _Refusal(message)
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    # Jinja's own filter escapes HTML characters.
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
+_process = _TemplateProcess()
+atexit.register(_process.stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_process.forget)

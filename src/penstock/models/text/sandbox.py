@@ -1,137 +1,154 @@
-"""The sandbox of chat templates: Jinja's own keeps a template from reaching out, and here it is kept from taking
-time and memory without bound."""
+"""The process that chat templates run in: transformers' environment of Jinja, with a limit on memory and time and no
+files. `chat.py` starts it, and nothing of torch is imported here.
 
-import functools
-import re
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+A message is its length in 8 bytes, then its bytes. Requests are JSON; an answer is a letter and a text: T for the
+prompt's text, R where the template refuses the messages, F where it fails.
+"""
 
-import jinja2.exceptions
+import contextlib
+import json
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, BinaryIO
+
+import jinja2
+import jinja2.debug  # Jinja imports it where a template fails, and by then no file can be opened
+import jinja2.ext
 import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
-import jinja2.visitor
-from jinja2.runtime import Context
+import jinja2.utils
 
-_STEP = 64  # what a turn of a loop or a call costs, in characters
-_WIDE = re.compile(r"\d{6}")  # in a format, a field of a hundred thousand characters or more
-
-
-class BoundedEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """For one rendering. Characters and list elements that are made, turns of loops and calls are all paid for
-    before they happen, out of `budget`."""
-
-    intercepted_binops = frozenset({"+", "*", "**", "%"})
-
-    def __init__(self, budget: int = 0, **options: Any) -> None:
-        super().__init__(finalize=self._output, **options)
-        self._left = budget
-        del self.globals["lipsum"]  # whole pages of text
-        self.filters = {name: self.paid(function) for name, function in self.filters.items()}
-        self.filters[_TURNS] = self._turns
-
-    def spend(self, amount: int) -> None:
-        self._left -= amount
-        if self._left < 0:
-            raise jinja2.exceptions.SecurityError("it makes more text, or takes more steps, than any needs")
-
-    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        match operator:
-            case "+":
-                self.spend(_size(left) + _size(right))
-            case "*" if isinstance(left, int) and isinstance(right, int):
-                self.spend(left.bit_length() + right.bit_length())
-            case "*":
-                self.spend(_size(left) * _number(right) + _size(right) * _number(left))
-            case "**" if isinstance(left, int):
-                self.spend(left.bit_length() * _number(right))
-            case "%" if isinstance(left, str):
-                self._check_format(left)
-                fields = right if isinstance(right, tuple) else (right,)
-                self.spend(len(left) + sum(_size(field) + _number(field) for field in fields))
-        return super().call_binop(context, operator, left, right)
-
-    # Named as in Jinja, so that no keyword argument of the template's collides.
-    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        __self._pay(getattr(__obj, "__name__", ""), (getattr(__obj, "__self__", None), *args), kwargs)
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        return attr not in ("expandtabs", "translate") and super().is_safe_attribute(obj, attr, value)
-
-    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        wrapped = super().wrap_str_format(value)
-        if wrapped is not None:
-            self._check_format(value.__self__)
-        return wrapped
-
-    def _generate(self, source: jinja2.nodes.Template, *args: Any, **kwargs: Any) -> str:
-        return super()._generate(_Metered().visit(source), *args, **kwargs)
-
-    def _output(self, value: Any) -> Any:
-        self.spend(_size(value))
-        return value
-
-    def _turns(self, items: Iterable[Any]) -> Iterator[Any]:
-        for item in items:
-            self.spend(_STEP)
-            yield item
-
-    def paid(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A filter that costs what a call does."""
-
-        @functools.wraps(function)
-        def paid(*args: Any, **kwargs: Any) -> Any:
-            self._pay(function.__name__.removeprefix("do_"), args, kwargs)
-            return function(*args, **kwargs)
-
-        return paid
-
-    def _pay(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """For a call: widths, counts and the like are numbers, and two kinds of text can be multiplied."""
-        values = (*args, *kwargs.values())
-        self.spend(_STEP + sum(_number(value) for value in values))
-        texts = [value for value in values if isinstance(value, str)]
-        if name == "format" and texts:
-            self._check_format(texts[0])
-        if name == "replace" and len(texts) > 2:
-            self.spend(
-                len(texts[0]) + (texts[0].count(texts[1]) if texts[1] else len(texts[0])) * len(texts[2])
-            )
-        if name == "join":
-            separator = max(map(len, texts), default=0)
-            for value in values:
-                if isinstance(value, list | tuple):
-                    self.spend(sum(_size(item) + separator for item in value))
-
-    def _check_format(self, text: str) -> None:
-        if _WIDE.search(text):
-            raise jinja2.exceptions.SecurityError("it formats a value in a field that is absurdly wide")
+LENGTH = struct.Struct("<Q")
+_MEMORY_BYTES = 512 << 20
+_MEMORY_PER_BYTE = 16  # of a request
 
 
-_TURNS = "penstock turns"  # no name that a template could write
+def serve() -> None:
+    """Answer requests until there are no more."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    _environment().from_string(
+        "{{ strftime_now('%Z') }}{{ 1 / 0 if messages }}"
+    ).render()  # what is loaded late
+    _limit("NOFILE", 3)
+    _limit("NPROC", 0)
+    _limit("FSIZE", 0)
+    _limit("CORE", 0)
+    while message := _receive(requests):
+        _limit("AS", _MEMORY_BYTES + _MEMORY_PER_BYTE * len(message))
+        request = json.loads(message)
+        if clock := getattr(signal, "setitimer", None):  # should nobody be left to end this process
+            clock(signal.ITIMER_REAL, request["limit_s"])
+        answer = _answer(request)
+        if clock:
+            clock(signal.ITIMER_REAL, 0)
+        answers.write(LENGTH.pack(len(answer)) + answer)
+        answers.flush()
 
 
-class _Metered(jinja2.visitor.NodeTransformer):
-    """A template in which loops count their turns and `~` is `+` of texts."""
-
-    def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.iter = _filtered(node.iter, _TURNS)
-        return node
-
-    def visit_Concat(self, node: jinja2.nodes.Concat) -> jinja2.nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        texts = [_filtered(part, "string") for part in node.nodes]
-        return functools.reduce(lambda left, right: jinja2.nodes.Add(left, right, lineno=node.lineno), texts)
-
-
-def _filtered(node: jinja2.nodes.Node, name: str) -> jinja2.nodes.Expr:
-    return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+def _answer(request: dict[str, Any]) -> bytes:
+    try:
+        text = _compiled(request["template"]).render(request["values"])
+        if len(text) > request["max_characters"]:
+            return b"F" + f"it makes a text of {len(text)} characters".encode()
+        return b"T" + text.encode(errors="surrogatepass")
+    except _RefusalError as error:
+        return b"R" + _said(error)
+    except MemoryError:
+        return b"F" + f"it takes more than {_MEMORY_BYTES >> 20} MiB of memory".encode()
+    except Exception as error:  # the template is the file's code, and may fail in any way
+        return b"F" + _said(error)
 
 
-def _size(value: Any) -> int:
-    return len(value) if isinstance(value, str | list | tuple | dict) else 0
+def _said(error: Exception) -> bytes:
+    return (str(error)[:1000] or type(error).__name__).encode(errors="replace")
 
 
-def _number(value: Any) -> int:
-    return abs(value) if isinstance(value, int) else 0
+def _receive(stream: BinaryIO) -> bytes:
+    size = stream.read(LENGTH.size)
+    return stream.read(*LENGTH.unpack(size)) if len(size) == LENGTH.size else b""
+
+
+def _limit(what: str, most: int) -> None:
+    with contextlib.suppress(ImportError, AttributeError, ValueError, OSError):  # where the system has none
+        import resource
+
+        kind = getattr(resource, f"RLIMIT_{what}")
+        hard = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (most, hard if what == "AS" else most))
+
+
+class _RefusalError(jinja2.TemplateError):
+    """The template called `raise_exception`."""
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; here it only passes them through."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_pass_through"), [], [], body).set_lineno(line)
+
+    def _pass_through(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+class _Namespace(jinja2.utils.Namespace):
+    """Without names that Python has a use for."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may have a variable called self
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _Namespace._check(name)
+        jinja2.utils.Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _Namespace._check(name)
+        super().__setitem__(name, value)
+
+    @staticmethod
+    def _check(name: str) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace may not have {name!r}")
+
+
+@lru_cache(maxsize=4)
+def _compiled(template: str) -> jinja2.Template:
+    return _environment().from_string(template)
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": lambda pattern: datetime.now().strftime(pattern),
+        "namespace": _Namespace,
+    }
+    return environment
+
+
+def _refuse(message: str) -> None:
+    raise _RefusalError(message)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML characters.
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
