@@ -14,6 +14,7 @@ from benchmarks import show
 from benchmarks.harness import UNUSABLE, Bench, Results, read_results
 from benchmarks.suite import COMMON, Suite, number, switch
 from penstock.errors import PenstockError, SettingError
+from penstock.files import require_outputs
 from penstock.kernels.device import chosen_device
 from penstock.measure.machine import this_machine
 from penstock.plan.settings import DEVICE_VARIABLE
@@ -50,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise SettingError(f"suite {name!r} is not accepted: give one of {', '.join(SUITES)}")
         return _run(name, find_suite(name), arguments)
     except PenstockError as error:
-        say(f"error: {error}")
+        say(f"error: {error.message(_as_option) if isinstance(error, SettingError) else error}")
         return UNUSABLE
 
 
@@ -64,14 +65,11 @@ def find_suite(name: str) -> Suite:
 def _run(name: str, suite: Suite, arguments: Sequence[str]) -> int:
     options = _parser(name, suite).parse_args(arguments)
     usual = Path("bench-results") / f"{name}.json"
-    if options.plot is not None and not show.can_draw():
-        raise SettingError("--plot needs matplotlib, which is not installed: pip install matplotlib")
+    output = options.plot_from[0] if options.plot_from else options.output or usual
+    require_outputs({"plot": options.plot, "output": None if options.plot_from else output})
     if options.plot_from:
         results = read_results(options.plot_from, name)
-        output = options.plot_from[0]
     else:
-        output = options.output or usual
-        require_writable(output)
         _prepare(options)
         results = Results(name, asdict(this_machine()), {})
         bench = Bench(results, say, output)
@@ -131,16 +129,9 @@ def _prepare(options: argparse.Namespace) -> None:
         os.environ[DEVICE_VARIABLE] = options.device  # for processes that measure, too
 
 
-def require_writable(path: Path) -> None:
-    """Better to know now than after the measurements."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SettingError(
-            f"--output {path}: {error.strerror or error}; give a file in a folder of yours"
-        ) from error
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise SettingError(f"--output {path} cannot be written: give a file in a folder of yours")
+def _as_option(setting: str, value: object) -> str:
+    option = f"--{setting.replace('_', '-')}"
+    return option if value is ... else f"{option} {value}"
 
 
 def _overview() -> str:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from penstock.errors import SettingError
 
 T = TypeVar("T")
+Series = dict[str, dict[Any, tuple[float, ...]]]  # for pictures: values by label and x
 
 SCHEMA = 2
 OURS = "Penstock"
@@ -185,12 +186,12 @@ class Results:
     def of(self, section: str) -> list[Figure]:
         return [each for each in self.figures if each.section == section]
 
-    def by_case(self, section: str) -> dict[str, dict[Any, Figure]]:
-        """Of each system, by case, what is not too noisy to be given."""
-        found: dict[str, dict[Any, Figure]] = {}
+    def by_case(self, section: str) -> Series:
+        """Values of each system, by case, that are not too noisy to be given."""
+        found: Series = {}
         for each in self.of(section):
             if not each.is_noisy:
-                found.setdefault(each.system, {})[each.name] = each
+                found.setdefault(each.system, {})[each.name] = each.values
         return found
 
     def add_ratio(

@@ -1,25 +1,16 @@
 """Results as tables (Markdown, so that they can go into a page as they are) and as pictures."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Any
 
 from benchmarks.harness import Bar, Figure, Results
+from penstock import pictures
+from penstock.pictures import COLOURS, Panel
 from penstock.plan.units import format_bytes
-
-# Shades of one hue for an engine: readable by the colour-blind too.
-_HUES = {
-    "Penstock": ("#0b5394", "#5b9bd5", "#b4d3ee", "#7aa6c2"),
-    "transformers": ("#d9730d", "#f6b26b"),
-    "llama.cpp": ("#2e8b57", "#8fc9a6"),
-    "vLLM": ("#8e44ad",),
-}
-_COLOURS = ("#0b5394", "#d9730d", "#2e8b57", "#8e44ad", "#b8860b", "#5b9bd5", "#c0392b", "#555555")
-_GREY, _LIGHT, _LIMIT = "#777777", "#dddddd", "#c0392b"
 
 
 def render(results: Results) -> str:
@@ -141,20 +132,6 @@ def table(rows: Sequence[Sequence[str]]) -> str:
 
 
 @dataclass(frozen=True)
-class Panel:
-    """Figures by series and x. Where every x is a number, lines have it for their place."""
-
-    title: str
-    unit: str
-    series: Mapping[str, Mapping[Any, Figure]]
-    x_label: str = "prompt length"
-    kind: Literal["bars", "lines"] = "bars"
-    is_log: bool = False
-    marks: Mapping[str, Mapping[Any, float]] = field(default_factory=dict)  # references beside the series
-    limit: tuple[str, float] | None = None  # a horizontal line
-
-
-@dataclass(frozen=True)
 class Gaps:
     """Times from a stream's token to its next, each where it ended, over the seconds since a prompt arrived."""
 
@@ -162,10 +139,6 @@ class Gaps:
     gaps: Sequence[tuple[float, float]]  # start and end, in seconds
     until_s: float  # when the prompt's first token came
     limit_ms: float | None = None
-
-
-def can_draw() -> bool:
-    return find_spec("matplotlib") is not None
 
 
 @dataclass(frozen=True)
@@ -177,37 +150,30 @@ class Picture:
     gaps: Sequence[Gaps] = ()
 
 
+def can_draw() -> bool:
+    return find_spec("matplotlib") is not None
+
+
 def draw(path: Path, results: Results, picture: Picture) -> None:
-    """Gaps one below the other on the left, panels beside them or beside each other. Nothing where there are none."""
+    """Panels beside each other, or, where there are gaps, one below the other on their right. Nothing where there are
+    none."""
     panels, gaps = [panel for panel in picture.panels if panel.series], picture.gaps
-    if not panels and not gaps:
+    title = title_of(results, picture.title)
+    if not gaps:
+        if panels:
+            pictures.draw(path, title, panels)
         return
-    # By name, so that only a picture needs matplotlib.
-    make = import_module("matplotlib.figure").Figure
-    if gaps:
-        figure = make(figsize=(13.5, max(6.5, 1.9 * len(gaps))), layout="constrained")
-        left, right = figure.subfigures(1, 2, width_ratios=(1.8, 1))
-        axes = left.subplots(len(gaps), 1, sharex=True, sharey=gaps[0].limit_ms is None, squeeze=False)[:, 0]
-        for index, (axis, each) in enumerate(zip(axes, gaps, strict=True)):
-            _draw_gaps(axis, each, _COLOURS[index % len(_COLOURS)])
-        left.supylabel("time from a stream's token to its next (ms)", fontsize=10)
-        axes[-1].set_xlabel("seconds since the prompt arrived (shaded: until its first token)")
-        others = right.subplots(len(panels), 1, squeeze=False)[:, 0] if panels else []
-    else:
-        figure = make(figsize=(max(8.5, 5.4 * len(panels)), 5.6), layout="constrained")
-        others = figure.subplots(1, len(panels), squeeze=False)[0]
+    figure = pictures.new_figure(13.5, max(6.5, 1.9 * len(gaps)))
+    left, right = figure.subfigures(1, 2, width_ratios=(1.8, 1))
+    axes = left.subplots(len(gaps), 1, sharex=True, sharey=gaps[0].limit_ms is None, squeeze=False)[:, 0]
+    for index, (axis, each) in enumerate(zip(axes, gaps, strict=True)):
+        _draw_gaps(axis, each, COLOURS[index % len(COLOURS)])
+    left.supylabel("time from a stream's token to its next (ms)", fontsize=10)
+    axes[-1].set_xlabel("seconds since the prompt arrived (shaded: until its first token)")
+    others = right.subplots(len(panels), 1, squeeze=False)[:, 0] if panels else []
     for axis, panel in zip(others, panels, strict=True):
-        _draw_panel(axis, panel)
-    handles: dict[str, Any] = {}
-    for axis in others:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
-    )
-    figure.suptitle(title_of(results, picture.title), fontsize=10)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+        pictures.draw_panel(axis, panel)
+    pictures.finish(figure, others, title, path)
 
 
 def title_of(results: Results, what: str) -> str:
@@ -220,63 +186,6 @@ def title_of(results: Results, what: str) -> str:
     )
 
 
-def _colour(label: str, labels: Sequence[str]) -> str:
-    for engine, shades in _HUES.items():
-        if label.startswith(engine):
-            own = [each for each in labels if each.startswith(engine)]
-            return shades[own.index(label) % len(shades)]
-    return _COLOURS[list(labels).index(label) % len(_COLOURS)]
-
-
-def _draw_panel(axis: Any, panel: Panel) -> None:
-    labels = list(panel.series)
-    xs = list(dict.fromkeys(x for points in panel.series.values() for x in points))
-    is_numeric = panel.kind == "lines" and all(isinstance(x, int | float) for x in xs)
-    width = 0.86 / max(len(labels), 1)
-    for rank, (label, points) in enumerate(panel.series.items()):
-        if not points:
-            continue
-        medians = [each.median for each in points.values()]
-        below = [each.median - min(each.values) for each in points.values()]
-        above = [max(each.values) - each.median for each in points.values()]
-        style = {"yerr": [below, above], "capsize": 2, "color": _colour(label, labels), "label": label}
-        texts = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in medians]
-        if panel.kind == "bars":
-            shift = (rank - (len(labels) - 1) / 2) * width
-            places = [xs.index(x) + shift for x in points]
-            axis.bar_label(axis.bar(places, medians, 0.94 * width, **style), texts, padding=2, fontsize=7)
-            continue
-        places = list(points) if is_numeric else [xs.index(x) + 0.03 * rank for x in points]
-        axis.errorbar(places, medians, marker="o", markersize=5, linewidth=1.6, **style)
-        for place, median, text in zip(places, medians, texts, strict=True):
-            axis.annotate(text, (place, median), (0, 6), textcoords="offset points", ha="center", fontsize=7)
-    for label, marks in panel.marks.items():
-        places = [x if is_numeric else xs.index(x) + 0.2 for x in marks if x in xs]
-        known = [value for x, value in marks.items() if x in xs]
-        axis.plot(
-            places, known, "D", color=_HUES["vLLM"][0], markerfacecolor="white", markersize=5, label=label
-        )
-    if panel.limit is not None:
-        axis.axhline(panel.limit[1], color=_GREY, linestyle=":", linewidth=1.2, label=panel.limit[0])
-    if not is_numeric:
-        axis.set_xticks(range(len(xs)), [str(x) for x in xs])
-    axis.margins(y=0.12)
-    if panel.is_log:
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    else:
-        values = [
-            value for points in panel.series.values() for each in points.values() for value in each.values
-        ]
-        axis.set_ylim(bottom=min(0.0, *values))
-    axis.set_title(panel.title, fontsize=10, fontweight="bold")
-    axis.set_xlabel(panel.x_label)
-    axis.set_ylabel(panel.unit)
-    axis.grid(axis="y", color=_LIGHT, linewidth=0.6)
-    axis.set_axisbelow(True)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
 def _draw_gaps(axis: Any, each: Gaps, colour: str) -> None:
     """A gap is a line from token to token at the height of its length, so a stall is long and high."""
     heights = [1000 * (end - start) for start, end in each.gaps]
@@ -284,13 +193,9 @@ def _draw_gaps(axis: Any, each: Gaps, colour: str) -> None:
     axis.axvspan(0.0, each.until_s, color="#ececec", zorder=0)
     axis.hlines(heights, starts, ends, color=colour, linewidth=1.5, zorder=2)
     axis.plot(ends, heights, ".", color=colour, markersize=2.5, zorder=3)
-    if each.limit_ms is None:
-        axis.set_yscale("log")
-        axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    else:
-        axis.axhline(each.limit_ms, color=_LIMIT, linewidth=1.2, zorder=2)
+    if each.limit_ms is not None:
+        axis.axhline(each.limit_ms, color="#c0392b", linewidth=1.2, zorder=2)
         # One long gap must not hide all others.
         axis.set_ylim(0, min(max(1.6 * each.limit_ms, 1.15 * max(heights)), 4 * each.limit_ms))
     axis.set_title(each.title, loc="left", fontsize=9, fontweight="bold")
-    axis.grid(axis="y", color=_LIGHT, linewidth=0.5)
-    axis.spines[["top", "right"]].set_visible(False)
+    pictures.plain(axis, is_log=each.limit_ms is None)

@@ -8,14 +8,8 @@ import pytest
 import penstock
 
 LAYERS = ("plan", "cache", "kernels", "layers", "models", "engine", "measure", "frontends")
-SHARED = {
-    "errors",
-    "files",
-    "home",
-    "machine",
-    "process_memory",
-    "tables",
-}  # for every layer; they import no layer
+# For every layer; they import no layer.
+SHARED = {"errors", "files", "home", "machine", "pictures", "process_memory", "tables"}
 ROOT = Path(penstock.__file__).parent
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.parent != ROOT)
 

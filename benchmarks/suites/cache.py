@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.harness import NOISY_SHARE, Bar, Bench, Results, rotated, take_turns
 from benchmarks.models import pieces, text_subject
-from benchmarks.show import Panel, Picture
+from benchmarks.show import Picture
 from benchmarks.suite import Suite, number, switch
 from benchmarks.suites.serve import Watch, submit
 from benchmarks.systems import Child, PeerError
@@ -26,6 +26,7 @@ from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import SettingError
 from penstock.measure.growth import MeasurementError
+from penstock.pictures import Panel
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 
 FIRST_TOKEN = "time to first token"
@@ -320,9 +321,8 @@ def file_system(folder: Path, mounts: Path = Path("/proc/mounts")) -> str | None
 
 
 def _picture(results: Results) -> Picture:
-    series = {
-        figure.system + " (noisy)" * figure.is_noisy: {"": figure} for figure in results.of(FIRST_TOKEN)
-    }
+    figures = results.of(FIRST_TOKEN)
+    series = {each.system + " (noisy)" * each.is_noisy: {"": each.values} for each in figures}
     tokens = results.settings["workload"]["prompt_tokens"]
     panel = Panel("Time to the first token, model loading aside", "s", series, "", is_log=True)
     return Picture(f"A prompt of {tokens:,} tokens, the first time and again", [panel])

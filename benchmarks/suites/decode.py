@@ -86,10 +86,11 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     llm = LLM(options.model, device=options.device, threads=options.threads)
     bench.results.settings |= {"model": subject.description, "pasts": options.pasts}
     profile(llm, subject.prompt(longest), options.pasts, options.repeats or options.steps, bench.results)
-    by_part = bench.results.by_case(STEPS)
-    for case, step in by_part["step"].items():
-        spent = by_part["products"][case].median + by_part["attention"][case].median
-        bench.results.add("share of the step", case, "share", spent / step.median, system=SHARE)
+    medians = {(each.system, each.name): each.median for each in bench.results.figures}
+    for past in options.pasts:
+        case = f"after {past:,} tokens"
+        share = (medians["products", case] + medians["attention", case]) / medians["step", case]
+        bench.results.add("share of the step", case, "share", share, system=SHARE)
 
 
 def _bars(results: Results) -> list[Bar]:

@@ -16,8 +16,9 @@ import torch
 
 import penstock
 from benchmarks.harness import RATIOS, Bar, Bench, Results, bar_of, take_turns
-from benchmarks.models import text_subject
-from benchmarks.show import Panel, Picture
+from benchmarks.models import Subject, text_subject
+from benchmarks.reading import DECODING, PREFILLING, Turn, note_agreement, read_turns
+from benchmarks.show import Picture
 from benchmarks.suite import PEERS_FOLDER, SEED, Suite, number, some_of, switch
 from benchmarks.systems import (
     AUTO,
@@ -33,9 +34,9 @@ from penstock.engine.llm import LLM
 from penstock.measure.prompts import shuffled_rounds
 from penstock.measure.transformers_model import load_transformers
 from penstock.models.opened import open_weights
+from penstock.pictures import Panel
 from penstock.plan import format_bytes
 
-PREFILLING, DECODING = "prefill", "decode"
 FIXED, CHOSEN, TRANSFORMERS = "Penstock, chunk 512", "Penstock, auto", "transformers, whole"
 LLAMA_FILE, LLAMA_BEST, VLLM = "llama.cpp, this file", "llama.cpp, its best format", "vLLM, bfloat16"
 # By system: its engine. Those of PEERS run in environments of their own, where there are any.
@@ -138,15 +139,9 @@ class Candidate:
         return f"{self.engine} ({parts})" if parts else self.engine
 
 
-@dataclass(frozen=True)
-class Turn:
-    """What a system does once in every round; where settings differ between quantities, there are two turns."""
-
-    system: str
-    length: int
-    candidate: Candidate
-    num_tokens: int
-    quantities: tuple[str, ...]
+Costs = dict[
+    tuple[str, int], dict[Candidate, float]
+]  # by section and length: seconds to the first token, or of one
 
 
 class Workers:
@@ -154,7 +149,7 @@ class Workers:
 
     def __init__(self, pythons: Mapping[str, Path], folder: Path, common: Mapping[str, Any]) -> None:
         """`pythons` has the interpreters of the engines; `folder` is for files that engines need; `common` is told to
-        all: model, dtype, threads, most_tokens."""
+        all (`common_settings`)."""
         self._pythons = pythons
         self._folder = folder
         self._common = common
@@ -192,43 +187,19 @@ class Workers:
         return made
 
 
-@dataclass(frozen=True)
-class Trials:
-    """Settings of an engine tried before the rounds: seconds to the first token, and for a token after it."""
-
-    prefill: dict[int, dict[Candidate, float]]  # by length
-    decode: dict[int, dict[Candidate, float]]
-
-    def choose(self, length: int) -> tuple[Candidate, Candidate]:
-        """For reading, the candidate that is best on the whole, but where another is better by more than noise; for
-        decoding the same one, but for the same."""
-        best = {each: min(costs.values()) for each, costs in self.prefill.items()}
-        candidates = list(self.prefill[length])
-
-        def lost(candidate: Candidate) -> float:
-            return sum(self.prefill[each][candidate] / best[each] for each in best)
-
-        prefill = better(self.prefill[length], min(candidates, key=lost))
-        return prefill, better(self.decode[length], prefill)
-
-
-def better(costs: Mapping[Candidate, float], usual: Candidate) -> Candidate:
-    best = min(costs, key=lambda candidate: costs[candidate])
-    return usual if costs[usual] <= _MIN_GAIN * costs[best] else best
-
-
 def try_all(
     workers: Workers,
     candidates: Sequence[Candidate],
     prompt: Sequence[int],
     options: argparse.Namespace,
     say: Callable[[str], None],
-) -> Trials:
+) -> Costs:
     """One process at a time. What disturbs a pass makes it slower, never faster: the best counts. Candidates that
     fail are left out; where all do, so does this."""
-    trials, failure = Trials({}, {}), None
+    costs: Costs = {}
+    failure = None
     for candidate in candidates:
-        best: dict[int, tuple[float, float]] = {}
+        tried: dict[tuple[str, int], float] = {}
         try:
             for length in options.lengths:
                 num_passes = 1 if options.quick or length >= _LONG_TOKENS else 2
@@ -238,23 +209,37 @@ def try_all(
                 ]
                 first_s = min(each.first_token_s for each in passes)
                 token_s = min(1 / (each.decode_tokens_per_s or 1e-9) for each in passes)
-                best[length] = (first_s, token_s)
-                say(
-                    f"tried {candidate.label}, {length:,} tokens: prefill {length / first_s:,.0f} tokens/s, decode "
-                    f"{1 / token_s:.1f}"
-                )
+                tried |= {(PREFILLING, length): first_s, (DECODING, length): token_s}
+                speeds = f"prefill {length / first_s:,.0f} tokens/s, decode {1 / token_s:.1f}"
+                say(f"tried {candidate.label}, {length:,} tokens: {speeds}")
         except PeerError as error:
             say(f"left out: {error}")
             failure = error
             continue
         finally:
             workers.close()
-        for length, (first_s, token_s) in best.items():
-            trials.prefill.setdefault(length, {})[candidate] = first_s
-            trials.decode.setdefault(length, {})[candidate] = token_s
-    if failure is not None and not trials.prefill:
+        for key, cost in tried.items():
+            costs.setdefault(key, {})[candidate] = cost
+    if failure is not None and not costs:
         raise failure
-    return trials
+    return costs
+
+
+def choose(costs: Costs, length: int) -> tuple[Candidate, Candidate]:
+    """For reading, the candidate that is best on the whole, but where another is better by more than noise; for
+    decoding the same one, but for the same."""
+    reading = [each for (section, _), each in costs.items() if section == PREFILLING]
+
+    def lost(candidate: Candidate) -> float:
+        return sum(each[candidate] / min(each.values()) for each in reading)
+
+    def better(own: Mapping[Candidate, float], usual: Candidate) -> Candidate:
+        best = min(own, key=own.__getitem__)
+        return usual if own[usual] <= _MIN_GAIN * own[best] else best
+
+    own = costs[PREFILLING, length]
+    prefill = better(own, min(own, key=lost))
+    return prefill, better(costs[DECODING, length], prefill)
 
 
 def find_pythons(folder: Path) -> dict[str, Path]:
@@ -267,6 +252,16 @@ def find_pythons(folder: Path) -> dict[str, Path]:
         if python.exists():
             found[engine] = python.absolute()
     return found
+
+
+def common_settings(subject: Subject, options: argparse.Namespace, most_tokens: int) -> dict[str, Any]:
+    """What every engine is told."""
+    return {
+        "model": str(subject.path),
+        "dtype": options.dtype,
+        "threads": torch.get_num_threads(),
+        "most_tokens": most_tokens,
+    }
 
 
 def left_out(wanted: Sequence[str], present: Sequence[str], path: Path) -> dict[str, str]:
@@ -300,12 +295,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
         "left_out": absent,
         "method": METHOD,
     }
-    common = {
-        "model": str(subject.path),
-        "dtype": options.dtype,
-        "threads": torch.get_num_threads(),
-        "most_tokens": most_tokens,
-    }
+    common = common_settings(subject, options, most_tokens)
     prompt = subject.prompt(max(lengths))
     # Where processes that were given up still write, it is not an error that the folder cannot be emptied.
     with tempfile.TemporaryDirectory(prefix="penstock-peers-", ignore_cleanup_errors=True) as folder:
@@ -314,7 +304,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
             answers = run_turns(workers, turns, prompt, options, bench)
         results.notes += [f"{engine}: {about}" for engine, about in workers.about.items()]
     results.notes += [f"left out: {system}: {why}" for system, why in absent.items()]
-    results.notes += agreements(answers)
+    note_agreement(bench, answers, FIXED)
     results.arrange(list(SYSTEMS))
     compare(results)
 
@@ -328,7 +318,7 @@ def plan_turns(
 ) -> list[Turn]:
     """Each system with its best settings. Peers that fail are left out, and it is said why."""
     turns: list[Turn] = []
-    lengths, found = options.lengths, dict[str, Trials]()
+    lengths, found = options.lengths, dict[str, Costs]()
     for system in SYSTEMS:
         if system == LLAMA_BEST and LLAMA_FILE in absent:
             absent.setdefault(system, absent[LLAMA_FILE])
@@ -336,7 +326,8 @@ def plan_turns(
             bench.say(f"{system} is left out: {absent[system]}")
             continue
         # With the settings that are best for the file as it is, on a prompt of middle length.
-        file = found[LLAMA_FILE].choose(lengths[len(lengths) // 2])[0] if system == LLAMA_BEST else None
+        middle = lengths[len(lengths) // 2]
+        file = choose(found[LLAMA_FILE], middle)[0] if system == LLAMA_BEST else None
         candidates = candidates_of(system, options.weights, dict(file.values) if file else {})
         if len(candidates) > 1:
             try:
@@ -346,7 +337,7 @@ def plan_turns(
                 bench.say(f"{system} is left out: {error}")
                 continue
         for length in lengths:
-            best = found[system].choose(length) if system in found else 2 * (candidates[0],)
+            best = choose(found[system], length) if system in found else 2 * (candidates[0],)
             turns += turns_of(system, length, *best, lengths, options.decode_tokens)
     return turns
 
@@ -373,54 +364,29 @@ def turns_of(
     num_decodes: int,
 ) -> list[Turn]:
     """Decoding is measured after the shortest and the longest prompt; one system of Penstock is enough for it."""
-    reads = Turn(system, length, reading, 1, (PREFILLING,))
+    reads = Turn(system, length, 1, (PREFILLING,), reading)
     if length not in (min(lengths), max(lengths)) or system == CHOSEN:
         return [reads]
     if reading == decoding:
-        return [Turn(system, length, reading, num_decodes + 1, (PREFILLING, DECODING))]
-    return [reads, Turn(system, length, decoding, num_decodes + 1, (DECODING,))]
+        return [Turn(system, length, num_decodes + 1, (PREFILLING, DECODING), reading)]
+    return [reads, Turn(system, length, num_decodes + 1, (DECODING,), decoding)]
 
 
 def run_turns(
     workers: Workers, turns: Sequence[Turn], prompt: Sequence[int], options: argparse.Namespace, bench: Bench
-) -> dict[tuple[int, str], tuple[int, ...]]:
-    """All turns, after a warm-up of every process. Returns the longest answer of each system after each length."""
-    processes = list(dict.fromkeys(turn.candidate for turn in turns))
+) -> dict[Turn, list[Answer]]:
+    """All turns, after a warm-up of every process."""
+    processes = list(dict.fromkeys(turn.by for turn in turns))
     bench.say(f"warming up {len(processes)} processes")
     for candidate in processes:
         workers.generate(candidate, prompt[: min(options.lengths)], 2)
     bench.results.settings["choices"] = [
-        f"{turn.system}, {turn.length:,} tokens, {' and '.join(turn.quantities)}: {turn.candidate.label}"
-        for turn in turns
+        f"{turn.system}, {turn.case}, {' and '.join(turn.sections)}: {turn.by.label}" for turn in turns
     ]
-    answers: dict[tuple[int, str], tuple[int, ...]] = {}
-    for index, turn in take_turns(shuffled_rounds(turns, options.repeats, options.seed)):
-        answer = workers.generate(turn.candidate, prompt[: turn.length], turn.num_tokens)
-        name = f"{turn.length:,} tokens"
-        speeds = {PREFILLING: turn.length / answer.first_token_s, DECODING: answer.decode_tokens_per_s}
-        for section in turn.quantities:
-            bench.results.add_row(section, {name: ("tokens/s", speeds[section])}, turn.system, index)
-            bench.say(
-                f"round {index + 1} of {options.repeats}, {turn.system}, {name}: {section} "
-                f"{speeds[section] or 0:,.1f} tokens/s"
-            )
-        key = (turn.length, turn.system)
-        answers[key] = max(answers.get(key, ()), answer.token_ids, key=len)
-    return answers
-
-
-def agreements(answers: Mapping[tuple[int, str], tuple[int, ...]]) -> list[str]:
-    """Whether all run the same model: greedy tokens, which differ where two are as good as equal."""
-    notes = []
-    for (length, system), theirs in answers.items():
-        ours = answers.get((length, FIXED), ())
-        if system != FIXED and ours:
-            most = min(len(ours), len(theirs))
-            equal = next((index for index in range(most) if ours[index] != theirs[index]), most)
-            notes.append(
-                f"after {length:,} tokens {equal} of {most} tokens of {system} are Penstock's, from the first on"
-            )
-    return notes
+    rounds = take_turns(shuffled_rounds(turns, options.repeats, options.seed))
+    return read_turns(
+        bench, rounds, lambda turn: workers.generate(turn.by, prompt[: turn.length], turn.num_tokens)
+    )
 
 
 def compare(results: Results) -> None:

@@ -3,19 +3,28 @@
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.harness import RATIOS, Bar, Bench, Results, bar_of, rotated, take_turns
 from benchmarks.models import Subject, random_subject, text_subject
-from benchmarks.show import Panel, Picture
+from benchmarks.reading import (
+    ACTIVATIONS,
+    DECODING,
+    PREFILLING,
+    Turn,
+    measure_memory,
+    note_agreement,
+    read_turns,
+)
+from benchmarks.show import Picture
 from benchmarks.suite import Suite, number, switch
-from benchmarks.systems import GROWTH_METHOD, Answer, Spec, ask, growth_of, load_systems
+from benchmarks.systems import GROWTH_METHOD, Answer, Spec, ask, load_systems
 from penstock.errors import SettingError
-from penstock.measure.growth import WARM_UP_TOKENS, can_measure_growth
+from penstock.measure.growth import can_measure_growth
+from penstock.pictures import Panel
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 
-PREFILLING, DECODING, ACTIVATIONS, CACHED = "prefill", "decode", "activation memory", "cached for the prompt"
 OVER_WHOLE = "prefill tokens/s, Penstock over transformers whole"
 OVER_CHUNKED = "prefill tokens/s, Penstock over transformers chunked"
 DECODE_OVER = "decode tokens/s, Penstock over transformers"
@@ -78,70 +87,34 @@ DELTA_NETS = Kind(
 )
 
 
-@dataclass(frozen=True)
-class _Work:
-    """What is asked for, and of whom."""
-
-    kind: Kind
-    options: argparse.Namespace
-    bench: Bench
-    subject: Subject
-    prompt: Sequence[int]  # as long as the longest
-
-    def time(self, lengths: Sequence[int]) -> None:
-        """Every length in rounds, in which systems take turns."""
-        options, chunk = self.options, self.options.chunk
-        decoding = {Spec("Penstock", chunk), Spec("transformers", 0)}
-        systems = load_systems(self.kind.systems(chunk), self.subject.path, options.dtype)
-        for spec, system in systems.items():
-            length = min(_SLOW_WARM_UP_PROMPT if spec.chunk == 1 else _WARM_UP_PROMPT, *lengths)
-            for _ in range(2):
-                ask(system, self.prompt[:length], 5 if spec in decoding else 1)
-        self.bench.say("loaded and warmed up")
-        for length in lengths:
-            is_short = options.full or length < _LONG_TOKENS
-            specs = [spec for spec in systems if is_short or spec in {*decoding, Spec("transformers", chunk)}]
-            usual = _REPEATS if is_short else _LONG_REPEATS
-            counted = {
-                each: options.repeats or (_LONG_REPEATS if each.chunk == 1 else usual) for each in specs
-            }
-            answers: dict[Spec, list[Answer]] = {spec: [] for spec in specs}
-            for index, spec in take_turns(rotated(specs, max(counted.values())), counted.__getitem__):
-                # How fast a system decodes does not depend on how it read, so one of each engine does.
-                num_tokens = 1 + (options.decode_tokens if spec in decoding else 0)
-                answers[spec].append(ask(systems[spec], self.prompt[:length], num_tokens))
-                self._add(index, length, spec, answers[spec][-1])
-            _judge_answers(self.bench.results, length, answers, chunk)
-
-    def _add(self, index: int, length: int, spec: Spec, answer: Answer) -> None:
-        name, decoding = f"{length:,} tokens", answer.decode_tokens_per_s
-        for section, speed in ((PREFILLING, length / answer.first_token_s), (DECODING, decoding)):
-            self.bench.results.add_row(section, {name: ("tokens/s", speed)}, spec.label, index)
-        then = "" if decoding is None else f", then {decoding:.1f} tokens/s"
-        self.bench.say(f"{name}, round {index + 1}: {spec.label}: {answer.first_token_s:.2f} s{then}")
-
-
-def measure_memory(
-    bench: Bench,
-    subject: Subject,
-    dtype: str,
-    specs: Sequence[Spec],
-    lengths: Sequence[int],
-    own_repeats: int,
-) -> None:
-    """Each in a fresh process: Penstock's, which has a bar, several times, the others' once."""
+def time_turns(kind: Kind, options: argparse.Namespace, bench: Bench, subject: Subject) -> None:
+    """Every length in rounds, in which systems take turns."""
+    chunk, lengths = options.chunk, options.lengths or kind.lengths
     prompt = subject.prompt(max(lengths))
-    # What is measured once per machine and kept is then there for all processes alike.
-    for spec in specs[:1]:
-        growth_of(spec, subject.path, dtype, prompt[:WARM_UP_TOKENS])
+    # How fast a system decodes does not depend on how it read, so one of each engine does.
+    decoding = {Spec("Penstock", chunk), Spec("transformers", 0)}
+    systems = load_systems(kind.systems(chunk), subject.path, options.dtype)
+    for spec, system in systems.items():
+        length = min(_SLOW_WARM_UP_PROMPT if spec.chunk == 1 else _WARM_UP_PROMPT, *lengths)
+        for _ in range(2):
+            ask(system, prompt[:length], 5 if spec in decoding else 1)
+    bench.say("loaded and warmed up")
     for length in lengths:
-        name = f"{length:,} tokens"
-        for spec in specs:
-            for _ in range(own_repeats if spec.is_ours else 1):
-                grown = growth_of(spec, subject.path, dtype, prompt[:length])
-                bench.results.add(ACTIVATIONS, name, "MiB", grown.activation_mib, system=spec.label)
-                bench.say(f"{name}, memory: {spec.label}: {grown.activation_mib:.1f} MiB and the cache")
-            bench.results.add(CACHED, name, "MiB", grown.cache_bytes / 2**20, system=spec.label)
+        is_short = options.full or length < _LONG_TOKENS
+        repeats: dict[Turn, int] = {}
+        for spec in systems:
+            if is_short or spec in {*decoding, Spec("transformers", chunk)}:
+                turn = Turn(spec.label, length, 1, (PREFILLING,), spec)
+                if spec in decoding:
+                    both = (PREFILLING, DECODING)
+                    turn = replace(turn, num_tokens=1 + options.decode_tokens, sections=both)
+                usual = _REPEATS if is_short and spec.chunk != 1 else _LONG_REPEATS
+                repeats[turn] = options.repeats or usual
+        turns = take_turns(rotated(repeats, max(repeats.values())), repeats.__getitem__)
+        answers = read_turns(
+            bench, turns, lambda turn: ask(systems[turn.by], prompt[: turn.length], turn.num_tokens)
+        )
+        judge_answers(bench, answers, chunk)
 
 
 def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
@@ -165,34 +138,24 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
         "decode_tokens": options.decode_tokens,
         **({"method": f"memory: {GROWTH_METHOD}"} if with_memory else {}),
     }
-    work = _Work(kind, options, bench, subject, subject.prompt(longest))
     if not options.only_memory:
-        work.time(lengths)
+        time_turns(kind, options, bench, subject)
     if with_memory:
         specs = kind.measured(options.chunk)
         measure_memory(bench, subject, options.dtype, specs, memory_lengths, options.memory_repeats)
     _compare(bench.results, options.chunk)
 
 
-def _judge_answers(
-    results: Results, length: int, answers: Mapping[Spec, Sequence[Answer]], chunk: int
-) -> None:
+def judge_answers(bench: Bench, answers: Mapping[Turn, Sequence[Answer]], chunk: int) -> None:
     """Chunked and whole, in every round, Penstock's first token is the same one. Token by token, chunks end within
     the blocks of a recurrent state, which may round it otherwise."""
-    same = [each for spec in (Spec("Penstock", chunk), Spec("Penstock", 0)) for each in answers.get(spec, ())]
-    first = {answer.token_ids[0] for answer in same}
-    results.require(
-        PREFILLING, f"all passes of Penstock over {length:,} tokens have one first token", len(first) == 1
-    )
-    ours, theirs = (
-        answers[spec][-1].token_ids for spec in (Spec("Penstock", chunk), Spec("transformers", 0))
-    )
-    equal = [one == other for one, other in zip(ours, theirs, strict=True)]
-    in_a_row = equal.index(False) if False in equal else len(equal)
-    results.notes.append(
-        f"after {length:,} tokens Penstock and transformers agree on {sum(equal)} of {len(equal)} greedy tokens, the "
-        f"first {in_a_row} in a row"
-    )
+    same = (Spec("Penstock", chunk), Spec("Penstock", 0))
+    first = {each.token_ids[0] for turn, given in answers.items() if turn.by in same for each in given}
+    (case,) = {turn.case for turn in answers}
+    name = f"all passes of Penstock over {case} have one first token"
+    bench.results.require(PREFILLING, name, len(first) == 1)
+    decoding = {turn: given for turn, given in answers.items() if DECODING in turn.sections}
+    note_agreement(bench, decoding, same[0].label)
 
 
 def _compare(results: Results, chunk: int) -> None:
@@ -223,13 +186,12 @@ def _bars(results: Results, kind: Kind) -> list[Bar]:
             if length in kind.limited and figure is not None:
                 bars.append(bar_of(f"{label}, {figure.name}", figure, limit, is_lower_limit=is_lower))
     few, many, limit = kind.growth
-    ours = results.by_case(ACTIVATIONS).get(Spec("Penstock", settings["chunk"]).label, {})
-    grown = [ours[name] for name in (f"{few:,} tokens", f"{many:,} tokens") if name in ours]
-    if len(grown) == 2:
-        shorter, longer = (max(figure.median, _RESOLUTION_MIB) for figure in grown)
-        noise = grown[0].noise or grown[1].noise
+    ours = Spec("Penstock", settings["chunk"]).label
+    shorter, longer = (results.figure(f"{each:,} tokens", ours, ACTIVATIONS) for each in (few, many))
+    if shorter and longer:
+        ratio = max(longer.median, _RESOLUTION_MIB) / max(shorter.median, _RESOLUTION_MIB)
         name = f"activation memory, Penstock, {many:,} over {few:,} tokens"
-        bars.append(Bar(name, longer / shorter, limit, False, noise))
+        bars.append(Bar(name, ratio, limit, False, shorter.noise or longer.noise))
     return bars
 
 

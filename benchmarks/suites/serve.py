@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from statistics import median
 
-from benchmarks.harness import Bar, Bench, Figure, Results, rotated, take_turns
+from benchmarks.harness import Bar, Bench, Results, Series, rotated, take_turns
 from benchmarks.models import pieces, text_subject
-from benchmarks.show import Gaps, Panel, Picture
+from benchmarks.show import Gaps, Picture
 from benchmarks.suite import Suite, number, switch
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, TokenGenerated
@@ -20,6 +20,7 @@ from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import SettingError
 from penstock.measure.growth import MeasurementError
+from penstock.pictures import Panel
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 
@@ -418,8 +419,8 @@ def _picture(results: Results) -> Picture:
             longest = max(end - start for start, end in typical)
             gaps.append(Gaps(f"{name}: longest {longest:.2f} s", typical, until_s))
 
-    def by_variant(what: str) -> dict[str, dict[str, Figure]]:
-        return {figure.system: {"": figure} for figure in results.of(STALLS) if figure.name == what}
+    def by_variant(what: str) -> Series:
+        return {figure.system: {"": figure.values} for figure in results.of(STALLS) if figure.name == what}
 
     panels = [
         Panel("Longest gap of a stream", "ms", by_variant(LONGEST), "", is_log=True),

@@ -1,25 +1,31 @@
 """Chunk sizes against prompt lengths: every configuration on every length, in another order each round."""
 
 import argparse
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
-import torch
-
-from benchmarks.harness import MIN_VALUES, NOISY_SHARE, Bench, Figure, Results, take_turns
+from benchmarks.harness import MIN_VALUES, NOISY_SHARE, Bench, Results, Series, take_turns
 from benchmarks.models import Subject, text_subject
-from benchmarks.show import Panel, Picture
+from benchmarks.reading import (
+    ACTIVATIONS,
+    FIRST_TOKEN,
+    PREFILLING,
+    TOTAL,
+    Turn,
+    measure_memory,
+    read_turns,
+)
+from benchmarks.show import Picture
 from benchmarks.suite import PEERS_FOLDER, SEED, Suite, count, number, switch
-from benchmarks.suites.peers import find_pythons
-from benchmarks.suites.prefill import ACTIVATIONS, measure_memory
-from benchmarks.systems import AUTO, GROWTH_METHOD, Child, Spec, System, ask, load_systems
+from benchmarks.suites.peers import Candidate, Workers, common_settings, find_pythons
+from benchmarks.systems import AUTO, GROWTH_METHOD, Answer, Spec, ask, load_systems
 from penstock.engine.llm import LLM
 from penstock.errors import SettingError
 from penstock.measure.growth import can_measure_growth
 from penstock.measure.prompts import shuffled_rounds
+from penstock.pictures import Panel
 
-FIRST_TOKEN, TOTAL, SPEED = "time to first token", "time to the last token", "prefill"
 BASELINES = ("transformers", "llama.cpp")
 _REPEATS = 5
 
@@ -73,16 +79,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
         "method": "all take turns, in another order each round"
         + (f"; memory: {GROWTH_METHOD}" if options.memory else ""),
     }
-    prompt = subject.prompt(max(options.lengths))
-    with ExitStack() as stack:
-        systems: dict[Spec, System | Child] = {}
-        own = [spec for spec in specs if spec.engine != "llama.cpp"]
-        llm = LLM(subject.path, dtype=options.dtype, chunk=AUTO)
-        systems |= load_systems(own, subject.path, options.dtype, llm)
-        for spec in specs:
-            if spec.engine == "llama.cpp":
-                systems[spec] = stack.enter_context(_llama(spec, subject, options, bench))
-        time_cells(systems, options.lengths, prompt, options, repeats, bench)
+    time_turns(subject, specs, options, repeats, bench)
     bench.results.arrange([spec.label for spec in specs])
     if options.memory and can_measure_growth():
         # Of systems that a fresh process can load by their names.
@@ -103,51 +100,42 @@ def _require_llama(subject: Subject, folder: Path) -> None:
         raise SettingError(f"--baseline llama.cpp is not in {folder}: make bench-peers")
 
 
-def _llama(spec: Spec, subject: Subject, options: argparse.Namespace, bench: Bench) -> Child:
-    """With flash attention, as its own programs choose."""
-    child = Child("llama_cpp_engine:Engine", spec.label, find_pythons(options.peers_folder)["llama.cpp"])
-    most = max(options.lengths) + options.decode_tokens
-    loaded = child.ask(
-        "load",
-        model=str(subject.path),
-        batch=spec.chunk,
-        most_tokens=most,
-        threads=torch.get_num_threads(),
-        flash=True,
-    )
-    if loaded["about"] not in bench.results.notes:
-        bench.results.notes.append(loaded["about"])
-    return child
-
-
-def time_cells(
-    systems: Mapping[Spec, System | Child],
-    lengths: Sequence[int],
-    prompt: Sequence[int],
-    options: argparse.Namespace,
-    repeats: int,
-    bench: Bench,
+def time_turns(
+    subject: Subject, specs: Sequence[Spec], options: argparse.Namespace, repeats: int, bench: Bench
 ) -> None:
-    """A warm-up that is not counted, then every system and length once in every round."""
-    for system in systems.values():
-        ask(system, prompt[: min(lengths)], options.decode_tokens)
-    cells = [(spec, length) for spec in systems for length in lengths]
-    bench.say(f"warmed up; {repeats} rounds of {len(cells)} turns")
-    for index, (spec, length) in take_turns(shuffled_rounds(cells, repeats, options.seed)):
-        answer = ask(systems[spec], prompt[:length], options.decode_tokens)
-        for section, unit, value in (
-            (FIRST_TOKEN, "s", answer.first_token_s),
-            (SPEED, "tokens/s", length / answer.first_token_s),
-            (TOTAL, "s", answer.total_s),
-        ):
-            values = {f"{length:,} tokens": (unit, value)}
-            bench.results.add_row(section, values, spec.label, index, options.max_spread)
-        bench.say(f"round {index + 1}: {spec.label}, {length:,} tokens: {answer.first_token_s:.3f} s")
+    """A warm-up that is not counted, then every system and length once in every round. llama.cpp runs with flash
+    attention, as its own programs choose."""
+    prompt = subject.prompt(max(options.lengths))
+    own = [spec for spec in specs if spec.engine != "llama.cpp"]
+    llm = LLM(subject.path, dtype=options.dtype, chunk=AUTO)
+    systems = load_systems(own, subject.path, options.dtype, llm)
+    common = common_settings(subject, options, max(options.lengths) + options.decode_tokens)
+    with closing(Workers(find_pythons(options.peers_folder), Path(), common)) as workers:
+
+        def generate(turn: Turn) -> Answer:
+            part = prompt[: turn.length]
+            if turn.by in systems:
+                return ask(systems[turn.by], part, turn.num_tokens)
+            candidate = Candidate.of("llama.cpp", batch=turn.by.chunk, flash=True)
+            return workers.generate(candidate, part, turn.num_tokens)
+
+        turns = [
+            Turn(spec.label, length, options.decode_tokens, (FIRST_TOKEN, PREFILLING, TOTAL), spec)
+            for spec in specs
+            for length in options.lengths
+        ]
+        for turn in turns:
+            if turn.length == min(options.lengths):
+                generate(turn)
+        bench.say(f"warmed up; {repeats} rounds of {len(turns)} turns")
+        rounds = take_turns(shuffled_rounds(turns, repeats, options.seed))
+        read_turns(bench, rounds, generate, options.max_spread)
+        bench.results.notes += workers.about.values()
 
 
 def _picture(results: Results) -> Picture:
     """Against the chunk: a line for each engine and length. What is noisy is left out."""
-    sections = ((FIRST_TOKEN, "seconds", True), (SPEED, "prompt tokens per second", False))
+    sections = ((FIRST_TOKEN, "seconds", True), (PREFILLING, "prompt tokens per second", False))
     panels = [
         Panel(section, unit, _lines(results, section), "chunk (tokens)", "lines", is_log)
         for section, unit, is_log in (*sections, (ACTIVATIONS, "peak growth, cache aside (MiB)", False))
@@ -155,12 +143,12 @@ def _picture(results: Results) -> Picture:
     return Picture("Chunks and prompts", panels)
 
 
-def _lines(results: Results, section: str) -> dict[str, dict[str, Figure]]:
-    lines: dict[str, dict[str, Figure]] = {}
+def _lines(results: Results, section: str) -> Series:
+    lines: Series = {}
     for system, cases in results.by_case(section).items():
         engine, _, how = system.partition(", ")
-        for case, figure in cases.items():
-            lines.setdefault(f"{engine}, {case}", {})[how.removeprefix("chunk ")] = figure
+        for case, values in cases.items():
+            lines.setdefault(f"{engine}, {case}", {})[how.removeprefix("chunk ")] = values
     return {
         name: dict(sorted(line.items(), key=lambda each: int(each[0]) if each[0].isdigit() else 1 << 40))
         for name, line in lines.items()

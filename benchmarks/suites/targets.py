@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from benchmarks.harness import RATIOS, Bar, Bench, Figure, Results, bar_of, from_turn
+from benchmarks.harness import RATIOS, Bar, Bench, Results, Series, bar_of, from_turn
 from benchmarks.models import pieces, text_subject
-from benchmarks.show import Gaps, Panel, Picture
+from benchmarks.show import Gaps, Picture
 from benchmarks.suite import Suite, number, switch
 from benchmarks.suites.serve import arrive, cache_places, gaps_of, percentile, wait, warm_service
 from benchmarks.systems import AUTO, Spec, ask, load_systems
@@ -18,6 +18,7 @@ from penstock.engine.profile import load_profile
 from penstock.engine.service import Service, ServiceConfig
 from penstock.errors import SettingError
 from penstock.measure.growth import MeasurementError
+from penstock.pictures import Panel
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.settings import Resolved
 from penstock.plan.sizing import SMALLEST_CHUNK
@@ -317,9 +318,11 @@ def _run_lone(
 
 def _bars(results: Results) -> list[Bar]:
     """For every target that some chunk can keep, and for prompts that come alone."""
-    shares, bars = results.by_case(KEPT).get(SHARE, {}), []
-    for name, figure in shares.items():
-        bars.append(Bar(f"share of gaps that keep {name}", figure.median, ENOUGH, is_lower_limit=True))
+    bars = [
+        Bar(f"share of gaps that keep {figure.name}", figure.median, ENOUGH, is_lower_limit=True)
+        for figure in results.of(KEPT)
+        if figure.system == SHARE
+    ]
     for figure in results.of(RATIOS):
         bars.append(bar_of(f"{figure.system}, {figure.name}", figure, 1 + NOISE_MARGIN, is_lower_limit=False))
     return bars
@@ -337,12 +340,12 @@ def _picture(results: Results) -> Picture:
             share = share_within(typical["gaps_s"], target)
             title = f"target {target:,} ms: {share:.1%} within {SLACK * target:g} ms"
             gaps.append(Gaps(title, typical["gaps_s"], typical["first_token_s"], target))
-    trade: dict[str, dict[float, Figure]] = {"fixed chunks": {}}
+    trade: Series = {"fixed chunks": {}}
     for figure in results.of(ARRIVALS):
         if figure.name == FIRST_TOKEN:
             waits = results.figure(P95, figure.system, ARRIVALS)
             series = "fixed chunks" if figure.system.startswith("chunk") else figure.system
-            trade.setdefault(series, {})[waits.median if waits else 0.0] = figure
+            trade.setdefault(series, {})[waits.median if waits else 0.0] = figure.values
     x_label = "p95 of the streams' gaps while it is read (ms)"
     panel = Panel("Lower left is better", "time to the prompt's first token (s)", trade, x_label, "lines")
     settings = results.settings

@@ -1,3 +1,4 @@
+import gc
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return model_of_bytes("qwen3_5_text", tmp_path_factory.mktemp("models") / "tiny-hybrid")
+
+
+@pytest.fixture(autouse=True)
+def _few_objects_to_collect() -> None:
+    """A suite collects garbage before every turn: of a test's own objects, not of all that others imported."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

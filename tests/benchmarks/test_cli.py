@@ -51,7 +51,10 @@ def test_every_suite_is_there_and_has_help(capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.usefixtures("suite")
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["other"], "one of prefill, hybrid"), (["serve", "--output", "FOLDER"], "cannot be written")],
+    [
+        (["other"], "one of prefill, hybrid"),
+        (["serve", "--output", "FOLDER"], "give a file in a folder of yours"),
+    ],
 )
 def test_what_is_refused(
     arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -64,7 +67,7 @@ def test_what_is_refused(
 def test_a_picture_needs_matplotlib(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(show, "can_draw", lambda: False)
+    monkeypatch.setattr("penstock.files.find_spec", lambda name: None)
     assert cli.main(["prefill", "--plot", "x.png"]) == 2
     assert "pip install matplotlib" in capsys.readouterr().err
 

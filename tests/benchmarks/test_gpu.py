@@ -279,14 +279,14 @@ def test_requests_decode_together_for_as_long_as_is_asked(chunk: int) -> None:
     max_tokens = tokens_to_last(6, 5, 20, chunk)
     requests = Requests(subject, chunk, 6, 5 * (20 + max_tokens) + 102)
     requests.begin_decodes(range(100), 5, max_tokens)
-    reader = requests.add("reading", range(100), 2)
+    reader = requests.add_prompt("reading", range(100), 2)
     for index in range(6):
         step = requests.begin()
         kinds = [planned.kind for planned in step.plan.spans]
         assert index or SpanKind.CHUNK in kinds
         assert kinds.count(SpanKind.DECODE) == 5 + (reader.num_generated == 1)
-        requests._batcher.settle(step, requests.run(step))
-        requests._batcher.notices.clear()
+        requests.settle(step, requests.run(step))
+        requests.notices.clear()
 
 
 def made_up(factor: float = 1.0) -> Results:

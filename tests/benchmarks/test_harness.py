@@ -106,7 +106,7 @@ def test_figures_grow_from_turn_to_turn() -> None:
     figure = results.figure("n", "a", "s")
     assert figure is not None
     assert figure.by_round == {0: 1.0, 1: 2.0, 4: 5.0}
-    assert results.by_case("s") == {"a": {"n": figure}}
+    assert results.by_case("s") == {"a": {"n": (1.0, 2.0, 5.0)}}
     assert results.figure("n", "a") == results.of("t")[0]  # the last one
     assert results.figure("n", "b") is None
 

@@ -10,22 +10,20 @@ from typing import Any
 import pytest
 
 from benchmarks.harness import RATIOS, Bench
+from benchmarks.reading import DECODING, PREFILLING, Turn, note_agreement
 from benchmarks.suites import peers
 from benchmarks.suites.peers import (
     CHOSEN,
-    DECODING,
     FIXED,
     LIMITS,
     LLAMA_BEST,
     LLAMA_FILE,
-    PREFILLING,
     SYSTEMS,
     TRANSFORMERS,
     VLLM,
     Candidate,
-    Trials,
-    Turn,
     Workers,
+    choose,
     left_out,
     plan_turns,
     run_turns,
@@ -79,14 +77,17 @@ def options(**changes: Any) -> argparse.Namespace:
 def test_another_setting_must_be_better_by_more_than_noise(
     costs: dict[int, tuple[float, float]], expected: tuple[Candidate, Candidate]
 ) -> None:
-    prefill = {length: {A: first, B: second} for length, (first, second) in costs.items()}
-    trials = Trials(prefill, prefill)
-    assert tuple(trials.choose(length)[0] for length in costs) == expected
+    trials = {
+        (section, length): {A: first, B: second}
+        for section in (PREFILLING, DECODING)
+        for length, (first, second) in costs.items()
+    }
+    assert tuple(choose(trials, length)[0] for length in costs) == expected
 
 
 def test_decoding_may_have_settings_of_its_own() -> None:
-    trials = Trials({512: {A: 1.0, B: 2.0}}, {512: {A: 1.0, B: 0.9}})
-    assert trials.choose(512) == (A, B)
+    trials = {(PREFILLING, 512): {A: 1.0, B: 2.0}, (DECODING, 512): {A: 1.0, B: 0.9}}
+    assert choose(trials, 512) == (A, B)
 
 
 def test_the_best_pass_counts_and_what_fails_is_left_out() -> None:
@@ -94,8 +95,7 @@ def test_the_best_pass_counts_and_what_fails_is_left_out() -> None:
     passes = iter([(2.0, 0.02), (1.0, 0.03)])
     asked = options(lengths=(512,), quick=False)
     trials = try_all(MadeUp(lambda *_: next(passes), ["2048"]), [A, B], [1] * 512, asked, said.append)
-    assert trials.prefill == {512: {A: 1.0}}
-    assert trials.decode[512][A] == pytest.approx(0.02)
+    assert trials == {(PREFILLING, 512): {A: 1.0}, (DECODING, 512): {A: pytest.approx(0.02)}}
     assert any("left out" in line for line in said)
     with pytest.raises(PeerError):
         try_all(MadeUp(even, ["batch"]), [A, B], [1] * 512, asked, said.append)
@@ -103,13 +103,13 @@ def test_the_best_pass_counts_and_what_fails_is_left_out() -> None:
 
 def test_decodes_are_measured_after_the_shortest_and_the_longest() -> None:
     lengths = (512, 2048, 8000)
-    assert turns_of(VLLM, 2048, A, B, lengths, 64) == [Turn(VLLM, 2048, A, 1, (PREFILLING,))]
-    assert turns_of(VLLM, 512, A, A, lengths, 64) == [Turn(VLLM, 512, A, 65, (PREFILLING, DECODING))]
-    assert [turn.quantities for turn in turns_of(VLLM, 8000, A, B, lengths, 64)] == [
+    assert turns_of(VLLM, 2048, A, B, lengths, 64) == [Turn(VLLM, 2048, 1, (PREFILLING,), A)]
+    assert turns_of(VLLM, 512, A, A, lengths, 64) == [Turn(VLLM, 512, 65, (PREFILLING, DECODING), A)]
+    assert [turn.sections for turn in turns_of(VLLM, 8000, A, B, lengths, 64)] == [
         (PREFILLING,),
         (DECODING,),
     ]
-    assert turns_of(CHOSEN, 512, A, A, lengths, 64) == [Turn(CHOSEN, 512, A, 1, (PREFILLING,))]
+    assert turns_of(CHOSEN, 512, A, A, lengths, 64) == [Turn(CHOSEN, 512, 1, (PREFILLING,), A)]
 
 
 def test_each_engine_has_its_best_settings() -> None:
@@ -126,7 +126,7 @@ def test_each_engine_has_its_best_settings() -> None:
     workers = MadeUp(speeds)
     asked = options(lengths=(64, 128))
     turns = plan_turns(workers, [1] * 128, asked, absent, bench)
-    chosen = {turn.system: dict(turn.candidate.values) for turn in turns}
+    chosen = {turn.system: dict(turn.by.values) for turn in turns}
     assert chosen[FIXED] == {"chunk": 512}
     assert chosen[CHOSEN] == {"chunk": "auto"}
     assert chosen[LLAMA_FILE]["flash"] is False
@@ -134,9 +134,12 @@ def test_each_engine_has_its_best_settings() -> None:
     assert chosen[VLLM] == {"batch": 8192}
     assert absent == {}
     answers = run_turns(workers, turns, [1] * 128, asked, bench)
-    assert set(answers) == {(length, system) for length in (64, 128) for system in SYSTEMS}
+    assert {(turn.length, turn.system) for turn in answers} == {
+        (length, system) for length in (64, 128) for system in SYSTEMS
+    }
     assert all(figure.rounds in ((0, 1), (1, 0)) for figure in bench.results.of(PREFILLING))
-    assert "first on" in peers.agreements(answers)[0]
+    note_agreement(bench, answers, FIXED)
+    assert "agree on 1 of 1 greedy tokens, the first 1 in a row" in bench.results.notes[0]
 
 
 def test_a_peer_that_fails_is_left_out() -> None:
@@ -214,10 +217,8 @@ def test_a_whole_run_with_an_engine_of_another_environment(
     assert "llama.cpp: llama" in results.notes
     assert f"left out: {VLLM}: not asked for" in results.notes
     # Both run the same model: in float32 they choose the same tokens.
-    assert (
-        "after 40 tokens 3 of 3 tokens of transformers, whole are Penstock's, from the first on"
-        in results.notes
-    )
+    agreed = "after 40 tokens transformers, whole and Penstock, chunk 512 agree on 3 of 3 greedy tokens"
+    assert any(note.startswith(agreed) for note in results.notes)
 
 
 def _model_of(workers: Workers, folder: Path, engine: str, form: str | None, tiny: Path) -> Path:

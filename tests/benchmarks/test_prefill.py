@@ -7,10 +7,11 @@ import pytest
 
 from benchmarks import models
 from benchmarks.cli import main
-from benchmarks.harness import RATIOS, Results
+from benchmarks.harness import RATIOS, Bench, Results
 from benchmarks.models import random_hybrid
+from benchmarks.reading import ACTIVATIONS, DECODING, PREFILLING, Turn
 from benchmarks.suites import prefill
-from benchmarks.suites.prefill import ACTIVATIONS, DECODING, DELTA_NETS, PREFILLING, TEXT
+from benchmarks.suites.prefill import DELTA_NETS, TEXT
 from benchmarks.systems import Answer, Spec
 from penstock.measure.growth import can_measure_growth
 from tests.benchmarks.made_up import add_rounds, results_of, run
@@ -134,12 +135,16 @@ def test_activations_must_not_grow_with_the_prompt(shorter: float, longer: float
 
 @pytest.mark.parametrize(("token", "holds"), [(5, True), (6, False)])
 def test_first_tokens_are_the_same_chunked_and_whole(token: int, holds: bool) -> None:
-    results, answer = results_of(), Answer((5, 7), (0.1, 0.2))
-    answers: dict[Spec, list[Any]] = {
-        Spec("Penstock", 512): [answer, answer],
-        Spec("Penstock", 0): [Answer((token,), (0.1,))],
-        Spec("transformers", 0): [Answer((9, 7), (0.1, 0.2))],
+    results = results_of()
+
+    def turn(spec: Spec) -> Turn:
+        return Turn(spec.label, 2048, 1, (PREFILLING, DECODING), spec)
+
+    answers = {
+        turn(Spec("Penstock", 512)): [Answer((5, 7), (0.1, 0.2))] * 2,
+        turn(Spec("Penstock", 0)): [Answer((token,), (0.1,))],
+        turn(Spec("transformers", 0)): [Answer((9, 7), (0.1, 0.2))],
     }
-    prefill._judge_answers(results, 2048, answers, 512)
+    prefill.judge_answers(Bench(results, print), answers, 512)
     assert [fact.holds for fact in results.facts] == [holds]
-    assert "1 of 2 greedy tokens, the first 0 in a row" in results.notes[0]
+    assert "1 of 2 greedy tokens, the first 0 in a row" in results.notes[1]

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import Bar, Figure, Results, SectionRun
-from benchmarks.show import Gaps, Panel, Picture, draw, render, table
+from benchmarks.harness import Bar, Results, SectionRun
+from benchmarks.show import Gaps, Picture, draw, render, table
+from penstock.pictures import Panel
 from tests.benchmarks.made_up import add_rounds, results_of
 
 
@@ -78,11 +79,13 @@ def test_tables_are_markdown() -> None:
 @pytest.mark.parametrize("with_gaps", [False, True])
 def test_pictures(results: Results, tmp_path: Path, with_gaps: bool) -> None:
     pytest.importorskip("matplotlib")
-    one = Figure("s", "n", "s", (1.0, 2.0, 3.0))
+    one = (1.0, 2.0, 3.0)
     panels = [
         Panel("bars", "s", results.by_case("prefill")),
         Panel("lines", "s", {"a": {"1": one, "2": one}, "b": {"2": one}}, kind="lines", is_log=True),
-        Panel("marks", "s", {"a": {1: one, 2.5: one}}, kind="lines", marks={"m": {1: 2.0}}, limit=("l", 1.0)),
+        Panel(
+            "marks", "s", {"a": {1: one, 2.5: one}}, kind="lines", marks={"m": [(1, 2.0)]}, limit=("l", 1.0)
+        ),
     ]
     gaps = [Gaps("no limit", [(-0.1, 0.2), (0.2, 3.0)], 2.0)] if with_gaps else []
     path = tmp_path / "new" / "picture.png"

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cli import main
+from benchmarks.reading import FIRST_TOKEN, PREFILLING, TOTAL
 from benchmarks.suites import decode, start, sweep
 from benchmarks.suites.sweep import specs_of
 from benchmarks.systems import AUTO, Spec
@@ -52,7 +53,7 @@ def test_a_sweep_of_chunks_and_lengths(tiny: Path, tmp_path: Path) -> None:
     status, results = run(["sweep", "--model", str(tiny), *SWEPT.split()], tmp_path / "sweep.json")
     assert status in (0, 3)
     systems = [spec.label for spec in specs_of((0, 32, AUTO), ["transformers"])]
-    for section in (sweep.FIRST_TOKEN, sweep.SPEED, sweep.TOTAL):
+    for section in (FIRST_TOKEN, PREFILLING, TOTAL):
         found = [(figure.system, figure.name) for figure in results.of(section)]
         assert found == [(system, name) for system in systems for name in ("40 tokens", "70 tokens")]
         assert all(sorted(figure.rounds) == [0, 1, 2] for figure in results.of(section))
@@ -83,7 +84,7 @@ def test_what_a_sweep_refuses(
 def test_lines_of_a_sweep_go_from_small_chunks_to_whole_prompts() -> None:
     results = results_of("sweep")
     for chunk in ("whole", "chunk 512", "chunk 64", "auto"):
-        results.add(sweep.FIRST_TOKEN, "40 tokens", "s", 1.0, system=f"Penstock, {chunk}")
-    (line,) = sweep._lines(results, sweep.FIRST_TOKEN).values()
+        results.add(FIRST_TOKEN, "40 tokens", "s", 1.0, system=f"Penstock, {chunk}")
+    (line,) = sweep._lines(results, FIRST_TOKEN).values()
     assert list(line)[:2] == ["64", "512"]
     assert set(line) == {"64", "512", "whole", "auto"}

@@ -13,14 +13,10 @@ from benchmarks.suites.gpu.models import Subject
 from benchmarks.suites.gpu.plan import CHUNK, BitsCase, DecodeCase
 from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
-from penstock.engine.batcher import Batcher
 from penstock.engine.events import GenerationRequest
-from penstock.engine.job import Job as Request
 from penstock.engine.run import Run
-from penstock.engine.sampling import Choice
-from penstock.engine.step import Step, StepOutcome
 from penstock.errors import PenstockError
-from penstock.measure.traces import kv_of, states_of
+from penstock.measure.traces import RecordedJob, Stepwise, kv_of, states_of
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig
 from penstock.plan.policy import ScheduleConfig
@@ -30,19 +26,8 @@ _WARM_UP_STEPS = _STEPS_IN_A_ROW = 10
 _MIXED_ROUNDS, _MIXED_WARM_UPS = 4, 3
 
 
-class WatchedRequest(Request):
-    """A request whose last logits [vocab] are told. They lie where the step left them, until the next."""
-
-    logits: Tensor | None = None
-    needs_logits = True
-
-    def choose(self, logits: Tensor) -> Choice:
-        self.logits = logits
-        return super().choose(logits)
-
-
-class Requests:
-    """Requests of made-up tokens through one batcher, a step at a time, over a cache with room for them."""
+class Requests(Stepwise):
+    """Requests of made-up tokens, a step at a time, over a cache with room for them."""
 
     def __init__(
         self,
@@ -55,50 +40,30 @@ class Requests:
         looks_ahead: bool | None = None,
     ) -> None:
         """`num_tokens` is what their prompts and answers take together."""
-        self.space = subject.space(num_tokens + num_requests * BLOCK_TOKENS, num_requests)
         grid = STATE_GRID if subject.model.config.has_state else 1
         schedule = ScheduleConfig(
             chunk_size=chunk, step_tokens=step_tokens, max_running=num_requests, grid=grid
         )
-        self._batcher = Batcher(subject.model, subject.canon, self.space, schedule, looks_ahead=looks_ahead)
+        space = subject.space(num_tokens + num_requests * BLOCK_TOKENS, num_requests)
+        super().__init__(subject.model, subject.canon, space, schedule, looks_ahead=looks_ahead)
 
-    def add(self, name: str, prompt: Sequence[int], max_tokens: int) -> WatchedRequest | Request:
-        """The one that reads is watched: those that decode need no logits of their own."""
-        kind = WatchedRequest if name == "watched" else Request
-        request, held = GenerationRequest(prompt, max_tokens, ignore_eos=True), self.space.new_sequence()
-        added = kind(name, request, held, _tokenizer(), frozenset(), None, lambda event: None)
-        self._batcher.add(added)
-        return added
+    def add_prompt(
+        self, name: str, prompt: Sequence[int], max_tokens: int, *, needs_logits: bool = False
+    ) -> RecordedJob:
+        job = self.new_job(name, GenerationRequest(prompt, max_tokens, ignore_eos=True), _tokenizer())
+        job.needs_logits = needs_logits
+        self.add(job)
+        return job
 
     def begin_decodes(self, tokens: Sequence[int], num_requests: int, max_tokens: int) -> None:
         """Add so many requests, each with its share of the tokens for a prompt, and step until all decode."""
         size = len(tokens) // num_requests
         added = [
-            self.add(f"decoding-{index}", tokens[index * size : (index + 1) * size], max_tokens)
+            self.add_prompt(f"decoding-{index}", tokens[index * size : (index + 1) * size], max_tokens)
             for index in range(num_requests)
         ]
         while not all(request.num_generated for request in added):
             self.step()
-
-    def step(self) -> None:
-        step = self.begin()
-        self._batcher.settle(step, self.run(step))
-        self._batcher.notices.clear()
-
-    def begin(self) -> Step:
-        step = self._batcher.begin()
-        assert step is not None, "requests wait, and nothing runs"
-        return step
-
-    def run(self, step: Step) -> StepOutcome:
-        """It may be run again: it changes nothing but what it writes to the cache, which is the same each time."""
-        outcome = self._batcher.run(step)
-        if outcome.error is not None:
-            raise outcome.error
-        for choice in outcome.choices.values():
-            if isinstance(choice, Exception):
-                raise choice
-        return outcome
 
 
 def tokens_to_last(num_steps: int, num_requests: int, past: int, chunk: int) -> int:
@@ -195,7 +160,7 @@ def measure_mixed(job: Job, errors: list[str]) -> None:
     decodes = _decoding(*given, looks_ahead=False)
     chunk = Requests(subject, case.chunk, 1, num_read)
     for requests in (both, chunk):
-        reader = requests.add("reading", job.prompt(case.model, num_read - 1), 1)
+        reader = requests.add_prompt("reading", job.prompt(case.model, num_read - 1), 1)
         # As near to that past as steps end: those that make room for decodes read less.
         while reader.cache.num_tokens < case.past - case.chunk // 2:
             requests.step()
@@ -279,8 +244,7 @@ def _beside(
     requests.begin_decodes(
         job.prompt(model, case.num_decodes * case.decode_past), case.num_decodes, max_tokens
     )
-    reader = requests.add("watched", prompt, 2)
-    assert isinstance(reader, WatchedRequest)
+    reader = requests.add_prompt("reading", prompt, 2, needs_logits=True)
     while not reader.num_generated:
         requests.step()
     assert reader.logits is not None

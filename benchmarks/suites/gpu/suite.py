@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import Bar, Bench, Figure, Results, SectionRun, bar_of
-from benchmarks.show import Panel, Picture
+from benchmarks.harness import Bar, Bench, Results, SectionRun, Series, bar_of
+from benchmarks.show import Picture
 from benchmarks.suite import Suite, number, some_of, switch
 from benchmarks.suites.gpu import prompts, steps
 from benchmarks.suites.gpu.job import Job
@@ -33,6 +33,7 @@ from benchmarks.suites.gpu.plan import (
     PrefillCase,
 )
 from penstock.errors import SettingError
+from penstock.pictures import Panel
 
 VLLM = "vLLM 0.26 (FA3)"
 METHOD = (
@@ -197,18 +198,18 @@ def _panel(results: Results, plan: Plan, model: str, tokens: int) -> Panel:
     cases = [*(case for cases in plan.prefills.values() for case in cases), *plan.sweeps]
     chunks = {case.chunk for case in cases if (case.model, case.prompt_tokens) == (model, tokens)}
     marks = {target.name: target for target in TARGETS}
-    series: dict[str, dict[str, Figure]] = {}
-    vllm: dict[str, float] = {}
+    series: Series = {}
+    vllm: list[tuple[str, float]] = []
     limits = []
     for chunk in sorted(chunks, key=lambda chunk: chunk or tokens):
         label, x = PrefillCase(model, tokens, chunk).label, f"{chunk:,}" if chunk else "whole"
         for system in ("Penstock", "transformers"):
             figure = results.figure(label, system)
             if figure is not None:
-                series.setdefault(system, {})[x] = figure
+                series.setdefault(system, {})[x] = figure.values
         target = marks.get(label)
         if target is not None and target.vllm is not None:
-            vllm[x] = target.vllm
+            vllm.append((x, target.vllm))
         limits += [target.limit] if target is not None and target.limit is not None else []
     return Panel(
         f"{model}, {tokens:,} tokens",

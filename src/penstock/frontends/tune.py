@@ -29,6 +29,7 @@ def tune(
     given = locals()
     with reported(tune):
         from penstock.errors import SettingError
+        from penstock.files import require_outputs
         from penstock.frontends.answer import loaded, write
         from penstock.frontends.display import make_display
 
@@ -42,7 +43,7 @@ def tune(
             from penstock.measure.tune import to_json
             from penstock.measure.tune import tune as measure
 
-        report.require_outputs({"plot": plot, "json": json})
+        require_outputs({"plot": plot, "json": json})
         with loaded(model, display, settings) as llm:
             stored_at = profile_path(profile_key(llm))
             if not show:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from penstock.errors import PenstockError, SettingError
+from penstock.files import require_outputs
 from penstock.frontends import options
 from penstock.frontends.exits import FAILED, INTERRUPTED, MISTAKE, NO_MODEL, NO_READER, complain, reported
 
@@ -122,7 +123,7 @@ def verify(
 
         if memory:
             started, json = time.perf_counter(), output or Path("bench-results/memory.json")
-            report.require_outputs({"output": json})
+            require_outputs({"output": json})
             jobs = plan_jobs(
                 model=model,
                 families=None if families is None else families.split(","),
@@ -139,7 +140,7 @@ def verify(
             passed, page = all(case.is_met for case in cases), report.render_memory(cases)
             found = memory_json(cases, time.perf_counter() - started)
         else:
-            report.require_outputs({"json": json, "plot": plot})
+            require_outputs({"json": json, "plot": plot})
             checks = Checks(
                 chunks=sizes or DEFAULT_CHUNKS,
                 overlap=overlap,

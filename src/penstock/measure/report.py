@@ -1,11 +1,8 @@
 """What `tune`, `verify` and `verify --memory` found, as pages of plain text."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
-from pathlib import Path
 
 from penstock.engine.profile import MemorySample, StepSample, TuneProfile
-from penstock.errors import SettingError
 from penstock.measure.compare import Comparison, Series
 from penstock.measure.memory import MOST_OVER, MOST_UNDER, MemoryCase, method_of
 from penstock.measure.tune import GOOD_ENOUGH, fit_error, slowdowns
@@ -26,27 +23,6 @@ def table(title: str, rows: Iterable[Mapping[str, str]], *, num_left: int = 1) -
     columns = list(rows[0]) if rows else []
     lines = table_lines(make_table(columns, [list(row.values()) for row in rows], left=range(num_left)))
     return "\n".join([title, *(f"  {line}" for line in lines)])
-
-
-def require_outputs(paths: Mapping[str, Path | None]) -> None:
-    """Refuse, by setting, what cannot be written: better before the measurements than after them."""
-    if paths.get("plot") is not None and find_spec("matplotlib") is None:
-        raise SettingError(
-            "plot", ..., because="it needs matplotlib, which is not installed: pip install matplotlib"
-        )
-    for name, path in paths.items():
-        if path is None:
-            continue
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            is_new = not path.exists()
-            with path.open("ab"):
-                pass
-            if is_new:
-                path.unlink()
-        except OSError as error:
-            because = str(error.strerror or error)
-            raise SettingError(name, str(path), "a file in a folder of yours", because=because) from error
 
 
 def facts(lines: Mapping[str, Iterable[str]]) -> str:

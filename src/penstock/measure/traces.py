@@ -1,9 +1,8 @@
 """One prompt run in several ways, each with all that it leaves behind: logits, keys and values, recurrent states."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 import numpy as np
 import torch
@@ -17,6 +16,8 @@ from penstock.engine.events import GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.run import Run
 from penstock.engine.sampling import Choice
+from penstock.engine.status import StepRecord
+from penstock.engine.step import Step, StepOutcome
 from penstock.kernels.spans import AttendedSpan, AttentionWork, part_of
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
@@ -102,7 +103,7 @@ class WatchedDecoder(Decoder):
     def __init__(self, model: Decoder, canon: RowLaw, positions: Sequence[int], out: Tensor) -> None:
         """The logits after the tokens at `positions` go to the first rows of `out` [rows, vocab]."""
         vars(self).update(vars(model))  # weights are shared, not copied
-        self.rows: range | None = None  # of the next batch, those of the sequence; None: all
+        self.own: SequenceCache | None = None  # of the sequence that is watched; None: all are
         self._canon = canon
         self._out = out
         self._index_of = {position: index for index, position in enumerate(positions)}
@@ -122,27 +123,30 @@ class WatchedDecoder(Decoder):
 
     def _watched(self, batch: ForwardBatch) -> tuple[list[int], list[int]]:
         """Rows of the batch that are prompt tokens to be watched, and where their logits go."""
-        rows: list[int] = []
-        indices: list[int] = []
+        found: dict[int, int] = {}
         for span in batch.all_layers.spans:
-            for row in range(span.start, span.end) if span.is_prompt else ():
+            for row in range(span.start, span.end) if span.is_prompt and self._is_own(span) else ():
                 index = self._index_of.get(span.position + row - span.start)
-                if index is not None and (self.rows is None or row in self.rows):
-                    rows.append(row)
-                    indices.append(index)
-        return rows, indices
+                if index is not None:
+                    found[row] = index
+        return list(found), list(found.values())
+
+    def _is_own(self, span: AttendedSpan) -> bool:
+        """By where its first token lies."""
+        if self.own is None:
+            return True
+        has_begun = self.own.blocks.capacity_tokens > 0
+        return has_begun and self.own.blocks.locate(0, 1)[0].start == span.places[0].start
 
 
 def _wanting(batch: ForwardBatch, rows: Sequence[int], canon: RowLaw) -> ForwardBatch:
     """The same batch, with logits wanted of these rows, ascending, in place of its own."""
     spans: list[AttendedSpan] = []
-    num_done = 0
     for span in batch.all_layers.spans:
-        for run in _runs([row for row in rows if span.start <= row < span.end]):
-            position, end = span.position + run.start - span.start, num_done + len(run)
-            places = part_of(span.places, 0, position + len(run))
-            spans.append(replace(span, start=num_done, end=end, position=position, places=places))
-            num_done = end
+        for row in (row for row in rows if span.start <= row < span.end):
+            position, start = span.position + row - span.start, len(spans)
+            places = part_of(span.places, 0, position + 1)
+            spans.append(replace(span, start=start, end=start + 1, position=position, places=places))
     padding = canon.padded_rows(len(rows)) - len(rows)
     return replace(
         batch,
@@ -150,15 +154,6 @@ def _wanting(batch: ForwardBatch, rows: Sequence[int], canon: RowLaw) -> Forward
         num_logits=len(rows),
         last_layer=AttentionWork(tuple(spans)),
     )
-
-
-def _runs(rows: Sequence[int]) -> Iterator[range]:
-    """Ascending rows as ranges without gaps."""
-    start = 0
-    for end in range(1, len(rows) + 1):
-        if end == len(rows) or rows[end] != rows[end - 1] + 1:
-            yield range(rows[start], rows[end - 1] + 1)
-            start = end
 
 
 class _Recorder:
@@ -239,15 +234,43 @@ def run_chunks(
     return trace
 
 
-class _RecordedJob(Job):
-    """A request whose logits are wanted."""
+class RecordedJob(Job):
+    """A request with its last logits [vocab], where it `needs_logits`. They lie where the step left them."""
 
-    logits: Tensor | None = None  # [vocab], of the last choice
+    logits: Tensor | None = None
     needs_logits = True
 
     def choose(self, logits: Tensor) -> Choice:
         self.logits = logits
         return super().choose(logits)
+
+
+class Stepwise(Batcher):
+    """A batcher whose steps are taken one at a time. What fails is raised."""
+
+    def new_job(self, name: str, request: GenerationRequest, tokenizer: Tokenizer) -> RecordedJob:
+        """With a cache of its own; it is yet to be added."""
+        sequence = self.space.new_sequence()
+        return RecordedJob(name, request, sequence, tokenizer, frozenset(), None, lambda event: None)
+
+    def begin(self) -> Step:
+        step = super().begin()
+        assert step is not None, "requests wait, and nothing runs"
+        return step
+
+    def run(self, step: Step) -> StepOutcome:
+        """It may be run again: it changes nothing but what it writes to the cache, which is the same each time."""
+        outcome = super().run(step)
+        for failed in (outcome.error, *outcome.choices.values()):
+            if isinstance(failed, Exception):
+                raise failed
+        return outcome
+
+    def step(self) -> StepRecord | None:
+        step = self.begin()
+        record = self.settle(step, self.run(step))
+        self.notices.clear()
+        return record
 
 
 def run_batched(
@@ -256,10 +279,8 @@ def run_batched(
     """The prompt through the batcher of a service. Beside it one request decodes from the start, one reads its own
     prompt at the same time, and one arrives when the prompt has been read; unless it `is_alone`."""
     recorder = _Recorder(subject, forced)
-    has_state = subject.model.config.has_state
-    schedule = ScheduleConfig(
-        chunk_size=_BATCHED_CHUNK, max_running=_MAX_RUNNING, grid=STATE_GRID if has_state else 1
-    )
+    grid = STATE_GRID if subject.model.config.has_state else 1
+    schedule = ScheduleConfig(chunk_size=_BATCHED_CHUNK, max_running=_MAX_RUNNING, grid=grid)
     requests = {
         _SUBJECT: GenerationRequest(subject.prompt, subject.num_generated + 1, ignore_eos=True),
         **({} if is_alone else _others(subject)),
@@ -268,26 +289,22 @@ def run_batched(
     space = CacheSpace.for_tokens(
         recorder.model, num_tokens + _MAX_RUNNING * _BATCHED_CHUNK, num_slots=2 * _MAX_RUNNING
     )
-    batcher = Batcher(recorder.model, subject.canon, space, schedule, strict=strict)
-    jobs = {
-        name: _RecordedJob(
-            name, request, space.new_sequence(), subject.tokenizer, frozenset(), None, lambda event: None
-        )
-        for name, request in requests.items()
-    }
-    if "decoding" in jobs:
+    batcher = Stepwise(recorder.model, subject.canon, space, schedule, strict=strict)
+    jobs = {name: batcher.new_job(name, request, subject.tokenizer) for name, request in requests.items()}
+    job = jobs[_SUBJECT]
+    recorder.model.own = job.cache
+    if not is_alone:
         batcher.add(jobs["decoding"])
         while not jobs["decoding"].num_generated:
-            _step(batcher, recorder)
-    for name in (_SUBJECT, "reading"):
-        if name in jobs:
-            batcher.add(jobs[name])
-    job = jobs[_SUBJECT]
+            batcher.step()
+    batcher.add(job)
+    if not is_alone:
+        batcher.add(jobs["reading"])
     while not recorder.is_done:
         if job.num_generated == 1 and "arriving" in jobs:
             batcher.add(jobs.pop("arriving"))
         num_generated = job.num_generated
-        _step(batcher, recorder)
+        batcher.step()
         if job.num_generated > num_generated:
             assert job.logits is not None
             job.tokens[-1] = recorder.record(job.logits, job.cache, space)
@@ -310,22 +327,6 @@ def _others(subject: Subject) -> dict[str, GenerationRequest]:
         name: GenerationRequest(tokens, min(room - len(tokens), most), ignore_eos=True)
         for name, tokens in prompts.items()
     }
-
-
-def _step(batcher: Batcher, recorder: _Recorder) -> None:
-    step = batcher.begin()
-    assert step is not None, "requests wait, and nothing runs"
-    ends = accumulate(len(planned.span) for planned in step.plan.spans)
-    rows = {
-        planned.request_id: range(end - len(planned.span), end)
-        for planned, end in zip(step.plan.spans, ends, strict=True)
-    }
-    recorder.model.rows = rows.get(_SUBJECT, range(0))
-    outcome = batcher.run(step)
-    if outcome.error is not None:
-        raise outcome.error
-    batcher.settle(step, outcome)
-    batcher.notices.clear()
 
 
 def random_ends(num_tokens: int, seed: int, grid: int = 1) -> list[int]:
