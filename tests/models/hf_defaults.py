@@ -1,24 +1,145 @@
-"""What transformers' configuration classes assume: `python -m tests.models.hf_defaults` writes the table of it."""
+"""What transformers' configuration classes assume, and what its models read of them.
+`python -m tests.models.hf_defaults` writes the table of both."""
 
+import ast
 import json
+import sys
+from dataclasses import fields
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+import torch
 import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 import penstock.models.hf
-from penstock.models.hf.config import DEFAULT_KEYS, FAMILIES
+from penstock.models.hf.config import DEFAULT_KEYS, FAMILIES, hf_model_config
+from penstock.models.reading import Fields
 
 TABLE = Path(penstock.models.hf.__file__).with_name("defaults.json")
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 4,
+    "head_dim": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+# What a model reads, and what changes nothing of a prompt's logits.
+WITHOUT_EFFECT = {
+    # Training, and heads for other tasks.
+    *(
+        "attention_dropout",
+        "initializer_range",
+        "router_aux_loss_coef",
+        "output_router_logits",
+        "pretraining_tp",
+    ),
+    *("id2label", "label2id", "num_labels", "problem_type", "gradient_checkpointing"),
+    # What is returned beside the logits, and the way of computing.
+    *(
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "use_cache",
+        "chunk_size_feed_forward",
+        "dtype",
+    ),
+    # Names, of the model and of tokens that nobody puts anywhere.
+    *("architectures", "transformers_version", "name_or_path", "auto_map", "bos_token_id", "pad_token_id"),
+}
 
 
 def table() -> str:
-    """A line for each family: the class's own attributes, before an object of it derives some from others."""
+    """A line for each family. `defaults` are the class's own attributes, before an object of it derives some from
+    others. `fixed` is what the class or its model reads and Penstock does not, with the one value it may have."""
     lines = []
     for family in FAMILIES:
         config = transformers.CONFIG_MAPPING[family]
-        found = {key: getattr(config, key) for key in DEFAULT_KEYS if hasattr(config, key)}
-        lines.append(f'"{family}": {json.dumps(found)}')
+        defaults = {key: getattr(config, key) for key in DEFAULT_KEYS if hasattr(config, key)}
+        entry = {"defaults": defaults, "fixed": fixed(family, config)}
+        lines.append(f'"{family}": {json.dumps(entry)}')
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def fixed(family: str, config: type[PreTrainedConfig]) -> dict[str, Any]:
+    found = {field.name: _of_class(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
+    found |= model_reads(config)
+    read = {*DEFAULT_KEYS, *WITHOUT_EFFECT, *reads_here(family)}
+    return {
+        name: value
+        for name, value in sorted(found.items())
+        if name not in read and not name.startswith(("_", "base_", "sub_configs"))
+    }
+
+
+def _of_class(config: type[PreTrainedConfig], name: str) -> Any:
+    value = getattr(config, name, None)
+    return None if isinstance(value, property) else value
+
+
+def model_reads(config: type[PreTrainedConfig]) -> dict[str, Any]:
+    """The names that a model asks its configuration for, when it is made and run, with their defaults."""
+    reads: dict[str, Any] = {}
+    original = config.__getattribute__
+
+    def noting(self: Any, name: str) -> Any:
+        try:
+            value = original(self, name)
+        except AttributeError:
+            if reads.get(name) is None:
+                reads[name] = _literal_default(sys._getframe(1).f_code.co_filename, name)
+            raise
+        if not callable(value):
+            reads.setdefault(name, _of_class(config, name))
+        return value
+
+    made = config(**{key: value for key, value in SMALL.items() if hasattr(config, key)})
+    config.__getattribute__ = noting  # type: ignore[method-assign]
+    try:
+        model = AutoModelForCausalLM.from_config(made).eval()
+        with torch.no_grad():
+            past = model(torch.arange(6)[None], use_cache=True).past_key_values
+            model(torch.arange(1)[None], past_key_values=past)
+    finally:
+        del config.__getattribute__
+    return reads
+
+
+@cache
+def _literal_default(file: str, name: str) -> Any:
+    """What `getattr(config, name, default)` gives where there is none."""
+    for node in ast.walk(ast.parse(Path(file).read_text())):
+        match node:
+            case ast.Call(ast.Name("getattr"), [_, ast.Constant(value), ast.Constant(default)]) if (
+                value == name
+            ):
+                return default
+    return None
+
+
+def reads_here(family: str) -> set[str]:
+    reads: set[str] = set()
+
+    class Noting(dict[str, object]):
+        def get(self, key: str, default: object = None) -> object:
+            reads.add(key)
+            return super().get(key, default)
+
+    values = Noting(model_type=family, max_position_embeddings=4096)
+    hf_model_config(Fields("config.json", values), Fields("generation_config.json", {}))
+    return reads
 
 
 if __name__ == "__main__":

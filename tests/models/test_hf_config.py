@@ -89,6 +89,18 @@ def test_the_table_of_defaults_is_that_of_transformers_classes() -> None:
     assert TABLE.read_text() == table()
 
 
+@pytest.mark.parametrize("family", json.loads(TABLE.read_text()))
+def test_what_transformers_models_read_and_this_one_does_not_is_refused_by_name(family: str) -> None:
+    fixed = json.loads(TABLE.read_text())[family]["fixed"]
+    assert "is_causal" in fixed
+    sound = {"model_type": family, "max_position_embeddings": 64}
+    for key, value in fixed.items():
+        assert normalise({**sound, key: value}) == normalise({**sound, key: None}) == normalise(sound)
+        for other in (7, {"a": 1}, not value):
+            with pytest.raises(ModelError, match=f"{key} of .* is not supported"):
+                normalise({**sound, key: other})
+
+
 @pytest.mark.parametrize("family", CLASSES)
 def test_absent_keys_take_transformers_defaults(family: str) -> None:
     theirs = CLASSES[family][0]()
@@ -133,6 +145,20 @@ def test_eos_ids_are_those_of_both_files() -> None:
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "part of each head"),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantised"),
+        ({"model_type": "llama", "is_causal": False}, "is_causal of false is not supported, only true is"),
+        ({"model_type": "qwen3", "per_layer_config": {"0": {"head_dim": 8}}}, "per_layer_config"),
+        ({"model_type": "llama", "layer_types": ["sliding_attention"] * 32}, "layer_types is 'sliding_att"),
+        ({"model_type": "llama", "layer_types": ["full_attention"]}, "layer_types .* each of the 32 layers"),
+        ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types is 'linear_att"),
+        ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}, "layer_types is 'sliding_att"),
+        (
+            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32, "use_sliding_window": True},
+            "sliding window of 4096",
+        ),
+        (
+            {"model_type": "llama", "rope_parameters": {"full_attention": ROPES["linear"]}},
+            "full_attention of",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(values: dict[str, Any], words: str) -> None:

@@ -18,6 +18,7 @@ from penstock.models.hf.config import hf_model_config
 from penstock.models.hf.folder import read_folder_config
 from penstock.models.reading import Fields
 from penstock.plan.model import ModelConfig, RotaryConfig
+from tests.models.hf_defaults import TABLE
 from tests.models.hybrids import CLASSES, HYBRIDS, MIXTURES, hybrid_settings
 from tests.models.test_hf_config import ROPES
 
@@ -282,36 +283,33 @@ def test_wrong_values_are_errors_that_name_the_key(family: str, values: dict[str
     assert len(str(error.value)) < 300
 
 
-KEYS = (
-    "num_hidden_layers",
-    "head_dim",
-    "layer_types",
-    "full_attention_interval",
-    "partial_rotary_factor",
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-    "linear_conv_kernel_dim",
-    "num_experts",
-    "num_local_experts",
-    "num_experts_per_tok",
-    "moe_intermediate_size",
-    "shared_expert_intermediate_size",
-    "decoder_sparse_step",
-    "mlp_only_layers",
-    "norm_topk_prob",
-    "text_config",
-)
+FAMILIES = json.loads(TABLE.read_text())
+KEYS = {key for family in FAMILIES.values() for part in family.values() for key in part} | {
+    *(
+        "layer_types",
+        "full_attention_interval",
+        "partial_rotary_factor",
+        "num_local_experts",
+        "mlp_only_layers",
+    ),
+    *(
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "quantization_config",
+        "original_max_position_embeddings",
+    ),
+}
 NUMBERS: list[Any] = [0, -1, 1, 2, 3, 4, 64, 1024, 4096, 0.5, 1e308, float("nan"), float("inf"), 10**400]
-OTHERS: list[Any] = [None, True, "", "4", [], {}, [None], ["full_attention"] * 4, [0, 1]]
+OTHERS: list[Any] = [None, True, "", "4", [], {}, [None], ["full_attention"] * 4, [0, 1], {"a": {}}]
+OTHERS += [{"rope_type": kind, "factor": 2.0} for kind in ("default", "linear", "llama3", "yarn", [1])]
 
 
 @settings(deadline=None, max_examples=500)
 @given(
-    family=st.sampled_from([*CLASSES, "qwen3_5", "qwen3_5_moe"]),
+    family=st.sampled_from([*FAMILIES, "qwen3_5", "qwen3_5_moe"]),
     values=st.dictionaries(
-        st.sampled_from(KEYS), st.sampled_from([*NUMBERS, *OTHERS]), min_size=1, max_size=5
+        st.sampled_from(sorted(KEYS)), st.sampled_from([*NUMBERS, *OTHERS]), min_size=1, max_size=5
     ),
 )
 def test_absurd_values_are_refused_or_give_a_model_that_holds_together(
@@ -319,7 +317,8 @@ def test_absurd_values_are_refused_or_give_a_model_that_holds_together(
 ) -> None:
     try:
         ours = normalise({"model_type": family, **values})
-    except ModelError:
+    except ModelError as error:
+        assert len(str(error).splitlines()) == 1  # noqa: PT017
         return
     assert ours.attention_layers
     rotated = ours.rotary_dim or ours.head_dim

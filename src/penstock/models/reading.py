@@ -1,13 +1,14 @@
 """Files that are not trusted: errors that name the file, values with a type and a range, sizes that no model has."""
 
 import contextlib
+import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ModelFileError, PenstockError
+from penstock.errors import ModelError, ModelFileError, PenstockError
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 
 
@@ -152,6 +153,11 @@ class Fields:
         return ModelFileError(
             f"{self.origin}: {key} is {shortened(repr(value), 60)}, but {accepted} is needed"
         )
+
+    def unsupported(self, key: str, instead: str) -> ModelError:
+        """A value that is sound, and asks for what is not there."""
+        value = shortened(json.dumps(self.values[key]), 60)
+        return ModelError(f"{self.origin}: {shortened(key)} of {value} is not supported, {instead}")
 
     def _get(self, key: str, default: object) -> object:
         value = self.values.get(key)

@@ -1,8 +1,9 @@
 """A Hugging Face config.json as a model's configuration, with transformers' defaults for absent keys.
 
 The defaults are those of transformers' own classes. Importing one takes a second, so they stand in `defaults.json`,
-which `tests/models/hf_defaults.py` writes and a test compares. A plain new family is a row of `FAMILIES`, and a line
-that is written there.
+which `tests/models/hf_defaults.py` writes and a test compares. Beside them stands what transformers' models read and
+Penstock does not: a file that has another value there is refused. A plain new family is a row of `FAMILIES`, and a
+line that is written there.
 """
 
 import json
@@ -63,7 +64,7 @@ DEFAULT_KEYS = (
     *("shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
 )
 _KINDS = ("default", "linear", "llama3", "yarn")
-_LINEAR, _FULL = "linear_attention", "full_attention"
+_LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attention"
 
 
 # Models of text and pictures, whose text model is described under `text_config`.
@@ -81,13 +82,18 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         raise ModelError(
             f"{file.origin}: the model type {name!r} is not supported; supported are {supported}"
         )
-    config = replace(config, defaults=_defaults()[name])
+    config = replace(config, defaults=_table()[name]["defaults"])
     if file.has("quantization_config") or config.has("quantization_config"):
         raise ModelError(
             f"{file.origin}: quantised safetensors are not supported; use the original weights or a GGUF file"
         )
     if (activation := config.text("hidden_act")) != "silu":
         raise ModelError(f"{config.origin}: the activation {activation!r} is not supported, only silu is")
+
+    fixed = _table()[name]["fixed"]
+    for key, value in config.values.items():
+        if key in fixed and value not in (None, fixed[key]):
+            raise config.unsupported(key, f"only {json.dumps(fixed[key])} is")
 
     defaults = config.defaults
     is_hybrid = "linear_num_key_heads" in defaults  # gates, norms around 1, a part of each head rotated
@@ -102,7 +108,8 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     )
     check_heads(config.origin, num_heads, num_kv_heads, head_dim)
     max_position = config.integer("max_position_embeddings", low=1, high=MAX_POSITIONS)
-    _refuse_sliding_window(config, max_position, num_layers)
+    kinds = _layer_kinds(config, num_layers, is_hybrid=is_hybrid)
+    _refuse_sliding_window(config, max_position, num_layers, kinds)
 
     experts = _experts(config, family.count_key, num_layers) if "num_experts" in defaults else None
     if "intermediate_size" in defaults:
@@ -133,28 +140,27 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         head_norm=family.head_norm,
         gated_attention=is_hybrid,
         zero_centred_norm=is_hybrid,
-        delta_net=_delta_net(config, num_layers) if is_hybrid else None,
+        delta_net=_delta_net(config, num_layers, kinds) if is_hybrid else None,
         experts=experts,
         eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
     )
 
 
 @cache
-def _defaults() -> Mapping[str, Mapping[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("defaults.json").read_text())
+def _table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    found: dict[str, dict[str, dict[str, Any]]]
+    found = json.loads(Path(__file__).with_name("defaults.json").read_text())
     return found
 
 
-def _refuse_sliding_window(config: Fields, max_position: int, num_layers: int) -> None:
+def _refuse_sliding_window(
+    config: Fields, max_position: int, num_layers: int, kinds: tuple[str, ...]
+) -> None:
     if "sliding_window" not in config.defaults:
         return
     slides = "use_sliding_window" not in config.defaults or config.boolean("use_sliding_window")
     if slides and "max_window_layers" in config.defaults:  # else a window is every layer's
-        layer_types = config.values.get("layer_types")
-        if isinstance(layer_types, list):
-            slides = "sliding_attention" in layer_types
-        else:
-            slides = config.integer("max_window_layers") < num_layers
+        slides = _SLIDING in kinds if kinds else config.integer("max_window_layers") < num_layers
     window = config.values.get("sliding_window", config.defaults["sliding_window"])
     if slides and window is not None and config.integer("sliding_window") < max_position:
         raise ModelError(
@@ -166,9 +172,30 @@ def _refuse_sliding_window(config: Fields, max_position: int, num_layers: int) -
 # Layers
 
 
-def _delta_net(config: Fields, num_layers: int) -> DeltaNetConfig | None:
+def _layer_kinds(config: Fields, num_layers: int, *, is_hybrid: bool) -> tuple[str, ...]:
+    """The attention of each layer, where the file says it."""
+    if not config.has("layer_types"):
+        return ()
+    kinds = config.texts("layer_types")
+    if len(kinds) != num_layers:
+        raise config.error("layer_types", list(kinds), f"one entry for each of the {num_layers} layers")
+    known = [_FULL]
+    if is_hybrid:
+        known.append(_LINEAR)
+    elif "max_window_layers" in config.defaults and config.boolean("use_sliding_window"):
+        known.append(_SLIDING)  # with a window as long as the context
+    for kind in kinds:
+        if kind not in known:
+            raise config.error("layer_types", kind, f"{' or '.join(known)} for each layer")
+    return kinds
+
+
+def _delta_net(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> DeltaNetConfig | None:
     """None where all layers have full attention."""
-    layers = _linear_layers(config, num_layers)
+    if not kinds:
+        interval = config.integer("full_attention_interval", 4, low=1, high=MAX_LAYERS)
+        kinds = tuple(_LINEAR if (index + 1) % interval else _FULL for index in range(num_layers))
+    layers = tuple(index for index, kind in enumerate(kinds) if kind == _LINEAR)
     if len(layers) == num_layers:
         raise ModelError(
             f"{config.origin}: none of the {num_layers} layers has full attention; "
@@ -185,19 +212,6 @@ def _delta_net(config: Fields, num_layers: int) -> DeltaNetConfig | None:
         value_head_dim=config.integer("linear_value_head_dim", low=1, high=MAX_DELTA_HEAD),
         conv_kernel=config.integer("linear_conv_kernel_dim", low=2, high=MAX_CONV_KERNEL),
     )
-
-
-def _linear_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
-    if not config.has("layer_types"):
-        interval = config.integer("full_attention_interval", 4, low=1, high=MAX_LAYERS)
-        return tuple(index for index in range(num_layers) if (index + 1) % interval)
-    kinds = config.texts("layer_types")
-    if len(kinds) != num_layers:
-        raise config.error("layer_types", list(kinds), f"one entry for each of the {num_layers} layers")
-    for kind in kinds:
-        if kind not in (_LINEAR, _FULL):
-            raise config.error("layer_types", kind, f"{_FULL} or {_LINEAR} for each layer")
-    return tuple(index for index, kind in enumerate(kinds) if kind == _LINEAR)
 
 
 def _experts(config: Fields, count_key: str, num_layers: int) -> ExpertsConfig | None:
@@ -314,4 +328,8 @@ def _rotary(config: Fields, max_position: int) -> RotaryConfig:
 
 def _rope(config: Fields) -> Fields:
     scaling = config.nested("rope_scaling")
-    return scaling if scaling.values else config.nested("rope_parameters")
+    rope = scaling if scaling.values else config.nested("rope_parameters")
+    for key, value in rope.values.items():
+        if isinstance(value, dict):
+            raise rope.unsupported(key, "one rotary embedding for all layers is")
+    return rope
