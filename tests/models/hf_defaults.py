@@ -74,7 +74,7 @@ def table() -> str:
 
 
 def fixed(family: str, config: type[PreTrainedConfig]) -> dict[str, Any]:
-    found = {field.name: _of_class(config, field.name) for field in fields(config)}  # type: ignore[arg-type]
+    found = {field.name: _of_class(config, field.name) for field in fields(config)}
     found |= model_reads(config)
     read = {*DEFAULT_KEYS, *WITHOUT_EFFECT, *reads_here(family)}
     return {
@@ -92,7 +92,7 @@ def _of_class(config: type[PreTrainedConfig], name: str) -> Any:
 def model_reads(config: type[PreTrainedConfig]) -> dict[str, Any]:
     """The names that a model asks its configuration for, when it is made and run, with their defaults."""
     reads: dict[str, Any] = {}
-    original = config.__getattribute__
+    original: Any = config.__getattribute__
 
     def noting(self: Any, name: str) -> Any:
         try:
@@ -106,7 +106,7 @@ def model_reads(config: type[PreTrainedConfig]) -> dict[str, Any]:
         return value
 
     made = config(**{key: value for key, value in SMALL.items() if hasattr(config, key)})
-    config.__getattribute__ = noting  # type: ignore[method-assign]
+    setattr(config, "__getattribute__", noting)  # noqa: B010
     try:
         model = AutoModelForCausalLM.from_config(made).eval()
         with torch.no_grad():

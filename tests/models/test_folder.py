@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.models import bytefile
@@ -16,6 +18,7 @@ from penstock.models.hf.folder import HfFolder
 from penstock.models.weights import check_source, expected_shapes
 from tests.models.builders import hf_model, load_tensor
 
+EMBEDDING = "model.embed_tokens.weight"
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "head_dim": 24}),
@@ -91,11 +94,31 @@ def test_a_configuration_that_does_not_fit_the_file_is_found_before_loading(
         check_source(HfFolder(tmp_path))
 
 
-def test_tensors_without_a_use_are_returned(tmp_path: Path) -> None:
-    hf_model("llama").save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
-    assert check_source(HfFolder(tmp_path)) == {"lm_head.weight"}
+@pytest.mark.parametrize("kind", ["alike", "another", "the only one", "another type", "another shape"])
+def test_a_head_that_is_to_be_tied_and_is_stored_all_the_same(tmp_path: Path, kind: str) -> None:
+    model = hf_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
+    state = dict(load_file(tmp_path / "model.safetensors"))
+    head = state[EMBEDDING].clone()
+    head[-1, -1] += kind == "another"
+    state["lm_head.weight"] = head.double() if kind == "another type" else head
+    if kind == "the only one":
+        del state[EMBEDDING]
+    if kind == "another shape":
+        state["lm_head.weight"] = head[:-1].clone()
+    save_file(state, tmp_path / "model.safetensors", {"format": "pt"})
+
+    source = HfFolder(tmp_path)
+    if kind == "another shape":
+        with pytest.raises(ModelFileError, match=r"lm_head\.weight"):
+            check_source(source)
+        return
+    assert source.config.tied_head == (kind in ("alike", "the only one"))
+    assert check_source(source) == ({"lm_head.weight"} if source.config.tied_head else frozenset())
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert torch.equal(load_tensor(source, EMBEDDING), theirs.model.embed_tokens.weight)
+    used = EMBEDDING if source.config.tied_head else "lm_head.weight"
+    assert torch.equal(load_tensor(source, used), theirs.lm_head.weight)
 
 
 @pytest.mark.parametrize("suffix", ["bin", "pt", "pth", "ckpt", "pkl"])

@@ -3,14 +3,14 @@
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.bytefile import ByteFile, copy_plain
+from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
 from penstock.models.hf.config import hf_model_config
 from penstock.models.reading import Fields, first_line, reading, shortened
 from penstock.models.weights import require_shape
@@ -27,6 +27,7 @@ PICKLE_REASON = "loading a pickle runs whatever code it contains; convert it to 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 64 << 20
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TEXT_PREFIX = "model.language_model."  # of the text model within a multimodal one
 
 
@@ -34,8 +35,21 @@ _TEXT_PREFIX = "model.language_model."  # of the text model within a multimodal 
 class _Stored:
     file: ByteFile
     start: int  # byte in the file
+    num_bytes: int
     dtype: str
     shape: tuple[int, ...]
+
+    def equals(self, other: "_Stored") -> bool:
+        if (self.dtype, self.shape) != (other.dtype, other.shape):
+            return False
+        mine, theirs = (torch.empty(min(self.num_bytes, SLICE_BYTES), dtype=torch.uint8) for _ in range(2))
+        for at in range(0, self.num_bytes, SLICE_BYTES):
+            num_bytes = min(self.num_bytes - at, SLICE_BYTES)
+            self.file.read_into(self.start + at, mine[:num_bytes])
+            other.file.read_into(other.start + at, theirs[:num_bytes])
+            if not torch.equal(mine[:num_bytes], theirs[:num_bytes]):
+                return False
+        return True
 
 
 class HfFolder:
@@ -52,6 +66,7 @@ class HfFolder:
                 shards = _weight_files(path)
             for shard in shards:
                 self._add_file(shard)
+            self._resolve_head()
         except BaseException:
             self.close()
             raise
@@ -106,8 +121,11 @@ class HfFolder:
         for name, entry in table.items():
             if name == "__metadata__":
                 continue
-            start = 8 + header_bytes + entry["data_offsets"][0]
-            self._add(name, _Stored(file, start, entry["dtype"], tuple(entry["shape"])))
+            start, end = entry["data_offsets"]
+            stored = _Stored(
+                file, 8 + header_bytes + start, end - start, entry["dtype"], tuple(entry["shape"])
+            )
+            self._add(name, stored)
 
     def _add(self, stored_name: str, stored: _Stored) -> None:
         name = stored_name
@@ -118,6 +136,15 @@ class HfFolder:
             where = f"in {other.name} too" if other != stored.file.path else "there twice, under two prefixes"
             raise ModelFileError(f"{stored.file.path}: tensor {shortened(stored_name)} is {where}")
         self._tensors[name] = stored
+
+    def _resolve_head(self) -> None:
+        """Where the head is to be the embedding, and the file has one that is not, the file's counts. A file may have
+        either name for the one matrix. Both are as in transformers."""
+        head = self._tensors.get(_HEAD)
+        if not self._config.tied_head or head is None:
+            return
+        if not head.equals(self._tensors.setdefault(_EMBEDDING, head)):
+            self._config = replace(self._config, tied_head=False)
 
 
 def read_folder_config(path: Path) -> ModelConfig:
