@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock import LLM, SamplingParams
-from penstock.errors import ContextLengthError, ModelError, PromptError, SettingError
+from penstock.errors import ContextLengthError, ModelError, PenstockError, PromptError, SettingError
 from penstock.plan import (
     ChunkSetting,
 )
@@ -182,6 +182,58 @@ def test_nothing_of_the_model_is_skipped(llm: LLM) -> None:
 
 PLAIN = ModelConfig(4, 32, 64, 4, 2, 8, 100, family="llama", max_position=4096)
 HYBRID = replace(PLAIN, delta_net=DeltaNetConfig(3, 2, 4, 8, 8, 4, (0, 1, 2)))
+
+
+WRONG = (
+    b"bytes",
+    True,
+    3,
+    2.5,
+    {1},
+    object(),
+    [b"x"],
+    [True],
+    [None],
+    {"a": b"x"},
+    bytearray(b"ab"),
+    10**400,
+)
+OF_NO_TYPE = {  # for each argument, values of other types than it may have
+    "prompt": [*WRONG, None, [[1]], "\ud800"],
+    "system": WRONG,
+    "raw": [*WRONG[:1], None, *WRONG[2:]],
+    "sampling": WRONG,
+    "stop": [*WRONG[:-1], None],
+    "json_format": WRONG,
+    "num_logprobs": [value for value in WRONG if value not in (3, 10**400)],
+    "max_tokens": [value for value in WRONG if value != 3],
+    "ignore_eos": [*WRONG[:1], None, *WRONG[2:]],
+    "on_progress": WRONG,
+}
+
+
+@pytest.mark.parametrize("name", OF_NO_TYPE)
+def test_a_value_of_another_type_is_refused_by_name(name: str, llm: LLM) -> None:
+    for value in OF_NO_TYPE[name]:
+        given: dict[str, Any] = {"prompt": "hello", "max_tokens": 1, name: value}
+        with pytest.raises(PenstockError) as refused:
+            llm.generate(**given)
+        assert "\n" not in str(refused.value)
+
+
+def test_a_model_and_settings_of_another_type_are_refused_by_name() -> None:
+    wrong: Any
+    for wrong in (*WRONG, None):
+        with pytest.raises(SettingError, match="model"):
+            LLM(wrong)
+    for wrong in WRONG:
+        with pytest.raises(SettingError, match="settings"):
+            LLM("no-such-model", settings=wrong)
+
+
+def test_what_is_exported_is_listed() -> None:
+    code = "import penstock, sys; assert {*penstock.__all__} <= {*dir(penstock)}; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_penstock_is_importable_without_torch() -> None:

@@ -166,11 +166,11 @@ def test_which_requests_need_all_logits() -> None:
 @pytest.mark.parametrize(
     ("name", "accepted", "refused"),
     [
-        ("temperature", (0, 1e-6, 100.0), (5e-7, -1, float("inf"))),
+        ("temperature", (0, 1e-6, 100.0), (5e-7, -1, float("inf"), 10**400)),
         ("top_k", (0, 1, 2**31 - 1), (-1, 2**31, True, 1.0)),
         ("top_p", (1e-9, 1), (0, 1.0001)),
         ("min_p", (0, 0.999), (-0.001, 1)),
-        ("repetition_penalty", (1e-9, 50), (0, float("inf"))),
+        ("repetition_penalty", (1e-9, 50), (0, 1e-308, 1e-320, 1e300, float("inf"))),
         ("seed", (None, 0, 2**63 - 1), (-1, 2**63)),
         ("presence_penalty", (-2, 2), (-2.001, 2.001)),
         ("frequency_penalty", (-2, 2), (-2.001, 2.001)),

@@ -102,6 +102,24 @@ def test_a_full_disk_is_one_line(start: Start) -> None:
     assert stderr == b"penstock: cannot write to standard output: No space left on device\n"
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+def test_standard_error_on_a_full_disk_loses_no_answer(start: Start) -> None:
+    with open("/dev/full", "wb") as full:
+        process = start("--prompt", "hello", "--max-tokens", "9", "--json", stderr=full)
+        stdout, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0
+    assert json.loads(stdout)["usage"]["completion_tokens"] == 9
+
+
+def test_an_interrupt_while_the_process_ends_is_no_traceback(start: Start) -> None:
+    at_end = "import atexit, os; atexit.register(os.kill, os.getpid(), signal.SIGINT)"
+    interrupted = f"{INTERRUPTIBLE}; {at_end}{INTERRUPTED_AT.format(num_tokens=100)}"
+    process = start("--prompt", LONG, "--chunk", "1", before=interrupted)
+    _, stderr = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == -signal.SIGINT
+    assert b"Traceback" not in stderr
+
+
 @pytest.mark.parametrize("arguments", [["--json"], []])
 def test_closed_standard_output_is_one_line(start: Start, arguments: list[str]) -> None:
     process = start("--prompt", "hello", *arguments, preexec_fn=lambda: os.close(1))

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from penstock.frontends.answer import on_interrupt
+from penstock.frontends.exits import INTERRUPTED, run_main
 
 
 @pytest.fixture
@@ -32,6 +33,22 @@ def test_first_cancels_second_interrupts() -> None:
         interrupt_twice()
     assert calls == [1]
     assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.usefixtures("_interruptible")
+def test_an_interrupt_that_an_import_takes_for_another_error_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def command() -> None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("half a module") from None
+
+    with pytest.raises(SystemExit) as ended:
+        run_main(command)
+    assert ended.value.code == INTERRUPTED
+    assert capsys.readouterr().err == "penstock: interrupted\n"
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

@@ -135,8 +135,8 @@ def test_a_failure_of_the_program_is_no_broken_law(monkeypatch: pytest.MonkeyPat
 
     plant(monkeypatch, lambda llm: setattr(llm.model.kernels, "attend", fail))
     done = run_command("verify", "--model", str(folder_of("llama")), "--tokens", "20")
-    assert done.exit_code == 2
-    assert "RuntimeError: a kernel" in done.stderr.splitlines()[-1]
+    assert done.exit_code == 1  # as of any command
+    assert done.stderr.splitlines()[-1].startswith("penstock: it could not be run: RuntimeError: a kernel")
 
 
 def test_help_names_the_defaults() -> None:

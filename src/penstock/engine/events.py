@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from penstock.engine.sampler import SamplingParams, StopMatcher, TokenLogprobs
 from penstock.errors import ContextLengthError, PenstockError, PromptError
-from penstock.plan.checks import check_int
+from penstock.plan.checks import check_bool, check_int, check_type
 from penstock.plan.model import ModelConfig
 from penstock.plan.progress import Progress
 from penstock.plan.sizing import SizeRule
@@ -164,8 +164,11 @@ class GenerationRequest:
     def check(self, model: ModelConfig) -> None:
         """Refuse what a model cannot run, before any work."""
         prompt, max_tokens = self.token_ids, self.max_tokens
+        check_type("token_ids", prompt, Sequence, "a list of token ids")
         if not len(prompt):
             raise PromptError("the prompt is empty: give at least one token, there is nothing to sample from")
+        if set(map(type, prompt)) != {int}:  # True is no token id
+            raise PromptError("the prompt has token ids that are no whole numbers")
         check_int("max_tokens", max_tokens, 1)
         if len(prompt) + max_tokens > model.max_position:
             raise ContextLengthError(
@@ -179,7 +182,11 @@ class GenerationRequest:
             )
         if self.num_logprobs is not None:
             check_int("num_logprobs", self.num_logprobs, 0)
+        check_type("sampling", self.sampling, SamplingParams, "a SamplingParams")
         self.sampling.check_vocab(model.vocab_size)
+        check_bool("ignore_eos", self.ignore_eos)
+        check_type("json_format", self.json_format, JsonFormat | None, "a JsonFormat")
+        check_type("cache_salt", self.cache_salt, str, "a text")
         StopMatcher(self.stop)
 
 

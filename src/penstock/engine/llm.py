@@ -1,5 +1,6 @@
 """The Python interface: a model, and text in and out of it."""
 
+import os
 import threading
 import time
 import weakref
@@ -20,7 +21,7 @@ from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.graphs import record_passes
 from penstock.engine.profile import load_profile
 from penstock.engine.run import ProgressCallback, Run, TextStream
-from penstock.engine.sampler import SamplingParams
+from penstock.engine.sampler import SamplingParams, stop_strings
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
 from penstock.kernels.device import DeviceKind, device_kind, find_devices
 from penstock.kernels.interface import select_kernels
@@ -44,6 +45,7 @@ from penstock.plan import (
     WeightsSetting,
     peak_memory_estimate,
 )
+from penstock.plan.checks import check_bool, check_type
 from penstock.plan.settings import DeviceSetting, ThreadsSetting
 from penstock.plan.settings import Dtype as Dtype
 from penstock.process_memory import trim_heap
@@ -144,9 +146,12 @@ class LLM:
         **keywords: Unpack[EngineKeywords],
     ) -> None:
         started = time.perf_counter()
+        check_type("model", model, str | os.PathLike, "a name or a path")
         # What can be refused is refused before anything slow; rounding comes when the model is known.
         if settings is None:
             settings = EngineSettings.resolve(**keywords)
+        elif not isinstance(settings, EngineSettings):
+            raise SettingError("settings", settings, "an EngineSettings")
         elif keywords:
             raise SettingError("settings", ..., contradicts=dict.fromkeys(keywords, ...))
         if not settings.device.is_settled:
@@ -264,6 +269,9 @@ class LLM:
 
     def tokenize(self, prompt: Prompt, *, system: str | None = None, raw: bool = False) -> list[int]:
         """The token ids of a prompt: a text (put into the chat template unless `raw`), chat messages, or ids."""
+        check_bool("raw", raw)
+        if system is not None:
+            check_type("system", system, str, "a text")
         if isinstance(prompt, str):
             if raw or not self.tokenizer.has_chat_template:
                 if system is not None:
@@ -278,12 +286,13 @@ class LLM:
             raise SettingError(
                 "system" if raw is False else "raw", ..., "a prompt that is text", where="here"
             )
-        token_ids = [item for item in prompt if isinstance(item, int)]
-        chat = [item for item in prompt if isinstance(item, Mapping)]
-        if len(token_ids) == len(prompt):
-            return token_ids
-        if len(chat) == len(prompt):
-            return self.tokenizer.encode_chat(chat)
+        if isinstance(prompt, Sequence) and not isinstance(prompt, bytes | bytearray | memoryview):
+            token_ids = [item for item in prompt if isinstance(item, int) and not isinstance(item, bool)]
+            chat = [item for item in prompt if isinstance(item, Mapping)]
+            if len(token_ids) == len(prompt):
+                return token_ids
+            if len(chat) == len(prompt):
+                return self.tokenizer.encode_chat(chat)
         raise SettingError(
             "prompt", ..., "a text, a list of token ids, or a list of messages with role and content"
         )
@@ -309,14 +318,17 @@ class LLM:
         log-probabilities in the result: of each token, and of so many of the most likely. With `ignore_eos` the
         answer goes on to `max_tokens`."""
         started = time.perf_counter()
+        if on_progress is not None and not callable(on_progress):
+            raise SettingError("on_progress", on_progress, "what can be called")
         token_ids = self.tokenize(prompt, system=system, raw=raw)
         if json_format is not None and not isinstance(json_format, JsonFormat):
+            check_type("json_format", json_format, Mapping, "a JSON schema or a JsonFormat")
             json_format = JsonFormat(dict(json_format))
         request = GenerationRequest(
             token_ids,
             self._default_max_tokens(len(token_ids)) if max_tokens is None else max_tokens,
-            sampling or SamplingParams(),
-            tuple(stop),
+            SamplingParams() if sampling is None else sampling,
+            stop_strings(stop),
             num_logprobs,
             json_format,
             ignore_eos,

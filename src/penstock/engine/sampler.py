@@ -1,6 +1,7 @@
 """From a row of logits to a token: how it is chosen, where an answer stops, how likely it was."""
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -12,6 +13,8 @@ from penstock.errors import ModelError, SettingError
 
 # Below this, logits over temperature would leave the range of float32.
 MIN_TEMPERATURE = 1e-6
+# Logits times or over a penalty of repetition stay in it.
+MIN_REPETITION, MAX_REPETITION = 1e-9, 1e9
 MAX_PENALTY = 2.0
 MAX_BIAS = 100.0
 # Of so many of the likeliest tokens, top_p is looked for first.
@@ -42,8 +45,9 @@ class SamplingParams:
         _require_int("top_k", self.top_k, "0 (all) or more")
         _require_number("top_p", self.top_p, 0 < _number(self.top_p) <= 1, "above 0, up to 1")
         _require_number("min_p", self.min_p, 0 <= _number(self.min_p) < 1, "0 or more, below 1")
-        penalty = self.repetition_penalty
-        _require_number("repetition_penalty", penalty, 0 < _number(penalty) < math.inf, "above 0")
+        is_ok = MIN_REPETITION <= _number(self.repetition_penalty) <= MAX_REPETITION
+        accepted = f"from {MIN_REPETITION:g} to {MAX_REPETITION:g}"
+        _require_number("repetition_penalty", self.repetition_penalty, is_ok, accepted)
         if self.seed is not None:
             _require_int("seed", self.seed, "0 or more", limit=2**63)
         for name in ("presence_penalty", "frequency_penalty"):
@@ -75,8 +79,10 @@ def _checked_bias(bias: object) -> Mapping[int, float]:
 
 
 def _number(value: object) -> float:
-    """The value, or not-a-number (which fails every comparison) where it is none."""
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    """The value, or not-a-number (which fails every comparison) where it is none that a float can hold."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or abs(value) > sys.float_info.max:
+        return math.nan
+    return value
 
 
 def _require_number(name: str, value: object, ok: bool, accepted: str) -> None:
@@ -254,17 +260,24 @@ def _largest(logits: Tensor, count: int) -> Tensor:
     return candidates[order[:count]]
 
 
+def stop_strings(stops: object) -> tuple[str, ...]:
+    """Several, or one by itself."""
+    if isinstance(stops, str):
+        return (stops,)
+    if not isinstance(stops, Sequence) or isinstance(stops, bytes | bytearray):
+        raise SettingError("stop", stops, "a list of strings")
+    return tuple(stops)
+
+
 class StopMatcher:
     """Passes text through up to the first stop string, which is not part of it. A character costs the same however
     long the strings are."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        if isinstance(stops, str):
-            stops = [stops]
-        for stop in stops:
+        for stop in stop_strings(stops):
             if not isinstance(stop, str) or not stop:
                 raise SettingError("stop", stop, "strings of at least one character")
-        self._searches = [_Search(stop) for stop in stops]
+        self._searches = [_Search(stop) for stop in stop_strings(stops)]
         self._held = ""
         self.has_stopped = False
 

@@ -6,7 +6,7 @@ from penstock import __version__
 from penstock.frontends import options
 from penstock.frontends.bench import PASS_ON, bench
 from penstock.frontends.cache import app as cache
-from penstock.frontends.exits import MEANINGS, fill_closed_error, reported
+from penstock.frontends.exits import MEANINGS, reported, run_main
 from penstock.frontends.generate import generate
 from penstock.frontends.plan import plan
 from penstock.frontends.serve import serve
@@ -64,5 +64,4 @@ def version() -> None:
 
 
 def main() -> None:
-    fill_closed_error()
-    app(prog_name="penstock")
+    run_main(lambda: app(prog_name="penstock"))

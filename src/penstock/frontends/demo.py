@@ -5,7 +5,7 @@ from pydoc_data.topics import topics
 
 from penstock.frontends.answer import answer, loaded, write
 from penstock.frontends.display import make_display
-from penstock.frontends.exits import INTERRUPTED, fill_closed_error, reported
+from penstock.frontends.exits import INTERRUPTED, reported, run_main
 
 MODEL = "smollm2"
 # A topic that would lead beyond the upper limit is left out; the model's context has 8,192 tokens.
@@ -53,5 +53,4 @@ def main(model: str = MODEL) -> None:
 
 
 if __name__ == "__main__":
-    fill_closed_error()
-    main()
+    run_main(main)

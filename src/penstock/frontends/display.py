@@ -13,6 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column
 from rich.text import Text
 
+from penstock.frontends.exits import say
 from penstock.home import cache_home
 from penstock.plan import format_bytes
 from penstock.plan.progress import Progress
@@ -85,7 +86,7 @@ class LineDisplay(Display):
         self._shown_at = 0.0
 
     def note(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        say(line)
 
     @contextlib.contextmanager
     def downloads(self) -> Iterator[Report | None]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from inspect import signature
 from types import FrameType
+from typing import TextIO
 
 from penstock.errors import ModelError, PenstockError, PromptError, SettingError, assigned
 
@@ -33,9 +34,9 @@ class OutputError(PenstockError):
 
 
 @contextlib.contextmanager
-def reported(command: Callable[..., None] | None = None, *, failed: int = FAILED) -> Iterator[None]:
+def reported(command: Callable[..., None] | None = None) -> Iterator[None]:
     """Turns errors that the user can act on into one line and an exit status, never a traceback. Settings that are
-    parameters of the command are named as its options. `failed` is the status of failures that are not the user's."""
+    parameters of the command are named as its options."""
     try:
         if sys.stdout is None:
             raise OutputError("standard output is closed: there is nowhere to write the answer")
@@ -44,15 +45,15 @@ def reported(command: Callable[..., None] | None = None, *, failed: int = FAILED
         name = partial(_as_typed, _options_of(command))
         complain(error.message(name) if isinstance(error, SettingError) else str(error))
         if isinstance(error, OutputError):
-            _discard_output()
-        if isinstance(error, (SettingError, PromptError)):
-            failed = MISTAKE
-        raise SystemExit(NO_MODEL if isinstance(error, ModelError) else failed) from None
+            _discard(sys.stdout, sys.stderr)
+        is_mistake = isinstance(error, (SettingError, PromptError))
+        status = MISTAKE if is_mistake else NO_MODEL if isinstance(error, ModelError) else FAILED
+        raise SystemExit(status) from None
     except KeyboardInterrupt:
         complain("interrupted")
         raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
-        _discard_output()
+        _discard(sys.stdout, sys.stderr)
         raise SystemExit(NO_READER) from None
 
 
@@ -71,19 +72,45 @@ def on_signals(numbers: Iterable[int], handle: Callable[[int, FrameType | None],
             signal.signal(number, handler)
 
 
-def fill_closed_error() -> None:
-    """Where standard error is closed, the next file that is opened would get its number, and the warnings of
-    libraries. Nothing reads what goes there now."""
+def run_main(command: Callable[[], object]) -> None:
+    """A process's whole life. Where standard error is closed, the next file that is opened would get its number, and
+    the warnings of libraries: nothing reads what goes there now. An interrupt is never a traceback: while modules are
+    imported it may come out as any error, and while the process ends it is the system's, which says nothing."""
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (open to the end)
+    is_interrupted = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        raise KeyboardInterrupt
+
+    try:
+        with on_signals([signal.SIGINT], interrupt):
+            command()
+    except (Exception, KeyboardInterrupt):
+        if not is_interrupted:
+            raise
+        complain("interrupted")
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def say(line: str) -> None:
+    """A line to standard error. Where that takes nothing, on a full disk, say, or without a reader, what is said from
+    then on is lost, and nothing else."""
+    if sys.stderr is None:  # print would take standard output for it
+        return
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _discard(sys.stderr)
 
 
 def complain(message: str) -> None:
-    if sys.stderr is None:  # print would take standard output for it
-        return
-    line = " ".join(message.splitlines())
-    with contextlib.suppress(OSError):
-        print(f"penstock: {line}", file=sys.stderr, flush=True)
+    say(f"penstock: {' '.join(message.splitlines())}")
 
 
 def _options_of(command: Callable[..., None] | None) -> dict[str, str]:
@@ -105,10 +132,10 @@ def _as_typed(options: Mapping[str, str], setting: str, value: object) -> str:
     return option if value is ... or value is True else f"{option} {value!r}"
 
 
-def _discard_output() -> None:
+def _discard(*streams: TextIO | None) -> None:
     """What is still buffered has nowhere to go; Python would try again at its end, and complain."""
     null = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
+    for stream in streams:
         with contextlib.suppress(OSError, ValueError):
             if stream is not None:
                 os.dup2(null, stream.fileno())

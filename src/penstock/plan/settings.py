@@ -4,7 +4,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack, get_args
 
@@ -107,7 +106,7 @@ def _tokens(value: object, name: str) -> int | None:
 def _milliseconds(value: object, name: str) -> float:
     """In seconds."""
     number = float(value) if isinstance(value, str) and _DECIMAL.fullmatch(value) else value
-    if isinstance(number, int | float) and not isinstance(number, bool) and isfinite(number) and number > 0:
+    if isinstance(number, int | float) and not isinstance(number, bool) and 0 < number < 1e300:
         return number / 1000
     raise SettingError(name, value, "a number of milliseconds above 0, such as 200")
 

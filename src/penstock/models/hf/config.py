@@ -87,7 +87,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         raise ModelError(
             f"{file.origin}: quantised safetensors are not supported; use the original weights or a GGUF file"
         )
-    if (activation := config.text("hidden_act")) != "silu":
+    if (activation := config.text("hidden_act")) not in ("silu", "swish"):  # two names of one function
         raise ModelError(f"{config.origin}: the activation {activation!r} is not supported, only silu is")
 
     fixed = _table()[name]["fixed"]
