@@ -1,7 +1,9 @@
-"""Files that are replaced whole, and files that results go to."""
+"""Files that are replaced whole, files that results go to, and files that may be something else by now."""
 
+import errno
 import json
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -47,3 +49,24 @@ def require_outputs(paths: Mapping[str, Path | None]) -> None:
         except OSError as error:
             because = str(error.strerror or error)
             raise SettingError(name, str(path), "a file in a folder of yours", because=because) from error
+
+
+def open_plain(path: Path) -> int:
+    """Open a plain file for reading. Anything else is an `OSError`: a pipe would hang, and a device has no end."""
+    flags = os.O_RDONLY
+    for flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"):
+        flags |= getattr(os, flag, 0)
+    file = os.open(path, flags)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise OSError(errno.ENXIO, f"{path} is no plain file")
+    return file
+
+
+def read_plain(path: Path, max_bytes: int) -> bytes:
+    """What a plain file holds. An `OSError` where it is none, or holds more."""
+    with open(open_plain(path), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise OSError(errno.EFBIG, f"{path} has more than {max_bytes} bytes")
+    return content

@@ -18,6 +18,7 @@ from penstock.engine.fingerprint import cache_fingerprint, weights_digest
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
 from penstock.plan.settings import WeightsSetting
+from tests.odd_files import ODD_FILES
 from tests.oracle import load_model, make_oracle
 
 CANON = RowLaw(512, 8, 0)
@@ -163,6 +164,16 @@ def test_what_was_remembered_may_be_damaged(llm: Loaded, home: Path, content: st
     (home / "digests.json").write_text(content)
     assert weights_digest(llm.path) == before
     assert str(llm.path) in json.loads((home / "digests.json").read_text()).popitem()[0]
+
+
+@pytest.mark.parametrize("put", ODD_FILES)
+def test_what_was_remembered_may_be_no_file(llm: Loaded, home: Path, put: Callable[[Path], object]) -> None:
+    before = weights_digest(llm.path)
+    (home / "digests.json").unlink()
+    put(home / "digests.json")
+    os.mkfifo(llm.path / "pipe.safetensors")  # which is none of the model's
+    assert weights_digest(llm.path) == before
+    assert (home / "digests.json").is_file()
 
 
 @pytest.mark.parametrize("memo", [1, None, {}, {"state": None, "sha256": "0"}])

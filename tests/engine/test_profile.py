@@ -1,7 +1,7 @@
 """A profile is found by what it was made for, and by nothing else; a file that is no profile is none."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from penstock.errors import SettingError
 from penstock.kernels.device import DeviceKind
 from penstock.models.decoder import Decoder
 from penstock.plan.step_time import StepTimeCoefficients
+from tests.odd_files import ODD_FILES
 from tests.oracle import load_model, make_oracle
 
 
@@ -148,6 +149,16 @@ def test_a_damaged_file_is_none(llm: Loaded, profile: TuneProfile, text: str) ->
     path = save_profile(profile)
     path.write_bytes(text.encode(errors="surrogateescape"))
     assert load_profile(llm) is None
+
+
+@pytest.mark.parametrize("put", ODD_FILES)
+def test_what_is_no_file_is_none(llm: Loaded, profile: TuneProfile, put: Callable[[Path], object]) -> None:
+    path = save_profile(profile)
+    path.unlink()
+    put(path)
+    assert load_profile(llm) is None
+    assert save_profile(profile) == path
+    assert load_profile(llm) == profile
 
 
 def test_half_a_file_is_none(llm: Loaded, profile: TuneProfile) -> None:

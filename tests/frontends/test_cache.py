@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 
 from penstock.frontends.cli import app
 from tests.cache.storing import FINGERPRINT, HYBRID, PLAIN, files_in, fill, keys_of, num_found, open_store
+from tests.odd_files import ODD_FILES
 
 OTHER = b"other" + bytes(27)
 
@@ -79,6 +81,16 @@ def test_descriptions_that_are_damaged_are_passed_over(folder: Path) -> None:
     status, out, _ = run("ls", "--cache-dir", folder)
     assert status == 0
     assert out.count("unknown") == 4
+
+
+@pytest.mark.parametrize("put", ODD_FILES)
+def test_descriptions_that_are_no_files_are_passed_over(folder: Path, put: Callable[[Path], object]) -> None:
+    about = next(iter(sorted(folder.glob("*/about.json"))))
+    about.unlink()
+    put(about)
+    status, out, _ = run("ls", "--cache-dir", folder)
+    assert status == 0
+    assert out.count("unknown") == 2
 
 
 def test_whole_files_are_whole(folder: Path) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from penstock.kernels.interface import select_kernels
 from penstock.kernels.native import build
 from penstock.kernels.native.build import NativeUnavailableError
 from penstock.plan.settings import KERNELS_VARIABLE
+from tests.odd_files import ODD_FILES
 
 pytestmark = pytest.mark.skipif(shutil.which("c++") is None, reason="there is no compiler")
 GOOD = "extern int penstock_one() { return 1; }\n"
@@ -65,14 +66,16 @@ class Sources:
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sources:
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sources]:
     made = Sources(tmp_path)
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     monkeypatch.setattr(build, "processor_flags", lambda: frozenset(build._NEEDED))
     monkeypatch.setattr(build, "_FLAGS", ("-shared", "-fPIC"))
     monkeypatch.setenv("CXX", str(made.compiler))
     monkeypatch.setenv(KERNELS_VARIABLE, "auto")
-    return made
+    build.native_library.cache_clear()  # of tests before
+    yield made
+    build.native_library.cache_clear()
 
 
 def wait_until(is_so: Callable[[], object], longest_s: float = 20.0) -> None:
@@ -106,6 +109,22 @@ def test_a_failure_is_remembered_until_the_sources_change(
     sources.write(GOOD)
     library()
     assert sources.num_calls == 3
+
+
+@pytest.mark.parametrize("put", ODD_FILES)
+def test_what_is_no_file_is_replaced(sources: Sources, put: Callable[[Path], object]) -> None:
+    sources.write(BAD)
+    with pytest.raises(NativeUnavailableError):
+        library()
+    (failed,) = sources.built.glob("*.failed")
+    names = (failed.name, "building.lock")
+    for name in names:
+        (sources.built / name).unlink()
+        put(sources.built / name)
+    with pytest.raises(NativeUnavailableError, match="no such thing"):
+        library()
+    assert "no such thing" in failed.read_text()
+    assert sources.num_calls == 2
 
 
 def test_a_build_that_takes_too_long_ends_with_all_its_processes(

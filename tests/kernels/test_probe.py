@@ -1,5 +1,6 @@
 """The probe finds what holds, notices what does not, and keeps what it found."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from penstock.kernels.probe.probe import ProbeResult, measure, probe
 from penstock.kernels.probe.products import ON_CPU, ON_GPU, tried_on
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
+from tests.odd_files import ODD_FILES
 
 CPU = torch.device("cpu")
 SHAPES = ProbeShapes(
@@ -217,6 +219,9 @@ def test_result_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         '{"row_floor": 33, "row_slab": 0, "attention_holds": true, "passes_hold": true, "head_holds": true}',
         '{"row_floor": 64, "row_slab": 128, "attention_holds": true, "passes_hold": true, "head_holds": true}',
         '{"row_floor": 1.0, "row_slab": 0, "attention_holds": true, "passes_hold": true, "head_holds": true}',
+        "[" * 100_000,
+        '{"row_floor": 32, "row_slab": 0, "attention_holds": true, "passes_hold": true, "head_holds": true, '
+        '"avoided_rows": [[]]}',
         '{"row_floor": true, "row_slab": 0, "attention_holds": true, "passes_hold": true, "head_holds": true}',
     ],
 )
@@ -230,6 +235,22 @@ def test_a_damaged_result_is_measured_again(
     (stored,) = (tmp_path / "probe").iterdir()
     kept = stored.read_text()
     stored.write_text(damage)
+    assert probe(TorchKernels(), SHAPES, torch.float32, CPU) == measured
+    assert stored.read_text() == kept
+
+
+@pytest.mark.parametrize("put", ODD_FILES)
+def test_what_is_no_file_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, put: Callable[[Path], object]
+) -> None:
+    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path))
+    measured = ProbeResult(32, 0, True, True, True)
+    monkeypatch.setattr(probing, "measure", lambda *_: measured)
+    probe(TorchKernels(), SHAPES, torch.float32, CPU)
+    (stored,) = (tmp_path / "probe").iterdir()
+    kept = stored.read_text()
+    stored.unlink()
+    put(stored)
     assert probe(TorchKernels(), SHAPES, torch.float32, CPU) == measured
     assert stored.read_text() == kept
 

@@ -15,7 +15,7 @@ import torch
 import penstock
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine.profile import profile_key
-from penstock.files import replace_json
+from penstock.files import read_plain, replace_json
 from penstock.home import cache_home
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
@@ -83,7 +83,7 @@ def _processor_features() -> dict[str, str]:
 def weights_digest(path: Path) -> bytes:
     """A hash of the bytes of a GGUF file, or of all safetensors files in a folder. A file's hash is kept in the cache
     folder (`digests.json`) until the file changes."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    files = sorted(filter(Path.is_file, path.glob("*.safetensors"))) if path.is_dir() else [path]
     memos = _read_memos()
     known = dict(memos)
     digests = [_file_digest(file.resolve(), memos) for file in files]
@@ -123,8 +123,7 @@ def _read_memos() -> dict[str, Any]:
     """What is known of files; nothing where the file is damaged. It is read whole and written whole, by a rename, so
     of two processes the later one's counts: a hash that is lost is computed again."""
     try:
-        path = _memo_path()
-        memos = json.loads(path.read_bytes()) if path.stat().st_size <= _MOST_MEMO_BYTES else {}
+        memos = json.loads(read_plain(_memo_path(), _MOST_MEMO_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return memos if isinstance(memos, dict) else {}

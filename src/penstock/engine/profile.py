@@ -12,7 +12,7 @@ import torch
 
 from penstock import __version__
 from penstock.errors import SettingError
-from penstock.files import replace_json
+from penstock.files import read_plain, replace_json
 from penstock.home import cache_home
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
@@ -128,10 +128,7 @@ def load_profile(llm: HasModel) -> TuneProfile | None:
     a profile is a help, so nothing about it is an error."""
     try:
         key = profile_key(llm)
-        path = profile_path(key)
-        if path.stat().st_size > _MOST_FILE_BYTES:
-            return None
-        profile = _parse(json.loads(path.read_text()))
+        profile = _parse(json.loads(read_plain(profile_path(key), _MOST_FILE_BYTES)))
     except Exception:
         return None
     return profile if profile.key == key else None

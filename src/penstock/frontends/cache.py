@@ -15,6 +15,7 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.cache.store.file import FileKind, find_damage
 from penstock.cache.store.folder import ABOUT, ModelFiles, clear_model, scan, set_aside
 from penstock.errors import PenstockError, SettingError
+from penstock.files import read_plain
 from penstock.frontends import options
 from penstock.frontends.exits import MEANINGS, reported
 from penstock.plan.settings import CACHE_DIR_VARIABLE, StoreSettings, resolve_store
@@ -212,7 +213,7 @@ def _about(model: ModelFiles) -> dict[str, str]:
     """What the store says of a model, for people; nothing where that cannot be read."""
     path = model.folder / ABOUT
     try:
-        plain = json.loads(path.read_bytes()) if path.stat().st_size <= _MOST_ABOUT_BYTES else None
+        plain = json.loads(read_plain(path, _MOST_ABOUT_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(plain, dict):

@@ -7,7 +7,6 @@ without them.
 import errno
 import logging
 import os
-import stat
 import threading
 import time
 from collections import OrderedDict
@@ -27,6 +26,7 @@ from penstock.cache.store.folder import set_aside, touch
 from penstock.cache.store.limit import SizeLimit
 from penstock.cache.store.output import FileToWrite, StoreOutput, StoreWriter, Warnings, size_of
 from penstock.cache.tensors import CacheSpec
+from penstock.files import open_plain
 from penstock.plan.grids import BLOCK_TOKENS
 
 _log = logging.getLogger("penstock.cache")
@@ -310,10 +310,10 @@ def _map_file(path: Path, name: FileName, fingerprint: str, layout: FileLayout) 
     """The tensors of a file by name, mapped and checked; None where it is damaged or not of this kind. OSError where
     it cannot be read, RuntimeError where it goes while it is opened."""
     start = len(blank_header(name, fingerprint, layout))
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    file = open_plain(path)
     try:
         found = os.fstat(file)
-        if not stat.S_ISREG(found.st_mode) or found.st_size != start + layout.num_bytes:
+        if found.st_size != start + layout.num_bytes:
             return None
         # torch's map keeps no file open, of which a process may have few. It is private, and nobody writes to it.
         mapped = torch.from_file(str(path), shared=False, size=found.st_size, dtype=torch.uint8)

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError, safe_open
 
+from penstock.files import open_plain
+
 if TYPE_CHECKING:
     from hashlib import _Hash as Hash
 
@@ -139,7 +141,7 @@ def find_damage(path: Path, name: FileName) -> str | None:
     if found.st_size != len(blank) + layout.num_bytes:
         return f"it has {found.st_size} bytes in place of {len(blank) + layout.num_bytes}"
     data = sha256()
-    with path.open("rb") as file:
+    with open(open_plain(path), "rb") as file:
         header = file.read(len(blank))
         while piece := file.read(_SLICE_BYTES):
             data.update(piece)

@@ -26,6 +26,7 @@ from pathlib import Path
 
 import torch
 
+from penstock.files import read_plain
 from penstock.home import cache_home
 from penstock.kernels.interface import KernelsUnavailableError
 from penstock.machine import processor_flags
@@ -54,6 +55,7 @@ _RETRY = "python -m penstock.kernels.native.build"
 # a pipe, whose other end a parent holds for as long as it lives.
 _GROUP = """exec 3<&0; { read -r _ <&3; kill -9 0; } >/dev/null 2>&1 & watcher=$!
 "$@" 3<&- </dev/null; status=$?; kill $watcher; wait $watcher; exit $status"""
+_MOST_REASON_BYTES = 1 << 20
 _log = logging.getLogger("penstock.kernels")
 
 
@@ -79,9 +81,9 @@ def native_library(is_retry: bool = False) -> ctypes.CDLL:
     name = f"penstock-{_digest(compiler, flags)}.so"
     paths = [folder / name for folder in (SOURCES / "built", cache_home() / "native")]
     reasons = []
-    for path in (*filter(Path.exists, paths), *paths):
+    for path in (*filter(Path.is_file, paths), *paths):
         try:
-            return _load(path if path.exists() else _built(compiler, path, is_retry=is_retry))
+            return _load(path if path.is_file() else _built(compiler, path, is_retry=is_retry))
         except _BusyError:
             raise NativeUnavailableError("another process is still compiling them") from None
         except OSError as error:  # a folder that cannot be written or locked
@@ -107,17 +109,25 @@ def _built(compiler: str, path: Path, *, is_retry: bool) -> Path:
     failed = path.with_suffix(".failed")
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name("building.lock"), _LONGEST_RETRY_S if is_retry else _LONGEST_WAIT_S):
-        if path.exists():
+        if path.is_file():
             return path
-        if is_retry or not failed.exists():
+        reason = None if is_retry else _known_failure(failed)
+        if reason is None:
             for left in filter(Path.is_dir, path.parent.iterdir()):  # by builders that were killed
                 shutil.rmtree(left, ignore_errors=True)
             reason = _compile(compiler, path, _LONGEST_RETRY_S if is_retry else _LONGEST_BUILD_S)
+            failed.unlink(missing_ok=True)
             if reason is None:
-                failed.unlink(missing_ok=True)
                 return path
             failed.write_text(reason)
-        raise NativeUnavailableError(f"{failed.read_text()} ({_RETRY} tries again)")
+        raise NativeUnavailableError(f"{reason} ({_RETRY} tries again)")
+
+
+def _known_failure(path: Path) -> str | None:
+    try:
+        return read_plain(path, _MOST_REASON_BYTES).decode(errors="replace")
+    except OSError:
+        return None
 
 
 @contextlib.contextmanager
@@ -126,7 +136,9 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
     import fcntl  # absent on Windows, where nothing gets here
 
     end, is_told = time.monotonic() + wait_s, False
-    with path.open("w") as file:
+    with open(
+        os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "wb"
+    ) as file:  # waits for no pipe's reader
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from penstock.files import replace_json
+from penstock.files import read_plain, replace_json
 from penstock.home import cache_home
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels
@@ -37,6 +37,7 @@ from penstock.kernels.probe.products import (
 from penstock.plan.grids import RowLaw
 
 _VERSION = 20
+_MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -136,9 +137,10 @@ def _result_path(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, devi
 def _read(path: Path, tried: Tried) -> ProbeResult | None:
     """A stored result; None where there is none or it cannot be read (it is then measured again)."""
     try:
-        stored = json.loads(path.read_text())
+        stored = json.loads(read_plain(path, _MOST_BYTES))
         result = ProbeResult(**stored | {"avoided_rows": tuple(stored["avoided_rows"])})
-    except (OSError, ValueError, TypeError, KeyError):
+        avoided = set(result.avoided_rows)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     floors = (result.row_slab,) if result.row_slab else (None, *tried.floors)
     answers = (result.attention_holds, result.passes_hold, result.head_holds, result.recurrence_holds)
@@ -148,7 +150,7 @@ def _read(path: Path, tried: Tried) -> ProbeResult | None:
         and result.row_slab in (0, *tried.slabs)
         and result.expert_slab in (0, EXPERT_SLAB)
         and all(type(answer) is bool for answer in answers)
-        and set(result.avoided_rows) <= set(tried.counts)
+        and avoided <= set(tried.counts)
     )
     return result if is_valid else None
 
