@@ -2,7 +2,6 @@
 
 import gc
 import json
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -12,6 +11,7 @@ from statistics import median, quantiles
 from typing import Any, TypeVar
 
 from penstock.errors import SettingError
+from penstock.files import readable_json
 
 T = TypeVar("T")
 Series = dict[str, dict[Any, tuple[float, ...]]]  # for pictures: values by label and x
@@ -24,7 +24,6 @@ NOISY_SHARE = 0.15
 # Fewer values than this have no spread to speak of.
 MIN_VALUES = 3
 MISSED, UNUSABLE, NOISY = 1, 2, 3  # exit statuses beside 0
-_NUMBERS = re.compile(r"\[[-+.eE\d,\s]*\]")
 
 
 @dataclass(frozen=True)
@@ -281,9 +280,7 @@ class Results:
 
 
 def write_results(results: Results, path: Path) -> None:
-    """Indented, but a list of numbers on one line: there are thousands of them."""
-    text = json.dumps(results.to_dict(), indent=2)
-    path.write_text(_NUMBERS.sub(lambda match: json.dumps(json.loads(match[0])), text) + "\n")
+    path.write_text(readable_json(results.to_dict()))
 
 
 def read_results(paths: Sequence[Path], suite: str) -> Results:
@@ -293,9 +290,9 @@ def read_results(paths: Sequence[Path], suite: str) -> Results:
     for results in reversed(found):
         later = {each.section for each in merged.figures} | {each.section for each in merged.facts}
         later |= {each.section for each in merged.sections}
-        merged.figures[:0] = [each for each in results.figures if each.section not in later]
-        merged.facts[:0] = [each for each in results.facts if each.section not in later]
-        merged.sections[:0] = [each for each in results.sections if each.section not in later]
+        for kind in ("figures", "facts", "sections"):
+            own = [each for each in getattr(results, kind) if each.section not in later]
+            getattr(merged, kind)[:0] = own
     merged.notes = list(dict.fromkeys(note for results in found for note in results.notes))
     return merged
 

@@ -15,6 +15,7 @@ from typing import IO, Any, Literal, Protocol, Self
 
 import torch
 
+from benchmarks.models import open_source
 from benchmarks.workers.child import stamped
 from penstock.engine.llm import LLM
 from penstock.engine.run import Run
@@ -25,7 +26,6 @@ from penstock.kernels.probe.probe import probe
 from penstock.measure.growth import WARM_UP_TOKENS, MeasurementError, grown_bytes
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
-from penstock.models.opened import open_weights
 from penstock.plan import ChunkedPrefillConfig, ChunkSizer
 from penstock.plan.grids import RowLaw
 
@@ -37,14 +37,6 @@ _CHILD = Path(__file__).parent / "workers" / "child.py"
 TIMEOUT_S = 1200.0
 _END_TIMEOUT_S = 20.0
 _PIECE_BYTES = 1 << 16
-GROWTH_METHOD = (
-    f"in a fresh process each: load, read {WARM_UP_TOKENS} tokens to warm up, collect garbage, give free "
-    "heap back (malloc_trim), reset the peak (/proc/self/clear_refs), read the prompt, generate one token. "
-    "Growth is peak resident memory (VmHWM), less what of files is resident at the end (RssFile, RssShmem), "
-    "less allocated memory before (RssAnon): pages of libraries come and go as the system likes. The C "
-    "library's allocator is as it is; activations are growth less what is cached for the prompt: keys and "
-    "values, and recurrent states where the model has them"
-)
 
 
 @dataclass(frozen=True)
@@ -205,7 +197,7 @@ def load_systems(specs: Iterable[Spec], path: Path, dtype: str, llm: LLM | None 
     wanted, device = list(specs), chosen_device(None)
     systems: dict[Spec, System] = {}
     device_kind(device).use()
-    with closing(open_weights(path)) as source:
+    with closing(open_source(path, device)) as source:
         ours = [spec for spec in wanted if spec.is_ours]
         if ours and llm is None:
             model = load_decoder(source, select_kernels(device), getattr(torch, dtype), device)

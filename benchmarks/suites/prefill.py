@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.harness import RATIOS, Bar, Bench, Results, bar_of, rotated, take_turns
+from benchmarks.models import HYBRID as HYBRID_CONFIG
 from benchmarks.models import Subject, random_subject, text_subject
 from benchmarks.reading import (
     ACTIVATIONS,
@@ -19,9 +20,9 @@ from benchmarks.reading import (
 )
 from benchmarks.show import Picture
 from benchmarks.suite import Suite, number, switch
-from benchmarks.systems import GROWTH_METHOD, Answer, Spec, ask, load_systems
+from benchmarks.systems import Answer, Spec, ask, load_systems
 from penstock.errors import SettingError
-from penstock.measure.growth import can_measure_growth
+from penstock.measure.growth import METHOD, can_measure_growth
 from penstock.pictures import Panel
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 
@@ -126,7 +127,7 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
         raise SettingError("--only-memory needs Linux's /proc/self/status and /proc/self/clear_refs")
     if not with_memory and not options.skip_memory:
         bench.results.notes.append("memory growth is not measured: it needs Linux's /proc")
-    subject = random_subject(bench.say) if kind is DELTA_NETS else text_subject(options.model)
+    subject = random_subject(HYBRID_CONFIG) if kind is DELTA_NETS else text_subject(options.model)
     longest = max(*lengths, *memory_lengths)
     subject.require_room(longest, options.decode_tokens + 1, "shorter --lengths or fewer --decode-tokens")
     bench.results.settings |= {
@@ -136,7 +137,7 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
         "lengths": lengths,
         "memory_lengths": memory_lengths if with_memory else (),
         "decode_tokens": options.decode_tokens,
-        **({"method": f"memory: {GROWTH_METHOD}"} if with_memory else {}),
+        **({"method": f"memory: {METHOD}"} if with_memory else {}),
     }
     if not options.only_memory:
         time_turns(kind, options, bench, subject)

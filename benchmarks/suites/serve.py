@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
+from math import inf
 from statistics import median
 
 from benchmarks.harness import Bar, Bench, Results, Series, rotated, take_turns
@@ -177,6 +178,7 @@ class Stall:
     first_token_s: float  # of the long prompt
     first_token: int
     seconds: float  # from the first submission to the last token
+    num_chunks: int = 0  # of the long prompt
 
     @property
     def gaps(self) -> list[tuple[float, float]]:
@@ -197,28 +199,32 @@ class Stall:
         return sum(stamps[-1] > self.first_token_s for stamps in self.stream_stamps)
 
 
-def arrive(
+def run_stall(
     service: Service,
     prompts: Sequence[Sequence[int]],
     stream_tokens: int,
-    settle_tokens: int,
-    num_tokens: int,
-) -> tuple[list[Watch], Watch, float]:
-    """The first prompt arrives when the streams, which are the others, all run. Answers the streams, the prompt, and
-    when it came."""
+    long_tokens: int,
+    settle_tokens: int = SETTLE_TOKENS,
+    *,
+    until_read: bool = False,
+) -> Stall:
+    """The first prompt arrives when the streams, which are the others, all run. All end by themselves; or, with
+    `until_read`, the streams with the prompt."""
+    started = time.perf_counter()
     streams = [submit(service, prompt, stream_tokens, Watch(settle_tokens)) for prompt in prompts[1:]]
     for watch in streams:
         wait(service, watch.settled)
     arrived = time.perf_counter()
-    return streams, submit(service, prompts[0], num_tokens, Watch()), arrived
-
-
-def run_stall(service: Service, prompts: Sequence[Sequence[int]], work: Workload) -> Stall:
-    started = time.perf_counter()
-    streams, long, arrived = arrive(service, prompts, work.stream_tokens, SETTLE_TOKENS, work.long_tokens)
+    long = submit(service, prompts[0], long_tokens, Watch())
+    if until_read:
+        wait(service, long.ended)
     for watch in streams:
-        watch.finish(service, work.stream_tokens)
-    long.finish(service, work.long_tokens)
+        if until_read:
+            service.cancel(watch.request_id)
+            wait(service, watch.ended)
+        else:
+            watch.finish(service, stream_tokens)
+    long.finish(service, long_tokens)
     if any(watch.stamps[-1] <= arrived for watch in streams):
         raise MeasurementError("a stream ended before the long prompt arrived: give more --stream-tokens")
     return Stall(
@@ -226,6 +232,7 @@ def run_stall(service: Service, prompts: Sequence[Sequence[int]], work: Workload
         long.stamps[0] - arrived,
         long.token_ids[0],
         max(watch.stamps[-1] for watch in (*streams, long)) - started,
+        len(service.explain(long.request_id) or ()),
     )
 
 
@@ -249,21 +256,22 @@ def run_requests(
             watches[-1].finish(service, num_tokens)
     for watch in watches:
         watch.finish(service, num_tokens)
+    stamps = [watch.stamps for watch in watches]
+    # One after the other, none runs beside another: all gaps count.
     return Burst(
-        max(watch.stamps[-1] for watch in watches) - started,
-        decode_step_s([watch.stamps for watch in watches], at_once=at_once),
+        max(each[-1] for each in stamps) - started,
+        median_gap_s(stamps, min(each[-1] for each in stamps) if at_once else -inf),
         tuple(tuple(watch.token_ids) for watch in watches),
     )
 
 
-def decode_step_s(stamps: Sequence[Sequence[float]], *, at_once: bool) -> float:
-    """The median gap in which nothing but decodes ran: where requests come at once, those of all of them. Where no
-    such time was (few tokens for many prompts), of all gaps."""
+def median_gap_s(stamps: Sequence[Sequence[float]], end: float) -> float:
+    """Of gaps in which all streams ran, from the last one's first token to the end; where there are none (few tokens
+    for many prompts), of all gaps."""
     gaps = [gap for each in stamps for gap in gaps_of(each)]
-    if at_once:
-        all_read, first_end = max(each[0] for each in stamps), min(each[-1] for each in stamps)
-        gaps = [(start, end) for start, end in gaps if start >= all_read and end <= first_end] or gaps
-    return median(end - start for start, end in gaps)
+    all_run = max(each[0] for each in stamps)
+    together = [gap for gap in gaps if gap[0] >= all_run and gap[1] <= end]
+    return median(end - start for start, end in together or gaps)
 
 
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
@@ -305,7 +313,7 @@ def _run_stalls(
         schedule = ScheduleConfig(policy, chunk_size=chunk, max_running=work.streams + 1)
         config = ServiceConfig(schedule, cache_tokens=places, reuse=False)
         with warm_service(llm, config, prompts[0]) as service:
-            run = run_stall(service, prompts, work)
+            run = run_stall(service, prompts, work.stream_tokens, work.long_tokens)
         first.add(run.first_token)
         add_stall(results, name, index, run, work.stall_total)
         longest = f"longest gap {run.gap_ms(100, while_read=False):,.0f} ms"

@@ -19,10 +19,10 @@ from benchmarks.reading import (
 from benchmarks.show import Picture
 from benchmarks.suite import PEERS_FOLDER, SEED, Suite, count, number, switch
 from benchmarks.suites.peers import Candidate, Workers, common_settings, find_pythons
-from benchmarks.systems import AUTO, GROWTH_METHOD, Answer, Spec, ask, load_systems
+from benchmarks.systems import AUTO, Answer, Spec, ask, load_systems
 from penstock.engine.llm import LLM
 from penstock.errors import SettingError
-from penstock.measure.growth import can_measure_growth
+from penstock.measure.growth import METHOD, can_measure_growth
 from penstock.measure.prompts import shuffled_rounds
 from penstock.pictures import Panel
 
@@ -77,7 +77,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
         "lengths": options.lengths,
         "decode_tokens": options.decode_tokens,
         "method": "all take turns, in another order each round"
-        + (f"; memory: {GROWTH_METHOD}" if options.memory else ""),
+        + (f"; memory: {METHOD}" if options.memory else ""),
     }
     time_turns(subject, specs, options, repeats, bench)
     bench.results.arrange([spec.label for spec in specs])

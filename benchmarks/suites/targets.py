@@ -11,7 +11,7 @@ from benchmarks.harness import RATIOS, Bar, Bench, Results, Series, bar_of, from
 from benchmarks.models import pieces, text_subject
 from benchmarks.show import Gaps, Picture
 from benchmarks.suite import Suite, number, switch
-from benchmarks.suites.serve import arrive, cache_places, gaps_of, percentile, wait, warm_service
+from benchmarks.suites.serve import cache_places, gaps_of, median_gap_s, percentile, run_stall, warm_service
 from benchmarks.systems import AUTO, Spec, ask, load_systems
 from penstock.engine.llm import LLM
 from penstock.engine.profile import load_profile
@@ -154,20 +154,13 @@ def run_arrival(
 ) -> Arrival:
     """When the prompt is read, all is over."""
     gc.collect()
-    streams, long, arrived = arrive(service, prompts, stream_tokens, _SETTLE_TOKENS, 1)
-    wait(service, long.ended)
-    for watch in streams:
-        service.cancel(watch.request_id)
-        wait(service, watch.ended)
-    if long.error is not None or not long.stamps:
-        raise MeasurementError(f"the long prompt failed: {long.error or 'it gave no token'}")
-    chunks = service.explain(long.request_id)
-    if not chunks:
+    run = run_stall(service, prompts, stream_tokens, 1, _SETTLE_TOKENS, until_read=True)
+    if not run.num_chunks:
         raise MeasurementError("nothing is known of the long prompt's chunks")
-    first_token_s = long.stamps[0] - arrived
-    stamps = [[stamp - arrived for stamp in watch.stamps] for watch in streams]
-    gaps = [gap for each in stamps for gap in reading_gaps(each, first_token_s, len(chunks))]
-    return Arrival(sizing, index, first_token_s, long.token_ids[0], _decode_gap_s(stamps), tuple(gaps))
+    stamps, first_token_s = run.stream_stamps, run.first_token_s
+    gaps = [gap for each in stamps for gap in reading_gaps(each, first_token_s, run.num_chunks)]
+    decode_gap_s = median_gap_s(stamps, 0.0)  # before it came
+    return Arrival(sizing, index, first_token_s, run.first_token, decode_gap_s, tuple(gaps))
 
 
 def reading_gaps(stamps: Sequence[float], first_token_s: float, num_chunks: int) -> list[tuple[float, float]]:
@@ -179,14 +172,6 @@ def reading_gaps(stamps: Sequence[float], first_token_s: float, num_chunks: int)
             f"a stream has {len(gaps)} gaps while a prompt was read in {num_chunks} chunks: it ended too early"
         )
     return gaps
-
-
-def _decode_gap_s(stamps: Sequence[Sequence[float]]) -> float:
-    """The median gap when all streams ran and the prompt had not come."""
-    all_run = max(each[0] for each in stamps)
-    gaps = [gap for each in stamps for gap in gaps_of(each)]
-    before = [(start, end) for start, end in gaps if start >= all_run and end <= 0.0]
-    return median(end - start for start, end in before or gaps)
 
 
 def _measure(options: argparse.Namespace, bench: Bench) -> None:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -12,6 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import SettingError
+
+_FLAT_LIST = re.compile(r"\[[^\[\]{}\"]*\]")  # of numbers, truth values and nulls
+
+
+def readable_json(content: Any) -> str:
+    """Indented, but a list of numbers on one line: there may be thousands of them. What is infinite is null."""
+    finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
+    return _FLAT_LIST.sub(lambda match: " ".join(match[0].split()), json.dumps(finite, indent=2)) + "\n"
 
 
 def replace_json(path: Path, content: Any, *, indent: int | None = None) -> None:

@@ -206,6 +206,7 @@ def test_bits_that_differ_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     def untiled(self: Job, model: str, **changes: object) -> object:
         return load_untiled(self.weights(model, **changes), self.dtype, self.device, 0)
 
+    monkeypatch.setenv("PENSTOCK_KERNELS", "torch")
     monkeypatch.setattr(Job, "subject", untiled)
     results = measured("bits")
     broken = [fact.name for fact in results.facts if not fact.holds]

@@ -1,82 +1,28 @@
-"""A random model: made once, made again where it is broken, and one in which every token matters."""
+"""What is read by what: a random hybrid in which every token matters, and parts of one prompt."""
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import Qwen3_5TextConfig
 
-from benchmarks.models import HYBRID, pieces, random_hybrid, random_subject
-from penstock.errors import ContextLengthError, ModelError
+from benchmarks.models import HYBRID, open_source, pieces, random_subject
+from penstock.errors import ContextLengthError
 from penstock.measure.transformers_model import load_transformers
-from penstock.models.hf.config import hf_model_config
-from penstock.models.hf.folder import HfFolder
-from penstock.models.reading import Fields
 from tests.models.hybrids import hybrid_settings
 from tests.oracle import random_prompt
 
-SMALL = hybrid_settings("qwen3_5_text", tie_word_embeddings=True)
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """Nothing but the shape is another."""
+    path, settings = tmp_path / "small.json", hybrid_settings("qwen3_5_text", tie_word_embeddings=True)
+    path.write_text(json.dumps({**settings, "model_type": "qwen3_5_text"}))
+    return path
 
 
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
-    return tmp_path / "home"
-
-
-def weights(folder: Path) -> bytes:
-    return (folder / "model.safetensors").read_bytes()
-
-
-def test_it_is_made_once(home: Path) -> None:
-    said: list[str] = []
-    folder = random_hybrid(said.append, SMALL)
-    assert folder.parent == home / "bench"
-    made = (folder / "model.safetensors").stat()
-    assert random_hybrid(said.append, SMALL) == folder
-    assert (folder / "model.safetensors").stat() == made
-    assert len(said) == 1
-    assert list(folder.parent.iterdir()) == [folder]
-
-
-def test_the_name_follows_from_what_it_is() -> None:
-    folder = random_hybrid(print, SMALL)
-    assert random_hybrid(print, SMALL, seed=1) != folder
-    assert random_hybrid(print, SMALL | {"intermediate_size": 96}) != folder
-
-
-@pytest.mark.parametrize("damage", ["cut off", "no weights", "no configuration", "another shape"])
-def test_a_broken_one_is_made_again(damage: str) -> None:
-    folder = random_hybrid(print, SMALL)
-    whole, state = weights(folder), torch.get_rng_state()
-    match damage:
-        case "cut off":
-            (folder / "model.safetensors").write_bytes(whole[:-100])
-        case "no weights":
-            (folder / "model.safetensors").unlink()
-        case "no configuration":
-            (folder / "config.json").write_text("{")
-        case "another shape":
-            config = folder / "config.json"
-            config.write_text(
-                config.read_text().replace('"intermediate_size": 80', '"intermediate_size": 88')
-            )
-    assert random_hybrid(print, SMALL) == folder
-    # The same bits once more, and nobody else's random numbers were used up.
-    assert weights(folder) == whole
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_a_folder_that_cannot_be_written_is_one_line(home: Path) -> None:
-    home.write_text("a file where a folder should be")
-    with pytest.raises(ModelError, match="cannot keep a model in"):
-        random_hybrid(print, SMALL)
-
-
-def test_nothing_explodes_and_an_early_token_matters() -> None:
-    source = HfFolder(random_hybrid(print, SMALL))
-    model = load_transformers(source, torch.float32)
-    source.close()
+def test_nothing_explodes_and_an_early_token_matters(small: Path) -> None:
+    model = load_transformers(open_source(small), torch.float32)
     prompt = torch.tensor([random_prompt(200, vocab_size=96)])
     other = prompt.clone()
     other[0, 100] = (other[0, 100] + 1) % 96
@@ -87,9 +33,16 @@ def test_nothing_explodes_and_an_early_token_matters() -> None:
     assert not torch.equal(*ends)
 
 
+def test_weights_are_the_same_each_time_and_rows_are_not(small: Path) -> None:
+    ours, again = torch.empty(2, 3000, 64)
+    for out in (ours, again):
+        open_source(small).load_into("model.embed_tokens.weight", out)
+    assert torch.equal(ours, again)
+    assert len(ours.unique(dim=0)) == len(ours)
+
+
 def test_the_default_has_the_published_shapes() -> None:
-    values = Qwen3_5TextConfig(**HYBRID).to_dict()
-    config = hf_model_config(Fields("config.json", values), Fields("generation_config.json", {}))
+    config = open_source(HYBRID).config
     net = config.delta_net
     assert net is not None
     assert (config.attention_layers, net.layers) == ((3, 7), (0, 1, 2, 4, 5, 6))
@@ -97,9 +50,8 @@ def test_the_default_has_the_published_shapes() -> None:
     assert (net.conv_size, net.conv_kernel, config.head_dim, config.num_kv_heads) == (6144, 4, 256, 2)
 
 
-def test_a_subject_gives_parts_of_one_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.models.random_hybrid", lambda say: random_hybrid(say, SMALL))
-    subject = random_subject(print)
+def test_a_subject_gives_parts_of_one_prompt(small: Path) -> None:
+    subject = random_subject(small)
     parts = pieces(subject, [5, 3, 4])
     assert [token for part in parts for token in part] == list(subject.prompt(12))
     assert [len(part) for part in parts] == [5, 3, 4]

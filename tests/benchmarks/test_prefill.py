@@ -1,14 +1,13 @@
 """Penstock and transformers side by side: whole runs at a small size, and bars on made-up numbers."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import models
 from benchmarks.cli import main
 from benchmarks.harness import RATIOS, Bench, Results
-from benchmarks.models import random_hybrid
 from benchmarks.reading import ACTIVATIONS, DECODING, PREFILLING, Turn
 from benchmarks.suites import prefill
 from benchmarks.suites.prefill import DELTA_NETS, TEXT
@@ -46,10 +45,11 @@ def test_all_systems_take_turns(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not can_measure_growth(), reason="needs Linux's /proc")
-def test_a_hybrid_is_made_and_its_memory_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_of_a_hybrid_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing but the model's shape is another."""
-    small = hybrid_settings("qwen3_5_text", tie_word_embeddings=True)
-    monkeypatch.setattr(models, "random_hybrid", lambda say: random_hybrid(say, small))
+    settings = hybrid_settings("qwen3_5_text", tie_word_embeddings=True)
+    (tmp_path / "small.json").write_text(json.dumps({**settings, "model_type": "qwen3_5_text"}))
+    monkeypatch.setattr(prefill, "HYBRID_CONFIG", tmp_path / "small.json")
     arguments = ["hybrid", "--lengths", "70", "--memory-repeats", "1", "--chunk", "64", "--only-memory"]
     status, results = run(arguments, tmp_path / "hybrid.json")
     assert status == 0

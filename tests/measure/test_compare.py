@@ -11,7 +11,6 @@ from penstock.measure.compare import (
     Comparison,
     Law,
     Series,
-    StateDifference,
     compare_caches,
     compare_greedy,
     compare_logits,
@@ -105,7 +104,7 @@ def test_what_a_law_forbids(law: Law, expected: list[tuple[str, int, str]]) -> N
 
 
 def test_states_have_a_law_too() -> None:
-    states = StateDifference(is_same=False, absolute=1e-3, relative=1e-3)
+    states = Series((0,), (False,), (1e-3,), (1e-3,))
     assert Comparison("a way", Law(0, 1e-2), states=states).passed
     assert not Comparison("a way", Law(0, 1e-4), states=states).passed
     assert not Comparison("a way", Law(1, 1e-2), states=states).passed

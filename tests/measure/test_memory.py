@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,7 @@ from penstock.measure.memory import (
 from penstock.measure.random_weights import FAMILIES, RandomWeights, family_config
 from penstock.measure.report import render_memory as render
 from penstock.models.decoder import Decoder
-from penstock.models.hf.config import hf_model_config
 from penstock.models.loading import load_decoder
-from penstock.models.reading import Fields
 from penstock.models.shape import workspace_of
 from penstock.plan import ChunkedPrefillConfig, Span
 from penstock.plan.activation import SMALL_BYTES
@@ -59,8 +57,7 @@ SMALL: Mapping[str, Mapping[str, Any]] = {
 
 def small_model(family: str, dtype: torch.dtype, kernels: Kernels) -> tuple[Decoder, RowLaw]:
     settings = {**FAMILIES[family], **SMALL[family], "vocab_size": 1000}
-    config = hf_model_config(Fields(family, settings), Fields(family, {}))
-    model = load_decoder(RandomWeights(family, config), kernels, dtype, torch.device("cpu"))
+    model = load_decoder(RandomWeights(family, settings), kernels, dtype, torch.device("cpu"))
     return model, ProbeResult(2, 0, True, True, True).bind(kernels)
 
 
@@ -106,12 +103,6 @@ def test_a_cache_that_is_taken_at_once_is_predicted_whole() -> None:
     per_token = 2 * 2 * 8 * 128 * 2
     assert predicted(True).kv_cache_bytes == 1024 * per_token
     assert predicted(True).activation_bytes >= predicted(False).activation_bytes
-
-
-def test_a_gpu_is_measured_by_its_allocator() -> None:
-    on_gpu = replace(made_up(1000), device="cuda:0")
-    assert "max_memory_allocated" in render([on_gpu])
-    assert "VmHWM" in render([made_up(1000)])
 
 
 @pytest.mark.parametrize("family", SMALL)

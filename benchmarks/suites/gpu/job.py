@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.harness import OURS, Bench, rotated, take_turns
 from benchmarks.show import shown
-from benchmarks.suites.gpu.models import Subject, load_subject, random_weights
+from benchmarks.suites.gpu.models import Subject, load_subject
 from benchmarks.suites.gpu.plan import Plan
 from penstock.kernels.device import device_kind
 from penstock.measure.prompts import random_tokens
@@ -34,7 +34,7 @@ class Job:
 
     def weights(self, model: str, **changes: Any) -> RandomWeights:
         """Of a model with some settings changed."""
-        return random_weights(model, {**self.plan.models[model], **changes}, self.device)
+        return RandomWeights(model, {**self.plan.models[model], **changes}, self.device)
 
     def subject(self, model: str, **changes: Any) -> Subject:
         return load_subject(self.weights(model, **changes), self.dtype, self.device)

@@ -1,7 +1,7 @@
 """Random models on a GPU, loaded and probed. A process whose start is timed imports this, and no more."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,14 +10,11 @@ import torch
 from penstock.cache.space import CacheSpace
 from penstock.engine.run import Run
 from penstock.kernels.device import device_kind
-from penstock.kernels.interface import Kernels
+from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.probe.probe import ProbeResult, probe
-from penstock.kernels.reference.kernels import TorchKernels
 from penstock.measure.random_weights import RandomWeights
 from penstock.models.decoder import Decoder
-from penstock.models.hf.config import hf_model_config
 from penstock.models.loading import load_decoder
-from penstock.models.reading import Fields
 from penstock.plan import ChunkedPrefillConfig
 from penstock.plan.grids import RowLaw
 
@@ -44,12 +41,6 @@ class Subject:
         return run.generated[0]
 
 
-def random_weights(name: str, settings: Mapping[str, Any], device: torch.device) -> RandomWeights:
-    """Settings in transformers' own names."""
-    config = hf_model_config(Fields(name, dict(settings)), Fields(name, {}))
-    return RandomWeights(name, config, device)
-
-
 def load_subject(weights: RandomWeights, dtype: torch.dtype, device: torch.device) -> Subject:
     """Load and probe."""
     model = load_decoder(weights, kernels_of(device), dtype, device)
@@ -69,11 +60,8 @@ def load_untiled(weights: RandomWeights, dtype: torch.dtype, device: torch.devic
 
 def kernels_of(device: torch.device, tile_size: int | None = None) -> Kernels:
     """The device's kernels, with their own tile unless another is given."""
-    if device.type != "cuda":
-        return TorchKernels() if tile_size is None else TorchKernels(tile_size)
-    from penstock.kernels.cuda.kernels import CudaKernels  # needs Triton
-
-    return CudaKernels() if tile_size is None else CudaKernels(tile_size)
+    kernels = select_kernels(device)
+    return kernels if tile_size is None else type(kernels)(tile_size)  # type: ignore[call-arg]
 
 
 class ReadyEngine:
@@ -81,6 +69,6 @@ class ReadyEngine:
 
     def ready(self, name: str, settings: dict[str, Any], dtype: str, device: str) -> dict[str, float]:
         imported, place = time.monotonic(), torch.device(device)
-        load_subject(random_weights(name, settings, place), getattr(torch, dtype), place)
+        load_subject(RandomWeights(name, settings, place), getattr(torch, dtype), place)
         device_kind(place).synchronize()
         return {"imported_s": imported, "ready_s": time.monotonic()}

@@ -20,9 +20,7 @@ from benchmarks.suites.gpu.plan import PrefillCase
 from benchmarks.systems import Child
 from penstock.cache.space import CacheSpace
 from penstock.errors import PenstockError
-from penstock.models.shape import workspace_of
-from penstock.plan.activation import step_memory
-from penstock.plan.step import StepShape
+from penstock.models.shape import activation_model
 
 ACTIVATIONS, OFF_BY = "activations", "predicted activations over measured, off by"
 READY = "from the start of a process until ready"
@@ -164,7 +162,8 @@ def measure_memory(job: Job, errors: list[str]) -> None:
     allocated_bytes()
     for _ in range(_MEMORY_PASSES):
         subject.first_token(space, prompt, case.chunk)
-    measured, predicted = torch.cuda.max_memory_allocated(device) - known, predicted_bytes(subject, case)
+    measured = torch.cuda.max_memory_allocated(device) - known
+    predicted = activation_model(subject.model).largest_step(case.prompt_tokens, case.chunk).peak_bytes
     for what, num_bytes in {
         ACTIVATIONS: measured,
         f"{ACTIVATIONS}, of them kept between passes": allocated_bytes() - known,
@@ -175,20 +174,6 @@ def measure_memory(job: Job, errors: list[str]) -> None:
     ratio = predicted / measured
     job.figure(f"{case.label}, predicted activations over measured", "x", [ratio])
     job.figure(f"{case.label}, {OFF_BY}", "share", [abs(ratio - 1)])
-
-
-def predicted_bytes(subject: Subject, case: PrefillCase) -> int:
-    """Of the step that needs the most."""
-    size, end = case.chunk or case.prompt_tokens, case.prompt_tokens
-    return max(
-        step_memory(
-            subject.model.config,
-            StepShape.of_chunk(min(size, end - start), start, is_last=start + size >= end),
-            dtype_bytes=subject.model.dtype.itemsize,
-            workspace=workspace_of(subject.model),
-        ).peak_bytes
-        for start in range(0, end, size)
-    )
 
 
 def measure_start(job: Job, errors: list[str]) -> None:

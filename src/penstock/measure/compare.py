@@ -1,7 +1,7 @@
 """Two ways of running one prompt, compared token by token, and the law that the comparison must keep."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -56,15 +56,6 @@ class Series:
 
 
 @dataclass(frozen=True)
-class StateDifference:
-    """How far two recurrent states at the prompt's end are apart, in the worst layer."""
-
-    is_same: bool
-    absolute: float
-    relative: float
-
-
-@dataclass(frozen=True)
 class GreedyDifference:
     """The first token after which the likeliest one is another."""
 
@@ -107,7 +98,7 @@ class Comparison:
     law: Law
     logits: Series | None = None
     cache: Series | None = None
-    states: StateDifference | None = None
+    states: Series | None = None  # recurrent ones, at the prompt's last token
     greedy: Greedy | None = None
     seconds: float = 0.0
     error: str | None = None  # why it could not be run, where others could
@@ -121,17 +112,17 @@ class Comparison:
         """Where the law is broken: nothing, if it holds."""
         until, tolerance = self.law.bits_until, self.law.tolerance
         found = [] if self.error is None else [Break(self.error, None, "it could not be run")]
-        for what, series in (("logits", self.logits), ("keys and values", self.cache)):
-            if series is not None:
-                other, beyond = series.first_different(until), series.first_beyond(tolerance)
-                found += [Break(what, other, "other bits")] if other is not None else []
-                found += [Break(what, beyond, "beyond the tolerance")] if beyond is not None else []
-        if self.states is not None:
-            what = "recurrent states at the prompt's end"
-            found += [Break(what, None, "other bits")] if until and not self.states.is_same else []
-            is_beyond = self.states.relative > tolerance
-            found += [Break(what, None, "beyond the tolerance")] if is_beyond else []
+        for what, series in self.series.items():
+            other, beyond = series.first_different(until), series.first_beyond(tolerance)
+            found += [Break(what, other, "other bits")] if other is not None else []
+            found += [Break(what, beyond, "beyond the tolerance")] if beyond is not None else []
         return tuple(found)
+
+    @property
+    def series(self) -> dict[str, Series]:
+        """What was compared, by name."""
+        named = {"logits": self.logits, "keys and values": self.cache, "recurrent states": self.states}
+        return {what: series for what, series in named.items() if series is not None}
 
     def to_dict(self, describe: Callable[[int], str]) -> dict[str, Any]:
         """Plain values; `describe` names a token by its position."""
@@ -146,6 +137,9 @@ class Comparison:
                     "first_different": series.first_different(),
                     "first_beyond_tolerance": series.first_beyond(self.law.tolerance),
                 }
+        if self.states is not None:
+            same, absolute, relative = self.states.is_same, self.states.absolute, self.states.relative
+            plain["states"] = {"is_same": same[0], "absolute": absolute[0], "relative": relative[0]}
         breaks = [
             {**asdict(each), "token": None if each.position is None else describe(each.position)}
             for each in self.breaks
@@ -156,13 +150,14 @@ class Comparison:
 def compare_traces(
     name: str, positions: Sequence[int], trace: Trace, expected: Trace, law: Law, seconds: float = 0.0
 ) -> Comparison:
-    """All that a way left behind, against what the expected one did."""
+    """All that a way left behind, against what the expected one did. States are of the token before the answer."""
+    last = len(expected.kv[0]) - len(expected.generated)
     return Comparison(
         name,
         law,
         logits=compare_logits(positions, trace.logits, expected.logits),
         cache=compare_caches(range(len(expected.kv[0])), trace.kv, expected.kv),
-        states=_compare_states(trace.states, expected.states) if expected.states else None,
+        states=_compare_states(last, trace.states, expected.states) if expected.states else None,
         greedy=compare_greedy(positions, trace.logits, expected.logits),
         seconds=seconds,
     )
@@ -189,7 +184,9 @@ def compare_greedy(positions: Sequence[int], ours: Tensor, theirs: Tensor) -> Gr
 
 def compare_caches(positions: Sequence[int], ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Series:
     """Keys, then values, of these tokens, layer by layer. Relative to the largest of a layer's keys, or values."""
-    same, absolute, relative = _all_differences(ours, theirs)  # [tensors, tokens]
+    pairs = zip(ours, theirs, strict=True)
+    parts = [_differences(mine, other, other.float().abs().max()) for mine, other in pairs]
+    same, absolute, relative = (torch.stack(each) for each in zip(*parts, strict=True))  # [tensors, tokens]
     tokens_same = same.all(dim=0).tolist()
     columns = [column for column, is_same in enumerate(tokens_same) if not is_same]
     first = min(columns, key=lambda column: positions[column], default=None)
@@ -202,19 +199,10 @@ def compare_caches(positions: Sequence[int], ours: Sequence[Tensor], theirs: Seq
     )
 
 
-def _compare_states(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> StateDifference:
+def _compare_states(position: int, ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> Series:
     """Relative to the largest value of each tensor."""
-    same, absolute, relative = _all_differences(
-        [each[None] for each in ours], [each[None] for each in theirs]
-    )
-    return StateDifference(bool(same.all()), float(absolute.max()), float(relative.max()))
-
-
-def _all_differences(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> list[Tensor]:
-    """Of each tensor and each of its rows, relative to the tensor's largest value: each [tensors, rows]."""
-    pairs = zip(ours, theirs, strict=True)
-    parts = [_differences(mine, other, other.float().abs().max()) for mine, other in pairs]
-    return [torch.stack(each) for each in zip(*parts, strict=True)]
+    states = compare_caches([position], [each[None] for each in ours], [each[None] for each in theirs])
+    return replace(states, first_layer=None)
 
 
 def _differences(ours: Tensor, theirs: Tensor, largest: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,23 +23,13 @@ STEADY_ALLOCATOR = {
     "MALLOC_MMAP_MAX_": "1000000",
     "NUMPY_MADVISE_HUGEPAGE": "0",  # a cache would take its memory 2 MiB at a time
 }
-STEADY_METHOD = (
-    "in a fresh process each, with "
-    + " ".join(f"{name}={value}" for name, value in STEADY_ALLOCATOR.items())
-    + ", so that freed blocks go back at once and pages are small: load, read a chunk (at least 512 tokens) and one "
-    "as long as the last, with experts all of the prompt, to warm up, which pays for what libraries keep, collect "
-    "garbage, reset the peak (/proc/self/clear_refs), read the prompt, generate one token. Growth is peak resident "
-    "memory (VmHWM), less what of files is resident at the end (RssFile, RssShmem), less allocated memory before "
-    "(RssAnon): pages of libraries come and go as the system likes. Predicted is what is cached by the step that "
-    "needs the most, and that step's activations, less the rotary tables that the warm-up left"
-)
-# On a GPU, torch's allocator counts.
-GPU_METHOD = (
-    "in a fresh process each: load, read a chunk (at least 512 tokens) and one as long as the last to warm up, which "
-    "pays for what libraries keep, collect garbage, reset the peak, read the prompt, generate one token. Growth is "
-    "the most that torch's allocator has given (max_memory_allocated), less what it had before (memory_allocated): "
-    "the cache is taken at once. Predicted is the cache, and the activations of the step that needs the most, less "
-    "the rotary tables that the warm-up left"
+METHOD = (
+    "in a fresh process each: load, read a part of the prompt to warm up, which pays for what libraries keep, "
+    "collect garbage, give what is free back, reset the peak, read the prompt, generate one token. Growth is peak "
+    "resident memory (VmHWM), less what of files is resident at the end (RssFile, RssShmem), less allocated memory "
+    "before (RssAnon): pages of libraries come and go as the system likes. On a GPU it is the most that torch's "
+    "allocator has given (max_memory_allocated), less what it had before (memory_allocated). Activations are growth "
+    "less what is cached for the prompt: keys, values and recurrent states"
 )
 
 

@@ -15,14 +15,13 @@ import torch
 from penstock.cache import BLOCK_TOKENS
 from penstock.engine.run import Run
 from penstock.errors import PenstockError, SettingError
+from penstock.files import readable_json
 from penstock.kernels.device import chosen_device, device_kind
-from penstock.kernels.interface import Kernels, select_kernels
+from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe.probe import ProbeResult, probe
-from penstock.kernels.reference.kernels import TorchKernels
 from penstock.measure.growth import (
-    GPU_METHOD,
+    METHOD,
     STEADY_ALLOCATOR,
-    STEADY_METHOD,
     WARM_UP_TOKENS,
     MeasurementError,
     grown_bytes,
@@ -52,6 +51,11 @@ QUICK_CHUNK, QUICK_PROMPT = 128, 1024
 _FULL_ONLY = frozenset({"qwen3-4b"})
 # The model may say more than is measured by a share, and less by a smaller one: a budget rests on it.
 MOST_OVER, MOST_UNDER = 0.15, 0.05
+MEMORY_METHOD = (
+    f"{METHOD}. On a CPU with {' '.join(f'{name}={value}' for name, value in STEADY_ALLOCATOR.items())}, so that "
+    "freed blocks go back at once and pages are small. Predicted is what is cached by the step that needs the most, "
+    "and that step's activations, less the rotary tables that the warm-up left"
+)
 _USUAL = ProbeResult(row_floor=8, row_slab=0, attention_holds=True, passes_hold=True, head_holds=True)
 _USUAL_ON_GPU = replace(_USUAL, row_floor=512)
 
@@ -170,17 +174,12 @@ def verify_memory(jobs: Sequence[MemoryJob], say: Callable[[str], None]) -> list
 def memory_json(cases: Sequence[MemoryCase], seconds: float) -> str:
     plain = {
         "machine": asdict(this_machine()),
-        "method": method_of(cases),
+        "method": MEMORY_METHOD,
         "bars": {"most_over": MOST_OVER, "most_under": MOST_UNDER},
         "cases": [asdict(case) | {"error": case.error, "is_met": case.is_met} for case in cases],
         "seconds": seconds,
     }
-    return json.dumps(plain, indent=2) + "\n"
-
-
-def method_of(cases: Sequence[MemoryCase]) -> str:
-    """How they were measured: all of them on one device."""
-    return GPU_METHOD if any(case.device.startswith("cuda") for case in cases) else STEADY_METHOD
+    return readable_json(plain)
 
 
 def measure_in_fresh_process(job: MemoryJob) -> MemoryCase:
@@ -210,12 +209,13 @@ def run_job(job: MemoryJob) -> MemoryCase:
     kind.use()
     dtype = kind.dtype(job.dtype)
     source: WeightSource = (
-        RandomWeights(job.model, family_config(job.model), device)
+        RandomWeights(job.model, FAMILIES[job.model], device)
         if job.is_random
         else open_weights(Path(job.model))
     )
     with contextlib.closing(source):
-        model = load_decoder(source, _kernels(job.kernels, device), dtype, device)
+        kernels = select_kernels(device, None if job.kernels == "auto" else job.kernels)
+        model = load_decoder(source, kernels, dtype, device)
     # Probing takes long, is kept, and decides only how a few rows are padded: models of the user's own are worth it.
     usual = _USUAL_ON_GPU if kind.has_own_memory else _USUAL
     found = usual if job.is_random else probe(model.kernels, model.probe_shapes, dtype, device)
@@ -289,15 +289,6 @@ def predict_growth(
         )
     ]
     return max(growths, key=lambda growth: growth.predicted_bytes)
-
-
-def _kernels(name: str, device: torch.device) -> Kernels:
-    if name == "torch":
-        return TorchKernels()
-    kernels = select_kernels(device)
-    if name not in ("auto", kernels.name):
-        raise SettingError("kernels", name, f"auto, torch or {kernels.name}", where="on this machine")
-    return kernels
 
 
 def _read(model: Decoder, canon: RowLaw, chunk: int, tokens: Sequence[int]) -> list[Span]:

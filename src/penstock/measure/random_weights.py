@@ -12,7 +12,7 @@ from penstock.models.reading import Fields
 from penstock.models.weights import expected_shapes
 from penstock.plan.model import ModelConfig
 
-_RANDOM_NUMBERS = 1 << 20
+_RANDOM_NUMBERS, _SHIFTS = 1 << 20, 1 << 12
 
 
 def _family(
@@ -73,14 +73,14 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 
 
 class RandomWeights:
-    """A `WeightSource` of random weights for a configuration, in no file. The numbers are made once, and lie on the
-    device that the weights go to."""
+    """A `WeightSource` of random weights, in no file. The numbers are made once, on the weights' own device."""
 
-    def __init__(self, name: str, config: ModelConfig, device: torch.device | str = "cpu") -> None:
-        self.config = config
+    def __init__(self, name: str, settings: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
+        """Settings in transformers' own names."""
+        self.config = config_of(name, settings)
         self._name = name
-        self._shapes = expected_shapes(config)
-        numbers = torch.randn(_RANDOM_NUMBERS, generator=torch.Generator().manual_seed(0)) * 0.02
+        self._shapes = expected_shapes(self.config)
+        numbers = torch.randn(_RANDOM_NUMBERS + _SHIFTS, generator=torch.Generator().manual_seed(0)) * 0.02
         self._numbers = numbers.to(device)
 
     def names(self) -> frozenset[str]:
@@ -90,15 +90,18 @@ class RandomWeights:
         return self._shapes[name]
 
     def load_into(self, name: str, out: torch.Tensor) -> None:
-        """The same numbers over and over, row by row: drawing as many as a vocabulary has takes too long."""
+        """The same numbers over and over, each time shifted: drawing as many as a vocabulary has takes too long. Of a
+        delta net's heads some remember a few tokens, some hundreds."""
         if out.dim() == 1:
-            out.fill_(1.0)
+            forgets = name.endswith(("A_log", "dt_bias"))
+            out.copy_(torch.linspace(-4.0, 1.0, len(out))) if forgets else out.fill_(1.0)
             return
         rows = out.view(out.shape[0], -1) if out.is_contiguous() else out
         at_once = max(_RANDOM_NUMBERS // rows[0].numel(), 1)
         for start in range(0, len(rows), at_once):
             part = rows[start : start + at_once]
-            part.copy_(self._numbers[: part.numel()].view(part.shape))
+            shift = start // at_once * 977 % _SHIFTS
+            part.copy_(self._numbers[shift : shift + part.numel()].view(part.shape))
 
     def block_form(self, name: str) -> None:
         return None
@@ -113,8 +116,11 @@ class RandomWeights:
         pass
 
 
+def config_of(name: str, settings: Mapping[str, Any]) -> ModelConfig:
+    return hf_model_config(Fields(name, dict(settings)), Fields(name, {}))
+
+
 def family_config(name: str) -> ModelConfig:
-    """The configuration of a random model."""
     if name not in FAMILIES:
         raise SettingError("families", name, f"some of {', '.join(FAMILIES)}")
-    return hf_model_config(Fields(name, dict(FAMILIES[name])), Fields(name, {}))
+    return config_of(name, FAMILIES[name])

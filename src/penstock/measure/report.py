@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from penstock.engine.profile import MemorySample, StepSample, TuneProfile
 from penstock.measure.compare import Comparison, Series
-from penstock.measure.memory import MOST_OVER, MOST_UNDER, MemoryCase, method_of
+from penstock.measure.memory import MEMORY_METHOD, MOST_OVER, MOST_UNDER, MemoryCase
 from penstock.measure.tune import GOOD_ENOUGH, fit_error, slowdowns
 from penstock.measure.verify import VerifyResults
 from penstock.plan.step_time import StepTimeCoefficients
@@ -159,7 +159,7 @@ def render_memory(cases: Sequence[MemoryCase]) -> str:
     return (
         table("Growth of a prefill", rows, num_left=3)
         + f"\n\nbars: at most {MOST_OVER:.0%} over what is measured, {MOST_UNDER:.0%} under: {verdict}"
-        f"\nmethod: {method_of(cases)}"
+        f"\nmethod: {MEMORY_METHOD}"
     )
 
 
@@ -208,14 +208,14 @@ def _verify_table(results: VerifyResults) -> str:
 
     rows = []
     for each in results.comparisons:
-        states, greedy = each.states, each.greedy
+        greedy = each.greedy
         rows.append(
             {
                 "": each.name,
                 "must be": _law(each, results),
                 **largest("logits", each.logits),
                 **largest("keys/values", each.cache),
-                "states, rel": "-" if states is None else _number(states.relative, states.is_same),
+                "states, rel": largest("states", each.states)["states, rel"],
                 "greedy equal": "-" if greedy is None else f"{greedy.num_equal}/{greedy.num_tokens}",
                 "law": "PASS" if each.passed else "FAIL",
             }

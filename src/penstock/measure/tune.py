@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,6 +21,7 @@ from penstock.engine.profile import (
     profile_key,
 )
 from penstock.engine.run import Run
+from penstock.files import readable_json
 from penstock.measure.growth import MeasurementError, can_measure_growth
 from penstock.measure.memory import MemoryJob, measure_in_fresh_process
 from penstock.measure.prompts import shuffled_rounds, text_tokens
@@ -217,7 +217,7 @@ def fit_error(coefficients: StepTimeCoefficients, steps: Sequence[StepSample]) -
 
 def to_json(profile: TuneProfile) -> str:
     error = fit_error(profile.coefficients, profile.measurements.steps)
-    return json.dumps({**asdict(profile), "fit_error": asdict(error)}, indent=1) + "\n"
+    return readable_json({**asdict(profile), "fit_error": asdict(error)})
 
 
 def best_chunk(prefills: Sequence[PrefillSample]) -> int:

@@ -1,8 +1,6 @@
 """The laws, proved on a model end to end: which ways of running a prompt are compared, and what must come out."""
 
 import contextlib
-import json
-import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -19,6 +17,7 @@ from penstock.errors import (
     PromptError,
     SettingError,
 )
+from penstock.files import readable_json
 from penstock.kernels.probe.probe import ProbeResult
 from penstock.measure.compare import (
     Comparison,
@@ -45,7 +44,6 @@ DEFAULT_TOKENS = 600
 # result is another; float32 is the sharper look.
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "bfloat16 with experts": 0.5}
 _SEEDS = (0, 1)
-_FLAT_LIST = re.compile(r"\[[^\[\]{}\"]*\]")  # of numbers, truth values and nulls
 
 Say = Callable[[str], None]
 
@@ -90,7 +88,6 @@ class VerifyResults:
         return f"{what} {position} {self.texts[self.token_ids[position]]!r}"
 
     def to_json(self) -> str:
-        """Indented, but a list of numbers on one line: there are hundreds of them. What is infinite is null."""
         plain = {
             **vars(self),
             "machine": asdict(self.machine),
@@ -98,9 +95,7 @@ class VerifyResults:
             "comparisons": [each.to_dict(self.describe) for each in self.comparisons],
             "passed": self.passed,
         }
-        finite = json.loads(json.dumps(plain), parse_constant=lambda constant: None)
-        text = json.dumps(finite, indent=2)
-        return _FLAT_LIST.sub(lambda match: " ".join(match[0].split()), text) + "\n"
+        return readable_json(plain)
 
 
 def prompt_of(llm: LLM, text: str | None, num_tokens: int | None, max_tokens: int) -> list[int]:
