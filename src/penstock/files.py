@@ -20,7 +20,7 @@ _FLAT_LIST = re.compile(r"\[[^\[\]{}\"]*\]")  # of numbers, truth values and nul
 def readable_json(content: Any) -> str:
     """Indented, but a list of numbers on one line: there may be thousands of them. What is infinite is null."""
     finite = json.loads(json.dumps(content), parse_constant=lambda constant: None)
-    return _FLAT_LIST.sub(lambda match: " ".join(match[0].split()), json.dumps(finite, indent=2)) + "\n"
+    return _FLAT_LIST.sub(lambda match: json.dumps(json.loads(match[0])), json.dumps(finite, indent=2)) + "\n"
 
 
 def replace_json(path: Path, content: Any, *, indent: int | None = None) -> None:
