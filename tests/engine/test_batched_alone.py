@@ -66,7 +66,7 @@ def check_is_alone(model: Decoder, wish: Wish, job: RecordingJob, *, strict: boo
 
 @pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     wishes=wishes(),
     schedule=schedules(),

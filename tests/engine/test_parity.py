@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.oracle import Oracle, load_model, make_oracle, random_prompt, run_prompt
 
-CHUNK_SIZES = (0, 1, 2, 3, 7, 64, 100, 512)
+CHUNK_SIZES = (0, 1, 3, 7, 64, 100)
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -73,7 +73,7 @@ def relative_error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 @pytest.mark.parametrize(
     ("num_tokens", "chunk_size"),
-    [(1, 0), (1, 7), *((300, size) for size in CHUNK_SIZES), (700, 100), (700, 512), (1100, 512)],
+    [(1, 0), (1, 7), (1100, 100), (1100, 512)],
 )
 def test_logits_after_the_prompt(oracle: Oracle, chunk_size: int, num_tokens: int) -> None:
     prompt = random_prompt(num_tokens)
@@ -84,10 +84,14 @@ def test_logits_after_the_prompt(oracle: Oracle, chunk_size: int, num_tokens: in
 
 def test_greedy_tokens(oracle: Oracle) -> None:
     prompt = random_prompt(300)
-    expected = oracle.greedy(prompt, 32)
-    model = load_model(oracle.folder)
+    logits, tokens = oracle.logits(prompt), oracle.greedy(prompt, 32)
     for chunk_size in CHUNK_SIZES:
-        assert run_prompt(model, prompt, chunk_size=chunk_size, num_tokens=32).generated == expected
+        run = run_prompt(load_model(oracle.folder), prompt, chunk_size=chunk_size, max_tokens=32)
+        assert run.logits is not None
+        assert relative_error(run.logits, logits) < 1e-4, chunk_size
+        while run.finish_reason is None:
+            run.step()
+        assert run.generated == tokens, chunk_size
 
 
 @settings(max_examples=15, deadline=None)

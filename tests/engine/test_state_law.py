@@ -1,5 +1,6 @@
 """Running [0, a) and then [a, n) leaves the state of [0, n), and the next chunk reads what the last one left."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.engine.hybrids import MODELS, Tape, hybrid
 from tests.oracle import canon_of, random_prompt
 
 NUM_TOKENS = 150
+SOME_CUTS = (1, 2, 3, 64, 100, NUM_TOKENS - 1)
 
 
 @pytest.fixture
@@ -22,27 +24,31 @@ def sound_model() -> Decoder:
     return model
 
 
-def worst_difference(model: Decoder, cut: int) -> float:
-    """Of any state of the prompt, relative to the largest of its values, when it is cut in two."""
+def worst_differences(model: Decoder, cuts: Iterable[int]) -> Iterator[float]:
+    """Of any state of the prompt, relative to the largest of its values, when it is cut in two at each of `cuts`."""
     prompt = random_prompt(NUM_TOKENS)
-    whole, parts = Tape(model, prompt), Tape(model, prompt)
+    whole = Tape(model, prompt)
     whole.run(NUM_TOKENS)
-    parts.run(cut)
-    parts.run(NUM_TOKENS)
-    return max(
-        float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
-        for ours, theirs in zip(parts.states(), whole.states(), strict=True)
-    )
+    expected = whole.states()
+    for cut in cuts:
+        parts = Tape(model, prompt)
+        parts.run(cut)
+        parts.run(NUM_TOKENS)
+        yield max(
+            float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+            for ours, theirs in zip(parts.states(), expected, strict=True)
+        )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_cut_anywhere(name: str) -> None:
-    for cut in range(1, NUM_TOKENS):
-        assert worst_difference(hybrid(name), cut) < 2e-5, cut
+    some = {*range(1, NUM_TOKENS, 5), *range(1, 6), *range(62, 67), *range(126, 131), NUM_TOKENS - 1}
+    cuts = range(1, NUM_TOKENS) if name == "qwen3_5" else sorted(some)
+    for cut, worst in zip(cuts, worst_differences(hybrid(name), cuts), strict=True):
+        assert worst < 2e-5, cut
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 64, 100, NUM_TOKENS - 1])
-def test_zero_padding_is_noticed(cut: int, sound_model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_padding_is_noticed(sound_model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """A convolution that begins every chunk with zeros breaks the law, at any cut."""
     padded = TorchKernels.causal_conv
 
@@ -50,11 +56,10 @@ def test_zero_padding_is_noticed(cut: int, sound_model: Decoder, monkeypatch: py
         return padded(x, torch.zeros_like(tail), weight, out_tail)
 
     monkeypatch.setattr(TorchKernels, "causal_conv", staticmethod(zero_padded))
-    assert worst_difference(sound_model, cut) > 1e-3
+    assert min(worst_differences(sound_model, SOME_CUTS)) > 1e-3
 
 
-@pytest.mark.parametrize("cut", [1, 2, 3, 64, 100, NUM_TOKENS - 1])
-def test_dropped_state_is_noticed(cut: int, sound_model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropped_state_is_noticed(sound_model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = TorchKernels.gated_delta_rule
 
     def forgetful(*inputs: Any) -> Tensor:
@@ -63,7 +68,7 @@ def test_dropped_state_is_noticed(cut: int, sound_model: Decoder, monkeypatch: p
         return rule(*arguments)
 
     monkeypatch.setattr(TorchKernels, "gated_delta_rule", staticmethod(forgetful))
-    assert worst_difference(sound_model, cut) > 1e-3
+    assert min(worst_differences(sound_model, SOME_CUTS)) > 1e-3
 
 
 @pytest.mark.parametrize("num_short", [1, 2])

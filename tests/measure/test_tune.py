@@ -1,9 +1,7 @@
 """Laws of tuning: what is planned, what is timed, what follows from it, and what is kept."""
 
-import gc
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,14 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PENSTOCK_HOME", str(tmp_path / "home"))
-
-
-@pytest.fixture(autouse=True)
-def _quick_collection() -> Iterator[None]:
-    """Garbage is collected before every turn: among what is loaded by now it need not be looked for."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @given(

@@ -41,16 +41,16 @@ def crowded(keeps_prefix: bool, block_tokens: int) -> CacheLimits:
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_100_000_crowded_steps_keep_every_promise(policy: SchedulePolicy) -> None:
+def test_crowded_steps_keep_every_promise(policy: SchedulePolicy) -> None:
     seen: list[Observed] = []
     for seed, (keeps_prefix, grid) in enumerate([(True, 1), (True, 64), (False, 1), (False, 64)]):
         config = replace(CONFIG, policy=policy, grid=grid)
-        workload = replace(CROWDED, seed=seed, shrink=0.003 if grid == 64 else 0.0)
+        workload = replace(CROWDED, seed=seed, shrink=0.01 if grid == 64 else 0.0)
         simulation = Simulation(config, crowded(keeps_prefix, 64 if seed % 2 else 16), workload)
-        seen.append(simulation.run(25_000))
+        seen.append(simulation.run(10_000))
     for observed in seen:
         assert observed.counts["finished"] > 100
-        assert min(observed.counts[what] for what in ("preempted", "replay", "cancelled", "refused")) > 10
+        assert min(observed.counts[what] for what in ("preempted", "replay", "cancelled", "refused")) > 3
     assert seen[1].counts["shrunk"] > 0
     assert seen[0].counts["gave more"] > 10  # of what they held while they waited
     # The bounds are what happens at the worst, not more than that.

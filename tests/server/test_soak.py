@@ -24,7 +24,8 @@ from tests.server.soak import PHASES, Report, Soak, load_model, prepare, soak
 from tests.server.soak_cases import Case, Sizes
 from tests.server.soak_clients import Tally
 
-SECONDS = 12
+# `make soak` has more of each.
+WHOLE = Soak(5.0, sizes=Sizes(prompt=1200, answer=160, num_cases=12), cache_tokens=1472)
 # Long enough for a fault to show.
 SHORT = Soak(
     1.5,
@@ -38,8 +39,8 @@ SHORT = Soak(
 
 @pytest.mark.parametrize("name", ["llama", "hybrid"])
 def test_soak(name: str, tmp_path: Path) -> None:
-    llm, how = load_model(name, tmp_path), Soak(SECONDS, sizes=Sizes(num_cases=16))
-    report = soak(llm, how, prepare(llm, how))
+    llm = load_model(name, tmp_path)
+    report = soak(llm, WHOLE, prepare(llm, WHOLE))
     print("\n".join(report.lines()))
     assert report.failures == []
     assert report.unseen == []
