@@ -1,7 +1,7 @@
 """Random models with the layers of published ones, a few of each: activations are a layer's, and each next layer uses
 the memory of the one before again. Their weights are made in place and lie in no file."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from penstock.errors import SettingError
 from penstock.models.hf.config import hf_model_config
 from penstock.models.reading import Fields
-from penstock.models.weights import expected_shapes
+from penstock.models.weights import WeightSource, expected_shapes
 from penstock.plan.model import ModelConfig
 
 _RANDOM_NUMBERS, _SHIFTS = 1 << 20, 1 << 12
@@ -72,22 +72,16 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-class RandomWeights:
-    """A `WeightSource` of random weights, in no file. The numbers are made once, on the weights' own device."""
+class RandomWeights(WeightSource):
+    """Random weights, in no file. The numbers are made once, on the weights' own device."""
 
     def __init__(self, name: str, settings: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Settings in transformers' own names."""
         self.config = config_of(name, settings)
         self._name = name
-        self._shapes = expected_shapes(self.config)
+        self.shapes = expected_shapes(self.config)
         numbers = torch.randn(_RANDOM_NUMBERS + _SHIFTS, generator=torch.Generator().manual_seed(0)) * 0.02
         self._numbers = numbers.to(device)
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
 
     def load_into(self, name: str, out: torch.Tensor) -> None:
         """The same numbers over and over, each time shifted: drawing as many as a vocabulary has takes too long. Of a
@@ -103,17 +97,8 @@ class RandomWeights:
             shift = start // at_once * 977 % _SHIFTS
             part.copy_(self._numbers[shift : shift + part.numel()].view(part.shape))
 
-    def block_form(self, name: str) -> None:
-        return None
-
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        raise NotImplementedError(f"{name} is not quantised")
-
     def describe(self) -> str:
         return f"{self._name} (random, {self.config.num_layers} layers)"
-
-    def close(self) -> None:
-        pass
 
 
 def config_of(name: str, settings: Mapping[str, Any]) -> ModelConfig:

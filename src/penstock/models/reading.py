@@ -3,8 +3,9 @@
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -43,26 +44,26 @@ def trusting(what: str) -> Iterator[None]:
         raise ModelFileError(f"{what}: {first_line(error)}") from error
 
 
-# A file that claims more is damaged or hostile.
-MAX_WIDTH = 1 << 20
-MAX_HEADS = 1 << 14
-MAX_LAYERS = 1 << 12
-MAX_VOCABULARY = 1 << 24
-MAX_POSITIONS = 1 << 28
+class Most(IntEnum):
+    """A file that claims more is damaged or hostile."""
 
-# Of delta nets: a head's state is a matrix of its key size by its value size.
-MAX_DELTA_HEAD = 1 << 10
-MAX_CONV_KERNEL = 64
-# Elements of a delta net's matrices of all heads: 256 MiB a layer and state.
-MAX_STATE = 1 << 26
+    WIDTH = 1 << 20
+    HEADS = 1 << 14
+    LAYERS = 1 << 12
+    VOCABULARY = 1 << 24
+    POSITIONS = 1 << 28
+    # Of delta nets: a head's state is a matrix of its key size by its value size; all heads' take 256 MiB a layer.
+    DELTA_HEAD = 1 << 10
+    CONV_KERNEL = 64
+    STATE = 1 << 26
+    # Of mixtures of experts: in one layer, and in all of them, since each may have tensors of its own.
+    EXPERTS = 1 << 12
+    EXPERTS_IN_ALL = 1 << 17
 
-# Of mixtures of experts: in one layer, and in all of them, since each may have tensors of its own.
-MAX_EXPERTS = 1 << 12
-MAX_EXPERTS_IN_ALL = 1 << 17
 
 # Of rotary embeddings: what scales them, either way, and the base, of which yarn takes the logarithm.
 MIN_SCALE, MAX_SCALE = 1e-9, 1e9
-MIN_THETA, MAX_THETA = 1.0, 1e15
+_MIN_THETA, _MAX_THETA = 1.0, 1e15
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,10 @@ class Fields:
             raise self.error(key, value, f"an integer from {low} to {high}")
         return value
 
+    def size(self, key: str, most: Most, default: int | None = None) -> int:
+        """An integer in [1, most]."""
+        return self.integer(key, default, low=1, high=most)
+
     def number(
         self,
         key: str,
@@ -101,6 +106,14 @@ class Fields:
         if not above < value <= high:
             raise self.error(key, value, f"a number above {above:g} and up to {high:g}")
         return float(value)
+
+    def scale(self, key: str, default: float | None = None) -> float:
+        """What scales a rotary embedding."""
+        return self.number(key, default, above=MIN_SCALE, high=MAX_SCALE)
+
+    def theta(self, key: str, default: float) -> float:
+        """The base of a rotary embedding."""
+        return self.number(key, default, above=_MIN_THETA, high=_MAX_THETA)
 
     def boolean(self, key: str, default: bool | None = None) -> bool:
         value = self._get(key, default)
@@ -175,6 +188,20 @@ def check_heads(origin: str, num_heads: int, num_kv_heads: int, head_dim: int) -
         raise ModelFileError(f"{origin}: a head size of {head_dim} cannot be rotated in pairs")
 
 
+def recurrent_layers(fields: Fields, listed: Sequence[bool], num_layers: int) -> tuple[int, ...]:
+    """The layers without full attention: those that a file lists, or all between every so many where it has no list."""
+    if not listed:
+        interval = fields.size("full_attention_interval", Most.LAYERS, 4)
+        listed = [(index + 1) % interval > 0 for index in range(num_layers)]
+    layers = tuple(index for index in range(num_layers) if listed[index])
+    if len(layers) == num_layers:
+        raise ModelError(
+            f"{fields.origin}: none of the {num_layers} layers has full attention; "
+            "models of linear attention alone are not supported"
+        )
+    return layers
+
+
 def delta_net_of(origin: str, layers: tuple[int, ...], **sizes: int) -> DeltaNetConfig:
     """A delta net of sizes that a file has."""
     key_heads, value_heads = sizes["num_key_heads"], sizes["num_value_heads"]
@@ -183,10 +210,10 @@ def delta_net_of(origin: str, layers: tuple[int, ...], **sizes: int) -> DeltaNet
             f"{origin}: {value_heads} value heads of a delta net cannot share {key_heads} key heads"
         )
     net = DeltaNetConfig(num_layers=len(layers), layers=layers, **sizes)
-    if (size := max(net.key_size, net.value_size)) > MAX_WIDTH:
-        raise ModelFileError(f"{origin}: a delta net's heads of {size} elements in all exceed {MAX_WIDTH}")
-    if (size := net.num_value_heads * net.key_head_dim * net.value_head_dim) > MAX_STATE:
-        raise ModelFileError(f"{origin}: a delta net's state of {size} elements exceeds {MAX_STATE}")
+    if (size := max(net.key_size, net.value_size)) > Most.WIDTH:
+        raise ModelFileError(f"{origin}: a delta net's heads of {size} elements in all exceed {Most.WIDTH}")
+    if (size := net.num_value_heads * net.key_head_dim * net.value_head_dim) > Most.STATE:
+        raise ModelFileError(f"{origin}: a delta net's state of {size} elements exceeds {Most.STATE}")
     return net
 
 
@@ -195,5 +222,5 @@ def check_experts(origin: str, experts: ExpertsConfig) -> None:
         raise ModelFileError(
             f"{origin}: a token cannot go to {experts.num_active} experts where there are {experts.num_experts}"
         )
-    if (num := experts.num_experts * len(experts.layers)) > MAX_EXPERTS_IN_ALL:
-        raise ModelFileError(f"{origin}: {num} experts in all layers together exceed {MAX_EXPERTS_IN_ALL}")
+    if (num := experts.num_experts * len(experts.layers)) > Most.EXPERTS_IN_ALL:
+        raise ModelFileError(f"{origin}: {num} experts in all layers together exceed {Most.EXPERTS_IN_ALL}")

@@ -6,15 +6,18 @@ one of `_ARCHITECTURES` in `gguf/config.py`. One with other tensors changes the 
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from penstock.errors import ModelFileError
 from penstock.kernels.elementwise import whole_lanes
 from penstock.kernels.quantised import BlockForm
+from penstock.models.bytefile import ByteFile
 from penstock.models.reading import shortened
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig
 
@@ -26,35 +29,66 @@ _VISION = ("model.visual.", "visual.", "v.", "mm.")
 Shape = tuple[int, ...]
 
 
-class WeightSource(Protocol):
-    """A model's weights on disk, one tensor at a time, with Hugging Face's names and transformers' layout."""
+class WeightSource(ABC):
+    """A model's weights, one tensor at a time, with Hugging Face's names and transformers' layout."""
 
-    @property
-    def config(self) -> ModelConfig: ...
+    config: ModelConfig
+    shapes: Mapping[str, Shape]  # of all tensors
 
-    def names(self) -> frozenset[str]: ...
+    def names(self) -> frozenset[str]:
+        return frozenset(self.shapes)
 
-    def shape(self, name: str) -> Shape: ...
+    def shape(self, name: str) -> Shape:
+        return self.shapes[name]
 
+    @abstractmethod
     def load_into(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` with the tensor, converted to its dtype. `out` has the tensor's shape and may be a part
         of a larger tensor, so that fused weights are assembled in place. Needs a few MiB besides `out`."""
-        ...
 
     def block_form(self, name: str) -> BlockForm | None:
         """How the rows of a tensor are stored, where they are quantised and `blocks` can give them as they are."""
-        ...
+        return None
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
         """The rows of such a tensor, in order, as rows of blocks [n, bytes]: some MiB at a time where the file has
         them in that order too. What one gives is overwritten by the next."""
-        ...
+        raise NotImplementedError(f"{name} is not quantised")
 
+    @abstractmethod
     def describe(self) -> str:
         """The file and what is in it, in a few words."""
-        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """Nothing is read after it."""
+
+
+class FileSource(WeightSource):
+    """Weights in files: `kinds` are the names of their tensors' dtypes."""
+
+    format: str
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._files: list[ByteFile] = []
+        self._kinds: list[str] = []
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _open(self) -> None:
+        """Read what is known of the tensors, and check it."""
+
+    def describe(self) -> str:
+        common = max(set(self._kinds), key=self._kinds.count) if self._kinds else "empty"
+        return f"{self._path.name} ({self.format}, {self.config.family}, {common})"
+
+    def close(self) -> None:
+        for file in self._files:
+            file.close()
 
 
 def require_shape(name: str, shape: Shape, out: torch.Tensor) -> None:

@@ -9,22 +9,14 @@ import numpy as np
 from penstock.errors import ModelError
 from penstock.models.gguf.header import GgufHeader
 from penstock.models.reading import (
-    MAX_CONV_KERNEL,
-    MAX_DELTA_HEAD,
-    MAX_EXPERTS,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_POSITIONS,
     MAX_SCALE,
-    MAX_THETA,
-    MAX_VOCABULARY,
-    MAX_WIDTH,
     MIN_SCALE,
-    MIN_THETA,
     Fields,
+    Most,
     check_experts,
     check_heads,
     delta_net_of,
+    recurrent_layers,
 )
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig
 
@@ -37,9 +29,8 @@ class _Architecture:
     qkv_bias: bool = False
     head_norm: bool = False
     experts: bool = False  # in every layer
-    hybrid: bool = (
-        False  # delta-net layers, gated attention, zero-centred norms, a shared expert beside experts
-    )
+    # Delta-net layers, gated attention, zero-centred norms, a shared expert beside experts.
+    hybrid: bool = False
 
 
 _ARCHITECTURES = {
@@ -75,18 +66,18 @@ def gguf_model_config(
     if not architecture.experts and fields.integer("expert_count", 0) > 0:
         raise ModelError(f"{origin} is a mixture of experts, which is not supported for {name}")
 
-    num_blocks = fields.integer("block_count", low=1, high=MAX_LAYERS)
+    num_blocks = fields.size("block_count", Most.LAYERS)
     # Blocks that predict tokens further ahead come after the model's layers.
     num_layers = num_blocks - fields.integer("nextn_predict_layers", 0, high=num_blocks - 1)
-    hidden = fields.integer("embedding_length", low=1, high=MAX_WIDTH)
-    num_heads = fields.integer("attention.head_count", low=1, high=MAX_HEADS)
-    num_kv_heads = fields.integer("attention.head_count_kv", num_heads, low=1, high=MAX_HEADS)
-    head_dim = fields.integer("attention.key_length", hidden // num_heads, low=2, high=MAX_WIDTH)
-    max_position = fields.integer("context_length", low=1, high=MAX_POSITIONS)
+    hidden = fields.size("embedding_length", Most.WIDTH)
+    num_heads = fields.size("attention.head_count", Most.HEADS)
+    num_kv_heads = fields.size("attention.head_count_kv", Most.HEADS, num_heads)
+    head_dim = fields.integer("attention.key_length", hidden // num_heads, low=2, high=Most.WIDTH)
+    max_position = fields.size("context_length", Most.POSITIONS)
     check_heads(origin, num_heads, num_kv_heads, head_dim)
-    if fields.integer("attention.value_length", head_dim, high=MAX_WIDTH) != head_dim:
+    if fields.integer("attention.value_length", head_dim, high=Most.WIDTH) != head_dim:
         raise ModelError(f"{origin} has values of another size than keys, which is not supported")
-    rotary_dim = fields.integer("rope.dimension_count", head_dim, high=MAX_WIDTH)
+    rotary_dim = fields.integer("rope.dimension_count", head_dim, high=Most.WIDTH)
     if rotary_dim != head_dim and not architecture.hybrid:
         raise ModelError(f"{origin} rotates only a part of each head, which is not supported for {name}")
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
@@ -105,16 +96,14 @@ def gguf_model_config(
     attention = next(f"blk.{index}" for index in range(num_layers) if index not in recurrent)
 
     embedding = tensors.get("token_embd.weight")
-    vocab_size = fields.integer(
-        "vocab_size", embedding.shape[0] if embedding else None, low=1, high=MAX_VOCABULARY
-    )
+    vocab_size = fields.size("vocab_size", Most.VOCABULARY, embedding.shape[0] if embedding else None)
     ends = [token for key in END_KEYS if (token := token_id(tokens, key)) is not None]
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=fields.integer(
-            "feed_forward_length", experts.intermediate_size if experts else None, low=1, high=MAX_WIDTH
+        intermediate_size=fields.size(
+            "feed_forward_length", Most.WIDTH, experts.intermediate_size if experts else None
         ),
         num_layers=num_layers,
         num_heads=num_heads,
@@ -148,7 +137,7 @@ def token_id(fields: Fields, key: str) -> int | None:
 def _rotary(
     fields: Fields, max_position: int, rotary_dim: int, divisors: tuple[float, ...] | None
 ) -> RotaryConfig:
-    theta = fields.number("rope.freq_base", 10_000.0, above=MIN_THETA, high=MAX_THETA)
+    theta = fields.theta("rope.freq_base", 10_000.0)
     if divisors is not None and (
         len(divisors) != rotary_dim // 2 or not all(MIN_SCALE < value <= MAX_SCALE for value in divisors)
     ):
@@ -158,23 +147,20 @@ def _rotary(
             f"a row of {rotary_dim // 2} numbers above {MIN_SCALE:g} and up to {MAX_SCALE:g}",
         )
 
-    def scale(key: str, default: float) -> float:
-        return fields.number(key, default, above=MIN_SCALE, high=MAX_SCALE)
-
     # llama.cpp takes a factor without a type as linear, and has an older name for it.
     kind = fields.text("rope.scaling.type", "linear")
-    factor = scale("rope.scaling.factor", scale("rope.scale_linear", 1.0))
-    gain = scale("rope.scaling.attn_factor", 1.0)
+    factor = fields.scale("rope.scaling.factor", fields.scale("rope.scale_linear", 1.0))
+    gain = fields.scale("rope.scaling.attn_factor", 1.0)
     if kind == "yarn":
         return RotaryConfig(
             theta=theta,
             kind="yarn",
             factor=factor,
-            original_max_position=fields.integer(
-                "rope.scaling.original_context_length", max_position, low=1, high=MAX_POSITIONS
+            original_max_position=fields.size(
+                "rope.scaling.original_context_length", Most.POSITIONS, max_position
             ),
-            beta_fast=scale("rope.scaling.yarn_beta_fast", 32.0),
-            beta_slow=scale("rope.scaling.yarn_beta_slow", 1.0),
+            beta_fast=fields.scale("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=fields.scale("rope.scaling.yarn_beta_slow", 1.0),
             attention_factor=None if gain == 1.0 else gain * (0.1 * math.log(max(factor, 1.0)) + 1.0),
             frequency_divisors=divisors,
         )
@@ -191,28 +177,23 @@ def _rotary(
 def _delta_net(fields: Fields, num_layers: int, num_blocks: int, tiled: bool) -> DeltaNetConfig | None:
     """None where all layers have full attention. `num_blocks` counts the blocks after the model's own layers too.
     `tiled`: files of the architecture hold the value heads of one key head apart, not side by side."""
-    layers = _recurrent_layers(fields, num_layers, num_blocks)
-    if len(layers) == num_layers:
-        raise ModelError(
-            f"{fields.origin}: none of the {num_layers} layers has full attention; "
-            "models of linear attention alone are not supported"
-        )
+    layers = recurrent_layers(fields, _listed_layers(fields, num_blocks), num_layers)
     if not layers:
         return None
-    value_heads = fields.integer("ssm.time_step_rank", low=1, high=MAX_HEADS)
-    value_size = fields.integer("ssm.inner_size", low=1, high=MAX_WIDTH)
-    if value_size % value_heads or value_size // value_heads > MAX_DELTA_HEAD:
+    value_heads = fields.size("ssm.time_step_rank", Most.HEADS)
+    value_size = fields.size("ssm.inner_size", Most.WIDTH)
+    if value_size % value_heads or value_size // value_heads > Most.DELTA_HEAD:
         raise fields.error(
-            "ssm.inner_size", value_size, f"{value_heads} heads of a size from 1 to {MAX_DELTA_HEAD}"
+            "ssm.inner_size", value_size, f"{value_heads} heads of a size from 1 to {Most.DELTA_HEAD}"
         )
     net = delta_net_of(
         fields.origin,
         layers,
-        num_key_heads=fields.integer("ssm.group_count", low=1, high=MAX_HEADS),
+        num_key_heads=fields.size("ssm.group_count", Most.HEADS),
         num_value_heads=value_heads,
-        key_head_dim=fields.integer("ssm.state_size", low=1, high=MAX_DELTA_HEAD),
+        key_head_dim=fields.size("ssm.state_size", Most.DELTA_HEAD),
         value_head_dim=value_size // value_heads,
-        conv_kernel=fields.integer("ssm.conv_kernel", low=2, high=MAX_CONV_KERNEL),
+        conv_kernel=fields.integer("ssm.conv_kernel", low=2, high=Most.CONV_KERNEL),
     )
     # llama.cpp leaves this key out; another program writes it, and has files in either order.
     if value_heads != net.num_key_heads and fields.boolean("ssm.v_head_reordered", tiled) != tiled:
@@ -223,15 +204,15 @@ def _delta_net(fields: Fields, num_layers: int, num_blocks: int, tiled: bool) ->
     return net
 
 
-def _recurrent_layers(fields: Fields, num_layers: int, num_blocks: int) -> tuple[int, ...]:
+def _listed_layers(fields: Fields, num_blocks: int) -> list[bool]:
+    """Whether each block has a recurrent layer, where the file says it."""
     key = "attention.recurrent_layers"
     if not fields.has(key):
-        interval = fields.integer("full_attention_interval", 4, low=1, high=MAX_LAYERS)
-        return tuple(index for index in range(num_layers) if (index + 1) % interval)
+        return []
     flags = fields.values[key]
     if not isinstance(flags, np.ndarray) or flags.dtype != np.bool_ or len(flags) != num_blocks:
         raise fields.error(key, flags, f"an array of {num_blocks} truth values")
-    return tuple(index for index in range(num_layers) if flags[index])
+    return list(flags.tolist())
 
 
 def _check_rotary_sections(fields: Fields, num_pairs: int) -> None:
@@ -245,7 +226,7 @@ def _check_rotary_sections(fields: Fields, num_pairs: int) -> None:
         not isinstance(sections, np.ndarray)
         or sections.dtype.kind not in "iu"
         or len(sections) not in (3, 4)
-        or not 0 <= int(sections.min()) <= int(sections.max()) <= MAX_WIDTH
+        or not 0 <= int(sections.min()) <= int(sections.max()) <= Most.WIDTH
     ):
         raise fields.error(key, sections, "an array of 3 or 4 integers")
     claimed: list[int] = sections.tolist()
@@ -263,12 +244,12 @@ def _experts(fields: Fields, num_layers: int, shared: bool) -> ExpertsConfig:
             raise ModelError(f"{fields.origin}: {key} is {value:g}, which is not supported; only 1 is")
     shared_size = 0
     if shared:
-        shared_size = fields.integer("expert_shared_feed_forward_length", low=1, high=MAX_WIDTH)
+        shared_size = fields.size("expert_shared_feed_forward_length", Most.WIDTH)
     experts = ExpertsConfig(
         num_layers=num_layers,
-        num_experts=fields.integer("expert_count", low=1, high=MAX_EXPERTS),
-        num_active=fields.integer("expert_used_count", low=1, high=MAX_EXPERTS),
-        intermediate_size=fields.integer("expert_feed_forward_length", low=1, high=MAX_WIDTH),
+        num_experts=fields.size("expert_count", Most.EXPERTS),
+        num_active=fields.size("expert_used_count", Most.EXPERTS),
+        intermediate_size=fields.size("expert_feed_forward_length", Most.WIDTH),
         shared_intermediate_size=shared_size,
         # llama.cpp's converter does not write it for these architectures, and llama.cpp normalises.
         normalised=fields.boolean("expert_weights_norm", True),

@@ -1,7 +1,6 @@
 """Weights in a GGUF file: dequantised a slice at a time into transformers' layout."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -14,8 +13,7 @@ from penstock.models.gguf.config import gguf_model_config
 from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
 from penstock.models.gguf.layout import Place, tensor_places
 from penstock.models.reading import Fields
-from penstock.models.weights import require_shape
-from penstock.plan.model import ModelConfig
+from penstock.models.weights import FileSource, require_shape
 
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,
@@ -38,42 +36,31 @@ _ROTARY_DIVISORS = "rope_freqs.weight"
 _SLICE_ELEMENTS = 1 << 18
 
 
-class GgufFile:
-    """A `WeightSource` over one GGUF file; `metadata` holds the tokenizer too."""
+class GgufFile(FileSource):
+    """One GGUF file; `metadata` holds the tokenizer too."""
 
-    def __init__(self, path: Path) -> None:
+    format = "GGUF"
+
+    def _open(self) -> None:
+        path = self._path
         header = read_header(path)
         self.metadata: dict[str, GgufValue] = header.metadata
         if Fields(str(path), header.metadata).integer("split.count", 1) > 1:
             raise ModelError(
                 f"{path} is a part of a split model; join the parts with llama-gguf-split --merge"
             )
-        self._path = path
         divisors = header.tensors.get(_ROTARY_DIVISORS)
         tensors = {name: tensor for name, tensor in header.tensors.items() if tensor is not divisors}
-        self._kinds = [tensor.kind for tensor in tensors.values()]
+        self._kinds = [tensor.kind.name for tensor in tensors.values()]
         self._file = ByteFile(path)
-        try:
-            self._config = gguf_model_config(
-                header, str(path), None if divisors is None else self._read_divisors(divisors)
-            )
-            self._places = tensor_places(tensors, self._config, str(path))
-            for name, place in self._places.items():
-                if name != place.tensor.name:
-                    self._require_accepted(place.tensor)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._places)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._places[name].shape
+        self._files.append(self._file)
+        read = None if divisors is None else self._read_divisors(divisors)
+        self.config = gguf_model_config(header, str(path), read)
+        self._places = tensor_places(tensors, self.config, str(path))
+        for name, place in self._places.items():
+            if name != place.tensor.name:
+                self._require_accepted(place.tensor)
+        self.shapes = {name: place.shape for name, place in self._places.items()}
 
     @torch.no_grad()
     def load_into(self, name: str, out: torch.Tensor) -> None:
@@ -110,13 +97,6 @@ class GgufFile:
             part = buffer[: num_rows - first]
             self._file.read_into(start + first * row_bytes, part.view(-1))
             yield part
-
-    def describe(self) -> str:
-        common = max(set(self._kinds), key=self._kinds.count).name if self._kinds else "empty"
-        return f"{self._path.name} (GGUF, {self._config.family}, {common})"
-
-    def close(self) -> None:
-        self._file.close()
 
     def _fill(self, out: torch.Tensor, place: Place) -> None:
         kind = place.tensor.kind

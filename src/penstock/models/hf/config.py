@@ -14,24 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.models.reading import (
-    MAX_CONV_KERNEL,
-    MAX_DELTA_HEAD,
-    MAX_EXPERTS,
-    MAX_HEADS,
-    MAX_LAYERS,
-    MAX_POSITIONS,
-    MAX_SCALE,
-    MAX_THETA,
-    MAX_VOCABULARY,
-    MAX_WIDTH,
-    MIN_SCALE,
-    MIN_THETA,
-    Fields,
-    check_experts,
-    check_heads,
-    delta_net_of,
-)
+from penstock.models.reading import Fields, Most, check_experts, check_heads, delta_net_of, recurrent_layers
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig
 
 
@@ -97,23 +80,21 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
 
     defaults = config.defaults
     is_hybrid = "linear_num_key_heads" in defaults  # gates, norms around 1, a part of each head rotated
-    hidden = config.integer("hidden_size", low=1, high=MAX_WIDTH)
-    num_layers = config.integer("num_hidden_layers", low=1, high=MAX_LAYERS)
-    num_heads = config.integer("num_attention_heads", low=1, high=MAX_HEADS)
+    hidden = config.size("hidden_size", Most.WIDTH)
+    num_layers = config.size("num_hidden_layers", Most.LAYERS)
+    num_heads = config.size("num_attention_heads", Most.HEADS)
     # A null means as many as heads, whatever the family.
     kv_heads = None if "num_key_value_heads" in config.values else defaults["num_key_value_heads"]
-    num_kv_heads = config.integer("num_key_value_heads", kv_heads or num_heads, low=1, high=MAX_HEADS)
-    head_dim = config.integer(
-        "head_dim", defaults.get("head_dim") or hidden // num_heads, low=1, high=MAX_WIDTH
-    )
+    num_kv_heads = config.size("num_key_value_heads", Most.HEADS, kv_heads or num_heads)
+    head_dim = config.size("head_dim", Most.WIDTH, defaults.get("head_dim") or hidden // num_heads)
     check_heads(config.origin, num_heads, num_kv_heads, head_dim)
-    max_position = config.integer("max_position_embeddings", low=1, high=MAX_POSITIONS)
+    max_position = config.size("max_position_embeddings", Most.POSITIONS)
     kinds = _layer_kinds(config, num_layers, is_hybrid=is_hybrid)
     _refuse_sliding_window(config, max_position, num_layers, kinds)
 
     experts = _experts(config, family.count_key, num_layers) if "num_experts" in defaults else None
     if "intermediate_size" in defaults:
-        intermediate = config.integer("intermediate_size", low=1, high=MAX_WIDTH)
+        intermediate = config.size("intermediate_size", Most.WIDTH)
     else:
         assert experts is not None
         intermediate = experts.intermediate_size  # of no dense layer, since there is none
@@ -121,7 +102,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     ends = config.token_ids("eos_token_id") + file.token_ids("eos_token_id")
     return ModelConfig(
         family=name,
-        vocab_size=config.integer("vocab_size", low=1, high=MAX_VOCABULARY),
+        vocab_size=config.size("vocab_size", Most.VOCABULARY),
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_layers=num_layers,
@@ -192,25 +173,17 @@ def _layer_kinds(config: Fields, num_layers: int, *, is_hybrid: bool) -> tuple[s
 
 def _delta_net(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> DeltaNetConfig | None:
     """None where all layers have full attention."""
-    if not kinds:
-        interval = config.integer("full_attention_interval", 4, low=1, high=MAX_LAYERS)
-        kinds = tuple(_LINEAR if (index + 1) % interval else _FULL for index in range(num_layers))
-    layers = tuple(index for index, kind in enumerate(kinds) if kind == _LINEAR)
-    if len(layers) == num_layers:
-        raise ModelError(
-            f"{config.origin}: none of the {num_layers} layers has full attention; "
-            "models of linear attention alone are not supported"
-        )
+    layers = recurrent_layers(config, [kind == _LINEAR for kind in kinds], num_layers)
     if not layers:
         return None
     return delta_net_of(
         config.origin,
         layers,
-        num_key_heads=config.integer("linear_num_key_heads", low=1, high=MAX_HEADS),
-        num_value_heads=config.integer("linear_num_value_heads", low=1, high=MAX_HEADS),
-        key_head_dim=config.integer("linear_key_head_dim", low=1, high=MAX_DELTA_HEAD),
-        value_head_dim=config.integer("linear_value_head_dim", low=1, high=MAX_DELTA_HEAD),
-        conv_kernel=config.integer("linear_conv_kernel_dim", low=2, high=MAX_CONV_KERNEL),
+        num_key_heads=config.size("linear_num_key_heads", Most.HEADS),
+        num_value_heads=config.size("linear_num_value_heads", Most.HEADS),
+        key_head_dim=config.size("linear_key_head_dim", Most.DELTA_HEAD),
+        value_head_dim=config.size("linear_value_head_dim", Most.DELTA_HEAD),
+        conv_kernel=config.integer("linear_conv_kernel_dim", low=2, high=Most.CONV_KERNEL),
     )
 
 
@@ -219,24 +192,24 @@ def _experts(config: Fields, count_key: str, num_layers: int) -> ExpertsConfig |
     defaults = config.defaults
     # Some families say which layers have experts, and whether their weights are normalised.
     has_options = "decoder_sparse_step" in defaults
-    num_experts = config.integer("num_experts", low=0 if has_options else 1, high=MAX_EXPERTS)
-    num_experts = config.integer(count_key, num_experts, low=0 if has_options else 1, high=MAX_EXPERTS)
+    num_experts = config.integer("num_experts", low=0 if has_options else 1, high=Most.EXPERTS)
+    num_experts = config.integer(count_key, num_experts, low=0 if has_options else 1, high=Most.EXPERTS)
     layers, normalised = tuple(range(num_layers)), True
     if has_options:
         step = config.integer("decoder_sparse_step", low=1)
-        dense = set(config.integers("mlp_only_layers", high=MAX_LAYERS))
+        dense = set(config.integers("mlp_only_layers", high=Most.LAYERS))
         layers = tuple(index for index in layers if (index + 1) % step == 0 and index not in dense)
         normalised = config.boolean("norm_topk_prob")
     if not num_experts or not layers:
         return None
     shared = 0
     if "shared_expert_intermediate_size" in defaults:
-        shared = config.integer("shared_expert_intermediate_size", low=1, high=MAX_WIDTH)
+        shared = config.size("shared_expert_intermediate_size", Most.WIDTH)
     experts = ExpertsConfig(
         num_layers=len(layers),
         num_experts=num_experts,
-        num_active=config.integer("num_experts_per_tok", low=1, high=MAX_EXPERTS),
-        intermediate_size=config.integer("moe_intermediate_size", low=1, high=MAX_WIDTH),
+        num_active=config.size("num_experts_per_tok", Most.EXPERTS),
+        intermediate_size=config.size("moe_intermediate_size", Most.WIDTH),
         shared_intermediate_size=shared,
         normalised=normalised,
         layers=layers,
@@ -277,14 +250,10 @@ def _rotary(config: Fields, max_position: int) -> RotaryConfig:
     positions, and in text a token has the same position in all three."""
     rope = _rope(config)
 
-    def scale(key: str, default: float | None = None) -> float:
-        return rope.number(key, default, above=MIN_SCALE, high=MAX_SCALE)
-
     def optional_scale(key: str) -> float | None:
-        return scale(key) if rope.has(key) else None
+        return rope.scale(key) if rope.has(key) else None
 
-    theta = config.number("rope_theta", 10_000.0, above=MIN_THETA, high=MAX_THETA)
-    theta = rope.number("rope_theta", theta, above=MIN_THETA, high=MAX_THETA)
+    theta = rope.theta("rope_theta", config.theta("rope_theta", 10_000.0))
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in _KINDS:
         raise ModelError(
@@ -293,21 +262,20 @@ def _rotary(config: Fields, max_position: int) -> RotaryConfig:
     if kind == "default":
         return RotaryConfig(theta=theta)
     if kind == "linear":
-        return RotaryConfig(theta=theta, kind=kind, factor=scale("factor"))
-    original = config.integer(
+        return RotaryConfig(theta=theta, kind=kind, factor=rope.scale("factor"))
+    original = config.size(
         "original_max_position_embeddings",
-        rope.integer("original_max_position_embeddings", max_position, low=1, high=MAX_POSITIONS),
-        low=1,
-        high=MAX_POSITIONS,
+        Most.POSITIONS,
+        rope.size("original_max_position_embeddings", Most.POSITIONS, max_position),
     )
     if kind == "llama3":
-        low, high = scale("low_freq_factor"), scale("high_freq_factor")
+        low, high = rope.scale("low_freq_factor"), rope.scale("high_freq_factor")
         if high <= low:
             raise rope.error("high_freq_factor", high, f"more than low_freq_factor ({low:g})")
         return RotaryConfig(
             theta=theta,
             kind=kind,
-            factor=scale("factor"),
+            factor=rope.scale("factor"),
             original_max_position=original,
             low_freq_factor=low,
             high_freq_factor=high,
@@ -315,10 +283,10 @@ def _rotary(config: Fields, max_position: int) -> RotaryConfig:
     return RotaryConfig(
         theta=theta,
         kind=kind,
-        factor=scale("factor", max_position / original),
+        factor=rope.scale("factor", max_position / original),
         original_max_position=original,
-        beta_fast=scale("beta_fast", 32.0),
-        beta_slow=scale("beta_slow", 1.0),
+        beta_fast=rope.scale("beta_fast", 32.0),
+        beta_slow=rope.scale("beta_slow", 1.0),
         attention_factor=optional_scale("attention_factor"),
         mscale=optional_scale("mscale"),
         mscale_all_dim=optional_scale("mscale_all_dim"),

@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from penstock.errors import ModelError, ModelFileError
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
 from penstock.models.hf.config import hf_model_config
 from penstock.models.reading import Fields, first_line, reading, shortened
-from penstock.models.weights import require_shape
+from penstock.models.weights import FileSource, require_shape
 from penstock.plan.model import ModelConfig
 
 _DTYPES = {
@@ -52,34 +51,21 @@ class _Stored:
         return True
 
 
-class HfFolder:
-    """A `WeightSource` over a folder as transformers' `save_pretrained` writes it. The text model of a multimodal
-    one has the names it would have alone."""
+class HfFolder(FileSource):
+    """A folder as transformers' `save_pretrained` writes it. The text model of a multimodal one has the names it
+    would have alone."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._config = read_folder_config(path)
-        self._files: list[ByteFile] = []
+    format = "safetensors"
+
+    def _open(self) -> None:
+        self.config = read_folder_config(self._path)
         self._tensors: dict[str, _Stored] = {}
-        try:
-            with reading(path):
-                shards = _weight_files(path)
-            for shard in shards:
-                self._add_file(shard)
-            self._resolve_head()
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def config(self) -> ModelConfig:
-        return self._config
-
-    def names(self) -> frozenset[str]:
-        return frozenset(self._tensors)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors[name].shape
+        with reading(self._path):
+            shards = _weight_files(self._path)
+        for shard in shards:
+            self._add_file(shard)
+        self._resolve_head()
+        self.shapes = {name: stored.shape for name, stored in self._tensors.items()}
 
     def load_into(self, name: str, out: torch.Tensor) -> None:
         stored = self._tensors[name]
@@ -90,21 +76,6 @@ class HfFolder:
                 f"{stored.file.path}: tensor {name} is {stored.dtype}; accepted are {', '.join(_DTYPES)}"
             )
         copy_plain(stored.file, stored.start, dtype, out)
-
-    def block_form(self, name: str) -> None:
-        return None
-
-    def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        raise NotImplementedError(f"{name} is not quantised")
-
-    def describe(self) -> str:
-        kinds = [stored.dtype for stored in self._tensors.values()]
-        common = max(set(kinds), key=kinds.count) if kinds else "empty"
-        return f"{self._path.name} (safetensors, {self._config.family}, {common})"
-
-    def close(self) -> None:
-        for file in self._files:
-            file.close()
 
     def _add_file(self, path: Path) -> None:
         # The library checks the whole table: offsets inside the file, no overlaps, sizes that fit the shapes.
@@ -136,15 +107,16 @@ class HfFolder:
             where = f"in {other.name} too" if other != stored.file.path else "there twice, under two prefixes"
             raise ModelFileError(f"{stored.file.path}: tensor {shortened(stored_name)} is {where}")
         self._tensors[name] = stored
+        self._kinds.append(stored.dtype)
 
     def _resolve_head(self) -> None:
         """Where the head is to be the embedding, and the file has one that is not, the file's counts. A file may have
         either name for the one matrix. Both are as in transformers."""
         head = self._tensors.get(_HEAD)
-        if not self._config.tied_head or head is None:
+        if not self.config.tied_head or head is None:
             return
         if not head.equals(self._tensors.setdefault(_EMBEDDING, head)):
-            self._config = replace(self._config, tied_head=False)
+            self.config = replace(self.config, tied_head=False)
 
 
 def read_folder_config(path: Path) -> ModelConfig:
