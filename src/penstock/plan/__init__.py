@@ -6,6 +6,7 @@ from penstock.plan.chunks import (
     ChunkedPrefillConfig,
     PrefillChunk,
     PrefillPriority,
+    TokenView,
     create_prefill_chunks,
     create_prefill_chunks_at,
     num_prefill_chunks,
@@ -68,7 +69,6 @@ from penstock.plan.step import (
     Workspace,
 )
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
-from penstock.plan.tokens import TokenView
 from penstock.plan.units import format_bytes
 
 __all__ = [

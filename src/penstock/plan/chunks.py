@@ -1,15 +1,15 @@
-"""How a prompt is cut into chunks, and who goes first when others are waiting to decode."""
+"""How a prompt is cut into chunks, which are views of it, and who goes first when others are waiting to decode."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Self
+from operator import eq
+from typing import Self, overload
 
 from penstock.errors import SettingError
 from penstock.plan.checks import check_int, check_member
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 from penstock.plan.step import Span
-from penstock.plan.tokens import TokenView
 
 
 class PrefillPriority(StrEnum):
@@ -71,6 +71,66 @@ class ChunkedPrefillConfig:
     def with_priority(self, priority: PrefillPriority | str) -> Self:
         """The same configuration with another priority."""
         return replace(self, priority=PrefillPriority.parse(priority))
+
+
+_SHOWN = 4  # tokens of a view
+
+
+class TokenView(Sequence[int]):
+    """Read-only view of `tokens[start:end]`. The tokens must not change while a view of them is in use.
+
+    A slice of a view is a view of the same tokens, not of the view. A view equals any sequence of equal ones.
+    """
+
+    __slots__ = ("_positions", "_tokens")
+    _tokens: Sequence[int]
+    _positions: range
+
+    def __init__(self, tokens: Sequence[int], start: int = 0, end: int | None = None) -> None:
+        num_tokens = len(tokens)
+        end = num_tokens if end is None else check_int("end", end, 0)
+        if not check_int("start", start, 0) <= end <= num_tokens:
+            raise SettingError(
+                "start",
+                start,
+                f"0 <= start <= end <= {num_tokens}",
+                where=f"for {num_tokens} tokens",
+                beside={"end": end},
+            )
+        if isinstance(tokens, TokenView):
+            self._tokens, self._positions = tokens._tokens, tokens._positions[start:end]
+        else:
+            self._tokens, self._positions = tokens, range(start, end)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> int | Self:
+        if not isinstance(index, slice):
+            return self._tokens[self._positions[index]]
+        view = self.__class__.__new__(self.__class__)
+        view._tokens = self._tokens
+        view._positions = self._positions[index]
+        return view
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self._tokens.__getitem__, self._positions)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Sequence):
+            return NotImplemented
+        return len(self) == len(other) and all(map(eq, self, other))
+
+    # The tokens may be a list, and a view equals lists, which have no hash.
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        shown = ", ".join(map(repr, self[:_SHOWN]))
+        return f"TokenView([{shown}{', ...' if len(self) > _SHOWN else ''}], len={len(self)})"
 
 
 @dataclass(frozen=True, slots=True)

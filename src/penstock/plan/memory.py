@@ -1,6 +1,7 @@
 """What a prompt takes: weights, cache and activations; and the largest chunk that fits a budget."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from penstock.errors import PromptError, SettingError
@@ -37,15 +38,15 @@ class PrefillMemoryParts:
     """
 
     kv_cache_bytes: int
-    hidden_bytes: int
-    projection_bytes: int
-    attention_output_bytes: int
-    attention_scores_bytes: int
-    mlp_bytes: int
-    logits_bytes: int
-    attention_phase_bytes: int
-    mlp_phase_bytes: int
-    head_phase_bytes: int
+    hidden_bytes: int = 0
+    projection_bytes: int = 0
+    attention_output_bytes: int = 0
+    attention_scores_bytes: int = 0
+    mlp_bytes: int = 0
+    logits_bytes: int = 0
+    attention_phase_bytes: int = 0
+    mlp_phase_bytes: int = 0
+    head_phase_bytes: int = 0
     recurrent_bytes: int = 0
     delta_net_bytes: int = 0
     delta_net_phase_bytes: int = 0
@@ -127,25 +128,29 @@ def peak_memory_estimate(
 
     def parts(config: ChunkedPrefillConfig) -> PrefillMemoryParts:
         spans = _worst_spans(prompt_tokens, config)
-        phases = [
-            phase
-            for span in spans
-            for phase in _phases(
+        most: Counter[str] = Counter()  # of each kind of activation, of the scores and of each phase
+        for span in spans:
+            # [heads, chunk, past + chunk]; past + chunk is where the chunk ends
+            scores = 0 if fused_attention else dtype_bytes * shape.num_heads * len(span) * span.end
+            for phase in step_phases(
                 shape,
-                span,
                 # Any may be the last, where chunks are balanced.
                 StepShape.of_chunk(len(span), span.start, is_last=True),
                 dtype_bytes=dtype_bytes,
-                fused_attention=fused_attention,
-                logits_dtype_bytes=logits_dtype_bytes,
                 workspace=workspace,
-            )
-        ]
+                logits_dtype_bytes=logits_dtype_bytes,
+            ):
+                own = scores if phase.phase == "attention" else 0
+                most |= Counter({f"{name}_bytes": size for name, size in phase.parts.items()})
+                most |= Counter(
+                    {"attention_scores_bytes": own, f"{phase.phase}_phase_bytes": phase.peak_bytes + own}
+                )
         num_slots = (config if len(spans) > 1 else ChunkedPrefillConfig()).num_state_slots
-        return _parts(
-            phases,
+        return PrefillMemoryParts(
             kv_cache_bytes=prompt_tokens * kv_token_bytes(shape, kv_dtype_bytes),
             recurrent_bytes=num_slots * state_slot_bytes(shape, dtype_bytes) if spans else 0,
+            attention_output_bytes=most.pop("attention_bytes", 0),
+            **most,
         )
 
     return PrefillMemoryEstimate(
@@ -198,68 +203,6 @@ def weight_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = 
         elements += experts.num_layers * (3 * widths + routed) * hidden
     quantised = math.ceil((bits.matrices * elements + bits.vocabulary * vocabulary) / 8)
     return quantised + dtype_bytes * norms + _FLOAT32_BYTES * float32_elements
-
-
-@dataclass(frozen=True)
-class _PhaseWithScores:
-    memory: StepMemory
-    scores_bytes: int
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.memory.peak_bytes + self.scores_bytes
-
-
-def _phases(
-    shape: ModelShape,
-    span: Span,
-    step: StepShape,
-    *,
-    dtype_bytes: int,
-    fused_attention: bool,
-    logits_dtype_bytes: int,
-    workspace: Workspace,
-) -> list[_PhaseWithScores]:
-    # [heads, chunk, past + chunk]; past + chunk is where the chunk ends
-    scores_bytes = 0 if fused_attention else dtype_bytes * shape.num_heads * len(span) * span.end
-    return [
-        _PhaseWithScores(phase, scores_bytes if phase.phase == "attention" else 0)
-        for phase in step_phases(
-            shape,
-            step,
-            dtype_bytes=dtype_bytes,
-            workspace=workspace,
-            logits_dtype_bytes=logits_dtype_bytes,
-        )
-    ]
-
-
-def _parts(
-    phases: list[_PhaseWithScores], *, kv_cache_bytes: int, recurrent_bytes: int
-) -> PrefillMemoryParts:
-    def most(name: str) -> int:
-        return max((getattr(phase.memory, name) for phase in phases), default=0)
-
-    def peak(name: str) -> int:
-        return max((phase.peak_bytes for phase in phases if phase.memory.phase == name), default=0)
-
-    return PrefillMemoryParts(
-        kv_cache_bytes=kv_cache_bytes,
-        hidden_bytes=most("hidden_bytes"),
-        projection_bytes=most("projection_bytes"),
-        attention_output_bytes=most("attention_bytes"),
-        attention_scores_bytes=max((phase.scores_bytes for phase in phases), default=0),
-        mlp_bytes=most("mlp_bytes"),
-        logits_bytes=most("logits_bytes"),
-        attention_phase_bytes=peak("attention"),
-        mlp_phase_bytes=peak("mlp"),
-        head_phase_bytes=peak("head"),
-        recurrent_bytes=recurrent_bytes,
-        delta_net_bytes=most("delta_net_bytes"),
-        delta_net_phase_bytes=peak("delta_net"),
-        input_bytes=most("input_bytes"),
-        start_phase_bytes=peak("start"),
-    )
 
 
 def _whole_lanes(width: int) -> int:

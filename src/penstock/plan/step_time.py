@@ -46,13 +46,7 @@ class StepTimeCoefficients:
                 raise SettingError(field.name, value, "a number of seconds, 0 or more")
 
     def seconds(self, step: StepShape) -> float:
-        return (
-            self.constant
-            + self.per_token * step.num_prompt_tokens
-            + self.per_token_past * step.token_pasts
-            + self.per_decode * step.num_decodes
-            + self.per_decode_past * step.decode_pasts
-        )
+        return _dot(_values(self), _features(step))
 
 
 @dataclass(frozen=True, slots=True)
