@@ -22,7 +22,7 @@ from penstock.engine.run import Run
 from penstock.errors import PenstockError
 from penstock.kernels.device import chosen_device, device_kind
 from penstock.kernels.interface import select_kernels
-from penstock.kernels.probe.probe import probe
+from penstock.kernels.probe import probe
 from penstock.measure.growth import WARM_UP_TOKENS, MeasurementError, grown_bytes
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder

@@ -22,7 +22,7 @@ from transformers import (
 from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
 from penstock.kernels.interface import select_kernels
-from penstock.kernels.probe.probe import measure
+from penstock.kernels.probe import measure
 from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder

@@ -67,7 +67,8 @@ def profile(llm: LLM, prompt: Sequence[int], pasts: Sequence[int], num_steps: in
 
 def _step(llm: LLM, kernels: Any, timer: StepTimer, spec: StepSpec) -> dict[str, float]:
     """Seconds of one step, in parts."""
-    model, timed, within = llm.model, _TimedKernels(kernels), np.zeros(3, np.int64)
+    timed: Any = _TimedKernels(kernels)
+    model, within = llm.model, np.zeros(3, np.int64)
     model.kernels = timed
     if model.dense_layers is not None:
         model.dense_layers.spent = within  # what its one call spends, in nanoseconds

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.cache.kv import KVSpec
-from penstock.cache.recurrent import RecurrentSpec
 from penstock.cache.store.block_store import BlockStore, StoredPrefix
-from penstock.cache.tensors import CacheSpec
+from penstock.cache.tensors import CacheSpec, KVSpec, RecurrentSpec
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()
 ABOUT = {"model": "tiny", "dtype": "bfloat16"}

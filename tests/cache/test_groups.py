@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, Extent, SequenceCache, SlotPool
-from penstock.cache.kv import KV
 from penstock.cache.space import CacheSpace
-from penstock.cache.tensors import CacheSpec, CacheTensors
+from penstock.cache.tensors import KV, CacheSpec, CacheTensors
 from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out
 from penstock.errors import CacheFullError
 from tests.cache.storing import GROUPS, HYBRID, PLAIN, bytes_in, keys_of, open_store

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from penstock.cache import BLOCK_TOKENS, TokenRange
-from penstock.cache.kv import KVCache, KVSpec
+from penstock.cache.tensors import KVCache, KVSpec
 from penstock.errors import CacheFullError
 from tests.cache.growing import growth_in_fresh_process
 
@@ -129,7 +129,7 @@ def test_a_cache_larger_than_any_memory_is_an_error_that_says_so() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_taken_only_as_places_are_written() -> None:
     growth = growth_in_fresh_process("""
-from penstock.cache.kv import KVCache, KVSpec
+from penstock.cache.tensors import KVCache, KVSpec
 from penstock.cache.sequence import TokenRange
 
 cache = KVCache(KVSpec(num_layers=4, num_kv_heads=8, head_dim=64, dtype=torch.float32), num_blocks=512)

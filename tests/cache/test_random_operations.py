@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, Extent, SequenceBlocks
-from penstock.cache.kv import KVCache, KVSpec
+from penstock.cache.tensors import KVCache, KVSpec
 from penstock.errors import CacheFullError
 
 SPEC = KVSpec(num_layers=2, num_kv_heads=1, head_dim=2, dtype=torch.float32)

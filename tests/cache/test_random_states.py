@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.cache import EMPTY, SequenceState, SlotPool, StateStep
-from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
+from penstock.cache.tensors import RecurrentCache, RecurrentSpec
 from penstock.errors import CacheFullError
 
 SPEC = RecurrentSpec(

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceCache, SlotPool
-from penstock.cache.kv import KVCache, KVSpec
-from penstock.cache.recurrent import RecurrentCache
+from penstock.cache.tensors import KVCache, KVSpec, RecurrentCache
 from penstock.errors import CacheFullError
 from tests.cache.test_random_states import SPEC, check_state, run
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from penstock.cache import EMPTY
-from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
+from penstock.cache.tensors import RecurrentCache, RecurrentSpec
 from penstock.errors import CacheFullError
 from tests.cache.growing import growth_in_fresh_process
 
@@ -134,7 +134,7 @@ def test_a_cache_larger_than_any_memory_is_an_error_that_says_so() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_taken_only_as_slots_are_written() -> None:
     growth = growth_in_fresh_process("""
-from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
+from penstock.cache.tensors import RecurrentCache, RecurrentSpec
 from penstock.cache.states import EMPTY
 
 spec = RecurrentSpec(

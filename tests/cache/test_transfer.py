@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.cache.kv import KVCache
 from penstock.cache.store.block_store import StoredBlock, StoredState
-from penstock.cache.tensors import CacheSpec, CacheTensors
+from penstock.cache.tensors import CacheSpec, CacheTensors, KVCache
 from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out, copy_tokens
 from tests.cache.storing import GROUPS, HYBRID, PLAIN, bytes_in, keys_of, kv_of, state_of
 

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from penstock import machine
-from penstock.cache.kv import KVSpec
-from penstock.cache.recurrent import RecurrentSpec
-from penstock.cache.tensors import CacheSpec
+from penstock.cache.tensors import CacheSpec, KVSpec, RecurrentSpec
 from penstock.engine import capacity
 from penstock.errors import MemoryExhaustedError
 from penstock.kernels.device import DEVICE_KINDS, device_kind

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from penstock.cache.space import CacheSpace
 from penstock.engine.step import build_batch
-from penstock.kernels.probe.probe import ProbeResult
+from penstock.kernels.probe import ProbeResult
 from penstock.models.decoder import Decoder
 from penstock.plan import Span
 from penstock.plan.grids import RowLaw

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.kernels.probe.probe import ProbeResult, measure
+from penstock.kernels.probe import ProbeResult, measure
 from penstock.kernels.reference import delta as torch_delta
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder

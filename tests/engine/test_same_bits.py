@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.cache import Extent
-from penstock.cache.kv import KV
 from penstock.cache.space import CacheSpace
+from penstock.cache.tensors import KV
 from penstock.engine.run import Run
-from penstock.kernels.probe.probe import ProbeResult
+from penstock.kernels.probe import ProbeResult
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt

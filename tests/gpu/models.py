@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.kernels.interface import select_kernels
-from penstock.kernels.probe.probe import ProbeResult, measure
+from penstock.kernels.probe import ProbeResult, measure
 from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder

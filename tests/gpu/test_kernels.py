@@ -6,11 +6,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from penstock.cache.recurrent import LayerStates, RecurrentCache, RecurrentSpec
 from penstock.cache.states import EMPTY
-from penstock.kernels.interface import DeltaHeads, select_kernels
+from penstock.cache.tensors import LayerStates, RecurrentCache, RecurrentSpec
+from penstock.kernels.interface import select_kernels
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import StateRows, StateWork
+from penstock.kernels.spans import DeltaHeads, StateRows, StateWork
+from penstock.plan.model import DeltaNetConfig
 from tests.gpu.cases import over
 from tests.gpu.models import gpu
 from tests.kernels.parity import (
@@ -182,10 +183,7 @@ class NetCase:
     def net(self, device: torch.device) -> DeltaHeads:
         cpu = Subject(TorchKernels(), torch.float32)
         return DeltaHeads(
-            num_key_heads=2,
-            num_value_heads=4,
-            key_head_dim=self.key_dim,
-            value_head_dim=self.value_dim,
+            DeltaNetConfig(1, 2, 4, self.key_dim, self.value_dim, 4),
             norm_eps=1e-6,
             conv_weight=cpu.normal(4, 4 * self.key_dim + 4 * self.value_dim).to(device),
             decay_rate=-cpu.normal(LANES, seed=1).exp().to(device),
@@ -196,7 +194,7 @@ class NetCase:
     def states(self, device: torch.device) -> LayerStates:
         """Of six slots, all of which hold something."""
         net = self.net(device)
-        spec = RecurrentSpec(1, 3, net.conv_size, 4, self.key_dim, self.value_dim, self.dtype)
+        spec = RecurrentSpec.of(net.sizes, self.dtype)
         states = RecurrentCache(spec, 6, device).layer(0)
         cpu = Subject(TorchKernels(), torch.float32)
         states.tails.copy_(cpu.normal(*states.tails.shape, seed=4))
@@ -206,7 +204,9 @@ class NetCase:
     def rows(self, num_rows: int, device: torch.device) -> Tensor:
         net = self.net(device)
         cpu = Subject(TorchKernels(), torch.float32)
-        return cpu.normal(num_rows, net.conv_size + net.value_size + 2 * LANES).to(device, self.dtype)
+        return cpu.normal(num_rows, net.sizes.conv_size + net.sizes.value_size + 2 * LANES).to(
+            device, self.dtype
+        )
 
 
 NET_CASES = [NetCase(*dims, dtype) for dims in ((128, 128), (16, 24)) for dtype in DTYPES]

@@ -7,14 +7,21 @@ import torch
 from torch import Tensor
 
 from penstock.cache import TokenRange
-from penstock.cache.kv import KV
-from penstock.cache.recurrent import LayerStates
+from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.cuda import fla as fla_delta
 from penstock.kernels.cuda import kernels as cuda_kernels
 from penstock.kernels.cuda.delta import carry_states
 from penstock.kernels.cuda.kernels import CudaKernels
-from penstock.kernels.interface import DeltaHeads, HeadLayout
-from penstock.kernels.spans import AttendedSpan, AttentionWork, StateRows, StateWork, WrittenPlaces
+from penstock.kernels.spans import (
+    AttendedSpan,
+    AttentionWork,
+    DeltaHeads,
+    HeadLayout,
+    StateRows,
+    StateWork,
+    WrittenPlaces,
+)
+from penstock.plan.model import DeltaNetConfig
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -66,10 +73,12 @@ def attention() -> None:
 def delta_nets() -> None:
     for dtype in _DTYPES:
         net = _net(dtype)
-        width = net.conv_size + net.value_size + 2 * len(net.decay_rate)
+        width = net.sizes.conv_size + net.sizes.value_size + 2 * len(net.decay_rate)
         slots = 4
-        tails = torch.zeros(slots, 3, net.conv_size, dtype=dtype)
-        matrices = torch.zeros(slots, net.num_value_heads, net.key_head_dim, net.value_head_dim)
+        tails = torch.zeros(slots, 3, net.sizes.conv_size, dtype=dtype)
+        matrices = torch.zeros(
+            slots, net.sizes.num_value_heads, net.sizes.key_head_dim, net.sizes.value_head_dim
+        )
         states = LayerStates(tails, matrices, tails[0], matrices[0])
         work = StateWork(
             (StateRows(0, 100, 0, 1, is_prompt=True), StateRows(100, 101, 2, 3, is_prompt=False))
@@ -102,10 +111,7 @@ def _attend_past(queries: Tensor, past: KV, scale: float) -> tuple[Tensor, Tenso
 def _net(dtype: torch.dtype) -> DeltaHeads:
     num_lanes = 64
     return DeltaHeads(
-        num_key_heads=16,
-        num_value_heads=32,
-        key_head_dim=128,
-        value_head_dim=128,
+        DeltaNetConfig(1, 16, 32, 128, 128, 4),
         norm_eps=1e-6,
         conv_weight=torch.zeros(4, 2 * 16 * 128 + 32 * 128),
         decay_rate=torch.zeros(num_lanes),

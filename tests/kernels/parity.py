@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, TokenRange
-from penstock.cache.kv import KV
-from penstock.kernels.interface import HeadLayout, Kernels
+from penstock.cache.tensors import KV
+from penstock.kernels.interface import Kernels
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
+from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, WrittenPlaces
 
 EPS = 1e-5
 SCALE = 0.3

@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.cache import TokenRange
-from penstock.cache.kv import KV
+from penstock.cache.tensors import KV
 from penstock.errors import SettingError
-from penstock.kernels.interface import HeadLayout, select_kernels
+from penstock.kernels.interface import select_kernels
 from penstock.kernels.native import build as native_build
 from penstock.kernels.native.build import NativeUnavailableError, native_library
 from penstock.kernels.native.kernels import NativeKernels
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttendedSpan, AttentionWork, WrittenPlaces
+from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, WrittenPlaces
 from penstock.plan.settings import KERNELS_VARIABLE
 from tests.kernels.test_torch_kernels import plain_attention
 

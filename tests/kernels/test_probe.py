@@ -8,11 +8,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from penstock.cache.kv import KV
-from penstock.kernels.probe import probe as probing
-from penstock.kernels.probe.data import ProbeShapes, ProductShape
-from penstock.kernels.probe.probe import ProbeResult, measure, probe
-from penstock.kernels.probe.products import ON_CPU, ON_GPU, tried_on
+from penstock.cache.tensors import KV
+from penstock.kernels import probe as probing
+from penstock.kernels.probe import (
+    ON_CPU,
+    ON_GPU,
+    ProbeResult,
+    ProbeShapes,
+    ProductShape,
+    measure,
+    probe,
+    tried_on,
+)
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from tests.odd_files import ODD_FILES

@@ -7,9 +7,7 @@ from torch import Tensor
 from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.native.build import NativeUnavailableError
 from penstock.kernels.native.kernels import NativeKernels
-from penstock.kernels.probe.data import ROWS_TOGETHER, ProbeShapes, ProductShape, Random
-from penstock.kernels.probe.probe import measure
-from penstock.kernels.probe.products import slab_holds
+from penstock.kernels.probe import ROWS_TOGETHER, ProbeShapes, ProductShape, Random, measure, slab_holds
 from penstock.kernels.quantised import BLOCK_FORMS
 from penstock.kernels.reference.kernels import TorchKernels
 from tests.live_tensors import LiveTensors

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.kernels.interface import QuantisedProducts
 from penstock.kernels.native.build import NativeUnavailableError
 from penstock.kernels.native.kernels import NativeKernels
-from penstock.kernels.probe.data import ProbeShapes, ProductShape
-from penstock.kernels.probe.probe import measure
+from penstock.kernels.native.quantised import NativeProducts
+from penstock.kernels.probe import ProbeShapes, ProductShape, measure
 from penstock.kernels.quantised import (
     BLOCK_FORMS,
     Q4_0,
@@ -33,7 +32,7 @@ FOUR_BITS = (Q4_0, Q4_1, Q4_K)
 HALF_STEP = 2**-8
 
 
-def _products() -> QuantisedProducts:
+def _products() -> NativeProducts:
     try:
         products = NativeKernels().quantised
     except NativeUnavailableError as error:
@@ -44,7 +43,7 @@ def _products() -> QuantisedProducts:
 
 
 @pytest.fixture(scope="module")
-def products() -> QuantisedProducts:
+def products() -> NativeProducts:
     return _products()
 
 
@@ -63,7 +62,7 @@ def random_blocks(form: BlockForm, num_out: int, num_in: int) -> Tensor:
     return torch.from_numpy(blocks).flatten(1)
 
 
-def weight_of(products: QuantisedProducts, form: BlockForm) -> tuple[QuantisedWeight, Tensor]:
+def weight_of(products: NativeProducts, form: BlockForm) -> tuple[QuantisedWeight, Tensor]:
     """A weight, and its values in float32 as the gguf package has them."""
     blocks = random_blocks(form, NUM_OUT, NUM_IN)
     weight = products.zeros(form, NUM_OUT, NUM_IN)
@@ -88,7 +87,7 @@ def check_near(ours: Tensor, exact: Tensor, terms: Tensor) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_rows_are_the_values_of_the_file(products: QuantisedProducts, form: BlockForm) -> None:
+def test_rows_are_the_values_of_the_file(products: NativeProducts, form: BlockForm) -> None:
     weight, values = weight_of(products, form)
     assert torch.equal(products.rows(weight, torch.arange(NUM_OUT), torch.float32), values)
     some = torch.tensor([7, 0, 199, 7])
@@ -97,7 +96,7 @@ def test_rows_are_the_values_of_the_file(products: QuantisedProducts, form: Bloc
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products_of_few_rows_are_exact(products: QuantisedProducts, form: BlockForm, has_bias: bool) -> None:
+def test_products_of_few_rows_are_exact(products: NativeProducts, form: BlockForm, has_bias: bool) -> None:
     weight, values = weight_of(products, form)
     x = random_rows(7)
     bias = torch.linspace(-3, 3, NUM_OUT).bfloat16() if has_bias else None
@@ -112,7 +111,7 @@ def test_products_of_few_rows_are_exact(products: QuantisedProducts, form: Block
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("num_rows", [1, 5, 6, 7, 100])
 def test_products_of_many_rows_are_those_of_bfloat16(
-    products: QuantisedProducts, form: BlockForm, num_rows: int
+    products: NativeProducts, form: BlockForm, num_rows: int
 ) -> None:
     weight, values = weight_of(products, form)
     x = random_rows(num_rows)
@@ -140,7 +139,7 @@ def test_a_row_is_the_same_in_any_number_of_rows_and_place(is_canonical: bool, d
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 def test_where_any_way_will_do_many_rows_go_the_canonical_one(
-    products: QuantisedProducts, form: BlockForm
+    products: NativeProducts, form: BlockForm
 ) -> None:
     weight, _ = weight_of(products, form)
     x = random_rows(most_few_rows(form) + 1)
@@ -150,7 +149,7 @@ def test_where_any_way_will_do_many_rows_go_the_canonical_one(
 
 @pytest.mark.parametrize("num_threads", [1, 2, 3, 5])
 @pytest.mark.parametrize("is_canonical", [False, True])
-def test_any_number_of_threads(products: QuantisedProducts, num_threads: int, is_canonical: bool) -> None:
+def test_any_number_of_threads(products: NativeProducts, num_threads: int, is_canonical: bool) -> None:
     weight, _ = weight_of(products, Q4_1)
     x = random_rows(40)
     expected = products.linear(x, weight, None, is_canonical)
@@ -163,7 +162,7 @@ def test_any_number_of_threads(products: QuantisedProducts, num_threads: int, is
 
 
 @pytest.mark.parametrize("width", [3 * NUM_IN, 3 * NUM_IN + 1])
-def test_rows_of_a_larger_tensor(products: QuantisedProducts, width: int) -> None:
+def test_rows_of_a_larger_tensor(products: NativeProducts, width: int) -> None:
     weight, _ = weight_of(products, Q8_0)
     part = random_rows(7, width)[:, NUM_IN : 2 * NUM_IN]
     for is_canonical in (False, True):
@@ -171,7 +170,7 @@ def test_rows_of_a_larger_tensor(products: QuantisedProducts, width: int) -> Non
         assert torch.equal(products.linear(part, weight, None, is_canonical), apart)
 
 
-def test_placed_in_any_order_with_zeros_around(products: QuantisedProducts) -> None:
+def test_placed_in_any_order_with_zeros_around(products: NativeProducts) -> None:
     blocks = random_blocks(Q4_1, 50, 64)
     weight = products.zeros(Q4_1, 100, 96)
     places = torch.randperm(100, generator=torch.Generator().manual_seed(0))[:50]
@@ -182,7 +181,7 @@ def test_placed_in_any_order_with_zeros_around(products: QuantisedProducts) -> N
     assert torch.equal(products.rows(weight, torch.arange(100), torch.float32), expected)
 
 
-def test_what_does_not_fit_is_refused(products: QuantisedProducts) -> None:
+def test_what_does_not_fit_is_refused(products: NativeProducts) -> None:
     weight = products.zeros(Q8_0, 10, 64)
     blocks = random_blocks(Q8_0, 4, 64)
     for places in (torch.arange(7, 11), torch.arange(-1, 3), torch.arange(3)):
@@ -218,7 +217,7 @@ def test_quantised_to_the_nearest(form: BlockForm, steps: int) -> None:
     assert bool(((again - groups).abs() <= allowed).all())
 
 
-def test_the_probe_measures_them(products: QuantisedProducts) -> None:
+def test_the_probe_measures_them(products: NativeProducts) -> None:
     shapes = ProbeShapes(
         (ProductShape(96, 256, form="Q4_1"), ProductShape(64, 544, bias=True, form="Q8_0")),
         *(6, 2, 16, 96, (1088,), 16),
@@ -229,7 +228,7 @@ def test_the_probe_measures_them(products: QuantisedProducts) -> None:
 
 
 def test_the_probe_sees_where_they_do_not_hold(
-    products: QuantisedProducts, monkeypatch: pytest.MonkeyPatch
+    products: NativeProducts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = products.linear
 

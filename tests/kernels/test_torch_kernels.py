@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.cache.kv import KV
+from penstock.cache.tensors import KV
 from penstock.errors import SettingError
 from penstock.kernels.elementwise import even_shares
 from penstock.kernels.interface import select_kernels

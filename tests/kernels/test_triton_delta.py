@@ -8,12 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from penstock.cache.recurrent import LayerStates, RecurrentCache, RecurrentSpec
 from penstock.cache.states import EMPTY
+from penstock.cache.tensors import LayerStates, RecurrentCache, RecurrentSpec
 from penstock.kernels.cuda.work import static_decode_states, static_span_states
-from penstock.kernels.interface import DeltaHeads
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import StateRows, StateWork
+from penstock.kernels.spans import DeltaHeads, StateRows, StateWork
+from penstock.plan.model import DeltaNetConfig
 from tests.kernels.triton_interpreter import require_interpreter
 
 REFERENCE = TorchKernels()
@@ -40,14 +40,11 @@ def random_net(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    conv_size = 2 * num_key_heads * key_dim + num_value_heads * value_dim
+    sizes = DeltaNetConfig(1, num_key_heads, num_value_heads, key_dim, value_dim, taps)
     return DeltaHeads(
-        num_key_heads=num_key_heads,
-        num_value_heads=num_value_heads,
-        key_head_dim=key_dim,
-        value_head_dim=value_dim,
+        sizes,
         norm_eps=1e-6,
-        conv_weight=normal(taps, conv_size),
+        conv_weight=normal(taps, sizes.conv_size),
         decay_rate=-normal(LANES).exp(),
         decay_bias=normal(LANES),
         norm=normal(value_dim),
@@ -56,20 +53,13 @@ def random_net(
 
 def random_rows(net: DeltaHeads, num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     generator = torch.Generator().manual_seed(num_rows)
-    return torch.randn(num_rows, net.conv_size + net.value_size + 2 * LANES, generator=generator).to(dtype)
+    return torch.randn(
+        num_rows, net.sizes.conv_size + net.sizes.value_size + 2 * LANES, generator=generator
+    ).to(dtype)
 
 
 def random_states(net: DeltaHeads, dtype: torch.dtype = torch.float32) -> LayerStates:
-    spec = RecurrentSpec(
-        1,
-        len(net.conv_weight) - 1,
-        net.conv_size,
-        net.num_value_heads,
-        net.key_head_dim,
-        net.value_head_dim,
-        dtype,
-    )
-    states = RecurrentCache(spec, NUM_SLOTS).layer(0)
+    states = RecurrentCache(RecurrentSpec.of(net.sizes, dtype), NUM_SLOTS).layer(0)
     generator = torch.Generator().manual_seed(3)
     states.tails.copy_(torch.randn(states.tails.shape, generator=generator))
     states.matrices.copy_(torch.randn(states.matrices.shape, generator=generator))

@@ -12,7 +12,7 @@ import torch
 from penstock.engine.run import Run
 from penstock.errors import SettingError
 from penstock.kernels.interface import Kernels, select_kernels
-from penstock.kernels.probe.probe import ProbeResult
+from penstock.kernels.probe import ProbeResult
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.measure.growth import can_measure_growth
 from penstock.measure.memory import (

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from penstock.cache.kv import KVSpec
+from penstock.cache.tensors import KVSpec
 from penstock.plan import (
     ChunkedPrefillConfig,
     peak_memory_estimate,

@@ -11,7 +11,7 @@ from penstock.cache.space import CacheSpace
 from penstock.engine.run import Run
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels, select_kernels
-from penstock.kernels.probe.probe import ProbeResult, probe
+from penstock.kernels.probe import ProbeResult, probe
 from penstock.measure.random_weights import RandomWeights
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder

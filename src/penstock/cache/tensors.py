@@ -1,13 +1,305 @@
-"""The tensors in which a model keeps what it has read, by group of layers."""
+"""The tensors in which a model keeps what it has read: keys and values over the blocks of a pool, by group of layers,
+and recurrent states over the slots of another."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from penstock.cache.kv import KV, KVCache, KVSpec
-from penstock.cache.recurrent import RecurrentCache, RecurrentSpec
+from penstock.cache.sequence import TokenRange
+from penstock.cache.states import EMPTY
+from penstock.errors import CacheFullError
 from penstock.plan.grids import BLOCK_TOKENS
+from penstock.plan.model import DeltaNetConfig
+
+# What torch's own allocator gives. Kernels may take another path, with other bits, for other alignments.
+_ALIGNMENT_BYTES = 64
+_HOST = torch.device("cpu")
+
+# The delta rule adds a little to its matrix at every token: in a shorter dtype, long prompts would lose it.
+_MATRIX_DTYPE = torch.float32
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An aligned tensor of zeros. On CPU, memory is taken only as it is written."""
+    if device != _HOST:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # torch.zeros writes every page at once; numpy's zeros are pages that the system commits on first use.
+    num_bytes = prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.zeros(num_bytes + _ALIGNMENT_BYTES, dtype=np.uint8))
+    offset = -memory.data_ptr() % _ALIGNMENT_BYTES
+    return memory[offset : offset + num_bytes].view(dtype).view(shape)
+
+
+@contextmanager
+def _fitting(what: str, num_bytes: int, device: torch.device | str) -> Iterator[None]:
+    try:
+        yield
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise CacheFullError(
+            f"{what} takes {num_bytes} bytes, more than there are on {device}; use a smaller cache"
+        ) from error
+
+
+# Keys and values
+
+
+@dataclass(frozen=True, slots=True)
+class KVSpec:
+    """The keys and values that a group of layers caches for each token."""
+
+    num_layers: int  # 0: a stage of recurrent layers alone
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        for name, least in (("num_layers", 0), ("num_kv_heads", 1), ("head_dim", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class KV:
+    """Keys and values of one layer, each [num_tokens, num_kv_heads, head_dim]."""
+
+    keys: Tensor
+    values: Tensor
+
+    def write(self, places: Sequence[TokenRange], keys: Tensor, values: Tensor) -> None:
+        """Copy keys and values, each [n, num_kv_heads, head_dim], into places of n tokens."""
+        start = 0
+        for place in places:
+            end = start + len(place)
+            self.keys[place.start : place.end].copy_(keys[start:end])
+            self.values[place.start : place.end].copy_(values[start:end])
+            start = end
+
+    def read(self, places: Sequence[TokenRange]) -> "KV":
+        """What is at these places: a view if they are one range, else a copy."""
+        if not places:
+            return self.first(0)
+        keys = [self.keys[place.start : place.end] for place in places]
+        values = [self.values[place.start : place.end] for place in places]
+        return KV(torch.cat(keys), torch.cat(values)) if len(places) > 1 else KV(keys[0], values[0])
+
+    def first(self, num_tokens: int) -> "KV":
+        """A view of the first so many tokens."""
+        return KV(self.keys[:num_tokens], self.values[:num_tokens])
+
+    def read_blocks(self, blocks: Tensor) -> "KV":
+        """A copy of whole blocks, by their numbers, one behind the other."""
+        return KV(_blocks(self.keys, blocks), _blocks(self.values, blocks))
+
+    def read_padded(self, places: Sequence[TokenRange], num_tokens: int) -> "KV":
+        """A copy of what is at these places, with zeros after it up to `num_tokens` tokens."""
+        return KV(_padded(self.keys, places, num_tokens), _padded(self.values, places, num_tokens))
+
+
+class KVCache:
+    """One tensor of keys and one of values per layer: [num_blocks * BLOCK_TOKENS, num_kv_heads, head_dim].
+
+    Places that were never written are zero, so what a mask hides is always finite. A layer is all places, whoever has
+    them: what is read and written there must have been checked.
+    """
+
+    def __init__(self, spec: KVSpec, num_blocks: int, device: torch.device | str = "cpu") -> None:
+        if num_blocks < 1:
+            raise ValueError(f"a K/V cache needs at least 1 block, not {num_blocks}")
+        self.spec = spec
+        self.num_blocks = num_blocks
+        with _fitting(f"a K/V cache of {num_blocks * BLOCK_TOKENS} tokens", self.num_bytes, device):
+            self.layers = tuple(self._empty_layer(torch.device(device)) for _ in range(spec.num_layers))
+        self.device = torch.empty(0, device=device).device
+
+    @property
+    def num_bytes(self) -> int:
+        """Size when every place is in use. On CPU, memory is taken only as places are written."""
+        return self.num_blocks * BLOCK_TOKENS * self.spec.bytes_per_token
+
+    def layer(self, index: int) -> KV:
+        return self.layers[index]
+
+    def check_places(self, places: Iterable[TokenRange]) -> None:
+        """ValueError where one lies outside the cache: slices would cut it short, and kernels see no bounds."""
+        num_places = self.num_blocks * BLOCK_TOKENS
+        for place in places:
+            if not 0 <= place.start <= place.end <= num_places:
+                raise ValueError(f"{place} lies outside the cache's {num_places} places")
+
+    def _empty_layer(self, device: torch.device) -> KV:
+        shape = (self.num_blocks * BLOCK_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
+        return KV(_zeros(shape, self.spec.dtype, device), _zeros(shape, self.spec.dtype, device))
+
+
+def _blocks(cached: Tensor, blocks: Tensor) -> Tensor:
+    return cached.view(len(cached) // BLOCK_TOKENS, -1)[blocks].view(-1, *cached.shape[1:])
+
+
+def _padded(cached: Tensor, places: Sequence[TokenRange], num_tokens: int) -> Tensor:
+    padded = cached.new_empty((num_tokens, *cached.shape[1:]))
+    start = 0
+    for place in places:
+        end = start + len(place)
+        padded[start:end].copy_(cached[place.start : place.end])
+        start = end
+    padded[start:].zero_()
+    return padded
+
+
+# Recurrent states
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentSpec:
+    """The state that a model's delta-net layers carry from one token to the next."""
+
+    num_layers: int  # delta-net layers only
+    conv_tail: int  # inputs of the convolution that the next token needs: one fewer than it has taps
+    conv_size: int
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype  # of the convolution tail; the matrix is float32
+
+    @classmethod
+    def of(cls, net: DeltaNetConfig, dtype: torch.dtype) -> "RecurrentSpec":
+        return cls(
+            net.num_layers,
+            net.conv_kernel - 1,
+            net.conv_size,
+            net.num_value_heads,
+            net.key_head_dim,
+            net.value_head_dim,
+            dtype,
+        )
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "conv_size", "num_heads", "key_dim", "value_dim"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.conv_tail < 0:
+            raise ValueError(f"conv_tail must be at least 0, not {self.conv_tail}")
+
+    @property
+    def tail_shape(self) -> tuple[int, ...]:
+        return (self.conv_tail, self.conv_size)
+
+    @property
+    def matrix_shape(self) -> tuple[int, ...]:
+        return (self.num_heads, self.key_dim, self.value_dim)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """Tail and matrix of every layer, each filled up to the alignment (real models' are multiples of it)."""
+        tail = _aligned_size(self.tail_shape, self.dtype) * self.dtype.itemsize
+        matrix = _aligned_size(self.matrix_shape, _MATRIX_DTYPE) * _MATRIX_DTYPE.itemsize
+        return self.num_layers * (tail + matrix)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStates:
+    """The states of one layer in every slot; each slot's are contiguous and aligned."""
+
+    tails: Tensor  # [num_slots, conv_tail, conv_size]
+    matrices: Tensor  # [num_slots, num_heads, key_dim, value_dim], float32
+    empty_tail: Tensor  # [conv_tail, conv_size], zeros
+    empty_matrix: Tensor  # [num_heads, key_dim, value_dim], zeros
+
+    def tail(self, slot: int) -> Tensor:
+        """The convolution tail in a slot, [conv_tail, conv_size], to be read only. Zeros for EMPTY."""
+        if slot == EMPTY:
+            return self.empty_tail
+        self._check("read", slot)
+        return self.tails[slot]
+
+    def matrix(self, slot: int) -> Tensor:
+        """The delta-rule matrix in a slot, [num_heads, key_dim, value_dim], to be read only. Zeros for EMPTY."""
+        if slot == EMPTY:
+            return self.empty_matrix
+        self._check("read", slot)
+        return self.matrices[slot]
+
+    def tail_out(self, slot: int) -> Tensor:
+        """Where the convolution tail of a reserved slot is to be written, [conv_tail, conv_size]."""
+        self._check("write", slot)
+        return self.tails[slot]
+
+    def matrix_out(self, slot: int) -> Tensor:
+        """Where the delta-rule matrix of a reserved slot is to be written, [num_heads, key_dim, value_dim]."""
+        self._check("write", slot)
+        return self.matrices[slot]
+
+    def _check(self, action: str, slot: int) -> None:
+        """An index would take a slot from the other end for a negative number, EMPTY among them."""
+        num_slots = self.tails.shape[0]
+        if not 0 <= slot < num_slots:
+            what = "the empty state" if slot == EMPTY else f"slot {slot}"
+            raise ValueError(f"cannot {action} {what}: accepted are slots 0 to {num_slots - 1}")
+
+
+class RecurrentCache:
+    """A convolution tail and a delta-rule matrix for every layer and slot.
+
+    A step reads one slot and writes others, so what a committed slot holds never changes. A slot that is to
+    be written still holds what its last owner wrote: all of it must be written.
+    """
+
+    def __init__(self, spec: RecurrentSpec, num_slots: int, device: torch.device | str = "cpu") -> None:
+        if num_slots < 1:
+            raise ValueError(f"a recurrent cache needs at least 1 slot, not {num_slots}")
+        self.spec = spec
+        self.num_slots = num_slots
+        with _fitting(f"a recurrent cache of {num_slots} slots", self.num_bytes, device):
+            self.layers = self._new_layers(torch.device(device))
+        self.device = self.layers[0].tails.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Size when every slot is in use. On CPU, memory is taken only as slots are written."""
+        return self.num_slots * self.spec.bytes_per_slot
+
+    def layer(self, index: int) -> LayerStates:
+        return self.layers[index]
+
+    def _new_layers(self, device: torch.device) -> tuple[LayerStates, ...]:
+        spec = self.spec
+        tail = _slots_of_zeros(1, spec.tail_shape, spec.dtype, device)[0]
+        matrix = _slots_of_zeros(1, spec.matrix_shape, _MATRIX_DTYPE, device)[0]
+        return tuple(
+            LayerStates(
+                _slots_of_zeros(self.num_slots, spec.tail_shape, spec.dtype, device),
+                _slots_of_zeros(self.num_slots, spec.matrix_shape, _MATRIX_DTYPE, device),
+                tail,
+                matrix,
+            )
+            for _ in range(spec.num_layers)
+        )
+
+
+def _slots_of_zeros(
+    num_slots: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """[num_slots, *shape] of zeros, each slot's part contiguous and aligned."""
+    slots = _zeros((num_slots, _aligned_size(shape, dtype)), dtype, device)
+    return slots[:, : prod(shape)].view(num_slots, *shape)
+
+
+def _aligned_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """The number of elements of this shape, rounded up so that the next slot's begin aligned."""
+    multiple = _ALIGNMENT_BYTES // dtype.itemsize
+    return -(-prod(shape) // multiple) * multiple
+
+
+# All of a model
 
 
 @dataclass(frozen=True)

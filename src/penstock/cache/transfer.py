@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from penstock.cache.blocks import extents_of
-from penstock.cache.kv import KVCache
 from penstock.cache.store.block_store import StoredBlock, StoredState
-from penstock.cache.tensors import CacheTensors
+from penstock.cache.tensors import CacheTensors, KVCache
 from penstock.plan.grids import BLOCK_TOKENS
 
 

@@ -23,7 +23,7 @@ from penstock.plan.settings import WeightsSetting
 
 _VERSION = 1  # of what is hashed below
 # The code that a block's bits come from, beside libraries and the processor.
-_CODE = ("kernels", "layers", "models", "engine/step.py", "engine/graphs", "plan/grids.py", "plan/tiles.py")
+_CODE = ("kernels", "layers", "models", "engine/step.py", "engine/graphs", "plan/grids.py")
 _SLICE_BYTES = 4 << 20
 _MOST_MEMO_BYTES = 1 << 20
 _MOST_MEMOS = 1000

@@ -25,7 +25,7 @@ from penstock.engine.sampler import SamplingParams, stop_strings
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
 from penstock.kernels.device import DeviceKind, device_kind, find_devices
 from penstock.kernels.interface import select_kernels
-from penstock.kernels.probe.probe import ProbeResult, probe
+from penstock.kernels.probe import ProbeResult, probe
 from penstock.models.decoder import Decoder
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder, settled_weights

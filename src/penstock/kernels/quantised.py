@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from penstock.kernels.spans import HeadLayout
+
 # Inputs to a group of values with one scale, as far as products are concerned.
 GROUP = 32
 _INT8_MOST = 127
@@ -57,6 +59,27 @@ class QuantisedWeight:
 
 # A weight as `Kernels.linear` takes it.
 Weight = Tensor | QuantisedWeight
+
+
+@dataclass(frozen=True)
+class DenseProduct:
+    """A weight [out, in] in parts, each with the outputs after those of the one before, and a bias [out]."""
+
+    parts: tuple[QuantisedWeight, ...]
+    bias: Tensor | None
+
+
+@dataclass(frozen=True)
+class DenseLayer:
+    """A layer of attention and one feed-forward block, all of whose matrices are quantised."""
+
+    heads: HeadLayout
+    qkv: DenseProduct
+    out: DenseProduct
+    gate_up: DenseProduct
+    down: DenseProduct
+    mlp_norm: Tensor  # all norms are of one dtype
+    next_norm: Tensor
 
 
 def quantise(values: Tensor, form: BlockForm) -> Tensor:

@@ -1,4 +1,5 @@
-"""What kernels are told of a pass: which rows see which tokens, where those lie, and which states rows carry on."""
+"""What kernels are told: of a layer, its heads; of a pass, which rows see which tokens, where those lie, and which
+states rows carry on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +8,56 @@ from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from penstock.cache import TokenRange
+from penstock.plan.model import DeltaNetConfig
 
 Places = Sequence[TokenRange]
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The heads of an attention layer. Both norms are there, or neither."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    query_norm: Tensor | None = None  # [head_dim]
+    key_norm: Tensor | None = None
+    norm_eps: float = 1e-6
+
+
+@dataclass(frozen=True)
+class DeltaHeads:
+    """The heads of a gated delta net, and all it has beside its products."""
+
+    sizes: DeltaNetConfig
+    norm_eps: float
+    conv_weight: Tensor  # [taps, conv_size], float32; the tap of the token itself is last
+    decay_rate: Tensor  # [lanes], float32, negative
+    decay_bias: Tensor  # [lanes], float32
+    norm: Tensor  # [value_head_dim], float32
+
+
+@dataclass(frozen=True)
+class TilePiece:
+    """Tokens [start, end) of a span that lie in the tile beginning at `tile_start`, and their rows of the queries.
+
+    Tiles are the fixed grid on which attention runs, so that a token's result does not depend on how its prompt was
+    cut. A query in tile t sees the past [0, t*size) as one unmasked piece, its own tile as one square-causal piece.
+    Chunks are cut anywhere; tiles never move:
+
+        tokens   0        256       512       768
+        tiles    [---0----)[---1----)[---2----)
+        chunk          [ 100 ...... 600 )
+        pieces         [100,256) [256,512) [512,600)     pasts: [0,0)  [0,256)  [0,512)
+    """
+
+    tile_start: int
+    start: int
+    end: int
+    rows: slice
 
 
 @dataclass(frozen=True)
@@ -26,14 +73,24 @@ class AttendedSpan:
     # How an implementation that works on a grid is to cut a prompt:
     tile_size: int = 0  # the grid, counted from the sequence's first token; 0: none
     origin: int = 0  # where the tile begins, if there is no grid
-    is_joined: bool = (
-        False  # a decode's past in several places is copied together, so that where it lies changes no bits
-    )
+    # A decode's past in several places is copied together, so that where it lies changes no bits.
+    is_joined: bool = False
 
     @property
     def num_tokens(self) -> int:
         """All that the last row sees."""
         return self.position + self.end - self.start
+
+    def tiles(self, tile_size: int) -> list[TilePiece]:
+        """The rows cut at the grid of tiles; all of them as one, in the tile that begins at `origin`, where there is
+        none (0)."""
+        pieces, start, shift = [], self.position, self.start - self.position
+        while start < self.num_tokens:
+            tile_start = start // tile_size * tile_size if tile_size else self.origin
+            end = min(tile_start + tile_size, self.num_tokens) if tile_size else self.num_tokens
+            pieces.append(TilePiece(tile_start, start, end, slice(start + shift, end + shift)))
+            start = end
+        return pieces
 
 
 @dataclass(frozen=True)

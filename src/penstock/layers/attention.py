@@ -2,12 +2,10 @@
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
-from penstock.kernels.interface import HeadLayout
-from penstock.kernels.spans import AttentionWork
+from penstock.kernels.spans import AttentionWork, HeadLayout
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
 
@@ -18,26 +16,15 @@ class Attention:
     output where the model has them."""
 
     index: int  # among the decoder's attention layers of its K/V group
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
+    heads: HeadLayout
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden], with gates [2 * (heads + kv_heads) * ...]
     out: Linear  # [hidden, heads * head_dim]
-    query_norm: Tensor | None  # [head_dim]
-    key_norm: Tensor | None
     is_gated: bool = False
     group: int = 0  # of the K/V groups of the cache
 
     @property
     def scale(self) -> float:
-        return 1.0 / math.sqrt(self.head_dim)
-
-    @cached_property
-    def layout(self) -> HeadLayout:
-        return HeadLayout(
-            self.num_heads, self.num_kv_heads, self.head_dim, self.query_norm, self.key_norm, self.norm_eps
-        )
+        return 1.0 / math.sqrt(self.heads.head_dim)
 
     def products(self) -> tuple[Linear, ...]:
         return self.qkv, self.out
@@ -47,10 +34,10 @@ class Attention:
         gates [rows, heads * head_dim] where there are any."""
         projected = self.qkv(x, step)
         kv = step.caches.layer(self.group, self.index)
-        queries = step.kernels.place_heads(projected, self.layout, step.cos, step.sin, kv, step.batch.places)
+        queries = step.kernels.place_heads(projected, self.heads, step.cos, step.sin, kv, step.batch.places)
         if not self.is_gated:
             return (queries,)
-        return (queries, projected[:, -self.num_heads * self.head_dim :])
+        return (queries, projected[:, -self.heads.num_heads * self.heads.head_dim :])
 
     def mix(self, rows: tuple[Tensor, ...], work: AttentionWork, step: ForwardPass) -> Tensor:
         """What `read_in` gave, or some rows of it, to the block's output [rows, hidden]; padding rows attend to

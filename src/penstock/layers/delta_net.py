@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.interface import DeltaHeads
-from penstock.kernels.spans import AttentionWork
+from penstock.kernels.spans import AttentionWork, DeltaHeads
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
 

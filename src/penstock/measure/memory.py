@@ -18,7 +18,7 @@ from penstock.errors import PenstockError, SettingError
 from penstock.files import readable_json
 from penstock.kernels.device import chosen_device, device_kind
 from penstock.kernels.interface import select_kernels
-from penstock.kernels.probe.probe import ProbeResult, probe
+from penstock.kernels.probe import ProbeResult, probe
 from penstock.measure.growth import (
     METHOD,
     STEADY_ALLOCATOR,

@@ -18,7 +18,7 @@ from penstock.errors import (
     SettingError,
 )
 from penstock.files import readable_json
-from penstock.kernels.probe.probe import ProbeResult
+from penstock.kernels.probe import ProbeResult
 from penstock.measure.compare import (
     Comparison,
     Law,

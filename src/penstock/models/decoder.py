@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from penstock.cache.kv import KVSpec
-from penstock.cache.recurrent import RecurrentSpec
-from penstock.cache.tensors import CacheSpec, CacheTensors
+from penstock.cache.tensors import CacheSpec, CacheTensors, KVSpec, RecurrentSpec
 from penstock.kernels.device import device_kind
-from penstock.kernels.interface import DenseHeads, DenseLayer, DenseLayers, DenseProduct, Kernels
-from penstock.kernels.probe.data import ProbeShapes, ProductShape
-from penstock.kernels.quantised import QuantisedWeight, Weight
+from penstock.kernels.interface import Kernels
+from penstock.kernels.native.quantised import NativeLayers
+from penstock.kernels.probe import ProbeShapes, ProductShape
+from penstock.kernels.quantised import DenseLayer, DenseProduct, QuantisedWeight, Weight
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
@@ -48,8 +47,7 @@ class DecoderLayer:
                 if len(quantised) < len(products):
                     return None
                 qkv, out, gate_up, down = quantised
-                norms = attention.query_norm, attention.key_norm, self.mlp_norm, next_norm
-                return DenseLayer(qkv, out, gate_up, down, *norms)
+                return DenseLayer(attention.heads, qkv, out, gate_up, down, self.mlp_norm, next_norm)
         return None
 
 
@@ -115,21 +113,13 @@ class Decoder:
         """Whether this is all of the model, from tokens to logits."""
         return self._embedding is not None and self._head is not None
 
-    def _as_one_call(self) -> DenseLayers | None:
+    def _as_one_call(self) -> NativeLayers | None:
         """The layers for decodes, where all are dense and quantised."""
         dense = [layer.dense(norm) for layer, norm in zip(self.layers, self._next_norms, strict=True)]
         layers = [layer for layer in dense if layer is not None]
         if len(layers) < len(dense):
             return None
-        config = self.config
-        heads = DenseHeads(
-            config.num_heads,
-            config.num_kv_heads,
-            config.head_dim,
-            config.norm_eps,
-            self._exit_norm.dtype == torch.float32,
-        )
-        return self.kernels.dense_layers(layers, heads)
+        return self.kernels.dense_layers(layers)
 
     @cached_property
     def _next_norms(self) -> list[Tensor]:
@@ -141,20 +131,7 @@ class Decoder:
         """What these layers cache."""
         config, net = self.part, self.part.delta_net
         kv = KVSpec(len(config.attention_layers), config.num_kv_heads, config.head_dim, self.dtype)
-        if net is None:
-            return CacheSpec((kv,))
-        return CacheSpec(
-            (kv,),
-            RecurrentSpec(
-                num_layers=len(net.layers),
-                conv_tail=net.conv_kernel - 1,
-                conv_size=net.conv_size,
-                num_heads=net.num_value_heads,
-                key_dim=net.key_head_dim,
-                value_dim=net.value_head_dim,
-                dtype=self.dtype,
-            ),
-        )
+        return CacheSpec((kv,), RecurrentSpec.of(net, self.dtype) if net else None)
 
     @property
     def probe_shapes(self) -> ProbeShapes:

@@ -10,8 +10,9 @@ from torch.nn.functional import pad
 from penstock.errors import SettingError
 from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import whole_lanes
-from penstock.kernels.interface import DeltaHeads, Kernels
+from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
+from penstock.kernels.spans import DeltaHeads, HeadLayout
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.linear import Linear
@@ -209,14 +210,16 @@ class _Loader:
         config = self._config
         return Attention(
             index=index,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            norm_eps=config.norm_eps,
+            heads=HeadLayout(
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                self._norm(weights.query_norm) if weights.query_norm else None,
+                self._norm(weights.key_norm) if weights.key_norm else None,
+                config.norm_eps,
+            ),
             qkv=self._linear(weights.qkv),
             out=self._linear(weights.out),
-            query_norm=self._norm(weights.query_norm) if weights.query_norm else None,
-            key_norm=self._norm(weights.key_norm) if weights.key_norm else None,
             is_gated=config.gated_attention,
         )
 
@@ -230,10 +233,7 @@ class _Loader:
         return DeltaNet(
             index=index,
             heads=DeltaHeads(
-                num_key_heads=net.num_key_heads,
-                num_value_heads=heads,
-                key_head_dim=net.key_head_dim,
-                value_head_dim=net.value_head_dim,
+                net,
                 norm_eps=self._config.norm_eps,
                 conv_weight=self._tensor(weights.conv, torch.float32)[:, 0].t().contiguous(),
                 decay_rate=rate,

@@ -189,7 +189,7 @@ def check_heads(origin: str, num_heads: int, num_kv_heads: int, head_dim: int) -
 
 
 def recurrent_layers(fields: Fields, listed: Sequence[bool], num_layers: int) -> tuple[int, ...]:
-    """The layers without full attention: those that a file lists, or all between every so many where it has no list."""
+    """The layers without full attention: those that a file lists, else all between every so many."""
     if not listed:
         interval = fields.size("full_attention_interval", Most.LAYERS, 4)
         listed = [(index + 1) % interval > 0 for index in range(num_layers)]

@@ -7,11 +7,10 @@ import torch
 import triton
 from torch import Tensor
 
-from penstock.cache.recurrent import LayerStates
+from penstock.cache.tensors import LayerStates
 from penstock.kernels.cuda import fla
 from penstock.kernels.cuda.work import DecodeStates, SpanStates, device_states
-from penstock.kernels.interface import DeltaHeads
-from penstock.kernels.spans import StateWork
+from penstock.kernels.spans import DeltaHeads, StateWork
 from penstock.kernels.triton.delta import (
     decode_states_kernel,
     delta_steps_kernel,
@@ -30,7 +29,7 @@ _NORM_HEADS = 16
 
 def carry_states(projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates) -> Tensor:
     found = device_states(work, projected.device)
-    out = projected.new_empty(projected.shape[0], net.value_size)
+    out = projected.new_empty(projected.shape[0], net.sizes.value_size)
     for span in found.spans:
         rows = slice(span.start, span.end)
         _carry_span(projected[rows], net, span, states, out[rows])
@@ -44,7 +43,7 @@ def carry_states(projected: Tensor, net: DeltaHeads, work: StateWork, states: La
 def _carry_decodes(
     projected: Tensor, net: DeltaHeads, work: DecodeStates, states: LayerStates, out: Tensor
 ) -> None:
-    decode_states_kernel[(len(work.rows), net.num_value_heads)](
+    decode_states_kernel[(len(work.rows), net.sizes.num_value_heads)](
         projected,
         work.rows,
         work.read,
@@ -59,13 +58,13 @@ def _carry_decodes(
         projected.stride(0),
         states.tails.stride(0),
         states.matrices.stride(0),
-        net.key_head_dim**-0.5,
+        net.sizes.key_head_dim**-0.5,
         net.norm_eps,
         **_heads(net),
         LANES=len(net.decay_rate),
         TAPS=len(net.conv_weight),
-        KEY_BLOCK=triton.next_power_of_2(net.key_head_dim),
-        VALUE_BLOCK=triton.next_power_of_2(net.value_head_dim),
+        KEY_BLOCK=triton.next_power_of_2(net.sizes.key_head_dim),
+        VALUE_BLOCK=triton.next_power_of_2(net.sizes.value_head_dim),
         num_warps=8,
     )
 
@@ -74,7 +73,7 @@ def _carry_span(
     projected: Tensor, net: DeltaHeads, work: SpanStates, states: LayerStates, out: Tensor
 ) -> None:
     num_tokens = len(projected)
-    in_blocks = fla.can_run(projected.dtype, net.key_head_dim)
+    in_blocks = fla.can_run(projected.dtype, net.sizes.key_head_dim)
     matrices = states.matrices
     state = torch.empty(matrices.shape[1:], dtype=matrices.dtype, device=matrices.device)
     grid = (triton.cdiv(state.numel(), _COPY_BLOCK),)
@@ -85,18 +84,18 @@ def _carry_span(
         end = min(start + PIECE_TOKENS, num_tokens)
         inputs = _prepare(projected, start, end, net, work, states, is_summed=in_blocks)
         rule = fla.gated_delta_blocks if in_blocks else _delta_steps
-        attended, state = rule(*inputs, state, net.key_head_dim**-0.5)
-        gated_norm_kernel[(end - start, triton.cdiv(net.num_value_heads, _NORM_HEADS))](
+        attended, state = rule(*inputs, state, net.sizes.key_head_dim**-0.5)
+        gated_norm_kernel[(end - start, triton.cdiv(net.sizes.num_value_heads, _NORM_HEADS))](
             attended,
-            projected[start:, net.conv_size :],
+            projected[start:, net.sizes.conv_size :],
             net.norm,
             out[start:],
             projected.stride(0),
             net.norm_eps,
-            NUM_HEADS=net.num_value_heads,
-            DIM=net.value_head_dim,
+            NUM_HEADS=net.sizes.num_value_heads,
+            DIM=net.sizes.value_head_dim,
             HEADS=_NORM_HEADS,
-            BLOCK=triton.next_power_of_2(net.value_head_dim),
+            BLOCK=triton.next_power_of_2(net.sizes.value_head_dim),
             num_warps=4,
         )
     write_state_kernel[grid](
@@ -116,12 +115,12 @@ def _prepare(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys, values, log decays and beta of a span's tokens [start, end)."""
     num_tokens = end - start
-    queries, keys = projected.new_empty(2, num_tokens, net.num_key_heads, net.key_head_dim)
-    values = projected.new_empty(num_tokens, net.num_value_heads, net.value_head_dim)
+    queries, keys = projected.new_empty(2, num_tokens, net.sizes.num_key_heads, net.sizes.key_head_dim)
+    values = projected.new_empty(num_tokens, net.sizes.num_value_heads, net.sizes.value_head_dim)
     log_decay, beta = torch.empty(
-        2, num_tokens, net.num_value_heads, dtype=torch.float32, device=projected.device
+        2, num_tokens, net.sizes.num_value_heads, dtype=torch.float32, device=projected.device
     )
-    num_parts = 2 * net.num_key_heads + net.num_value_heads + 1
+    num_parts = 2 * net.sizes.num_key_heads + net.sizes.num_value_heads + 1
     prepare_span_kernel[(triton.cdiv(num_tokens, STATE_GRID), num_parts)](
         projected,
         queries,
@@ -145,8 +144,8 @@ def _prepare(
         TAPS=len(net.conv_weight),
         IS_SUMMED=is_summed,
         ROWS=STATE_GRID,
-        HEAD_BLOCK=triton.next_power_of_2(max(net.key_head_dim, net.value_head_dim)),
-        LANE_BLOCK=triton.next_power_of_2(net.num_value_heads),
+        HEAD_BLOCK=triton.next_power_of_2(max(net.sizes.key_head_dim, net.sizes.value_head_dim)),
+        LANE_BLOCK=triton.next_power_of_2(net.sizes.num_value_heads),
         num_warps=4,
     )
     return queries, keys, values, log_decay, beta
@@ -189,8 +188,8 @@ def _delta_steps(
 
 def _heads(net: DeltaHeads) -> dict[str, int]:
     return {
-        "KEY_HEADS": net.num_key_heads,
-        "VALUE_HEADS": net.num_value_heads,
-        "KEY_DIM": net.key_head_dim,
-        "VALUE_DIM": net.value_head_dim,
+        "KEY_HEADS": net.sizes.num_key_heads,
+        "VALUE_HEADS": net.sizes.num_value_heads,
+        "KEY_DIM": net.sizes.key_head_dim,
+        "VALUE_DIM": net.sizes.value_head_dim,
     }

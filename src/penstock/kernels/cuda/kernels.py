@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from penstock.cache.kv import KV
+from penstock.cache.tensors import KV
 from penstock.kernels.cuda import delta, fla
 from penstock.kernels.cuda.past import attend_past, prepare_past
 from penstock.kernels.cuda.work import (
@@ -23,10 +23,9 @@ from penstock.kernels.cuda.work import (
     device_states,
 )
 from penstock.kernels.device import device_kind
-from penstock.kernels.interface import HeadLayout
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttentionWork, Work, WrittenPlaces
+from penstock.kernels.spans import AttentionWork, HeadLayout, Work, WrittenPlaces
 from penstock.kernels.triton.attention import (
     decode_attention_kernel,
     join_parts_kernel,

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from penstock.cache.kv import KV
+from penstock.cache.tensors import KV
 from penstock.kernels.device import device_kind
 from penstock.plan.grids import BLOCK_TOKENS, HEADS_AND_PARTS, QUERY_BUCKETS
 

@@ -14,12 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.cache import TokenRange
-from penstock.cache.kv import KV
+from penstock.cache.tensors import KV
 from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, StateWork, WrittenPlaces, part_of
 from penstock.plan.grids import BLOCK_TOKENS, GPU_TILE
-from penstock.plan.step import Span
-from penstock.plan.tiles import cut_into_tiles
 
 
 @dataclass(frozen=True)
@@ -178,12 +176,11 @@ def static_span_states(ends: Sequence[int], read: Tensor, write: Tensor) -> Devi
 def _chunk(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) -> ChunkWork:
     table = device_kind(device).copied(starts)
     tiles: list[TileWork] = []
-    for piece in cut_into_tiles(Span(span.position, span.num_tokens), span.tile_size or GPU_TILE):
+    for piece in span.tiles(span.tile_size or GPU_TILE):
         own = starts[piece.tile_start // BLOCK_TOKENS : -(-piece.end // BLOCK_TOKENS)]
-        shift = span.start - span.position
         tiles.append(
             TileWork(
-                slice(piece.start + shift, piece.end + shift),
+                piece.rows,
                 piece.tile_start,
                 piece.start,
                 piece.end,

@@ -11,14 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from penstock.cache.kv import KV
-from penstock.kernels.interface import DenseHeads, DenseLayer, DenseLayers, HeadLayout
+from penstock.cache.tensors import KV
 from penstock.kernels.native.build import native_library
-from penstock.kernels.native.layers import NativeLayers
-from penstock.kernels.native.quantised import NativeProducts
-from penstock.kernels.quantised import QuantisedWeight, Weight
+from penstock.kernels.native.quantised import NativeLayers, NativeProducts
+from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttentionWork, WrittenPlaces
+from penstock.kernels.spans import AttentionWork, HeadLayout, WrittenPlaces
 from penstock.plan.grids import TILE
 from penstock.plan.step import KernelKind
 
@@ -113,10 +111,10 @@ class NativeKernels(TorchKernels):
             return super().linear(x, weight, bias, is_canonical=is_canonical)
         return self.quantised.linear(x, weight, bias, is_canonical)
 
-    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
-        if self.quantised is None or not self.can_attend(torch.bfloat16, heads.head_dim):
+    def dense_layers(self, layers: Sequence[DenseLayer]) -> NativeLayers | None:
+        if self.quantised is None or not self.can_attend(torch.bfloat16, layers[0].heads.head_dim):
             return None
-        return NativeLayers(native_library(), layers, heads)
+        return NativeLayers(native_library(), layers)
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         if self.quantised is None or not isinstance(embedding, QuantisedWeight):

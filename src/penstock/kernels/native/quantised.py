@@ -1,22 +1,27 @@
-"""The native library's products with quantised weights."""
+"""The native library's work with quantised weights: products, and all layers of a decode as one call."""
 
 import ctypes
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from penstock.kernels.quantised import GROUP, BlockForm, QuantisedWeight
+from penstock.cache.tensors import KV
+from penstock.kernels.quantised import GROUP, BlockForm, DenseLayer, DenseProduct, QuantisedWeight
+from penstock.kernels.spans import AttentionWork, WrittenPlaces
 
-_pointer, _int, _long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
-class WeightStruct(ctypes.Structure):
+class _Weight(ctypes.Structure):
     _fields_ = (
         ("panels", _pointer),
         ("num_out", _long),
         ("num_in", _long),
-        ("form", ctypes.c_int32),
+        ("form", _int),
     )
 
 
@@ -33,13 +38,13 @@ class NativeProducts:
         self._linear = library.penstock_quantised_linear
         self._linear.argtypes = [*[_pointer] * 4, *[_long] * 3, _int, _int]
         # Without rows, it does nothing but tell.
-        self.is_available = bool(self._linear(ctypes.byref(WeightStruct()), None, None, None, 0, 0, 0, 0, 1))
+        self.is_available = bool(self._linear(ctypes.byref(_Weight()), None, None, None, 0, 0, 0, 0, 1))
 
     def zeros(self, form: BlockForm, num_out: int, num_in: int) -> QuantisedWeight:
         """A weight [out, in] of zeros, to be filled by `place`; inputs in whole groups."""
         if num_in % GROUP:
             raise ValueError(f"{num_in} inputs are not a multiple of {GROUP}")
-        num_bytes = self._bytes(ctypes.byref(WeightStruct(None, num_out, num_in, form.number)))
+        num_bytes = self._bytes(ctypes.byref(_Weight(None, num_out, num_in, form.number)))
         return QuantisedWeight(form, (num_out, num_in), torch.zeros(num_bytes, dtype=torch.uint8))
 
     def place(self, weight: QuantisedWeight, outputs: Tensor, blocks: Tensor) -> None:
@@ -99,16 +104,127 @@ class NativeProducts:
         return out
 
 
-def struct_of(weight: QuantisedWeight) -> WeightStruct:
+def _struct_of(weight: QuantisedWeight) -> _Weight:
     """What the library is told of a weight; it does not keep the weight's memory."""
-    return WeightStruct(weight.panels.data_ptr(), *weight.shape, weight.form.number)
+    return _Weight(weight.panels.data_ptr(), *weight.shape, weight.form.number)
 
 
 def _address(weight: QuantisedWeight) -> int:
     if weight not in _STRUCTS:
-        _STRUCTS[weight] = struct_of(weight)
+        _STRUCTS[weight] = _struct_of(weight)
     return ctypes.addressof(_STRUCTS[weight])
 
 
 # Made once for a weight, and kept as long.
-_STRUCTS: WeakKeyDictionary[QuantisedWeight, WeightStruct] = WeakKeyDictionary()
+_STRUCTS: WeakKeyDictionary[QuantisedWeight, _Weight] = WeakKeyDictionary()
+
+
+class _Product(ctypes.Structure):
+    _fields_ = (("parts", ctypes.POINTER(_Weight)), ("num_parts", _long), ("bias", _pointer))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("qkv", _Product),
+        ("out", _Product),
+        ("gate_up", _Product),
+        ("down", _Product),
+        ("query_norm", _pointer),
+        ("key_norm", _pointer),
+        ("mlp_norm", _pointer),
+        ("next_norm", _pointer),
+    )
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        ("x", _pointer),
+        ("normed", _pointer),
+        ("cos", _pointer),
+        ("sin", _pointer),
+        ("keys", _pointer),
+        ("values", _pointer),
+        ("written", _pointer),
+        ("spans", _pointer),
+        ("places", _pointer),
+        ("num_spans", _long),
+        ("num_rows", _long),
+        ("num_heads", _long),
+        ("num_kv_heads", _long),
+        ("head_dim", _long),
+        ("rotary_dim", _long),
+        ("norm_is_float32", _int),
+        ("num_threads", _int),
+        ("eps", _float),
+        ("scale", _float),
+        ("spent", _pointer),
+    )
+
+
+class NativeLayers:
+    """All layers of a model as one call, for steps of a few rows."""
+
+    def __init__(self, library: ctypes.CDLL, layers: Sequence[DenseLayer]) -> None:
+        self._run = library.penstock_run_layers
+        self._run.argtypes, self._run.restype = [_pointer, _long, _pointer], None
+        self._layers = tuple(layers)  # keeps what the table points to
+        self._table = (_Layer * len(layers))(*map(_layer_struct, layers))
+        # Nanoseconds of products, attention and the rest, added up where somebody wants to know.
+        self.spent: npt.NDArray[np.int64] | None = None
+
+    def run(
+        self,
+        x: Tensor,
+        normed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        caches: Sequence[KV],
+        places: WrittenPlaces,
+        work: AttentionWork,
+    ) -> Tensor:
+        """x [rows, hidden] and the first layer's norm of it to the last norm; both are overwritten. Every row is a
+        token's."""
+        heads = self._layers[0].heads
+        pointers = _pointer * len(caches)
+        spans, span_places = work.arrays
+        step = _Pass(
+            x.data_ptr(),
+            normed.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            ctypes.addressof(keys := pointers(*[kv.keys.data_ptr() for kv in caches])),
+            ctypes.addressof(values := pointers(*[kv.values.data_ptr() for kv in caches])),
+            places.array.ctypes.data,
+            spans.ctypes.data,
+            span_places.ctypes.data,
+            len(spans),
+            x.shape[0],
+            heads.num_heads,
+            heads.num_kv_heads,
+            heads.head_dim,
+            cos.shape[1],
+            self._layers[0].mlp_norm.dtype == torch.float32,
+            torch.get_num_threads(),
+            heads.norm_eps,
+            heads.head_dim**-0.5,
+            None if self.spent is None else self.spent.ctypes.data,
+        )
+        self._run(self._table, len(self._layers), ctypes.byref(step))
+        del keys, values  # until now, the call has read them
+        return normed
+
+
+def _layer_struct(layer: DenseLayer) -> _Layer:
+    return _Layer(
+        *map(_product_struct, (layer.qkv, layer.out, layer.gate_up, layer.down)),
+        *map(_pointer_to, (layer.heads.query_norm, layer.heads.key_norm, layer.mlp_norm, layer.next_norm)),
+    )
+
+
+def _product_struct(product: DenseProduct) -> _Product:
+    parts = (_Weight * len(product.parts))(*map(_struct_of, product.parts))
+    return _Product(parts, len(parts), _pointer_to(product.bias))
+
+
+def _pointer_to(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.cache.kv import KV
+from penstock.cache.tensors import KV
 from penstock.plan.grids import QUERY_GRID, SQUARE
 
 # A query keeps its bits as long as it keeps its place modulo QUERY_GRID rows of the attention kernel's input. The

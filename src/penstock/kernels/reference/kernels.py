@@ -1,26 +1,24 @@
-"""The reference kernels, in plain torch. What they promise about bits is measured by `penstock.kernels.probe`."""
+"""What a device must be able to compute, in plain torch: the reference, and the interface of all other kernels.
+
+Plain tensors in, plain tensors out; of a cache, kernels see a layer's keys, values and states. What is promised about
+bits is measured by `penstock.kernels.probe`.
+"""
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from penstock.cache.kv import KV
-from penstock.cache.recurrent import LayerStates
+from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.elementwise import in_shares
-from penstock.kernels.interface import (
-    DeltaHeads,
-    DenseHeads,
-    DenseLayer,
-    DenseLayers,
-    HeadLayout,
-    QuantisedProducts,
-)
-from penstock.kernels.quantised import QuantisedWeight, Weight
+from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference import attention, delta
 from penstock.kernels.spans import (
     AttendedSpan,
     AttentionWork,
+    DeltaHeads,
+    HeadLayout,
     StateRows,
     StateWork,
     Work,
@@ -28,23 +26,28 @@ from penstock.kernels.spans import (
     part_of,
 )
 from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, TILE, RowLaw
-from penstock.plan.step import KernelKind, Span
-from penstock.plan.tiles import cut_into_tiles
+from penstock.plan.step import KernelKind
+
+if TYPE_CHECKING:  # a subclass has them
+    from penstock.kernels.native.quantised import NativeLayers, NativeProducts
 
 # The number of rows that packed weights are laid out for.
 _PACKED_FOR_ROWS = 512
 
 
 class TorchKernels:
-    """Kernels for the CPU."""
+    """Kernels for any device, made for the CPU. Those of a device override what they have faster."""
 
     name = "torch"
-    libraries = ""
-    head_rows = HEAD_ROWS
-    feed_rows = 0
-    activation_stride = 1
-    can_capture = False
-    quantised: QuantisedProducts | None = None
+    libraries = ""  # beside torch, whose versions bits depend on
+    law: RowLaw  # the shapes on which a row keeps its bits: as far as is known before a probe, then as it found
+    head_rows = (
+        HEAD_ROWS  # the output head runs on so many rows at a time, where their number must not matter
+    )
+    feed_rows = 0  # feed-forward blocks run on no more rows than this at a time; 0: on all
+    activation_stride = 1  # rows of an activation are so many times as far apart as they are long
+    can_capture = False  # whether passes can be kept as graphs of a device's own
+    quantised: "NativeProducts | None" = None  # what makes weights of blocks, where `linear` takes them
     attend_tile = staticmethod(attention.attend_tile)
     attend_one = staticmethod(attention.attend_one)
     causal_conv = staticmethod(delta.causal_conv)
@@ -55,12 +58,16 @@ class TorchKernels:
         self.law = RowLaw(tile_size, row_slab=row_slab)
 
     def memory_kind(self, dtype: torch.dtype, head_dim: int) -> KernelKind:
+        """What a step's memory is estimated as, with heads of such a size."""
         return "torch"
 
     def prepare(self, work: Work, device: torch.device) -> Work:
+        """The work of a pass with what the device needs of it, for all layers at once. What was not prepared is taken
+        as well: every call then prepares it for itself."""
         return work
 
     def pack(self, weight: Tensor) -> Tensor:
+        """A weight [out, in] in the form that `linear` takes it in, of the same size."""
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
         # time, and fewer rows are enough for row-invariance than with the default float32 library.
         if not weight.is_cpu or not _can_pack(weight.dtype):
@@ -71,6 +78,8 @@ class TorchKernels:
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
     ) -> Tensor:
+        """x [rows, in] times a packed weight [out, in], plus bias [out]. What is not canonical may be computed in the
+        way that is fastest for a few rows, whose bits may differ."""
         if isinstance(weight, QuantisedWeight):
             raise TypeError("these kernels have no products with quantised weights")
         row_slab = self.law.row_slab
@@ -84,15 +93,20 @@ class TorchKernels:
         out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return out
 
-    def dense_layers(self, layers: Sequence[DenseLayer], heads: DenseHeads) -> DenseLayers | None:
+    def dense_layers(self, layers: Sequence[DenseLayer]) -> "NativeLayers | None":
+        """Such layers as one call, which gives the bits of products that are not canonical; None where there is none
+        for them."""
         return None
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
+        """Rows [n, hidden] of an embedding [vocab, hidden], which is not packed unless it is quantised."""
         if isinstance(embedding, QuantisedWeight):
             raise TypeError("these kernels cannot read quantised weights")
         return embedding[token_ids]
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Root-mean-square norm over the last dimension, computed in float32. A float32 weight is applied before
+        rounding to the dtype of x, any other after it."""
         if x.dtype == torch.float32:
             return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
         if not x.is_cpu:
@@ -120,6 +134,8 @@ class TorchKernels:
         eps: float,
         into: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """x + delta, both [rows, size], and the norm of that; `into` says where they go, if not to new tensors. It
+        may name x and delta."""
         total = x + delta
         normed = self.rms_norm(total, weight, eps)
         return (total, normed) if into is None else (into[0].copy_(total), into[1].copy_(normed))
@@ -127,6 +143,12 @@ class TorchKernels:
     def place_heads(
         self, projected: Tensor, heads: HeadLayout, cos: Tensor, sin: Tensor, kv: KV, places: WrittenPlaces
     ) -> Tensor:
+        """Queries [rows, heads, head_dim] out of projected [rows, queries | keys | values | ...], normed where the
+        heads have norms and rotated; keys, treated alike, and values of the first rows go to their places in `kv`,
+        a layer's whole cache.
+
+        cos and sin are [rows, rotary_dim], sin with its sign. What of a head lies beyond rotary_dim is not
+        rotated."""
         rows = projected.view(projected.shape[0], -1, heads.head_dim)
         num_heads, num_rotated = heads.num_heads, heads.num_heads + heads.num_kv_heads
         if heads.query_norm is not None and heads.key_norm is not None:
@@ -151,19 +173,28 @@ class TorchKernels:
         return rotated if size == x.shape[-1] else torch.cat((rotated, x[..., size:]), dim=-1)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up, for gate_up [rows, 2 * width] with the gate in the first half. It may be written over."""
         gate, up = gate_up.chunk(2, dim=-1)
         return in_shares(torch.ops.aten.silu.out, gate).mul_(up)
 
     def sigmoid(self, x: Tensor) -> Tensor:
+        """The logistic function of x [rows, width]."""
         return in_shares(torch.ops.aten.sigmoid.out, x)
 
     def carry_states(
         self, projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates
     ) -> Tensor:
-        lanes = net.decay_rate.shape[0]
-        qkv, gate, beta, decay = torch.split(projected, [net.conv_size, net.value_size, lanes, lanes], dim=-1)
+        """A gated delta net from its inputs to its gated, normed outputs [rows, value_size], with zeros where rows
+        carry no state. Spans cut at multiples of 64 tokens give the same bits.
+
+        `projected` is [rows, queries | keys | values | gates of the output | beta | decay], the last two of as many
+        columns as `net` has lanes. Queries, keys and values first go through a causal convolution of each channel and
+        silu; queries and keys are then scaled to unit length, queries by key_head_dim ** -0.5 too."""
+        sizes, lanes = net.sizes, net.decay_rate.shape[0]
+        widths = [sizes.conv_size, sizes.value_size, lanes, lanes]
+        qkv, gate, beta, decay = torch.split(projected, widths, dim=-1)
         log_decay, beta = self.delta_gates(decay, beta, net.decay_rate, net.decay_bias)
-        gates = log_decay[:, : net.num_value_heads], beta[:, : net.num_value_heads]
+        gates = log_decay[:, : sizes.num_value_heads], beta[:, : sizes.num_value_heads]
         out = torch.zeros_like(gate) if work.end < gate.shape[0] else torch.empty_like(gate)
         for rows in work.rows:
             span = slice(rows.start, rows.end)
@@ -182,13 +213,13 @@ class TorchKernels:
     ) -> Tensor:
         """One state through its rows: [n, heads, value_dim] in float32."""
         mixed = self.causal_conv(qkv, states.tail(rows.read), net.conv_weight, states.tail_out(rows.write))
-        queries, keys, values = torch.split(mixed, [net.key_size, net.key_size, net.value_size], dim=-1)
-        num_rows = rows.end - rows.start
+        sizes, num_rows = net.sizes, rows.end - rows.start
+        queries, keys, values = torch.split(mixed, [sizes.key_size, sizes.key_size, sizes.value_size], dim=-1)
         rule = self.gated_delta_rule if rows.is_prompt else self.gated_delta_steps
         return rule(
-            queries.view(num_rows, net.num_key_heads, -1),
-            keys.view(num_rows, net.num_key_heads, -1),
-            values.view(num_rows, net.num_value_heads, -1),
+            queries.view(num_rows, sizes.num_key_heads, -1),
+            keys.view(num_rows, sizes.num_key_heads, -1),
+            values.view(num_rows, sizes.num_value_heads, -1),
             log_decay,
             beta,
             states.matrix(rows.read),
@@ -214,9 +245,13 @@ class TorchKernels:
         return out
 
     def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
+        """What the first attention of so many rows to each length of a past waits for, done in advance: a piece at
+        each step. `kv` is a layer's whole cache, as long as the longest past; nothing is written to it."""
         return iter(())
 
     def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
+        """Attention of queries [rows, heads, head_dim] to the tokens that each sees, in `kv`, a layer's whole cache.
+        Returns [rows, heads * head_dim], with zeros where rows see nothing."""
         if len(work.spans) == 1 == len(queries) and not work.spans[0].is_prompt:
             return self._attend_decode(queries[0], work.spans[0], 0, kv, scale).reshape(1, -1)
         attended = queries.new_empty(queries.shape)
@@ -232,19 +267,11 @@ class TorchKernels:
     def _attend_prompt(
         self, queries: Tensor, span: AttendedSpan, kv: KV, scale: float, *, out: Tensor
     ) -> None:
-        end = span.num_tokens
-        if span.tile_size:
-            pieces = cut_into_tiles(Span(span.position, end), span.tile_size)
-            cuts = [(piece.tile_start, piece.start, piece.end) for piece in pieces]
-        else:
-            cuts = [(span.origin, span.position, end)]
-        for tile_start, piece_start, piece_end in cuts:
-            rows = slice(span.start + piece_start - span.position, span.start + piece_end - span.position)
-            past = kv.read(part_of(span.places, 0, tile_start)) if tile_start else None
-            own = kv.read_padded(
-                part_of(span.places, tile_start, piece_end), span.tile_size or piece_end - tile_start
-            )
-            out[rows] = self.attend_tile(queries[rows], piece_start - tile_start, past, own, scale)
+        for piece in span.tiles(span.tile_size):
+            tile, rows = piece.tile_start, piece.rows
+            past = kv.read(part_of(span.places, 0, tile)) if tile else None
+            own = kv.read_padded(part_of(span.places, tile, piece.end), span.tile_size or piece.end - tile)
+            out[rows] = self.attend_tile(queries[rows], piece.start - tile, past, own, scale)
 
     def _attend_decode(self, query: Tensor, span: AttendedSpan, index: int, kv: KV, scale: float) -> Tensor:
         places = part_of(span.places, 0, span.position + index + 1)

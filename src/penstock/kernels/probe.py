@@ -1,0 +1,484 @@
+"""Measures, on the machine at hand, the facts that 'the same bits for any chunking' rests on.
+
+Four laws are tried on random data of the model's own shapes:
+
+* a product gives each row the same bits whatever the number of rows, from some number up (the floor), on a GPU but
+  for numbers that are found and avoided; or else, with a fixed number of rows (the slab), whatever the row's place
+  among them, as the output head always does;
+* attention gives a query the same bits whatever the other queries of its tile hold;
+* norm, rotation and activation give a row the same bits whatever the other rows;
+* a delta net gives the same bits for spans that end on the grid of states.
+
+None is assumed. The result is kept in the cache folder, under a key of everything it depends on.
+"""
+
+import hashlib
+import json
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.cache import TokenRange
+from penstock.cache.states import EMPTY
+from penstock.cache.tensors import KV, RecurrentCache, RecurrentSpec
+from penstock.files import read_plain, replace_json
+from penstock.home import cache_home
+from penstock.kernels.device import device_kind
+from penstock.kernels.elementwise import whole_lanes
+from penstock.kernels.interface import Kernels
+from penstock.kernels.quantised import BLOCK_FORMS, Weight
+from penstock.kernels.spans import (
+    AttendedSpan,
+    AttentionWork,
+    DeltaHeads,
+    HeadLayout,
+    StateRows,
+    StateWork,
+    WrittenPlaces,
+)
+from penstock.plan.grids import COARSER, FINE_ROWS, GPU_ROW_GRID, STATE_GRID, RowLaw
+from penstock.plan.model import DeltaNetConfig
+
+# A device may just hold a weight: what is made beside one is for so many of its rows at a time.
+ROWS_TOGETHER = 2048
+
+
+@dataclass(frozen=True)
+class ProductShape:
+    """A weight [num_out, num_in], with a bias or without; of blocks, where there is a form."""
+
+    num_out: int
+    num_in: int
+    bias: bool = False
+    form: str = ""
+
+
+@dataclass(frozen=True)
+class ProbeShapes:
+    """What is probed: the model's distinct products, its attention's heads, the widths of its other passes."""
+
+    products: tuple[ProductShape, ...]  # but for experts' and the head
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    hidden_size: int
+    mlp_widths: tuple[int, ...]
+    rotary_dim: int
+    head: ProductShape | None  # None: these layers are followed by others
+    delta_net: DeltaNetConfig | None = None
+    num_experts: int = 0
+    expert_products: tuple[ProductShape, ...] = ()
+
+
+class Random:
+    """Random tensors, the same in every probe on a device, which draws them itself."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._generator = torch.Generator(device).manual_seed(0)
+        self._dtype = dtype
+        self._device = device
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, dtype=self._dtype, generator=self._generator, device=self._device)
+
+    def cancelling(self, num_rows: int, width: int, sign: int, block: int = 1) -> Tensor:
+        """Rows whose second half repeats the first in another order of blocks, with a sign.
+
+        The product of two such matrices of opposite sign is zero but for rounding, so that every difference in
+        the order of summing shows. In bfloat16 the rounding of the result would hide most of them."""
+        rows = self.normal(num_rows, width // block, block)
+        self._repeat_half(rows, sign)
+        flat = rows.flatten(1)
+        return torch.nn.functional.pad(flat, (0, width % block)) if width % block else flat
+
+    def cancelling_blocks(self, num_rows: int, num_blocks: int, block_bytes: int) -> Tensor:
+        """The same for rows of quantised blocks of any form: no byte of theirs makes a scale below 0 or above 2."""
+        rows = torch.randint(
+            64, (num_rows, num_blocks, block_bytes), dtype=torch.uint8, generator=self._generator
+        )
+        self._repeat_half(rows, 1)
+        return rows.flatten(1)
+
+    def _repeat_half(self, rows: Tensor, sign: int) -> None:
+        """In rows [rows, blocks, values], write the first half of the blocks over the second."""
+        num_blocks = rows.shape[1]
+        half = num_blocks // 2
+        order = torch.randperm(half, generator=torch.Generator().manual_seed(num_blocks)).to(self._device)
+        for part in torch.split(rows, ROWS_TOGETHER):
+            part[:, half : 2 * half] = part[:, order].mul_(sign)
+        rows[:, 2 * half :] = 0
+
+    def cancelling_kv(self, num_tokens: int, num_heads: int, head_dim: int) -> KV:
+        """Pairs of tokens, 32 apart, with equal keys and opposite values, for the same reason."""
+        shape = (-1, 2, 32, num_heads, head_dim)
+        keys, values = (self.normal(num_tokens, num_heads, head_dim).view(shape) for _ in range(2))
+        keys[:, 1] = keys[:, 0]
+        values[:, 1] = -values[:, 0]
+        return KV(keys.flatten(0, 2), values.flatten(0, 2))
+
+
+# Products
+
+EXPERT_SLAB = 32
+# If more than this share of counts is to be avoided, there is no rule in what the library does.
+_MOST_AVOIDED = 0.25
+# Where the queries of a chunk may begin and end in a tile.
+_EDGES = (1, 7, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 300)
+
+
+@dataclass(frozen=True)
+class Tried:
+    """The numbers of rows that products are tried with on a kind of device."""
+
+    reference: int  # what all others are compared with
+    counts: tuple[int, ...]  # in ascending order
+    # A floor that is not among these is not believed: a library that changes its ways at such sizes may do so again
+    # beyond.
+    floors: tuple[int, ...]
+    slabs: tuple[int, ...]  # the preferred one first
+    edges: tuple[int, ...]  # of chunks in a tile
+    are_all: bool = False  # no other counts are run than those: one that has other bits is avoided
+
+
+ON_CPU = Tried(
+    reference=512,
+    counts=(
+        *(*range(1, 21), *range(23, 26), *range(31, 34), *range(47, 50), *range(63, 66), 100),
+        *(*range(127, 130), 200, 256, 257, 384, 513, 1000, 2048),
+    ),
+    floors=tuple(range(1, 33)),
+    slabs=(128, 256, 64, 512),
+    edges=_EDGES,
+)
+# Where there are too few rows to keep a GPU's multiprocessors busy, libraries share a sum among them: some products
+# do up to a few hundred rows, and at some numbers beyond. A pass of a few hundred takes hardly longer than one of a
+# single row, and every number on the grid of `RowLaw.padded_rows` is tried (but for those beyond the last).
+ON_GPU = Tried(
+    reference=2048,
+    counts=(
+        *range(GPU_ROW_GRID, FINE_ROWS + 1, GPU_ROW_GRID),
+        *range(FINE_ROWS + COARSER * GPU_ROW_GRID, 8193, COARSER * GPU_ROW_GRID),
+    ),
+    floors=tuple(range(GPU_ROW_GRID, 513, GPU_ROW_GRID)),
+    slabs=(512, 256, 128, 64),
+    edges=(*_EDGES, 511, 512, 513, 700),
+    are_all=True,
+)
+
+
+def tried_on(device: torch.device) -> Tried:
+    return ON_GPU if device_kind(device).probes_every_count else ON_CPU
+
+
+def _factors(kernels: Kernels, shape: ProductShape, num_rows: int, random: Random) -> tuple[Weight, Tensor]:
+    """A weight of that shape and rows to multiply with it, whose product is zero but for rounding."""
+    if not shape.form:
+        weight = kernels.pack(random.cancelling(shape.num_out, shape.num_in, 1))
+        return weight, random.cancelling(num_rows, shape.num_in, -1)
+    assert kernels.quantised is not None
+    form = BLOCK_FORMS[shape.form]
+    quantised = kernels.quantised.zeros(form, shape.num_out, shape.num_in)
+    for outputs in torch.split(torch.arange(shape.num_out), ROWS_TOGETHER):
+        blocks = random.cancelling_blocks(len(outputs), shape.num_in // form.block_size, form.block_bytes)
+        kernels.quantised.place(quantised, outputs, blocks)
+    return quantised, random.cancelling(num_rows, shape.num_in, -1, form.block_size)
+
+
+def other_counts(
+    kernels: Kernels, shape: ProductShape, mlp_widths: tuple[int, ...], tried: Tried, random: Random
+) -> set[int]:
+    """The numbers of rows that give other bits than the one which all are compared with."""
+    weight, x = _factors(kernels, shape, tried.counts[-1], random)
+    bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
+    stride = kernels.activation_stride if shape.num_in in mlp_widths else 1
+
+    def product(start: int, end: int) -> Tensor:
+        rows = x[start:end].repeat(1, stride)[:, : shape.num_in]  # as far apart as those of a pass
+        return kernels.linear(rows, weight, bias)
+
+    reference = product(0, tried.reference)
+    others: set[int] = set()
+    for num_rows in tried.counts:
+        for start in {0, max(tried.reference - num_rows, 0) // 2}:
+            end = min(start + num_rows, tried.reference)
+            if not torch.equal(product(start, start + num_rows)[: end - start], reference[start:end]):
+                others.add(num_rows)
+    return others
+
+
+def least_floor(tried: Tried, others: set[int]) -> int | None:
+    """The least number of rows from which on all give the same bits, or all but those to be avoided; None where there
+    is none to be believed."""
+    if not tried.are_all:
+        return min((floor for floor in tried.floors if floor > max(others, default=0)), default=None)
+    floor = min((floor for floor in tried.floors if floor not in others), default=None)
+    if floor is None or tried.counts[-1] in others:
+        return None
+    num_avoided = sum(count > floor for count in others)
+    return floor if _MOST_AVOIDED * len(tried.counts) >= num_avoided else None
+
+
+def slab_holds(kernels: Kernels, products: tuple[ProductShape, ...], slab: int, random: Random) -> bool:
+    """Whether products of exactly `slab` rows give a row the same bits wherever it stands among them."""
+    return all(_place_is_free(kernels, shape, slab, random) for shape in products)
+
+
+def _place_is_free(kernels: Kernels, shape: ProductShape, slab: int, random: Random) -> bool:
+    weight, x = _factors(kernels, shape, 2 * slab, random)
+    bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
+    reference = kernels.linear(x[:slab], weight, bias)
+    for start in {start for start in (1, 2, 7, 16, 31, slab // 2, slab - 1) if start < slab}:
+        moved = kernels.linear(x[start : start + slab].clone(), weight, bias)
+        if not torch.equal(moved[: slab - start], reference[start:]):
+            return False
+    return True
+
+
+# Attention, element-wise passes, recurrent state
+
+_PASS_ROWS = 512
+# More blocks than any implementation takes at once, and a part of one.
+_NUM_TOKENS = 9 * STATE_GRID + 13
+_SCHEDULES = (
+    (STATE_GRID, _NUM_TOKENS),
+    (8 * STATE_GRID, _NUM_TOKENS),
+    (4 * STATE_GRID, 5 * STATE_GRID, _NUM_TOKENS),
+    (*range(STATE_GRID, _NUM_TOKENS, STATE_GRID), _NUM_TOKENS),
+)
+
+
+def attention_holds(kernels: Kernels, shapes: ProbeShapes, tried: Tried, random: Random) -> bool:
+    """A query gets the same bits whatever the other queries of its tile hold."""
+    tile, kv_shape = kernels.law.tile_size, (shapes.num_kv_heads, shapes.head_dim)
+    scale = shapes.head_dim**-0.5
+    queries = random.normal(tile, shapes.num_heads, shapes.head_dim)
+    cuts = [
+        (start, end)
+        for end in (*tried.edges, tile - 1, tile)
+        for start in {0, end // 2, end - 1}
+        if end <= tile
+    ]
+    for past in (0, tile, 5 * tile):
+        kv = random.cancelling_kv(past + tile, *kv_shape)
+
+        def attended(start: int, end: int, past: int = past, kv: KV = kv) -> Tensor:
+            # Keys after the last query are not there yet when a chunk ends inside the tile.
+            known = KV(kv.keys.clone(), kv.values.clone())
+            known.keys[past + end :] = 0
+            known.values[past + end :] = 0
+            places = (TokenRange(0, past + end),)
+            span = AttendedSpan(
+                0, end - start, past + start, places, is_prompt=True, tile_size=tile, origin=past
+            )
+            return kernels.attend(queries[start:end], AttentionWork((span,)), known, scale)
+
+        whole = attended(0, tile)
+        if not all(torch.equal(attended(start, end), whole[start:end]) for start, end in cuts):
+            return False
+    return True
+
+
+def passes_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
+    """Norm, rotation and activation give a row the same bits whatever the other rows."""
+    hidden = random.normal(_PASS_ROWS, shapes.hidden_size)
+    heads = random.normal(_PASS_ROWS, shapes.num_heads, shapes.head_dim)
+    projected = random.normal(_PASS_ROWS, (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim)
+    gate_ups = [random.normal(_PASS_ROWS, 2 * width) for width in shapes.mlp_widths]
+    angles = random.normal(_PASS_ROWS, shapes.rotary_dim)
+    weight, head_weight = random.normal(shapes.hidden_size), random.normal(shapes.head_dim)
+    scores = random.normal(_PASS_ROWS, max(shapes.num_experts, 1)).float()
+
+    def placed(rows: slice) -> list[Tensor]:
+        num_rows = rows.stop - rows.start
+        found = []
+        for norm in (None, head_weight, head_weight.float()):
+            layout = HeadLayout(shapes.num_heads, shapes.num_kv_heads, shapes.head_dim, norm, norm, 1e-5)
+            kept = hidden.new_zeros(num_rows, shapes.num_kv_heads, shapes.head_dim)
+            kv = KV(kept, kept.clone())
+            places = WrittenPlaces((TokenRange(0, num_rows),))
+            queries = kernels.place_heads(projected[rows], layout, angles[rows], angles[rows], kv, places)
+            found += [queries, kv.keys, kv.values]
+        return found
+
+    def passes(rows: slice) -> list[Tensor]:
+        return [
+            kernels.rms_norm(hidden[rows], weight, 1e-5),
+            kernels.rms_norm(hidden[rows], weight.float(), 1e-5),
+            *kernels.add_norm(hidden[rows], hidden[rows].flip(1), weight, 1e-5),
+            kernels.rms_norm(heads[rows], head_weight, 1e-5),
+            kernels.rms_norm(heads[rows], head_weight.float(), 1e-5),
+            *placed(rows),
+            kernels.sigmoid(heads[rows].flatten(1)),
+            torch.softmax(scores[rows], dim=-1),
+            *(kernels.silu_and_mul(gate_up[rows].clone()) for gate_up in gate_ups),
+        ]
+
+    whole = passes(slice(0, _PASS_ROWS))
+    for num_rows in (1, 2, 3, 7, 61, 100, 333):
+        rows = slice(_PASS_ROWS - num_rows, _PASS_ROWS)
+        if not all(
+            torch.equal(ours, all_rows[rows]) for ours, all_rows in zip(passes(rows), whole, strict=True)
+        ):
+            return False
+    return True
+
+
+def recurrence_holds(kernels: Kernels, sizes: DeltaNetConfig, random: Random) -> bool:
+    """A delta net gives the same outputs and the same state, whether it reads its tokens in one span or in several
+    that end on the grid of states."""
+    lanes = whole_lanes(sizes.num_value_heads)
+    projected = random.normal(_NUM_TOKENS, sizes.conv_size + sizes.value_size + 2 * lanes)
+    net = DeltaHeads(
+        sizes,
+        norm_eps=1e-6,
+        conv_weight=random.normal(sizes.conv_kernel, sizes.conv_size).float(),
+        decay_rate=-random.normal(lanes).float().exp(),
+        decay_bias=random.normal(lanes).float(),
+        norm=random.normal(sizes.value_head_dim).float(),
+    )
+    spec = RecurrentSpec.of(replace(sizes, num_layers=1), projected.dtype)
+
+    def run(ends: tuple[int, ...]) -> list[Tensor]:
+        """Outputs, then the tail and the matrix after the last token. States go to and fro between two slots."""
+        states = RecurrentCache(spec, 2, projected.device).layer(0)
+        outs, start, slot = [], 0, EMPTY
+        for index, end in enumerate(ends):
+            rows = StateRows(0, end - start, slot, index % 2, is_prompt=True)
+            outs.append(kernels.carry_states(projected[start:end], net, StateWork((rows,)), states))
+            start, slot = end, rows.write
+        return [torch.cat(outs), states.tail(slot), states.matrix(slot)]
+
+    whole = run((_NUM_TOKENS,))
+    return all(
+        all(torch.equal(ours, theirs) for ours, theirs in zip(run(ends), whole, strict=True))
+        for ends in _SCHEDULES
+    )
+
+
+# All of them
+
+_VERSION = 20
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """Products are row-invariant from `row_floor` rows up; or, where `row_slab` is not 0, only in slabs of that many
+    (experts', of `expert_slab`). `row_floor` is None where neither is so."""
+
+    row_floor: int | None
+    row_slab: int
+    attention_holds: bool
+    passes_hold: bool
+    head_holds: bool
+    recurrence_holds: bool = True  # of models without recurrent layers too
+    expert_slab: int = 0
+    avoided_rows: tuple[
+        int, ...
+    ] = ()  # numbers above the floor that are not row-invariant, where all were tried
+
+    def bind(self, kernels: Kernels) -> RowLaw:
+        """Let the kernels obey what was found, from now on."""
+        kernels.law = replace(
+            kernels.law,
+            row_floor=self.row_floor or 1,
+            row_slab=self.row_slab,
+            avoided_rows=self.avoided_rows,
+            expert_slab=self.expert_slab,
+        )
+        return kernels.law
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether all the laws hold, so that a prompt's bits do not depend on its chunks."""
+        laws = (self.attention_holds, self.passes_hold, self.head_holds, self.recurrence_holds)
+        return self.row_floor is not None and all(laws)
+
+
+def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
+    """The stored result for this machine, kernels, dtype and shapes; measured first where there is none."""
+    path = _result_path(kernels, shapes, dtype, device)
+    stored = _read(path, tried_on(device))
+    if stored is not None:
+        return stored
+    result = measure(kernels, shapes, dtype, device)
+    _write(path, result)
+    return result
+
+
+@torch.inference_mode()
+def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
+    """Measure the laws now."""
+    random, tried = Random(dtype, device), tried_on(device)
+    others = [
+        other_counts(kernels, shape, shapes.mlp_widths, tried, random)
+        for shape in (*shapes.products, *shapes.expert_products)
+    ]
+    row_floor = least_floor(tried, set().union(*others))
+    avoided = sorted(count for count in set().union(*others) if row_floor is not None and count > row_floor)
+    row_slab = expert_slab = 0
+    if row_floor is None:
+        products = shapes.products
+        if shapes.expert_products and slab_holds(kernels, shapes.expert_products, EXPERT_SLAB, random):
+            expert_slab = EXPERT_SLAB
+        else:
+            products += shapes.expert_products
+        slabs = [slab for slab in tried.slabs if slab_holds(kernels, products, slab, random)]
+        row_floor, row_slab = (slabs[0], slabs[0]) if slabs else (None, 0)
+    return ProbeResult(
+        row_floor=row_floor,
+        row_slab=row_slab,
+        attention_holds=attention_holds(kernels, shapes, tried, random),
+        passes_hold=passes_hold(kernels, shapes, random),
+        head_holds=slab_holds(kernels, (shapes.head,) if shapes.head else (), kernels.head_rows, random),
+        recurrence_holds=shapes.delta_net is None or recurrence_holds(kernels, shapes.delta_net, random),
+        expert_slab=expert_slab,
+        avoided_rows=() if row_slab else tuple(avoided),
+    )
+
+
+def _result_path(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> Path:
+    kind = device_kind(device)
+    key = {
+        "version": _VERSION,
+        "torch": torch.__version__,
+        "kernels": kernels.name,
+        "libraries": kernels.libraries,
+        "tile_size": kernels.law.tile_size,
+        "dtype": str(dtype),
+        "machine": kind.features,
+        "threads": kind.num_threads,
+        "shapes": asdict(shapes),
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_home() / "probe" / f"{digest}.json"
+
+
+def _read(path: Path, tried: Tried) -> ProbeResult | None:
+    """A stored result; None where there is none or it cannot be read (it is then measured again)."""
+    try:
+        stored = json.loads(read_plain(path, _MOST_BYTES))
+        result = ProbeResult(**stored | {"avoided_rows": tuple(stored["avoided_rows"])})
+        avoided = set(result.avoided_rows)
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    floors = (result.row_slab,) if result.row_slab else (None, *tried.floors)
+    answers = (result.attention_holds, result.passes_hold, result.head_holds, result.recurrence_holds)
+    is_valid = (
+        not isinstance(result.row_floor, bool | float)
+        and result.row_floor in floors
+        and result.row_slab in (0, *tried.slabs)
+        and result.expert_slab in (0, EXPERT_SLAB)
+        and all(type(answer) is bool for answer in answers)
+        and avoided <= set(tried.counts)
+    )
+    return result if is_valid else None
+
+
+def _write(path: Path, result: ProbeResult) -> None:
+    """Keep a result; a folder that cannot be written costs only the next start's time."""
+    with suppress(OSError):
+        replace_json(path, asdict(result))
