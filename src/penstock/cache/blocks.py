@@ -173,28 +173,18 @@ class BlockPool:
         """Raise AssertionError unless the free runs are the unreferenced blocks that are not kept, sorted and
         coalesced, and the counts are right."""
         for left, right in pairwise(self._runs):
-            if right.start < left.end:
-                raise AssertionError(f"free runs {left} and {right} overlap or are out of order")
-            if right.start == left.end:
-                raise AssertionError(f"free runs {left} and {right} touch and should be one")
-        negative = [block for block, count in enumerate(self._references) if count < 0]
-        if negative:
-            raise AssertionError(f"blocks {negative} have fewer than 0 references")
+            assert left.end < right.start, f"free runs {left} and {right} touch, overlap or are out of order"
+        assert min(self._references) >= 0, "a block has fewer than 0 references"
         free = {block for run in self._runs for block in range(run.start, run.end)}
         ownerless = {block for block, count in enumerate(self._references) if not count}
         unowned, idle = ownerless - self._kept, ownerless & self._kept
-        if free - unowned:
-            raise AssertionError(f"blocks {sorted(free - unowned)} are in a free run but not free")
-        if unowned - free:
-            raise AssertionError(f"blocks {sorted(unowned - free)} leaked: no owner, and in no free run")
-        if len(free) != self._num_free:
-            raise AssertionError(f"{self._num_free} blocks are counted as free, {len(free)} are")
-        if len(idle) != self._num_idle:
-            raise AssertionError(f"{self._num_idle} blocks are counted as idle, {len(idle)} are")
-        if self._kept - self._published:
-            raise AssertionError(f"blocks {sorted(self._kept - self._published)} are kept but not published")
-        if self._published & free:
-            raise AssertionError(f"blocks {sorted(self._published & free)} are published but free")
+        assert free <= unowned, f"blocks {sorted(free - unowned)} are in a free run but not free"
+        assert unowned <= free, f"blocks {sorted(unowned - free)} leaked: no owner, and in no free run"
+        assert len(free) == self._num_free, f"{self._num_free} blocks are counted as free, {len(free)} are"
+        assert len(idle) == self._num_idle, f"{self._num_idle} blocks are counted as idle, {len(idle)} are"
+        unpublished = self._kept - self._published
+        assert not unpublished, f"blocks {sorted(unpublished)} are kept but not published"
+        assert not self._published & free, f"blocks {sorted(self._published & free)} are published but free"
 
     def _reclaim(self, num_blocks: int) -> None:
         before = self._num_free

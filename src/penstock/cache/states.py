@@ -66,19 +66,14 @@ class SlotPool:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the free list is the unreferenced slots, each once."""
-        negative = [slot for slot, count in enumerate(self._references) if count < 0]
-        if negative:
-            raise AssertionError(f"slots {negative} have fewer than 0 references")
+        assert min(self._references) >= 0, "a slot has fewer than 0 references"
         free = set(self._free)
-        if len(free) != len(self._free):
-            raise AssertionError(f"the free list {self._free} has a slot more than once")
+        assert len(free) == len(self._free), f"the free list {self._free} has a slot more than once"
         unreferenced = {slot for slot, count in enumerate(self._references) if not count}
-        if free - unreferenced:
-            raise AssertionError(f"slots {sorted(free - unreferenced)} are in the free list but not free")
-        if unreferenced - free:
-            raise AssertionError(
-                f"slots {sorted(unreferenced - free)} leaked: no owner, and not in the free list"
-            )
+        assert free <= unreferenced, f"slots {sorted(free - unreferenced)} are in the free list but not free"
+        assert unreferenced <= free, (
+            f"slots {sorted(unreferenced - free)} leaked: no owner, not in the free list"
+        )
 
     def _check_in_use(self, action: str, slot: int) -> None:
         if not 0 <= slot < self.num_slots:

@@ -124,6 +124,15 @@ class PassSizes:
         # (x, -x), its layer norm, the half of it times the weight
         return self.bytes((4 if self.workspace.float32_norm else 5) * width)
 
+    def entered(self, phase: Phase) -> StepMemory:
+        """What a layer's block begins with: the residual stream, and the norm of it."""
+        hidden = self.shape.hidden_size
+        return StepMemory(
+            phase,
+            input_bytes=self.inputs + self.graphs,
+            hidden_bytes=self.bytes(hidden) + self.norm_held(hidden),
+        )
+
     # What lives throughout
 
     @property
@@ -152,22 +161,16 @@ class PassSizes:
 
 
 def attention_marks(sizes: PassSizes) -> Iterator[StepMemory]:
-    shape, hidden = sizes.shape, sizes.bytes(sizes.shape.hidden_size)
-    taking = StepMemory(
-        "attention",
-        input_bytes=sizes.inputs + sizes.graphs,
-        hidden_bytes=hidden + sizes.norm_held(shape.hidden_size),
-        projection_bytes=sizes.bytes(sizes.projected),
-    )
-    yield replace(taking, projection_bytes=sizes.product(sizes.projected))
-    yield replace(taking, attention_bytes=_rotating(sizes))
+    shape, begun = sizes.shape, sizes.entered("attention")
+    yield replace(begun, projection_bytes=sizes.product(sizes.projected))
+    yield replace(begun, projection_bytes=sizes.bytes(sizes.projected), attention_bytes=_rotating(sizes))
     # Queries, what they attend to; then its gates, in one piece and activated, and the product.
     gating = sizes.bytes(2 * sizes.query if shape.gated_attention else 0)
     most = max(_attending(sizes), gating, sizes.product(shape.hidden_size))
     yield StepMemory(
         "attention",
         input_bytes=sizes.inputs,
-        hidden_bytes=hidden,
+        hidden_bytes=sizes.bytes(shape.hidden_size),
         attention_bytes=_queries(sizes) + sizes.bytes(sizes.query) + most,
     )
 
@@ -276,7 +279,6 @@ def _decoding(sizes: PassSizes) -> int:
 
 
 def delta_net_marks(sizes: PassSizes, net: DeltaNetShape) -> Iterator[StepMemory]:
-    hidden = sizes.shape.hidden_size
     lanes = rounded_up(net.num_value_heads, LANES)
     width = net.conv_size + net.value_size + 2 * lanes
     projection = sizes.bytes(width)
@@ -285,12 +287,7 @@ def delta_net_marks(sizes: PassSizes, net: DeltaNetShape) -> Iterator[StepMemory
         return
     gates = FLOAT32 * sizes.rows * 2 * lanes
     out = sizes.bytes(net.value_size)  # of all rows
-    begun = StepMemory(
-        "delta_net",
-        input_bytes=sizes.inputs,
-        hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden),
-        projection_bytes=projection + gates,
-    )
+    begun = replace(sizes.entered("delta_net"), projection_bytes=projection + gates)
     yield replace(begun, projection_bytes=sizes.product(width))
     convolved = sizes.bytes(net.conv_size)
     attended = FLOAT32 * sizes.rows * net.value_size  # out of the rule
@@ -315,11 +312,8 @@ def _carrying_on_gpu(sizes: PassSizes, net: DeltaNetShape, projection: int) -> S
     else:
         rule = FLOAT32 * rows * net.value_size
     before = sizes.bytes(net.value_size, rows) if sizes.rows > PIECE_TOKENS else 0
-    hidden = sizes.shape.hidden_size
-    return StepMemory(
-        "delta_net",
-        input_bytes=sizes.inputs,
-        hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden),
+    return replace(
+        sizes.entered("delta_net"),
         projection_bytes=projection,
         delta_net_bytes=sizes.bytes(net.value_size) + FLOAT32 * 2 * matrix + inputs + rule + before,
     )
@@ -417,12 +411,7 @@ def _start(sizes: PassSizes) -> StepMemory:
 
 
 def _feed_forward(sizes: PassSizes) -> Iterator[StepMemory]:
-    hidden = sizes.shape.hidden_size
-    begun = StepMemory(
-        "mlp",
-        input_bytes=sizes.inputs + sizes.graphs,
-        hidden_bytes=sizes.bytes(hidden) + sizes.norm_held(hidden),
-    )
+    hidden, begun = sizes.shape.hidden_size, sizes.entered("mlp")
     feed_rows = sizes.workspace.feed_rows
     is_in_slabs = 0 < feed_rows < sizes.rows
     if sizes.shape.num_dense_layers and is_in_slabs:
