@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from penstock.errors import SettingError
 from penstock.frontends import plan_plot
 from penstock.frontends.plan import PlannedModel, expected_workspace, plan, read_model, table
-from penstock.models.shape import workspace_for
+from penstock.models.decoder import workspace_for
 from penstock.plan.memory import WeightBits
 from penstock.plan.prompt_plan import Plan, make_plan
 from penstock.plan.settings import resolve_weights

@@ -24,9 +24,8 @@ from penstock.measure.memory import (
 )
 from penstock.measure.random_weights import FAMILIES, RandomWeights, family_config
 from penstock.measure.report import render_memory as render
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import Decoder, workspace_of
 from penstock.models.loading import load_decoder
-from penstock.models.shape import workspace_of
 from penstock.plan import ChunkedPrefillConfig, Span
 from penstock.plan.activation import SMALL_BYTES
 from penstock.plan.grids import RowLaw

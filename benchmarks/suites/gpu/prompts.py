@@ -20,7 +20,7 @@ from benchmarks.suites.gpu.plan import PrefillCase
 from benchmarks.systems import Child
 from penstock.cache.space import CacheSpace
 from penstock.errors import PenstockError
-from penstock.models.shape import activation_model
+from penstock.models.decoder import activation_model
 
 ACTIVATIONS, OFF_BY = "activations", "predicted activations over measured, off by"
 READY = "from the start of a process until ready"

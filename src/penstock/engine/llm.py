@@ -26,11 +26,10 @@ from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingErr
 from penstock.kernels.device import DeviceKind, device_kind, find_devices
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe import ProbeResult, probe
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import Decoder, activation_model, workspace_of
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import load_decoder, settled_weights
 from penstock.models.opened import open_model
-from penstock.models.shape import activation_model, workspace_of
 from penstock.models.weights import WeightSource
 from penstock.plan import (
     AlignSetting,

@@ -26,7 +26,7 @@ from penstock.errors import (
     ServiceClosedError,
     SettingError,
 )
-from penstock.models.shape import activation_model
+from penstock.models.decoder import activation_model
 from penstock.plan.checks import check_int
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.settings import check_schedule

@@ -102,7 +102,7 @@ def plan(
         asked = resolve_weights(weights, dtype=dtype)
         resolve_device(device)
         from penstock.kernels.device import chosen_device, device_kind
-        from penstock.models.shape import workspace_for
+        from penstock.models.decoder import workspace_for
 
         place = chosen_device(device)
         computed = asked.dtype if dtype == "auto" else dtype
@@ -185,7 +185,7 @@ def read_model(model: str) -> PlannedModel:
         return PlannedModel(_read_config_file(config))
     from penstock.models.hub import resolve_model
     from penstock.models.opened import open_weights
-    from penstock.models.shape import stored_bits
+    from penstock.models.weights import stored_bits
 
     source = open_weights(resolve_model(model))
     source.close()

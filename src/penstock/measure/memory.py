@@ -31,11 +31,10 @@ from penstock.measure.growth import (
 from penstock.measure.machine import this_machine
 from penstock.measure.prompts import random_tokens
 from penstock.measure.random_weights import FAMILIES, RandomWeights, family_config
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import Decoder, workspace_of
 from penstock.models.hub import resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_weights
-from penstock.models.shape import workspace_of
 from penstock.models.weights import WeightSource
 from penstock.plan import ChunkedPrefillConfig, ModelShape, Span
 from penstock.plan.activation import StepMemory, step_phases

@@ -26,8 +26,8 @@ from penstock.measure.growth import MeasurementError, can_measure_growth
 from penstock.measure.memory import MemoryJob, measure_in_fresh_process
 from penstock.measure.prompts import shuffled_rounds, text_tokens
 from penstock.measure.steps import StepSpec, StepTimer
+from penstock.models.decoder import activation_model
 from penstock.models.opened import open_weights
-from penstock.models.shape import activation_model
 from penstock.plan import ChunkedPrefillConfig
 from penstock.plan.grids import STATE_GRID
 from penstock.plan.memory import kv_token_bytes, state_slot_bytes

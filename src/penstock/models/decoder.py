@@ -1,7 +1,7 @@
 """The decoder that all families share. What differs between them is in `ModelConfig`."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, fields, is_dataclass
+from dataclasses import asdict, astuple, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -21,7 +21,9 @@ from penstock.layers.forward_batch import ForwardBatch, ForwardPass
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import ExpertMLP, GatedMLP
 from penstock.layers.rotary import Rotary
+from penstock.plan.memory import ActivationModel
 from penstock.plan.model import ModelConfig
+from penstock.plan.step import Workspace
 
 
 @dataclass(frozen=True)
@@ -293,6 +295,44 @@ class Decoder:
         padded = pad(x, (0, 0, 0, -len(x) % num_rows))
         slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, num_rows)]
         return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)].float()
+
+
+# What a step's memory follows from
+
+
+def workspace_for(config: ModelConfig, workspace: Workspace) -> Workspace:
+    """The work space of such a model, on kernels that are known from elsewhere."""
+    return replace(
+        workspace,
+        head_norm=config.head_norm,
+        float32_norm=config.zero_centred_norm,
+        rotary_dim=config.rotary_dim or 0,
+        num_active_experts=config.experts.num_active if config.experts else 0,
+    )
+
+
+def workspace_of(model: Decoder) -> Workspace:
+    """The work space of a loaded model, on its own kernels as they are set up."""
+    kernels = model.kernels
+    workspace = Workspace(
+        kernels.memory_kind(model.dtype, model.config.head_dim),
+        num_threads=torch.get_num_threads(),
+        head_rows=kernels.head_rows,
+        feed_rows=kernels.feed_rows,
+        library_bytes=device_kind(model.device).library_bytes,
+        **asdict(kernels.law),
+    )
+    return workspace_for(model.config, workspace)
+
+
+def activation_model(model: Decoder, *, joins_past: bool = False) -> ActivationModel:
+    """What the steps of a loaded model need, by arithmetic. `joins_past` says that a sequence may lie in several
+    places of the cache, as those of a service do."""
+    workspace = replace(workspace_of(model), joins_past=joins_past)
+    return ActivationModel(model.part, model.dtype.itemsize, workspace)
+
+
+# Parts
 
 
 def _dense_product(product: Linear) -> DenseProduct | None:

@@ -5,6 +5,7 @@ from Llama by settings that `ModelConfig` has needs no line here: it is a row of
 one of `_ARCHITECTURES` in `gguf/config.py`. One with other tensors changes the table, and a layer that takes them.
 """
 
+import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,6 +20,7 @@ from penstock.kernels.elementwise import whole_lanes
 from penstock.kernels.quantised import BlockForm
 from penstock.models.bytefile import ByteFile
 from penstock.models.reading import shortened
+from penstock.plan.memory import WeightBits
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig
 
 _SHOWN = 4
@@ -388,3 +390,23 @@ def skipped_weights(config: ModelConfig, unused: Iterable[str]) -> SkippedWeight
 
 def _counted(number: int, kind: str) -> str:
     return f"{number} {kind} weight{'' if number == 1 else 's'}"
+
+
+def stored_bits(source: WeightSource, plain_bits: int) -> WeightBits:
+    """What a file's weights take where they are kept as it has them, the others having `plain_bits`."""
+    embedding = "model.embed_tokens.weight"
+    sizes: dict[str, float] = {}
+    bits: dict[str, float] = {}
+    for name in source.names():
+        shape = source.shape(name)
+        if len(shape) == 2:
+            form = source.block_form(name)
+            sizes[name] = math.prod(shape)
+            bits[name] = plain_bits if form is None else form.resident_bits
+    matrices = [name for name in sizes if name not in (embedding, "lm_head.weight")]
+    total = sum(sizes[name] for name in matrices)
+    return WeightBits(
+        matrices=sum(sizes[name] * bits[name] for name in matrices) / total,
+        vocabulary=bits[embedding],
+        is_tied=source.config.tied_head and source.block_form(embedding) is not None,
+    )
