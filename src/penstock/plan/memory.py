@@ -10,7 +10,7 @@ from penstock.plan.checks import check_int
 from penstock.plan.chunks import ChunkedPrefillConfig, num_prefill_chunks, prefill_chunk_span
 from penstock.plan.grids import LANES
 from penstock.plan.model import ModelShape
-from penstock.plan.sizing import SizeRules
+from penstock.plan.sizing import SizeRules, largest_that
 from penstock.plan.step import Span, StepShape, Workspace
 from penstock.plan.units import format_bytes
 
@@ -279,16 +279,8 @@ class ActivationModel:
         if not fits(1):
             return None
         whole = -(-prompt_tokens // grid)
-        # Peaks never fall as chunks grow: chunks up to `low` grids fit, those above `high` do not, or are not asked
-        # for.
-        low, high = 1, whole if most is None else max(1, min(whole, check_int("most", most, 1) // grid))
-        while low < high:
-            middle = (low + high + 1) // 2
-            if fits(middle):
-                low = middle
-            else:
-                high = middle - 1
-        return low * grid
+        longest = whole if most is None else max(1, min(whole, check_int("most", most, 1) // grid))
+        return grid * largest_that(fits, 1, longest + 1)  # peaks never fall as chunks grow
 
     def smallest_budget(self, prompt_tokens: int, *, grid: int = 1, num_decodes: int = 0) -> int:
         """The least budget with which `largest_chunk` finds a chunk: that of chunks of `grid` tokens."""

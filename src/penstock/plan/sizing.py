@@ -1,6 +1,6 @@
 """How many tokens of prompts the next step reads: of one prompt, and of many that share a step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, sqrt
 from typing import Literal
@@ -130,15 +130,6 @@ class SizeDecision:
     because: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class _Size:
-    """A size on its way through the rules."""
-
-    num_tokens: int
-    rule: SizeRule
-    because: str = ""
-
-
 class ChunkSizer:
     """Answers one question at a time, from what is known of step times by then.
 
@@ -158,17 +149,16 @@ class ChunkSizer:
 
     def decide(self, question: SizeQuestion) -> SizeDecision:
         """How far to read, no further than what is left."""
-        size = self._fixed(question) if self.rules.fixed is not None else self._auto(question)
-        if question.most is not None and size.num_tokens > question.most:
-            size = _Size(question.most, "halved", "memory ran out in a longer one")
-        if size.num_tokens >= question.num_left:
-            size = replace(size, num_tokens=question.num_left, rule="end")
+        fixed = self.rules.fixed
+        found = self._auto(question) if fixed is None else SizeDecision(fixed or question.num_left, "fixed")
+        if question.most is not None and found.size > question.most:
+            found = SizeDecision(question.most, "halved", because="memory ran out in a longer one")
+        if found.size >= question.num_left:
+            found = replace(found, size=question.num_left, rule="end")
         elif self.rules.is_auto and question.num_prompts == 1:
-            size = self._without_sliver(size, question.num_left)
-        step = _step(question, size.num_tokens)
-        return SizeDecision(
-            size.num_tokens, size.rule, self.times.predict(step), self.predict_bytes(step), size.because
-        )
+            found = self._without_sliver(found, question.num_left)
+        step = _step(question, found.size)
+        return replace(found, predicted_s=self.times.predict(step), predicted_bytes=self.predict_bytes(step))
 
     def record(self, step: StepShape, seconds: float) -> None:
         """A step ran and took so long."""
@@ -180,50 +170,50 @@ class ChunkSizer:
     def predict_bytes(self, step: StepShape) -> int | None:
         return None if self._step_bytes is None else self._step_bytes(step)
 
-    def _fixed(self, question: SizeQuestion) -> _Size:
-        return _Size(self.rules.fixed or question.num_left, "fixed")
-
-    def _auto(self, question: SizeQuestion) -> _Size:
+    def _auto(self, question: SizeQuestion) -> SizeDecision:
         rules = self.rules
         # Whoever shares a step with a long prompt waits for its first token.
         is_waited_for = question.num_decodes > 0 or question.num_held > 0 or question.num_prompts > 1
         if rules.target_itl_s is not None and (is_waited_for or question.keeps_itl):
-            size = self._within_itl(question, rules.target_itl_s)
+            found = self._within_itl(question, rules.target_itl_s)
             wanted = self._floor_of_ttft(question)
-            if wanted is not None and wanted > size.num_tokens:
-                size = replace(size, because=f"target_ttft would need {wanted}, target_itl comes first")
+            if wanted is not None and wanted > found.size:
+                found = replace(found, because=f"target_ttft would need {wanted}, target_itl comes first")
         else:
-            size = self._usual(question, is_waited_for)
+            found = self._usual(question, is_waited_for)
             wanted = self._floor_of_ttft(question)
-            if wanted is not None and wanted > size.num_tokens:
-                size = _Size(min(wanted, rules.most), "latency", "target_ttft asks for as few steps")
-        return self._within_memory(question, replace(size, num_tokens=rules.on_grid(size.num_tokens)))
+            if wanted is not None and wanted > found.size:
+                because = "target_ttft asks for as few steps"
+                found = SizeDecision(min(wanted, rules.most), "latency", because=because)
+        return self._within_memory(question, replace(found, size=rules.on_grid(found.size)))
 
-    def _usual(self, question: SizeQuestion, is_waited_for: bool) -> _Size:
+    def _usual(self, question: SizeQuestion, is_waited_for: bool) -> SizeDecision:
         """Where no target bounds the step."""
         rules = self.rules
         if rules.tuned is not None and not (is_waited_for and rules.tuned > rules.default):
-            return _Size(rules.tuned, "tuned")
+            return SizeDecision(rules.tuned, "tuned")
         if rules.max_activation_bytes is not None and not is_waited_for:
-            return _Size(rules.most, "largest")
-        return _Size(rules.default, "default")
+            return SizeDecision(rules.most, "largest")
+        return SizeDecision(rules.default, "default")
 
-    def _within_itl(self, question: SizeQuestion, target_s: float) -> _Size:
+    def _within_itl(self, question: SizeQuestion, target_s: float) -> SizeDecision:
         """The longest chunk whose step keeps the target, by what is known of step times."""
         rules, times = self.rules, self.times
         cautious = max(CAUTIOUS_CHUNK, rules.grid)
         empty = times.predict(replace(_step(question, 0), num_logits=0))
         if empty is None:
-            return _Size(cautious, "latency", "nothing is known of step times yet")
+            return SizeDecision(cautious, "latency", because="nothing is known of step times yet")
         held = StepShape(0, num_decodes=question.num_held, decode_pasts=question.held_pasts)
         held_s = times.predict(held) if question.num_held else 0.0
         room_s = target_s - empty - (held_s or 0.0)
         fitting = min(_tokens_in(room_s, times.coefficients, question), rules.most)
         if fitting < max(rules.smallest, rules.grid):
-            return _Size(max(rules.smallest, rules.grid), "smallest", "target_itl cannot be kept")
+            return SizeDecision(
+                max(rules.smallest, rules.grid), "smallest", because="target_itl cannot be kept"
+            )
         if not times.has_prior and fitting > (learned := max(cautious, 2 * times.most_prompt_tokens)):
-            return _Size(learned, "latency", "step times are being learned")
-        return _Size(_rounded_down(fitting), "latency" if fitting < rules.most else "largest")
+            return SizeDecision(learned, "latency", because="step times are being learned")
+        return SizeDecision(_rounded_down(fitting), "latency" if fitting < rules.most else "largest")
 
     def _floor_of_ttft(self, question: SizeQuestion) -> int | None:
         """The smallest chunk by which the rest of the prompt is predicted to be read in time; None where there is no
@@ -239,41 +229,46 @@ class ChunkSizer:
         num_steps = int(min(room_s / per_step_s, num_left)) if per_step_s > 0 else num_left
         return -(-num_left // num_steps) if num_steps >= 1 else max(num_left, self.rules.most)
 
-    def _within_memory(self, question: SizeQuestion, size: _Size) -> _Size:
+    def _within_memory(self, question: SizeQuestion, found: SizeDecision) -> SizeDecision:
         """No longer than the budget allows, by bisection: a longer chunk never needs less."""
         budget, step_bytes, grid = self.rules.budget_bytes, self._step_bytes, self.rules.grid
         # What is left may be less than the size, and is then all there is to fit in.
-        num_tokens = min(size.num_tokens, question.num_left)
+        num_tokens = min(found.size, question.num_left)
         if budget is None or step_bytes is None or step_bytes(_step(question, num_tokens)) <= budget:
-            return size
-        fits, too_long = 0, -(-num_tokens // grid)  # in units of the grid
+            return found
         # It is often what it was the last time, or a little less.
         guesses = [self._last_fit + 1, self._last_fit, self._last_fit - 1, self._last_fit - 4]
-        while too_long - fits > 1:
-            middle = guesses.pop(0) if guesses else (fits + too_long) // 2
-            if not fits < middle < too_long:
-                continue
-            if step_bytes(_step(question, middle * grid)) <= budget:
-                fits = middle
-            else:
-                too_long = middle
-        self._last_fit = fits
+        too_long = -(-num_tokens // grid)  # in units of the grid
+        fits = self._last_fit = largest_that(
+            lambda units: step_bytes(_step(question, units * grid)) <= budget, 0, too_long, guesses
+        )
         if fits == 0:
-            return _Size(grid, "smallest", "there is hardly any memory left")
-        return _Size(fits * grid, "memory")
+            return SizeDecision(grid, "smallest", because="there is hardly any memory left")
+        return SizeDecision(fits * grid, "memory")
 
-    def _without_sliver(self, size: _Size, num_left: int) -> _Size:
+    def _without_sliver(self, found: SizeDecision, num_left: int) -> SizeDecision:
         """Where a chunk of this size would leave a sliver after it, about half of what is left; on the grid, and on
         whole rows of attention's tiles where chunks are long."""
-        num_tokens = size.num_tokens
+        num_tokens = found.size
         if num_left - num_tokens >= SLIVER * num_tokens:
-            return size
+            return found
         unit = _unit(num_tokens, self.rules.grid)
         for half in (-(-num_left // (2 * unit)) * unit, num_left // (2 * unit) * unit):
             rest = num_left - half
             if SLIVER * num_tokens <= min(half, rest) and max(half, rest) <= num_tokens:
-                return _Size(half, "balanced", size.because)
-        return size
+                return replace(found, size=half, rule="balanced")
+        return found
+
+
+def largest_that(fits: Callable[[int], bool], start: int, end: int, guesses: Iterable[int] = ()) -> int:
+    """The largest number of [start, end) that fits, by bisection: `start` is taken to fit, and a larger one never
+    fits where a smaller one does not. Guesses are tried first."""
+    left = list(guesses)
+    while end - start > 1:
+        middle = left.pop(0) if left else (start + end) // 2
+        if start < middle < end:
+            start, end = (middle, end) if fits(middle) else (start, middle)
+    return start
 
 
 def shape_of(plan: StepPlan) -> StepShape:
