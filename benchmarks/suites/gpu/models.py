@@ -61,7 +61,7 @@ def load_untiled(weights: RandomWeights, dtype: torch.dtype, device: torch.devic
 def kernels_of(device: torch.device, tile_size: int | None = None) -> Kernels:
     """The device's kernels, with their own tile unless another is given."""
     kernels = select_kernels(device)
-    return kernels if tile_size is None else type(kernels)(tile_size)  # type: ignore[call-arg]
+    return kernels if tile_size is None else type(kernels)(tile_size)
 
 
 class ReadyEngine:
