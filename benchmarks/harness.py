@@ -349,6 +349,10 @@ class Bench:
     path: Path | None = None
     started: float = field(default_factory=time.perf_counter)
 
+    def describe(self, model: str, options: object, *names: str, **more: Any) -> None:
+        """What is measured: the model, the options of these names, and more. Results keep it."""
+        self.results.settings |= {"model": model, **{name: getattr(options, name) for name in names}, **more}
+
     def save(self) -> None:
         self.results.duration_s = time.perf_counter() - self.started
         if self.path is not None:

@@ -9,8 +9,9 @@ from typing import Any
 
 from benchmarks.harness import Bar, Figure, Results
 from penstock import pictures
+from penstock.measure.machine import Machine
+from penstock.measure.report import facts
 from penstock.pictures import COLOURS, Panel
-from penstock.plan.units import format_bytes
 
 
 def render(results: Results) -> str:
@@ -22,21 +23,18 @@ def render(results: Results) -> str:
 
 
 def _machine(results: Results) -> str:
-    machine, settings = results.machine, results.settings
-    commit = f" ({machine['commit']})" if machine.get("commit") else ""
-    load = machine.get("load_average")
-    names = ("model", "dtype")
+    settings, load = results.settings, results.machine.get("load_average")
+    card = results.machine.get("card", {})
+    machine = Machine(**{name: value for name, value in results.machine.items() if name != "card"})
     lines = {
-        "model": ", ".join(str(settings[name]) for name in names if name in settings),
-        "machine": f"{machine['cpu']}, {machine['num_cpus']} CPUs, {format_bytes(machine['memory_bytes'])}, "
-        f"{machine['num_threads']} threads" + (f", load {load:.1f} at the start" if load is not None else ""),
-        "device": ", ".join(f"{name} {value}" for name, value in machine.get("card", {}).items() if value),
-        "software": f"penstock {machine['penstock']}{commit}, torch {machine['torch']}, "
-        f"transformers {machine['transformers']}, Python {machine['python']}, {machine['system']}",
-        "date": f"{machine['date']}, took {results.duration_s:.0f} s",
-        "method": settings.get("method", ""),
+        "model": [str(settings[name]) for name in ("model", "dtype") if name in settings],
+        **machine.facts,
+        "load": [] if load is None else [f"{load:.1f} at the start"],
+        "device": [f"{name} {value}" for name, value in card.items() if value],
+        "date": [machine.date, f"took {results.duration_s:.0f} s"],
+        "method": [settings["method"]] if "method" in settings else [],
     }
-    told = [f"{name:<10}{text}" for name, text in lines.items() if text]
+    told = facts({name: parts for name, parts in lines.items() if parts}).splitlines()
     return "\n".join(part for line in told for part in wrap(line, 118, subsequent_indent=10 * " "))
 
 

@@ -66,19 +66,17 @@ def switch(meaning: str) -> Option:
     return {"action": "store_true", "help": meaning}
 
 
+def value(kind: Callable[[str], Any], default: Any, metavar: str, meaning: str) -> Option:
+    return {"type": kind, "default": default, "metavar": metavar, "help": meaning}
+
+
 COMMON: Mapping[str, Option] = {
-    "--model": {
-        "default": DEFAULT_MODEL,
-        "help": "smollm2, a folder, a GGUF file or a Hugging Face name (%(default)s)",
-    },
+    "--model": value(
+        str, DEFAULT_MODEL, "NAME", "smollm2, a folder, a GGUF file or a Hugging Face name (%(default)s)"
+    ),
     "--dtype": {"choices": ("bfloat16", "float32"), "default": "bfloat16", "help": "(%(default)s)"},
-    "--device": {"metavar": "NAME", "help": "auto, cpu, cuda, cuda:1, mps (PENSTOCK_DEVICE, else auto)"},
+    "--device": value(str, None, "NAME", "auto, cpu, cuda, cuda:1, mps (PENSTOCK_DEVICE, else auto)"),
     "--threads": number(None, "threads to compute with (torch's own choice)"),
 }
-SEED: Option = {"type": int, "default": 0, "metavar": "N", "help": "of the order of turns (%(default)s)"}
-PEERS_FOLDER: Option = {
-    "type": Path,
-    "default": Path(".peers"),
-    "metavar": "FOLDER",
-    "help": "where other engines are (%(default)s)",
-}
+SEED = value(int, 0, "N", "of the order of turns (%(default)s)")
+PEERS_FOLDER = value(Path, Path(".peers"), "FOLDER", "where other engines are (%(default)s)")

@@ -255,13 +255,8 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
             "threads": torch.get_num_threads(),
             "workload": asdict(work),
         }
-        bench.results.settings |= {
-            "model": subject.description,
-            "dtype": options.dtype,
-            "workload": asdict(work),
-            "file_system": file_system(folder),
-            "method": METHOD,
-        }
+        more = {"workload": asdict(work), "file_system": file_system(folder), "method": METHOD}
+        bench.describe(subject.description, options, "dtype", **more)
         engine = StoreEngine()
         engine.load(**settings, folder=str(folder / "kept"))
         with engine.llm:

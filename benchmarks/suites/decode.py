@@ -85,7 +85,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     subject, longest = text_subject(options.model), max(options.pasts) + 1
     subject.require_room(longest, 0, "smaller --pasts")
     llm = LLM(options.model, device=options.device, threads=options.threads)
-    bench.results.settings |= {"model": subject.description, "pasts": options.pasts}
+    bench.describe(subject.description, options, "pasts")
     profile(llm, subject.prompt(longest), options.pasts, options.repeats or options.steps, bench.results)
     medians = {(each.system, each.name): each.median for each in bench.results.figures}
     for past in options.pasts:

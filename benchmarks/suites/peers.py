@@ -19,12 +19,11 @@ from benchmarks.harness import RATIOS, Bar, Bench, Results, bar_of, take_turns
 from benchmarks.models import Subject, text_subject
 from benchmarks.reading import DECODING, PREFILLING, Turn, note_agreement, read_turns
 from benchmarks.show import Picture
-from benchmarks.suite import PEERS_FOLDER, SEED, Suite, number, some_of, switch
+from benchmarks.suite import PEERS_FOLDER, SEED, Suite, number, some_of, switch, value
 from benchmarks.systems import (
     AUTO,
     Answer,
     Child,
-    OnToken,
     PeerError,
     PenstockSystem,
     TransformersSystem,
@@ -32,7 +31,6 @@ from benchmarks.systems import (
 )
 from penstock.engine.llm import LLM
 from penstock.measure.prompts import shuffled_rounds
-from penstock.measure.transformers_model import load_transformers
 from penstock.models.opened import open_weights
 from penstock.pictures import Panel
 from penstock.plan import format_bytes
@@ -88,7 +86,8 @@ class PenstockEngine:
     ) -> dict[str, str]:
         llm = LLM(model, dtype=dtype, chunk=chunk, threads=threads, weights=weights, device="cpu")
         is_auto = chunk == AUTO
-        self._system = PenstockSystem.auto(llm) if is_auto else PenstockSystem(llm.model, llm.canon, chunk)
+        system = PenstockSystem.auto(llm) if is_auto else PenstockSystem(llm.model, llm.canon, chunk)
+        self.generate = system.generate
         shapes, plain = llm.model.probe_shapes, str(llm.model.dtype).removeprefix("torch.")
         products = (*shapes.products, *shapes.expert_products, shapes.head)
         forms = ", ".join(sorted({product.form or plain for product in products if product}))
@@ -97,9 +96,6 @@ class PenstockEngine:
             "about": f"penstock {penstock.__version__}, torch {torch.__version__}, weights in memory: {forms}, "
             f"{format_bytes(llm.model.num_weight_bytes)}{why}"
         }
-
-    def generate(self, prompt: list[int], num_tokens: int, on_token: OnToken) -> None:
-        self._system.generate(prompt, num_tokens, on_token)
 
 
 class TransformersEngine:
@@ -111,13 +107,12 @@ class TransformersEngine:
 
     def load(self, model: str, dtype: str, threads: int, **_: Any) -> dict[str, str]:
         torch.set_num_threads(threads)
-        self._system = TransformersSystem(self._open(model, dtype), 0)
+        self.generate = TransformersSystem(self._open(model, dtype), 0).generate
         return {"about": f"transformers {version('transformers')}, torch {torch.__version__}"}
 
-    def generate(self, prompt: list[int], num_tokens: int, on_token: OnToken) -> None:
-        self._system.generate(prompt, num_tokens, on_token)
-
     def _open(self, model: str, dtype: str) -> Any:
+        from penstock.measure.transformers_model import load_transformers  # takes seconds to import
+
         with closing(open_weights(Path(model))) as source:
             return load_transformers(source, getattr(torch, dtype))
 
@@ -287,14 +282,8 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     subject.require_room(most_tokens, 0, "shorter --lengths or fewer --decode-tokens")
     pythons = find_pythons(options.peers_folder)
     absent = left_out(options.peers, list(pythons), subject.path)
-    results.settings |= {
-        "model": subject.description,
-        "dtype": options.dtype,
-        "lengths": lengths,
-        "decode_tokens": options.decode_tokens,
-        "left_out": absent,
-        "method": METHOD,
-    }
+    names = ("dtype", "lengths", "decode_tokens")
+    bench.describe(subject.description, options, *names, left_out=absent, method=METHOD)
     common = common_settings(subject, options, most_tokens)
     prompt = subject.prompt(max(lengths))
     # Where processes that were given up still write, it is not an error that the folder cannot be emptied.
@@ -434,14 +423,14 @@ PEERS = Suite(
         "--quick": switch(
             "512,2048 tokens, 16 decoded, 3 rounds, where nothing else is given; some bars are not measured then"
         ),
-        "--peers": {
-            "type": some_of(PEER_ENGINES),
-            "default": PEER_ENGINES,
-            "metavar": "NAME,NAME",
-            "help": f"none, or some of {','.join(PEER_ENGINES)} (all)",
-        },
+        "--peers": value(
+            some_of(PEER_ENGINES),
+            PEER_ENGINES,
+            "NAME,NAME",
+            f"none, or some of {','.join(PEER_ENGINES)} (all)",
+        ),
         "--peers-folder": PEERS_FOLDER,
-        "--weights": {"metavar": "FORM", "help": "the form in which Penstock has weights (its own choice)"},
+        "--weights": value(str, None, "FORM", "the form in which Penstock has weights (its own choice)"),
         "--seed": SEED,
     },
 )

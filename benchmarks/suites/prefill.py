@@ -130,15 +130,9 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
     subject = random_subject(HYBRID_CONFIG) if kind is DELTA_NETS else text_subject(options.model)
     longest = max(*lengths, *memory_lengths)
     subject.require_room(longest, options.decode_tokens + 1, "shorter --lengths or fewer --decode-tokens")
-    bench.results.settings |= {
-        "model": subject.description,
-        "dtype": options.dtype,
-        "chunk": options.chunk,
-        "lengths": lengths,
-        "memory_lengths": memory_lengths if with_memory else (),
-        "decode_tokens": options.decode_tokens,
-        **({"method": f"memory: {METHOD}"} if with_memory else {}),
-    }
+    more = {"lengths": lengths, "memory_lengths": memory_lengths if with_memory else ()}
+    more |= {"method": f"memory: {METHOD}"} if with_memory else {}
+    bench.describe(subject.description, options, "dtype", "chunk", "decode_tokens", **more)
     if not options.only_memory:
         time_turns(kind, options, bench, subject)
     if with_memory:

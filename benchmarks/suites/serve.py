@@ -284,14 +284,12 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     ):
         subject.require_room(prompt, generated, f"a smaller {option}")
     llm = LLM(options.model, dtype=options.dtype, chunk=work.chunk)
-    bench.results.settings |= {
-        "model": subject.description,
-        "dtype": options.dtype,
-        "workload": asdict(work),
-        "method": f"{work.streams} streams decode, a prompt of {work.long_prompt:,} tokens arrives; then "
+    method = (
+        f"{work.streams} streams decode, a prompt of {work.long_prompt:,} tokens arrives; then "
         f"{work.requests} requests of {work.request_prompt} tokens and {work.request_tokens} generated after them, "
-        f"mixed, chunk {work.chunk}. Another variant begins each round.",
-    }
+        f"mixed, chunk {work.chunk}. Another variant begins each round."
+    )
+    bench.describe(subject.description, options, "dtype", workload=asdict(work), method=method)
     prompts = pieces(subject, work.lengths)
     streams, requests = prompts[: 1 + work.streams], prompts[1 + work.streams :]
     _run_stalls(llm, work, streams, options, bench)

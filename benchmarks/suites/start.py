@@ -17,7 +17,7 @@ from penstock.models.hub import resolve_model
 PROGRESS, RESIDENT = "first line of progress", "resident beyond torch, over the file"
 MOST_SECONDS = 5.0
 MOST_RESIDENT = 1.5
-_REPEATS = 5
+_REPEATS, _WARM_UPS = 5, 1
 _PROMPT = "The sluice was opened a hand's breadth, and the water came through it without haste. " * 40
 
 
@@ -41,11 +41,11 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     path = resolve_model(options.model)
     files = [file for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
     file_bytes = sum(file.stat().st_size for file in files)
-    bench.results.settings |= {"model": path.name, "file_bytes": file_bytes}
+    bench.describe(path.name, options, file_bytes=file_bytes)
     with tempfile.TemporaryDirectory() as folder:
         prompt = Path(folder) / "prompt.txt"
         prompt.write_text(_PROMPT)
-        for index in range((options.repeats or _REPEATS) + 1):
+        for index in range(1 - _WARM_UPS, (options.repeats or _REPEATS) + 1):
             seconds = _seconds_to_progress(path, prompt)
             with Child("benchmarks.suites.start:LoadEngine", "the process that loads the model") as child:
                 grown = child.ask("measure", model=str(path))["grown_bytes"]

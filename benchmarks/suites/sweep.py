@@ -17,7 +17,7 @@ from benchmarks.reading import (
     read_turns,
 )
 from benchmarks.show import Picture
-from benchmarks.suite import PEERS_FOLDER, SEED, Suite, count, number, switch
+from benchmarks.suite import PEERS_FOLDER, SEED, Suite, count, number, switch, value
 from benchmarks.suites.peers import Candidate, Workers, common_settings, find_pythons
 from benchmarks.systems import AUTO, Answer, Spec, ask, load_systems
 from penstock.engine.llm import LLM
@@ -70,15 +70,9 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     )
     if "llama.cpp" in options.baseline:
         _require_llama(subject, options.peers_folder)
-    bench.results.settings |= {
-        "model": subject.description,
-        "dtype": options.dtype,
-        "chunks": options.chunks,
-        "lengths": options.lengths,
-        "decode_tokens": options.decode_tokens,
-        "method": "all take turns, in another order each round"
-        + (f"; memory: {METHOD}" if options.memory else ""),
-    }
+    method = "all take turns, in another order each round" + f"; memory: {METHOD}" * options.memory
+    names = ("dtype", "chunks", "lengths", "decode_tokens")
+    bench.describe(subject.description, options, *names, method=method)
     time_turns(subject, specs, options, repeats, bench)
     bench.results.arrange([spec.label for spec in specs])
     if options.memory and can_measure_growth():
@@ -163,28 +157,27 @@ SWEEP = Suite(
     picture=_picture,
     repeats="rounds (5; at least 3)",
     options={
-        "--chunks": {
-            "type": _chunks,
-            "default": (0, 128, 256, 512, 1024),
-            "metavar": "N,N",
-            "help": "chunk sizes; 0: the whole prompt, auto: Penstock's own choice (0,128,256,512,1024)",
-        },
+        "--chunks": value(
+            _chunks,
+            (0, 128, 256, 512, 1024),
+            "N,N",
+            "chunk sizes; 0: the whole prompt, auto: Penstock's own choice (0,128,256,512,1024)",
+        ),
         "--lengths": number((512, 2048, 8000), "prompt tokens"),
         "--decode-tokens": number(16, "generated in all, for the total time"),
         "--baseline": {
-            "action": "append",
+            **value(str, [], "NAME", f"another system, of {', '.join(BASELINES)}; may be given twice"),
             "choices": BASELINES,
-            "default": [],
-            "help": "another system; may be given twice",
+            "action": "append",
         },
         "--peers-folder": PEERS_FOLDER,
         "--memory": switch("peak memory too, each in a fresh process"),
-        "--max-spread": {
-            "type": _share,
-            "default": NOISY_SHARE,
-            "metavar": "X",
-            "help": "quartiles further apart than this share of the median are noise (%(default)s)",
-        },
+        "--max-spread": value(
+            _share,
+            NOISY_SHARE,
+            "X",
+            "quartiles further apart than this share of the median are noise (%(default)s)",
+        ),
         "--seed": SEED,
     },
 )

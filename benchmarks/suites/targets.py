@@ -191,15 +191,12 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
             f"{llm.chunk.grid}: give such sizes"
         )
     start = "a profile of this machine" if load_profile(llm) is not None else "nothing"
-    bench.results.settings |= {
-        "model": subject.description,
-        "dtype": options.dtype,
-        "targets_ms": options.targets,
-        "prompt_tokens": options.prompt,
-        "streams": options.streams,
-        "method": f"automatic chunks start from {start} in the first round, and learn from round to round; what is "
-        f"not near the best takes part in the first round alone; a gap keeps its target up to {SLACK:g} times it",
-    }
+    method = (
+        f"automatic chunks start from {start} in the first round, and learn from round to round; what is "
+        f"not near the best takes part in the first round alone; a gap keeps its target up to {SLACK:g} times it"
+    )
+    more = {"targets_ms": options.targets, "prompt_tokens": options.prompt, "method": method}
+    bench.describe(subject.description, options, "dtype", "streams", **more)
     prompts = pieces(subject, [options.prompt, *[options.stream_prompt] * options.streams])
     _run_arrivals(llm, options, prompts, stream_tokens, bench)
     if lone_lengths:

@@ -204,14 +204,14 @@ def test_a_whole_run_with_an_engine_of_another_environment(
     python = tmp_path / "peers" / "llama.cpp" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.symlink_to(sys.executable)
-    monkeypatch.setattr(peers, "left_out", lambda *_: {VLLM: "not asked for"})
+    monkeypatch.setattr(peers, "left_out", lambda *_: dict.fromkeys((VLLM, CHOSEN), "not asked for"))
     monkeypatch.setattr(
         Workers, "_model", lambda self, engine, form: _model_of(self, tmp_path, engine, form, tiny)
     )
     arguments = ["peers", "--model", str(tiny), *QUICK.split(), "--peers-folder", str(tmp_path / "peers")]
     status, results = run(arguments, tmp_path / "peers.json")
     assert status == 1  # bars that were not measured
-    assert {figure.system for figure in results.of(PREFILLING)} == set(SYSTEMS) - {VLLM}
+    assert {figure.system for figure in results.of(PREFILLING)} == set(SYSTEMS) - {VLLM, CHOSEN}
     assert {figure.system for figure in results.of(DECODING)} == set(SYSTEMS) - {VLLM, CHOSEN}
     assert any(figure.system == f"prefill: {FIXED} over {LLAMA_FILE}" for figure in results.of(RATIOS))
     assert "llama.cpp: llama" in results.notes

@@ -32,7 +32,10 @@ def test_a_decode_step_in_parts(tiny: Path, tmp_path: Path) -> None:
     assert (first.limit, first.is_lower_limit) == (decode.LEAST_SHARE, True)
 
 
-def test_start_is_measured_in_fresh_processes(tiny: Path, tmp_path: Path) -> None:
+def test_start_is_measured_in_fresh_processes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "_WARM_UPS", 0)
     status, results = run(["start", "--model", str(tiny), "--repeats", "1"], tmp_path / "start.json")
     assert status == 0
     assert {figure.name: len(figure.values) for figure in results.figures} == {

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.cache import BLOCK_TOKENS
 from penstock.engine.llm import LLM
 from penstock.engine.profile import PrefillSample, StepSample, load_profile
 from penstock.measure.growth import can_measure_growth
@@ -76,6 +77,17 @@ def test_more_time_is_never_used_for_fewer_rounds_of_the_same_steps(
         assert long.rounds >= short.rounds
 
 
+def check_integrity(timer: StepTimer) -> None:
+    """Blocks and slots are held for what was read, and for nothing else."""
+    sequences, blocks, slots = (timer.long, *timer.short), timer.space.blocks, timer.space.slots
+    blocks.check_integrity()
+    needed = sum(-(-cache.num_tokens // BLOCK_TOKENS) for cache in sequences)
+    assert needed == blocks.num_blocks - blocks.num_free
+    if slots is not None:
+        slots.check_integrity()
+        assert sum(cache.num_tokens > 0 for cache in sequences) == slots.num_slots - slots.num_free
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
 def test_a_timed_step_holds_nothing_afterwards(family: str) -> None:
     """Steps at any past, in any order, with decodes beside them."""
@@ -85,7 +97,7 @@ def test_a_timed_step_holds_nothing_afterwards(family: str) -> None:
     bench = StepTimer(model, canon, prompt, specs)
     for spec in (*specs, *reversed(specs)):
         assert bench.seconds(spec) > 0
-        bench.check_integrity()
+        check_integrity(bench)
 
 
 def test_what_follows_from_known_times_is_known() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks.harness import Bar, Bench, Results, SectionRun, Series, bar_of
 from benchmarks.show import Picture
-from benchmarks.suite import Suite, number, some_of, switch
+from benchmarks.suite import Suite, number, some_of, switch, value
 from benchmarks.suites.gpu import prompts, steps
 from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.plan import (
@@ -232,12 +232,9 @@ GPU = Suite(
     repeats="passes of every prompt (5)",
     takes=(),
     options={
-        "--cases": {
-            "type": some_of(SECTIONS),
-            "default": SECTIONS[:-1],
-            "metavar": "C,C",
-            "help": f"of {', '.join(SECTIONS)} (all but sweep)",
-        },
+        "--cases": value(
+            some_of(SECTIONS), SECTIONS[:-1], "C,C", f"of {', '.join(SECTIONS)} (all but sweep)"
+        ),
         "--sweep": switch("more chunk sizes, too, for the picture"),
         "--no-peer": switch("without transformers"),
         "--peer-limit": number(

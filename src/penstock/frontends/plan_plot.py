@@ -1,11 +1,11 @@
 """A plan as a picture: what each chunk size holds at its peak, by part."""
 
-from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import SettingError
+from penstock.pictures import finish, new_figure, plain
 from penstock.plan import format_bytes
 from penstock.plan.prompt_plan import Plan
 
@@ -39,7 +39,7 @@ def require_plotting(path: Path) -> None:
 def draw(made: Plan, path: Path) -> None:
     """Everything on the left, the activations alone on the right; one bar for each chunk size."""
     require_plotting(path)
-    figure = import_module("matplotlib.figure").Figure(figsize=(12.5, 5.8), layout="constrained")
+    figure = new_figure(12.5, 5.8)
     left, right = figure.subplots(1, 2)
     parts = [
         (label, colour, [row.activations.parts[name] for row in made.rows])
@@ -59,20 +59,12 @@ def draw(made: Plan, path: Path) -> None:
     _stack(right, made, "activations at a step's high-water mark", parts, unit)
     _lines(right, made, most, room if room is not None and 0 < room < 3 * most else None, unit)
     decodes = f", {made.num_decodes} answers beside it" if made.num_decodes else ""
-    figure.suptitle(
+    title = (
         f"{_short(made.model)}: memory of a {made.prompt_tokens:,}-token prompt by chunk size"
-        f"\n{made.dtype}, {made.kernels} kernels{decodes}; by arithmetic from the model's shape",
-        fontsize=12,
-    )
-    handles: dict[str, Any] = {}
-    for axis in (left, right):
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            handles.setdefault(label, handle)
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=9
+        f"\n{made.dtype}, {made.kernels} kernels{decodes}; by arithmetic from the model's shape"
     )
     try:
-        figure.savefig(path, dpi=130)
+        finish(figure, (left, right), title, path)
     except OSError as error:
         raise SettingError("plot", str(path), because=error.strerror or str(error)) from error
 
@@ -107,9 +99,7 @@ def _stack(
     axis.set_xlabel("chunk (tokens)")
     axis.set_ylabel(unit[1])
     axis.margins(y=0.12)
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(axis="y", alpha=0.3)
-    axis.set_axisbelow(True)
+    plain(axis)
 
 
 def _lines(axis: Any, made: Plan, one_pass: int, room: int | None, unit: tuple[int, str]) -> None:

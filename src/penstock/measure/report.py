@@ -251,8 +251,8 @@ def _differences(results: VerifyResults) -> str:
 
 
 def _own_differences(comparison: Comparison, results: VerifyResults) -> Iterator[str]:
-    for what, series in (("logits", comparison.logits), ("keys and values", comparison.cache)):
-        if series is not None and (first := series.first_different()) is not None:
+    for what, series in comparison.series.items():
+        if (first := series.first_different()) is not None:
             layer = "" if series.first_layer is None else f"; there from layer {series.first_layer} on"
             yield (
                 f"{what} differ at {series.is_same.count(False)} of {len(series.positions)} tokens, first at "

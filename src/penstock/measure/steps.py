@@ -62,36 +62,25 @@ class StepTimer:
         short_past = max((spec.decode_past for spec in short), default=0)
         longest = max(spec.long_past + max(spec.num_tokens, 1) for spec in specs)
         num_blocks = -(-longest // BLOCK_TOKENS) + num_short * -(-(short_past + 1) // BLOCK_TOKENS)
-        self._space = CacheSpace.for_tokens(model, num_blocks * BLOCK_TOKENS, num_slots=2 * (1 + num_short))
-        self._long = self._space.new_sequence()
-        self._short = [self._space.new_sequence() for _ in range(num_short)]
-        self._read(self._long, max(spec.long_past for spec in specs))
-        for cache in self._short:
+        self.space = CacheSpace.for_tokens(model, num_blocks * BLOCK_TOKENS, num_slots=2 * (1 + num_short))
+        self.long = self.space.new_sequence()
+        self.short = [self.space.new_sequence() for _ in range(num_short)]
+        self._read(self.long, max(spec.long_past for spec in specs))
+        for cache in self.short:
             self._read(cache, short_past)
 
     def seconds(self, spec: StepSpec) -> float:
         """The time of one step, built, run and sampled from, as in the engine. It is not committed: the sequences
         stand where they stood."""
         started = time.perf_counter()
-        decoding = [self._long] if spec.is_single_decode else self._short[: spec.num_decodes]
-        inputs = [self._input(self._long, spec.past, spec.num_tokens)] if spec.num_tokens else []
+        decoding = [self.long] if spec.is_single_decode else self.short[: spec.num_decodes]
+        inputs = [self._input(self.long, spec.past, spec.num_tokens)] if spec.num_tokens else []
         inputs += [self._input(cache, spec.decode_past, 1, is_prompt=False) for cache in decoding]
         self._forward(inputs)
         seconds = time.perf_counter() - started
-        for cache in (self._long, *decoding) if spec.num_tokens else decoding:
+        for cache in (self.long, *decoding) if spec.num_tokens else decoding:
             cache.abort()
         return seconds
-
-    def check_integrity(self) -> None:
-        """Raise AssertionError unless blocks and slots are held for what was read, and for nothing else."""
-        sequences, blocks, slots = (self._long, *self._short), self._space.blocks, self._space.slots
-        blocks.check_integrity()
-        needed = sum(-(-cache.num_tokens // BLOCK_TOKENS) for cache in sequences)
-        assert needed == blocks.num_blocks - blocks.num_free, f"{needed} blocks are needed, others are held"
-        if slots is not None:
-            slots.check_integrity()
-            states = sum(cache.num_tokens > 0 for cache in sequences)
-            assert states == slots.num_slots - slots.num_free, f"{states} states are needed, others are held"
 
     def _read(self, cache: SequenceCache, num_tokens: int) -> None:
         while (start := cache.num_tokens) < num_tokens:
@@ -101,7 +90,7 @@ class StepTimer:
 
     def _forward(self, inputs: Sequence[SpanInput]) -> None:
         batch = build_batch(inputs, canon=self._canon)
-        logits = self._model.forward(batch, self._space.tensors)
+        logits = self._model.forward(batch, self.space.tensors)
         if logits is not None:
             sample_rows(logits, [PlainRow(self._sampler)] * len(logits))
         device_kind(self._model.device).synchronize()
