@@ -128,6 +128,23 @@ def test_in_bfloat16_prompts_keep_their_bits(name: str) -> None:
         check_is_alone(model, wish, job, strict=True)
 
 
+@pytest.mark.parametrize(
+    ("num_heads", "head_dim", "num_kv_heads"), [(5, 18, 5), (5, 18, 1), (3, 130, 3), (7, 10, 1)]
+)
+def test_rows_that_are_no_whole_vectors_keep_their_bits(
+    num_heads: int, head_dim: int, num_kv_heads: int
+) -> None:
+    """The library sums a row that begins inside a vector in another order."""
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+    model = load_model(make_oracle("llama", **heads, hidden_size=num_heads * head_dim).folder)
+    assert canon_of(model)
+    lengths = (70, 300, 33, 520)
+    wishes = [Wish(tuple(random_prompt(n, seed=n)), 8, arrives=2 * i) for i, n in enumerate(lengths)]
+    jobs = serve(model, wishes, ScheduleConfig(chunk_size=320), strict=True)
+    for wish, job in zip(wishes, jobs, strict=True):
+        check_is_alone(model, wish, job, strict=True)
+
+
 class RowSensitive(TorchKernels):
     """Products of fewer than 16 rows are summed in another order, as vendors' libraries do."""
 

@@ -16,6 +16,8 @@ DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE = 512, 2048
 
 # Elements of a whole number of vectors, whatever the dtype: no vector unit works on more at once.
 LANES = 64
+# Of the longest vector. A library may sum in another order what begins inside of one.
+VECTOR_BYTES = 64
 # Positions of a rotary table that are made at a time.
 ROTARY_PAGE = 1024
 # A decode's past of no more tokens than this is copied together where it lies in several places: that takes less time

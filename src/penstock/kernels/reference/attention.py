@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache.tensors import KV
-from penstock.plan.grids import QUERY_GRID, SQUARE
+from penstock.plan.grids import QUERY_GRID, SQUARE, VECTOR_BYTES
 
 # A query keeps its bits as long as it keeps its place modulo QUERY_GRID rows of the attention kernel's input. The
 # causal part of a tile is cut into squares: what lies left of one needs no mask, and the kernel computes a masked
@@ -69,6 +69,8 @@ def attend_tile(queries: Tensor, offset: int, past: KV | None, own: KV, scale: f
 def attend_one(query: Tensor, past: Sequence[KV], scale: float) -> Tensor:
     """Attention of one query [heads, head_dim] to everything in `past`, in any number of pieces."""
     num_heads, head_dim = query.shape
+    if query.data_ptr() % VECTOR_BYTES:  # else its sums would depend on its row among others
+        query = query.clone()
     num_kv_heads = past[0].keys.shape[1]
     group = num_heads // num_kv_heads
     # A group's queries are the rows: [1, KV, G, D].
@@ -167,8 +169,10 @@ def _attend_square(queries: Tensor, offset: int, kv: KV, square_size: int, scale
 
 
 def _padded(queries: Tensor, offset: int, num_rows: int) -> Tensor:
-    """[num_rows, H, D] with the queries at `offset` and zeros around them."""
-    if queries.shape[0] == num_rows:
+    """[num_rows, H, D] with the queries at `offset` and zeros around them. Where rows are no whole vectors, always a
+    copy: its rows lie where those of any other do."""
+    is_whole = (queries.data_ptr() | queries.stride(0) * queries.itemsize) % VECTOR_BYTES == 0
+    if queries.shape[0] == num_rows and is_whole:
         return queries
     padded = queries.new_zeros(num_rows, *queries.shape[1:])
     padded[offset : offset + queries.shape[0]] = queries
