@@ -13,12 +13,13 @@ from penstock.plan import (
     CacheLimits,
     ScheduleConfig,
     SchedulePolicy,
+    Span,
     SpanKind,
     StepOrderError,
     StepPlan,
 )
 from penstock.plan.admission import REPLAY_TOKENS
-from penstock.plan.batch_scheduler import Want, share_chunks
+from penstock.plan.batch_scheduler import share_chunks
 
 AMPLE = CacheLimits(num_blocks=10_000, block_tokens=64, keeps_prefix=True)
 
@@ -134,7 +135,7 @@ def test_a_prompt_that_another_step_lost_is_served_as_if_nothing_was() -> None:
 
 
 wants = st.builds(
-    lambda start, length: Want(start, start + length), st.integers(0, 5000), st.integers(1, 3000)
+    lambda start, length: Span(start, start + length), st.integers(0, 5000), st.integers(1, 3000)
 )
 
 
@@ -144,7 +145,7 @@ wants = st.builds(
     st.sampled_from([64, 128, 512]),
     st.sampled_from([1, 64]),
 )
-def test_shares(wanted: list[Want], budget: int, min_share: int, grid: int) -> None:
+def test_shares(wanted: list[Span], budget: int, min_share: int, grid: int) -> None:
     budget = max(budget // grid * grid, grid)
     ends = share_chunks(wanted, budget, min_share=min_share, grid=grid)
     lengths = [end - want.start for want, end in zip(wanted, ends, strict=True)]

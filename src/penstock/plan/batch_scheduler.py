@@ -357,7 +357,7 @@ class BatchScheduler:
             by_turn = by_turn[:1]
         budget = self._budget.settle(by_turn, decodes, held)
         ends = share_chunks(
-            [Want(request.next_start, request.furthest_end) for request in by_turn],
+            [Span(request.next_start, request.furthest_end) for request in by_turn],
             budget.num_tokens,
             min_share=budget.min_share,
             grid=self.config.grid,
@@ -515,20 +515,9 @@ class BatchScheduler:
         raise StepOrderError("a step cannot be committed before those that were issued before it")
 
 
-@dataclass(frozen=True, slots=True)
-class Want:
-    """A request could run [start, end) now, or less of it."""
-
-    start: int
-    end: int
-
-    def __len__(self) -> int:
-        return self.end - self.start
-
-
-def share_chunks(wants: Sequence[Want], budget: int | None, *, min_share: int, grid: int) -> list[int]:
-    """Where the span of each of `wants` ends in this step; it is empty where it ends at its start. The first comes
-    first: it is the one that was served longest ago. `budget` is None for one want, whole.
+def share_chunks(wants: Sequence[Span], budget: int | None, *, min_share: int, grid: int) -> list[int]:
+    """Where each of `wants`, spans that requests could run now, ends in this step; it is empty where it ends at its
+    start. The first comes first: it is the one that was served longest ago. `budget` is None for one want, whole.
 
     As many as have room for `min_share` tokens share the budget equally, and what one does not need goes to the
     others; what is left then goes to the rest in their order. Spans end on the grid, or where the want ends. Those
@@ -574,7 +563,7 @@ def _fill(needs: Sequence[int], budget: int, unit: int) -> list[int]:
     return lengths
 
 
-def _reach(want: Want, start: int, num_tokens: int, grid: int) -> int:
+def _reach(want: Span, start: int, num_tokens: int, grid: int) -> int:
     """How far so many tokens reach from `start`: to the want's end, or back to the grid if that is a way forward."""
     end = start + num_tokens
     if end >= want.end:
