@@ -45,18 +45,14 @@ _WARM_UP_TOKENS = 128
 
 @dataclass(frozen=True)
 class Sizing:
-    """How chunks get their size: fixed, or automatic with a target; one of the two is given."""
+    """How chunks get their size: fixed, of so many tokens; or automatic, with a target of so many milliseconds."""
 
-    fixed: int | None = None  # tokens
-    target_ms: int | None = None
-
-    def __post_init__(self) -> None:
-        if (self.fixed is None) == (self.target_ms is None):
-            raise ValueError("a sizing has either a fixed chunk or a target")
+    number: int
+    is_auto: bool = False
 
     @property
     def label(self) -> str:
-        return f"chunk {self.fixed:,}" if self.target_ms is None else f"auto, {self.target_ms:,} ms"
+        return f"auto, {self.number:,} ms" if self.is_auto else f"chunk {self.number:,}"
 
 
 @dataclass(frozen=True)
@@ -91,12 +87,13 @@ class Arrivals:
 
     @property
     def fixed(self) -> list[Sizing]:
-        sizes = {run.sizing.fixed for run in self.runs if run.sizing.fixed is not None}
-        return [Sizing(fixed=size) for size in sorted(sizes)]
+        """Ascending."""
+        sizings = {run.sizing for run in self.runs if not run.sizing.is_auto}
+        return sorted(sizings, key=lambda sizing: sizing.number)
 
     @property
     def targets(self) -> list[int]:
-        return sorted({run.sizing.target_ms for run in self.runs if run.sizing.target_ms is not None})
+        return sorted({run.sizing.number for run in self.runs if run.sizing.is_auto})
 
     def best_fixed(self, target_ms: int) -> Sizing | None:
         """The fixed chunk with the soonest first token of those that keep the target."""
@@ -106,13 +103,12 @@ class Arrivals:
     def is_reachable(self, target_ms: int) -> bool:
         """Unless it is known that no chunk keeps the target: decoding alone does not, or none that is as small as an
         automatic one may be."""
-        auto = Sizing(target_ms=target_ms)
+        auto = Sizing(target_ms, is_auto=True)
         if self.best_fixed(target_ms) is not None or self.share(auto, target_ms) >= ENOUGH:
             return True
-        smallest = min((each.fixed or 0 for each in self.fixed), default=None)
         decode_gap_s = median(run.decode_gap_s for run in self.runs)
-        decodes_too_slowly = decode_gap_s > SLACK * target_ms / 1000
-        return not (decodes_too_slowly or (smallest is not None and smallest <= SMALLEST_CHUNK))
+        is_smallest = any(each.number <= SMALLEST_CHUNK for each in self.fixed)
+        return not (is_smallest or decode_gap_s > SLACK * target_ms / 1000)
 
     def contenders(self) -> list[Sizing]:
         """Those worth another round: for each target within reach its automatic size, the best fixed one, and the
@@ -120,17 +116,17 @@ class Arrivals:
         found: list[Sizing] = []
         for target in filter(self.is_reachable, self.targets):
             best = self.best_fixed(target)
-            larger = [each for each in self.fixed if (each.fixed or 0) > ((best and best.fixed) or 0)][:1]
-            found += [Sizing(target_ms=target), *([best] if best else [])]
-            found += [each for each in larger if self.share(each, target) >= _NEARLY]
+            place = self.fixed.index(best) + 1 if best else 0
+            found += [Sizing(target, is_auto=True), *([best] if best else [])]
+            found += [each for each in self.fixed[place : place + 1] if self.share(each, target) >= _NEARLY]
         return list(dict.fromkeys(found))
 
 
 def sizings_of(fixed: Sequence[int], targets_ms: Sequence[int]) -> list[Sizing]:
     """All of them, the automatic ones spread out among the fixed ones."""
-    places = [(index / max(len(fixed), 1), Sizing(fixed=size)) for index, size in enumerate(fixed)]
-    places += [((i + 0.5) / len(targets_ms), Sizing(target_ms=each)) for i, each in enumerate(targets_ms)]
-    return [each for _, each in sorted(places, key=lambda item: item[0])]
+    places = {Sizing(size): index / len(fixed) for index, size in enumerate(fixed)}
+    places |= {Sizing(ms, is_auto=True): (i + 0.5) / len(targets_ms) for i, ms in enumerate(targets_ms)}
+    return sorted(places, key=places.__getitem__)
 
 
 def with_target(llm: LLM, target_ms: int | None) -> LLM:
@@ -213,17 +209,17 @@ def _run_arrivals(
     """First all, then the contenders; every round begins with another one."""
     arrivals, sizings = Arrivals(), sizings_of(options.fixed, options.targets)
     # Fixed chunks need no step times, but their service records them: not into what an automatic size knows.
-    subjects = {sizing: with_target(llm, sizing.target_ms) for sizing in sizings}
+    subjects = {each: with_target(llm, each.number if each.is_auto else None) for each in sizings}
     places = cache_places([*[options.stream_prompt + stream_tokens] * options.streams, options.prompt + 1])
     num_rounds = options.repeats or _REPEATS
     for index in range(num_rounds):
         for sizing in from_turn(arrivals.contenders() if index else sizings, index):
             own = subjects[sizing]
             schedule = ScheduleConfig(
-                chunk_size=own.most_chunk if sizing.fixed is None else sizing.fixed,
+                chunk_size=own.most_chunk if sizing.is_auto else sizing.number,
                 max_running=options.streams + 1,
                 grid=own.chunk.grid,
-                auto_chunk=sizing.fixed is None,
+                auto_chunk=sizing.is_auto,
             )
             config = ServiceConfig(schedule, cache_tokens=places, reuse=False)
             with warm_service(own, config, prompts[0]) as service:
@@ -236,7 +232,7 @@ def _run_arrivals(
 
 def sum_up(arrivals: Arrivals, results: Results) -> None:
     """Figures of every sizing, and what came of every target."""
-    for sizing in [*arrivals.fixed, *(Sizing(target_ms=target) for target in arrivals.targets)]:
+    for sizing in [*arrivals.fixed, *(Sizing(target, is_auto=True) for target in arrivals.targets)]:
         for run in arrivals.of(sizing):
             gaps_ms = [1e3 * (end - start) for start, end in run.gaps]
             values = {
@@ -248,12 +244,12 @@ def sum_up(arrivals: Arrivals, results: Results) -> None:
             for target in arrivals.targets:
                 values[f"within {SLACK * target:g} ms"] = ("share", share_within(run.gaps, target))
             results.add_row(ARRIVALS, values, sizing.label, run.round_index)
-            if sizing.target_ms is not None:
+            if sizing.is_auto:
                 gaps = [[round(start, 4), round(end, 4)] for start, end in run.gaps]
-                trace = {"target_ms": sizing.target_ms, "first_token_s": run.first_token_s, "gaps_s": gaps}
+                trace = {"target_ms": sizing.number, "first_token_s": run.first_token_s, "gaps_s": gaps}
                 results.traces.setdefault("arrivals", []).append(trace)
     for target in arrivals.targets:
-        auto, best = Sizing(target_ms=target), arrivals.best_fixed(target)
+        auto, best = Sizing(target, is_auto=True), arrivals.best_fixed(target)
         section, name = KEPT if arrivals.is_reachable(target) else OUT_OF_REACH, f"{target:,} ms"
         results.add(section, name, "share", arrivals.share(auto, target), system=SHARE)
         worst = min(share_within(run.gaps, target) for run in arrivals.of(auto))

@@ -19,7 +19,6 @@ from benchmarks.suites.cache import (
     Workload,
     file_system,
 )
-from penstock.errors import SettingError
 from tests.benchmarks.made_up import results_of, run
 
 GOOD = {
@@ -101,8 +100,6 @@ def test_tokens_that_can_come_from_the_cache() -> None:
     assert Workload(192, 64).remembered_tokens(has_state=False) == 191
     assert Workload(192, 64).remembered_tokens(has_state=True) == 128
     assert Workload(200, 64).remembered_tokens(has_state=False) == 192
-    with pytest.raises(SettingError, match="more tokens than a chunk"):
-        Workload(64, 64)
 
 
 def test_the_kind_of_a_file_system(tmp_path: Path) -> None:

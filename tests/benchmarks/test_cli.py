@@ -48,19 +48,42 @@ def test_every_suite_is_there_and_has_help(capsys: pytest.CaptureFixture[str]) -
         assert "--plot-from" in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("suite")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["other"], "one of prefill, hybrid"),
-        (["serve", "--output", "FOLDER"], "give a file in a folder of yours"),
+        ("other", "one of prefill, hybrid"),
+        ("serve --output FOLDER", "give a file in a folder of yours"),
+        ("prefill --model TINY --lengths 9000", "shorter --lengths"),
+        ("prefill --skip-memory --only-memory", "leave nothing to measure"),
+        ("sweep --model TINY --repeats 2", "give 3 or more"),
+        ("sweep --model TINY --baseline llama.cpp --lengths 40", "reads GGUF files alone"),
+        ("sweep --model TINY --lengths 9000", "shorter --lengths"),
+        ("serve --model TINY --stream-tokens 67", "give at least 68"),
+        ("serve --model TINY --request-tokens 1", "give at least 2"),
+        ("cache --model TINY --prompt-tokens 64 --chunk 64", "more tokens than a chunk"),
+        ("targets --model HYBRID --fixed 16,64 --prompt 150 --skip-lone", "--fixed 16 is not accepted"),
     ],
 )
-def test_what_is_refused(
-    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_refusal_is_one_line(
+    arguments: str,
+    message: str,
+    tiny: Path,
+    tiny_hybrid: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert cli.main([str(tmp_path) if each == "FOLDER" else each for each in arguments]) == 2
-    assert message in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    named = {"TINY": tiny, "HYBRID": tiny_hybrid, "FOLDER": tmp_path}
+    assert cli.main([str(named.get(each, each)) for each in arguments.split()]) == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert message in line
+
+
+@pytest.mark.parametrize("arguments", [["hybrid", "--model", "other"], ["gpu", "--cases", "8b,7b"]])
+def test_an_option_that_a_suite_does_not_take_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(arguments)
 
 
 @pytest.mark.usefixtures("suite")

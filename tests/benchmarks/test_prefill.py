@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.cli import main
 from benchmarks.harness import RATIOS, Bench, Results
 from benchmarks.reading import ACTIVATIONS, DECODING, PREFILLING, Turn
 from benchmarks.suites import prefill
@@ -58,23 +57,6 @@ def test_the_memory_of_a_hybrid_is_measured(tmp_path: Path, monkeypatch: pytest.
         "transformers, whole",
     ]
     assert results.settings["memory_lengths"] == [70]
-
-
-def test_what_is_refused(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["prefill", "--model", str(tiny), "--lengths", "9000", "--json", str(tmp_path / "r.json")]) == 2
-    )
-    assert "shorter --lengths" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["hybrid", "--model", "other"])  # it makes its own
-
-
-def test_a_run_that_leaves_nothing_to_measure_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["prefill", "--skip-memory", "--only-memory", "--json", str(tmp_path / "r.json")]
-    assert main(arguments) == 2
-    assert "leave nothing to measure" in capsys.readouterr().err
 
 
 def made_up(length: int = 2048, dtype: str = "bfloat16", **speeds: list[float]) -> Results:

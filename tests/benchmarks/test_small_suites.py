@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cli import main
 from benchmarks.reading import FIRST_TOKEN, PREFILLING, TOTAL
 from benchmarks.suites import decode, start, sweep
 from benchmarks.suites.sweep import specs_of
@@ -67,21 +66,6 @@ def test_configurations_of_a_sweep() -> None:
     assert specs_of((0, 128, AUTO), []) == [Spec("Penstock", each) for each in (0, 128, AUTO)]
     both = specs_of((128, AUTO), ["transformers", "llama.cpp"])
     assert both[2:] == [Spec("transformers", 0), Spec("transformers", 128), Spec("llama.cpp", 128)]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--repeats", "2"], "give 3 or more"),
-        (["--baseline", "llama.cpp", "--lengths", "40"], "reads GGUF files alone"),
-        (["--lengths", "9000"], "shorter --lengths"),
-    ],
-)
-def test_what_a_sweep_refuses(
-    arguments: list[str], message: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["sweep", "--model", str(tiny), *arguments, "--json", str(tmp_path / "r.json")]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_lines_of_a_sweep_go_from_small_chunks_to_whole_prompts() -> None:

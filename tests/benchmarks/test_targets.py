@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.cli import main
 from benchmarks.harness import RATIOS, Bar, Results
 from benchmarks.suites import targets
 from benchmarks.suites.targets import (
@@ -38,7 +37,8 @@ def run_of(
 ) -> Arrival:
     stamps = list(accumulate(gaps, initial=0.0))
     pairs = tuple(pairwise(stamps))
-    return Arrival(Sizing(fixed, target_ms), index, first_token_s, first_token, decode_gap_s, pairs)
+    sizing = Sizing(target_ms or fixed or 0, is_auto=target_ms is not None)
+    return Arrival(sizing, index, first_token_s, first_token, decode_gap_s, pairs)
 
 
 def gaps_with(num_late: int, late_s: float, num_all: int = 100, usual_s: float = 0.1) -> list[float]:
@@ -72,7 +72,7 @@ def test_a_gap_keeps_its_target_up_to_a_quarter_more() -> None:
     assert share_within([(0.0, 0.2499), (1.0, 1.2501)], 200) == 0.5
     auto = run_of(gaps_with(0, 0.0), 20.0, target_ms=200)
     runs = [run_of([0.2499] * 100, 9.0, fixed=256), run_of([0.2501] * 100, 8.0, fixed=512), auto]
-    assert Arrivals(runs).best_fixed(200) == Sizing(fixed=256)
+    assert Arrivals(runs).best_fixed(200) == Sizing(256)
 
 
 def test_gaps_of_all_rounds_count_and_times_are_compared_by_round() -> None:
@@ -143,18 +143,17 @@ def test_only_what_is_near_the_best_runs_again() -> None:
     arrivals = Arrivals([*FIXED, *autos, run_of([0.3] * 9, 40.0, target_ms=50)])
     # No chunk keeps 50 ms. 64 keeps 200 ms, 128 nearly; 128 keeps 300 ms, and 512 is far from it.
     assert arrivals.contenders() == [
-        Sizing(target_ms=200),
-        Sizing(fixed=64),
-        Sizing(fixed=128),
-        Sizing(target_ms=300),
+        Sizing(200, is_auto=True),
+        Sizing(64),
+        Sizing(128),
+        Sizing(300, is_auto=True),
     ]
 
 
 def test_automatic_sizes_run_among_fixed_ones() -> None:
     found = sizings_of((16, 32, 64, 128), (100, 200))
-    assert [each.fixed for each in found] == [16, 32, None, 64, 128, None]
-    with pytest.raises(ValueError, match="either"):
-        Sizing(16, 100)
+    assert [each.number for each in found] == [16, 32, 100, 64, 128, 200]
+    assert [each.is_auto for each in found] == [False, False, True, False, False, True]
 
 
 def test_gaps_are_those_of_the_steps_that_read() -> None:
@@ -185,11 +184,3 @@ def test_a_whole_run(tiny: Path, tmp_path: Path) -> None:
     assert results.traces["arrivals"][0]["target_ms"] == 400
     assert all(fact.holds for fact in results.facts)
     assert any("alone" in bar.name for bar in results.bars)
-
-
-def test_chunks_off_a_models_grid_are_refused(
-    tiny_hybrid: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["targets", "--model", str(tiny_hybrid), "--fixed", "16,64", "--prompt", "150", "--skip-lone"]
-    assert main([*arguments, "--json", str(tmp_path / "r.json")]) == 2
-    assert "--fixed 16 is not accepted" in capsys.readouterr().err
