@@ -16,6 +16,7 @@ from penstock.plan import (
     peak_memory_estimate,
 )
 from penstock.plan.activation import SMALL_BYTES, step_phases
+from penstock.plan.sizing import largest_that
 from penstock.plan.step import StepShape, Workspace
 from penstock.plan.units import parse_bytes
 from tests.plan.strategies import configs, hybrid_shapes, shapes
@@ -435,3 +436,19 @@ def test_a_unit_with_two_meanings_is_refused(text: str, said: str) -> None:
     with pytest.raises(SettingError) as caught:
         parse_bytes(text)
     assert caught.value.accepted == said
+
+
+@given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 50), st.lists(st.integers(-9, 110), max_size=5))
+def test_the_largest_number_that_fits_is_found_whatever_is_guessed(
+    start: int, num_fitting: int, num_more: int, guesses: list[int]
+) -> None:
+    largest, end = start + num_fitting, start + num_fitting + num_more
+    asked: list[int] = []
+
+    def fits(number: int) -> bool:
+        asked.append(number)
+        return number <= largest
+
+    assert largest_that(fits, start, end, guesses) == largest
+    assert all(start < number < end for number in asked)
+    assert len(set(asked)) == len(asked) <= len(guesses) + (end - start).bit_length()
