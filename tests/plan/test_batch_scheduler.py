@@ -44,6 +44,57 @@ def kinds(plan: StepPlan) -> dict[str, SpanKind]:
     return {planned.request_id: planned.kind for planned in plan.spans}
 
 
+# Owners.
+
+
+def running(subject: BatchScheduler) -> list[str]:
+    return [name for name in subject.request_ids if subject.view(name).phase != "waiting"]
+
+
+def test_owners_take_turns() -> None:
+    subject = scheduler(max_running=3, max_waiting=20)
+    for index in range(8):
+        subject.add(f"many{index}", 10, 50, "k")
+    step(subject)
+    assert running(subject) == ["many0", "many1", "many2"]
+    subject.add("few0", 10, 50, "l")
+    subject.add("few1", 10, 50, "l")
+    subject.add("one", 10, 50, "m")
+    for ended, next_one in (("many0", "few0"), ("many1", "one"), ("many2", "many3"), ("many3", "many4")):
+        step(subject, finished=[ended])
+        step(subject)
+        assert next_one in running(subject)
+    assert running(subject) == ["many4", "few0", "one"]
+
+
+def test_an_owner_has_no_more_places_than_it_may() -> None:
+    subject = scheduler(max_running=4, max_running_per_key=2)
+    for index in range(4):
+        subject.add(f"k{index}", 10, 50, "k")
+    subject.add("l0", 10, 50, "l")
+    step(subject)
+    assert running(subject) == ["k0", "k1", "l0"]
+    step(subject, finished=["k0"])
+    step(subject)
+    assert running(subject) == ["k1", "k2", "l0"]
+
+
+def test_no_owner_takes_all_of_the_queue() -> None:
+    subject = scheduler(max_running=2, max_waiting=8)
+    for index in range(6):
+        subject.add(f"k{index}", 10, 50, "k")
+        if index == 1:
+            subject.admit()
+    with pytest.raises(QueueFullError, match="of this key"):
+        subject.add("k6", 10, 50, "k")
+    for index in range(2):
+        subject.add(f"l{index}", 10, 50, "l")
+    with pytest.raises(QueueFullError, match="of this key"):
+        subject.add("l2", 10, 50, "l")
+    subject.add("m0", 10, 50, "m")
+    subject.check_integrity()
+
+
 # One request.
 
 
@@ -551,17 +602,20 @@ class AnyOrder(RuleBasedStateMachine):
         grid=st.sampled_from([1, 16, 64]),
         max_running=st.integers(1, 5),
         max_overtakes=st.integers(0, 2),
+        max_running_per_key=st.sampled_from([None, 1, 2]),
     )
     def begin(self, chunk_units: int, grid: int, **given: Any) -> None:
         limits = CacheLimits(given.pop("num_blocks"), given.pop("block_tokens"), given.pop("keeps_prefix"))
         self.subject = scheduler(limits, chunk_size=64 * chunk_units, grid=grid, max_waiting=5, **given)
 
-    @rule(num_prompt=st.integers(1, 200), max_tokens=st.integers(1, 60))
-    def add(self, num_prompt: int, max_tokens: int) -> None:
+    @rule(
+        num_prompt=st.integers(1, 200), max_tokens=st.integers(1, 60), owner=st.sampled_from(["", "k", "l"])
+    )
+    def add(self, num_prompt: int, max_tokens: int, owner: str) -> None:
         before = self.subject.request_ids
         name = f"r{self.num_added}"
         try:
-            self.subject.add(name, num_prompt, max_tokens)
+            self.subject.add(name, num_prompt, max_tokens, owner)
         except (QueueFullError, CacheFullError):
             assert self.subject.request_ids == before
         else:

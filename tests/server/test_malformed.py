@@ -1,5 +1,6 @@
 """Whatever is sent, the server answers, never with its own failure, and goes on."""
 
+import codecs
 import json
 from typing import Any
 
@@ -77,7 +78,9 @@ def test_any_bytes(server: Running, path: str, body: bytes) -> None:
         b'{"model": "tiny", "prompt": "\\ud800"}',
         b'{"model": "\\ud800", "prompt": "x"}',
         b'{"model": "tiny", "prompt": "\xff"}',
-        b'\xef\xbb\xbf{"model": "tiny", "prompt": "x"}',
+        b'\xfe\xff{"model": "tiny", "prompt": "x"}',
+        b'{"model": "tiny", "prompt": "x", "repetition_penalty": 1e-308}',
+        b'{"model": "tiny", "prompt": "x", "repetition_penalty": 1e308}',
     ],
     ids=lambda body: repr(body[:30]),
 )
@@ -85,6 +88,17 @@ def test_known_trouble_is_a_bad_request(server: Running, body: bytes) -> None:
     reply = server.ask("POST", "/v1/completions", body)
     assert reply.status == 400
     assert reply.error["type"] == "invalid_request_error"
+
+
+def test_a_byte_order_mark_does_no_harm(server: Running) -> None:
+    body = codecs.BOM_UTF8 + b'{"model": "tiny", "prompt": "x", "max_tokens": 1}'
+    assert server.ask("POST", "/v1/completions", body).status == 200
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "br", "Deflate", "identity, gzip"])
+def test_compressed_bodies_are_refused(server: Running, encoding: str) -> None:
+    reply = server.ask("POST", "/v1/completions", b"\x1f\x8b", {"Content-Encoding": encoding})
+    assert (reply.status, reply.error["code"]) == (415, "unsupported_encoding")
 
 
 def nested(depth: int) -> dict[str, Any]:

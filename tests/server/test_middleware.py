@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
+from penstock.engine.service import ServiceConfig
 from penstock.engine.streams import EventStream
 from penstock.errors import (
     CacheFullError,
@@ -26,6 +27,7 @@ from penstock.frontends.server.errors import as_api_error, as_failure
 from penstock.frontends.server.middleware import tenant_of
 from penstock.frontends.server.requests import RequestBuilder, salt_of
 from penstock.frontends.server.settings import ServerSettings, is_loopback, resolve_keys
+from penstock.plan.policy import ScheduleConfig
 from tests.server.running import NAME, Running, running, wait_for
 
 SECRET = "in the cellar"
@@ -46,6 +48,17 @@ def test_the_right_key_opens(locked: Running, key: str) -> None:
     assert [model.id for model in locked.client(key).models.list()] == [NAME]
     for scheme in ("Bearer", "bearer"):
         assert locked.ask("GET", "/v1/models", headers={"Authorization": f"{scheme} {key}"}).status == 200
+
+
+def test_a_key_may_come_in_either_header(locked: Running) -> None:
+    for headers in (
+        {"X-Api-Key": KEY},
+        {"X-Api-Key": KEY, "Authorization": "Bearer none"},
+        {"X-Api-Key": "none", "Authorization": f"Bearer {OTHER_KEY}"},
+    ):
+        assert locked.ask("GET", "/v1/models", headers=headers).status == 200, headers
+    for key in ("", KEY[:-1], f"Bearer {KEY}"):
+        assert locked.ask("GET", "/v1/models", headers={"X-Api-Key": key}).status == 401
 
 
 @pytest.mark.parametrize(
@@ -73,6 +86,22 @@ def test_any_other_does_not(locked: Running, header: str | None) -> None:
     assert locked.ask("POST", "/v1/completions", b"{", headers).status == 401
     for path in OPEN_PATHS:
         assert locked.ask("GET", path, headers=headers).status == 200
+
+
+def test_a_key_has_no_more_places_than_it_may(llm: LLM) -> None:
+    schedule = ScheduleConfig(max_running=4, max_running_per_key=1)
+    settings = ServerSettings(NAME, api_keys=(KEY, OTHER_KEY))
+    with running(llm, settings, ServiceConfig(schedule, cache_tokens=20_000)) as server:
+        asked = {"model": NAME, "prompt": "x", "max_tokens": 3000, "stream": True}
+        streams = [server.client(KEY).completions.create(**asked) for _ in range(3)]
+        next(streams[0])
+        status = server.service.status()
+        assert (status.num_running, status.num_waiting) == (1, 2)
+        other = server.client(OTHER_KEY).completions.create(model=NAME, prompt="x", max_tokens=2)
+        assert other.choices
+        assert server.service.status().num_waiting == 2
+        for stream in streams:
+            stream.close()
 
 
 def test_the_client_has_an_exception_for_it(locked: Running) -> None:
@@ -118,6 +147,55 @@ def test_pages_of_other_hosts_may_not_post(server: Running, origin: str, status:
     assert reply.status == status
     # Nobody is let in by CORS.
     assert not any(name.startswith("access-control") for name in reply.headers)
+
+
+PAGE = "https://chat.example:8443"
+
+
+@pytest.mark.parametrize("keys", [(), (KEY,)], ids=["no key", "a key"])
+def test_pages_of_named_origins_may_use_it(llm: LLM, keys: tuple[str, ...]) -> None:
+    asked = {
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization,x-api-key",
+    }
+    body = {"model": NAME, "prompt": "x", "max_tokens": 1}
+    with running(llm, ServerSettings(NAME, api_keys=keys, allow_origins=(PAGE,))) as server:
+        for origin, is_named in ((PAGE, True), ("https://chat.example", False), ("null", False)):
+            names = {PAGE} if is_named else {None}
+            before = server.ask("OPTIONS", "/v1/completions", headers={"Origin": origin, **asked})
+            assert (before.status == 200) == is_named
+            after = server.ask(
+                "POST", "/v1/completions", body, {"Origin": origin, "Authorization": f"Bearer {KEY}"}
+            )
+            assert after.status == (200 if is_named or keys else 403)
+            refused = server.ask("POST", "/v1/completions", {}, {"Origin": origin})
+            assert refused.status >= 400
+            assert {
+                reply.headers.get("access-control-allow-origin") for reply in (before, after, refused)
+            } == names
+
+
+@pytest.mark.parametrize(
+    "origin", ["*", "chat.example", "https://chat.example/", "https://Chat.example", "", "a b"]
+)
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(SettingError, match=r"allow_origin=.* is not accepted"):
+        ServerSettings(NAME, allow_origins=(PAGE, origin))
+
+
+def test_head_is_get_without_the_content(server: Running) -> None:
+    for path in ("/health", "/", "/v1/models", "/nothing"):
+        head, get = server.ask("HEAD", path), server.ask("GET", path)
+        assert (head.status, head.body) == (get.status, b"")
+        assert head.headers["content-length"] == get.headers["content-length"]
+    assert server.ask("HEAD", "/v1/completions").status == 405
+
+
+def test_upgrades_are_not_done_nor_logged(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    wanted["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+    assert server.ask("GET", "/health", headers=wanted).status == 200
+    assert not caplog.records
 
 
 def test_with_a_key_names_do_not_matter(locked: Running) -> None:

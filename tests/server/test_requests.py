@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 import time
 import tracemalloc
@@ -13,11 +14,14 @@ import pytest
 
 from penstock.engine.llm import LLM
 from penstock.engine.sampler import SamplingParams
+from penstock.engine.service import ServiceConfig
+from penstock.frontends.server import requests
 from penstock.frontends.server.bodies import GenerationBody
 from penstock.frontends.server.errors import ApiError
 from penstock.frontends.server.lifecycle import Drain
-from penstock.frontends.server.requests import NUM_THREADS, BodyReader
+from penstock.frontends.server.requests import BodyReader
 from penstock.frontends.server.settings import ServerSettings
+from penstock.plan.policy import ScheduleConfig
 from tests.server.running import NAME, Reply, Running, running, wait_for
 
 LIMIT = 20_000
@@ -106,6 +110,7 @@ class Client:
     def __init__(self, body: bytes) -> None:
         self._messages = [{"type": "http.request", "body": body, "more_body": False}]
         self.has_gone = asyncio.Event()
+        self.headers: dict[str, str] = {}
 
     async def receive(self) -> dict[str, Any]:
         if self._messages:
@@ -130,8 +135,8 @@ def test_a_body_whose_client_has_gone_is_never_looked_at() -> None:
     async def run() -> None:
         drain = Drain()
         reader = BodyReader(10, 10_000_000, drain)
-        busy = [asyncio.create_task(reader.apply(Client(b"a"), work)) for _ in range(NUM_THREADS)]  # type: ignore[arg-type]
-        while len(seen) < NUM_THREADS:
+        busy = [asyncio.create_task(reader.apply(Client(b"a" * 10**5), work))]  # type: ignore[arg-type]
+        while not seen:
             await asyncio.sleep(0.001)
         tracemalloc.start()
         clients = [Client(bytes([letter]) * 3_000_000) for letter in b"bc"]
@@ -155,7 +160,107 @@ def test_a_body_whose_client_has_gone_is_never_looked_at() -> None:
     finally:
         may_go_on.set()
         tracemalloc.stop()
-    assert seen == [b"a"] * NUM_THREADS
+    assert seen == [b"a"]
+
+
+def begin_body(server: Running, num_bytes: int, sent: bytes) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=60)
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {num_bytes}\r\n\r\n"
+    client.sendall(head.encode() + sent)
+    return client
+
+
+def status_of(client: socket.socket) -> int:
+    with client:
+        return int(client.recv(1000).split()[1])
+
+
+def test_bodies_that_do_not_come_take_nobodys_place(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Far more are half sent than may wait for a thread. They are given up soon; one that comes is not."""
+    monkeypatch.setattr(requests, "BODY_GRACE_S", 1.0)
+    monkeypatch.setattr(requests, "LEAST_RATE", 100)
+    config = ServiceConfig(ScheduleConfig(max_running=2, max_waiting=2), cache_tokens=2000)
+    with running(llm, ServerSettings(NAME), config) as server:
+        halves = [begin_body(server, 500, b"{") for _ in range(12)]
+        slow = begin_body(server, 500, b" " * 200)
+        assert server.completion().status == 200
+        assert {status_of(half) for half in halves} == {408}
+        slow.sendall(body_of(300))
+        assert status_of(slow) == 200
+
+
+def test_where_bodies_take_too_much_the_slowest_gives_way(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_MOST_LARGEST", 4)
+    with running(llm, ServerSettings(NAME, max_body_bytes=10_000)) as server:
+        slowest = begin_body(server, 10_000, b" " * 100)
+        others = [begin_body(server, 10_000, b" " * 9_900) for _ in range(4)]
+        wait_for(lambda: server.completion().status == 200)
+        others.append(begin_body(server, 10_000, b" " * 9_900))
+        assert status_of(slowest) == 429
+        assert status_of(others[0]) == 429  # of the rest, the one that began first
+        assert server.completion().status == 200
+        for other in others:
+            other.close()
+
+
+def test_short_bodies_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[int] = []
+    may_go_on = threading.Event()
+
+    def work(raw: bytes) -> None:
+        may_go_on.wait(30)
+        done.append(len(raw))
+
+    async def run() -> None:
+        reader = BodyReader(10, 10_000_000, Drain())
+        sizes = (900_000, 800_000, 300_000, 100_000, 200_000)
+        long = [asyncio.create_task(reader.apply(Client(b"x" * size), work)) for size in sizes]  # type: ignore[arg-type]
+        await asyncio.sleep(0.05)
+        short = asyncio.create_task(reader.apply(Client(b"x"), lambda raw: len(raw)))  # type: ignore[arg-type]
+        assert await asyncio.wait_for(short, 30) == 1
+        may_go_on.set()
+        await asyncio.gather(*long)
+        reader.close()
+
+    asyncio.run(run())
+    assert done == [900_000, 100_000, 200_000, 300_000, 800_000]
+
+
+def test_a_text_that_is_far_too_long_is_not_tokenized(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    encode = server.service.llm.tokenizer.encode
+
+    def noted(text: str, *, add_special_tokens: bool) -> list[int]:
+        lengths.append(len(text))
+        return encode(text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(server.service.llm.tokenizer, "encode", noted)
+    for reply in (
+        server.completion(prompt="sluice " * 1_000_000),
+        server.chat(messages=[{"role": "user", "content": "sluice " * 1_000_000}]),
+    ):
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+    assert sum(lengths) < 200_000
+
+
+@pytest.mark.parametrize("num_bytes", [100 << 20])
+def test_a_body_that_is_far_too_large_is_told_so(small: Running, num_bytes: int) -> None:
+    connection = small.connect()
+    pieces = (bytes(1 << 20) for _ in range(num_bytes >> 20))
+    connection.request("POST", "/v1/completions", pieces, {"Content-Length": str(num_bytes)})
+    assert connection.getresponse().status == 413
+    connection.close()
+
+
+def test_who_asks_before_sending_too_much_is_told_at_once(small: Running) -> None:
+    connection = small.connect()
+    connection.request(
+        "POST", "/v1/completions", headers={"Content-Length": "99999", "Expect": "100-continue"}
+    )
+    assert connection.getresponse().status == 413
+    connection.close()
 
 
 @pytest.mark.parametrize("streams", [False, True])

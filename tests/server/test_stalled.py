@@ -5,15 +5,19 @@ import json
 import select
 import socket
 import time
+from dataclasses import replace
 
 import pytest
 
 from penstock.engine.llm import LLM
-from penstock.frontends.server import lifecycle
+from penstock.engine.service import ServiceConfig
+from penstock.frontends.server import connections
 from penstock.frontends.server.settings import ServerSettings
+from penstock.plan.policy import ScheduleConfig
 from tests.server.running import NAME, Running, running, wait_for
 
 STALL_S = 0.3
+STALLED = ServerSettings(NAME, stalled_s=STALL_S)
 
 
 def ask(server: Running, path: str, body: dict[str, object]) -> socket.socket:
@@ -28,9 +32,13 @@ def ask(server: Running, path: str, body: dict[str, object]) -> socket.socket:
     return client
 
 
-def stream(server: Running, max_tokens: int) -> socket.socket:
+def stream(server: Running, max_tokens: int, top_logprobs: int = 20) -> socket.socket:
     body = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "max_tokens": max_tokens}
-    return ask(server, "/v1/chat/completions", body | {"stream": True, "logprobs": True, "top_logprobs": 20})
+    return ask(
+        server,
+        "/v1/chat/completions",
+        body | {"stream": True, "logprobs": True, "top_logprobs": top_logprobs},
+    )
 
 
 def is_hung_up_on(client: socket.socket) -> bool:
@@ -42,19 +50,17 @@ def is_hung_up_on(client: socket.socket) -> bool:
     return False
 
 
-def test_a_stream_that_nobody_reads_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "STALL_S", STALL_S)
-    with running(llm, ServerSettings(NAME)) as server, stream(server, 5900) as client:
+def test_a_stream_that_nobody_reads_ends(llm: LLM) -> None:
+    with running(llm, STALLED) as server, stream(server, 5900) as client:
         cancelled = 'penstock_finished_requests_total{reason="cancelled"} 1.0'
         wait_for(lambda: cancelled in server.ask("GET", "/metrics").body.decode())
         assert not server.service.status().requests
         assert is_hung_up_on(client)
 
 
-def test_an_answer_that_nobody_takes_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifecycle, "STALL_S", STALL_S)
+def test_an_answer_that_nobody_takes_is_given_up(llm: LLM) -> None:
     with (
-        running(llm, ServerSettings(NAME)) as server,
+        running(llm, STALLED) as server,
         ask(server, "/tokenize", {"content": "x" * 3_000_000}) as client,  # more than the system keeps
     ):
         assert client.recv(100).startswith(b"HTTP/1.1 200")
@@ -64,38 +70,61 @@ def test_an_answer_that_nobody_takes_is_given_up(llm: LLM, monkeypatch: pytest.M
         assert is_hung_up_on(client)
 
 
-def test_one_who_reads_slowly_gets_all_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_who_reads_slowly_gets_all_of_it(llm: LLM) -> None:
     """Where the reader itself was kept waiting for longer than is allowed, it says nothing: more is allowed then."""
     for stall_s in (STALL_S, 4 * STALL_S, 16 * STALL_S):
-        monkeypatch.setattr(lifecycle, "STALL_S", stall_s)
-        with running(llm, ServerSettings(NAME)) as server, stream(server, 400) as client:
+        with running(llm, replace(STALLED, stalled_s=stall_s)) as server, stream(server, 400) as client:
             if reads_slowly(client, stall_s):
                 return
     pytest.fail("one who reads slowly is hung up on")
 
 
-def test_one_who_takes_a_long_answer_slowly_gets_all_of_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looked at again and again, each time when some more of it was taken, however long that has taken."""
-    made: list[lifecycle.Connection] = []
-    connection_made = lifecycle.Connection.connection_made
+def test_what_the_system_takes_is_not_what_the_client_takes(llm: LLM) -> None:
+    """Where this system has room for all of an answer that nobody reads, its request ends all the same, and whoever
+    waits for its place gets it."""
+    schedule = ScheduleConfig(max_running=2, chunk_size=64)
+    with running(llm, STALLED, ServiceConfig(schedule, cache_tokens=20_000)) as server:
+        unread = [stream(server, 5900, top_logprobs=0) for _ in range(2)]
+        wait_for(lambda: server.service.status().num_running == 2)
+        assert server.completion(max_tokens=1).status == 200
+        wait_for(lambda: not server.service.status().requests)
+        assert all(map(is_hung_up_on, unread))
+        for client in unread:
+            client.close()
+        generated = "penstock_generated_tokens_total "
+        metrics = server.ask("GET", "/metrics").body.decode()
+        (line,) = (line for line in metrics.splitlines() if line.startswith(generated))
+        assert float(line.removeprefix(generated)) < 5900
 
-    def noted(self: lifecycle.Connection, transport: asyncio.Transport) -> None:
+
+@pytest.mark.parametrize("tells", [True, False], ids=["the system tells", "it does not"])
+def test_one_who_takes_a_long_answer_slowly_gets_all_of_it(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, tells: bool
+) -> None:
+    """Looked at again and again, each time when some more of it was taken, however long that has taken."""
+    made: list[connections.Connection] = []
+    connection_made = connections.Connection.connection_made
+
+    def noted(self: connections.Connection, transport: asyncio.Transport) -> None:
         made.append(self)
         connection_made(self, transport)
 
-    monkeypatch.setattr(lifecycle.Connection, "connection_made", noted)
-    monkeypatch.setattr(lifecycle, "STALL_S", 3600.0)
+    monkeypatch.setattr(connections.Connection, "connection_made", noted)
+    monkeypatch.setattr(connections, "_TICK_S", 3600.0)
+    if not tells:
+        monkeypatch.delattr(socket, "TCP_INFO")
     with (
-        running(llm, ServerSettings(NAME)) as server,
+        running(llm, replace(STALLED, stalled_s=3600.0)) as server,
         ask(server, "/tokenize", {"content": "x" * 3_000_000}) as client,
     ):
         read = client.recv(100)
         (held,) = made
+        time_s = time.monotonic()
         for _ in range(3):
-            while held._timer is None or held.transport.get_write_buffer_size() >= held._num_unsent:
+            while not asyncio.run_coroutine_threadsafe(has_moved(held), held.loop).result(60):
                 read += client.recv(1 << 16)
-            has_looked = asyncio.run_coroutine_threadsafe(look_at(held), held.loop)
-            assert has_looked.result(60)
+            time_s += 3000
+            assert asyncio.run_coroutine_threadsafe(look_at(held, time_s), held.loop).result(60)
         head, _, content = read.partition(b"\r\n\r\n")
         (length,) = (int(line[16:]) for line in head.split(b"\r\n") if line.startswith(b"content-length: "))
         while len(content) < length:
@@ -103,9 +132,13 @@ def test_one_who_takes_a_long_answer_slowly_gets_all_of_it(llm: LLM, monkeypatch
     assert json.loads(content)["count"] == 3_000_000
 
 
-async def look_at(held: lifecycle.Connection) -> bool:
-    """As happens when the time is up; whether it is still held."""
-    held._look()
+async def has_moved(held: connections.Connection) -> bool:
+    return held._acknowledged()[0] != held._num_acked
+
+
+async def look_at(held: connections.Connection, now: float) -> bool:
+    """Whether it is still held."""
+    held.look(now)
     return not held.transport.is_closing()
 
 

@@ -261,7 +261,7 @@ class Batcher:
 
     def add(self, job: Job) -> None:
         """Put a request into the queue, or raise QueueFullError or CacheFullError."""
-        self._scheduler.add(job.id, job.num_prompt, job.request.max_tokens)
+        self._scheduler.add(job.id, job.num_prompt, job.request.max_tokens, job.request.owner)
         self._jobs[job.id] = job
 
     def admit(self) -> Collection[RequestId]:

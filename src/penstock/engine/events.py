@@ -160,6 +160,7 @@ class GenerationRequest:
     json_format: JsonFormat | None = None
     ignore_eos: bool = False  # go on to max_tokens
     cache_salt: str = field(default="", repr=False)  # only requests with the same one share what was read
+    owner: str = field(default="", repr=False)  # owners of requests that wait take turns
 
     def check(self, model: ModelConfig) -> None:
         """Refuse what a model cannot run, before any work."""

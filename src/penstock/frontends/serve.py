@@ -34,6 +34,9 @@ def serve(
         "The most tokens of a step, decodes included; by default a chunk and all decodes, on a GPU a chunk.",
     ),
     max_running: int = _steps(16, "Requests in progress at once."),
+    max_running_per_key: int | None = _steps(
+        None, "Requests in progress at once of one API key, whose others wait; no limit by default."
+    ),
     max_waiting: int = _steps(256, "Requests in the queue; more are refused with status 429."),
     max_decode_steps: int = _steps(8, "decode-priority: steps of decodes in a row while a prompt waits."),
     max_chunk_steps: int = _steps(64, "prefill-first: steps of chunks in a row while a decode waits."),
@@ -62,10 +65,23 @@ def serve(
         "the safer way, and may hold several with commas in between.",
         metavar="KEY",
     ),
+    allow_origin: list[str] | None = _server(
+        None,
+        "The origin of web pages that may use the server, such as https://chat.example. May be given several times.",
+        metavar="URL",
+    ),
     grace: float = _server(30.0, "Seconds that requests have to finish once the server is told to end."),
     max_body_bytes: int = _server(8 << 20, "The largest body of a request."),
     max_prompt_tokens: int | None = _server(
         None, "The longest prompt; what context and cache hold by default."
+    ),
+    max_connections: int | None = _server(
+        None,
+        "Connections at once; more are refused with status 503. By default as many as there are descriptors for "
+        "(ulimit -n), up to 1,024.",
+    ),
+    stalled: float = _server(
+        10.0, "Seconds after which a client that takes nothing of its answer is hung up on."
     ),
 ) -> None:
     """Serve a model by OpenAI's API, many requests at once.
@@ -80,7 +96,7 @@ def serve(
         from pathlib import Path
 
         from penstock.errors import SettingError
-        from penstock.frontends.server.settings import ServerSettings, resolve_keys
+        from penstock.frontends.server.settings import KEYS_VARIABLE, ServerSettings, resolve_keys
         from penstock.plan.checks import check_int
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
         from penstock.plan.settings import check_schedule
@@ -91,6 +107,7 @@ def serve(
             chunk_size=engine.chunk.effective,
             step_tokens=step_tokens,
             max_running=max_running,
+            max_running_per_key=max_running_per_key,
             max_waiting=max_waiting,
             max_chunk_steps=max_chunk_steps,
             max_decode_steps=max_decode_steps,
@@ -104,15 +121,21 @@ def serve(
             check_int("cache_tokens", cache_tokens, 1)
         if not 0 <= grace < math.inf:
             raise SettingError("grace", grace, "a number of seconds, 0 or more")
+        keys = resolve_keys(api_key)
+        if max_running_per_key is not None and not keys:
+            raise SettingError("max_running_per_key", max_running_per_key, needs=("api_key", KEYS_VARIABLE))
         if served_name is None:
             served_name = Path(model).resolve().name if Path(model).exists() else model
         settings = ServerSettings(
             model_name=served_name,
             host=host,
-            api_keys=resolve_keys(api_key),
+            api_keys=keys,
             isolates=isolate,
             max_body_bytes=max_body_bytes,
             max_prompt_tokens=max_prompt_tokens,
+            max_connections=max_connections,
+            stalled_s=stalled,
+            allow_origins=tuple(allow_origin or ()),
         )
 
         from penstock.frontends.answer import loaded

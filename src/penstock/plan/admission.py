@@ -1,7 +1,9 @@
 """Who may run: what a request needs of the cache, how many blocks there are, and the line of those that wait."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from penstock.plan.checks import check_bool, check_int
@@ -46,6 +48,7 @@ class TrackedRequest:
     num_prompt: int
     max_tokens: int
     limits: CacheLimits = field(repr=False)
+    owner: str = ""  # owners take turns; requests without one have the same
     num_tokens: int = 0
     num_run: int = 0
     num_issued: int = 0
@@ -119,6 +122,34 @@ class PlainLedger:
         return 0
 
 
+def fair_line(
+    waiting: Sequence[TrackedRequest],
+    running: Sequence[TrackedRequest],
+    max_running_per_key: int | None = None,
+) -> Sequence[TrackedRequest]:
+    """`waiting` in the order of turns: next is the owner of whom the fewest run, or stand in line already; of one
+    owner, and of owners with as many, in order of arrival. With `max_running_per_key`, no more of one owner than that
+    are in line or run."""
+    queues: dict[str, list[TrackedRequest]] = {}
+    for request in waiting:
+        queues.setdefault(request.owner, []).append(request)
+    if len(queues) <= 1 and max_running_per_key is None:
+        return waiting
+    nums_running = Counter(request.owner for request in running)
+    line: list[TrackedRequest] = []
+    turns = [(nums_running[owner], queue[0].arrival, owner, 0) for owner, queue in queues.items()]
+    heapify(turns)
+    while turns:
+        num_before, _, owner, index = heappop(turns)
+        if max_running_per_key is not None and num_before >= max_running_per_key:
+            continue
+        queue = queues[owner]
+        line.append(queue[index])
+        if index + 1 < len(queue):
+            heappush(turns, (num_before + 1, queue[index + 1].arrival, owner, index + 1))
+    return line
+
+
 def choose_admissions(
     waiting: Sequence[TrackedRequest],
     num_places: int,
@@ -126,10 +157,10 @@ def choose_admissions(
     max_overtakes: int,
     num_shared: Callable[[RequestId], int] = lambda request_id: 0,
 ) -> list[TrackedRequest]:
-    """Those that may run from now on, of `waiting` in order of arrival, where there are `num_places` and `num_room`
-    blocks that nobody else wants; what a request shares with those that run takes no room. Counts the overtakes that
-    it grants: one that has no room lets later ones pass that have, `max_overtakes` of them in its life, so that it
-    cannot wait forever."""
+    """Those that may run from now on, of `waiting` in the order of the line, where there are `num_places` and
+    `num_room` blocks that nobody else wants; what a request shares with those that run takes no room. Counts the
+    overtakes that it grants: one that has no room lets later ones pass that have, `max_overtakes` of them in its
+    life, so that it cannot wait forever."""
     admitted: list[TrackedRequest] = []
     passed: list[TrackedRequest] = []
     for request in waiting:

@@ -21,6 +21,7 @@ from penstock.plan.admission import (
     PlainLedger,
     TrackedRequest,
     choose_admissions,
+    fair_line,
 )
 from penstock.plan.checks import check_int
 from penstock.plan.policy import ScheduleConfig, Turns, share_unit
@@ -86,9 +87,10 @@ class BatchScheduler:
     A step is a transaction: a plan counts for nothing until `commit`, and `abort` leaves every request where it
     stood. A plan has its decodes first, then its chunks and replays, both in order of arrival.
 
-    A request is admitted when the cache has room for what is known of it; it may run out of room later, as answers
-    grow. Then the newest request is preempted, and goes on when there is room again. The oldest never is. The plan
-    names those that are preempted and what they keep: whoever runs it takes their blocks before it takes new ones.
+    A request is admitted when the cache has room for what is known of it; owners take turns. It may run out of room
+    later, as answers grow. Then the newest request is preempted, and goes on when there is room again. The oldest
+    never is. The plan names those that are preempted and what they keep: whoever runs it takes their blocks before it
+    takes new ones.
     No request that is in flight is preempted: where room is lacking, nothing is planned until all steps have ended.
 
     A sizer, where there is one, learns from every step that was committed with its seconds. With `auto_chunk` it says
@@ -150,13 +152,14 @@ class BatchScheduler:
             phase, request.num_prompt, request.num_tokens, request.num_run, request.num_preemptions
         )
 
-    def add(self, request_id: RequestId, num_prompt: int, max_tokens: int) -> None:
-        """Put a request at the end of the line."""
+    def add(self, request_id: RequestId, num_prompt: int, max_tokens: int, owner: str = "") -> None:
+        """Put a request at the end of its owner's line. Owners take turns; none may take all that is left of the
+        queue."""
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is here already: give each request an id of its own")
         check_int("num_prompt", num_prompt, 1)
         check_int("max_tokens", max_tokens, 1)
-        request = TrackedRequest(request_id, self._num_arrived, num_prompt, max_tokens, self.limits)
+        request = TrackedRequest(request_id, self._num_arrived, num_prompt, max_tokens, self.limits, owner)
         num_needed = self.limits.blocks_for(request.most_run)
         if num_needed > self.limits.num_blocks:
             raise CacheFullError(
@@ -171,6 +174,13 @@ class BatchScheduler:
                 f"{self.num_running} requests run and {self.num_waiting} wait, and {most} may be here: "
                 "try again later"
             )
+        if owner and (num_left := most - len(self._requests)) <= self.config.max_waiting:
+            num_own = sum(other.owner == owner for other in self._waiting)
+            if num_own >= num_left:
+                raise QueueFullError(
+                    f"{num_own} requests of this key wait, and what is left of the queue is for others: try again "
+                    "later"
+                )
         self._num_arrived += 1
         self._requests[request_id] = request
         self._budget.arrive(request_id)
@@ -316,8 +326,9 @@ class BatchScheduler:
             self._start(first)
         num_places = max_running - len(self._running)
         if self._waiting and num_places > 0:
+            line = fair_line(self._waiting, self._running, self.config.max_running_per_key)
             for request in choose_admissions(
-                self._waiting, num_places, num_room, self.config.max_overtakes, self._ledger.num_shared
+                line, num_places, num_room, self.config.max_overtakes, self._ledger.num_shared
             ):
                 self._start(request)
 

@@ -58,6 +58,7 @@ class ScheduleConfig:
     chunk_size: int = DEFAULT_CHUNK_SIZE
     step_tokens: int | None = None
     max_running: int = 16  # requests in progress at once
+    max_running_per_key: int | None = None  # of one owner; None: as many as there are places for
     max_waiting: int = 256  # requests in the queue, beside those that there are places for
     max_chunk_steps: int = 64  # prefill-first: steps of chunks in a row while a decode waits
     max_decode_steps: int = 8  # decode-priority: steps of decodes in a row while a prompt waits
@@ -73,6 +74,8 @@ class ScheduleConfig:
         for name in ("max_running", "max_waiting", "max_chunk_steps", "max_decode_steps", "grid"):
             check_int(name, getattr(self, name), 1)
         check_int("max_overtakes", self.max_overtakes, 0)
+        if self.max_running_per_key is not None:
+            check_int("max_running_per_key", self.max_running_per_key, 1)
         if check_bool("auto_chunk", self.auto_chunk) and self.chunk_size == 0:
             raise SettingError(
                 "auto_chunk",

@@ -14,6 +14,7 @@ from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
 from penstock.frontends.server import middleware
 from penstock.frontends.server.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
+from penstock.frontends.server.connections import Connections, Room
 from penstock.frontends.server.errors import errors_about, request_id
 from penstock.frontends.server.explain import AnswerIds, explain_router
 from penstock.frontends.server.lifecycle import Drain, disconnected, run_unless
@@ -35,15 +36,20 @@ _Body = TypeVar("_Body", bound=GenerationBody)
 
 
 def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry) -> FastAPI:
-    """The server's application. `app.state.drain` is the Drain by which it ends."""
+    """The server's application. `app.state.drain` is the Drain by which it ends, `app.state.connections`
+    are those that are open."""
     schedule = service.schedule
     drain, writer, ids = Drain(), ResponseWriter(), AnswerIds(service)
     reader = BodyReader(schedule.max_running + schedule.max_waiting, settings.max_body_bytes, drain)
     builder = RequestBuilder(service, settings)
+    room = Room.of_process(settings.max_connections)
+    connections = Connections(room, settings.stalled_s, telemetry.on_refusal)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        connections.open()
         yield
+        connections.close()
         reader.close()
         writer.close()
 
@@ -56,6 +62,7 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
         lifespan=lifespan,
     )
     app.state.drain = drain
+    app.state.connections = connections
     middleware.install(app, settings, telemetry)
     app.include_router(page_router(service, telemetry, settings))
     app.include_router(explain_router(service, telemetry, ids))

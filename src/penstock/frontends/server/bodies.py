@@ -1,6 +1,7 @@
 """What the body of a request may be: names, types, ranges and how much of anything. Null is the same as leaving a
 parameter out."""
 
+import codecs
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -363,7 +364,7 @@ def parse(raw: bytes, kind: type[_Body]) -> _Body:
         )
     try:
         # Refuses NaN, text that is no Unicode and deep nesting, besides what is no JSON.
-        value = from_json(raw, allow_inf_nan=False, cache_strings=False)
+        value = from_json(raw.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False, cache_strings=False)
     except ValueError as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The server's life: its socket, its connections, its signals, and its end. First nobody new comes in, then answers
+"""The server's life: its socket, its signals, and its end. First nobody new comes in, then answers
 that have not ended do so with an error."""
 
 import asyncio
@@ -9,7 +9,6 @@ import math
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -21,22 +20,18 @@ from weakref import WeakSet
 import uvicorn
 from fastapi import FastAPI
 from starlette.types import Receive
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
 from penstock.errors import ServiceClosedError, SettingError
 from penstock.frontends.exits import INTERRUPTED, complain, on_signals
+from penstock.frontends.server.connections import Connection
 from penstock.frontends.server.errors import SHUTTING_DOWN, ApiError, cancelled, client_gone
 
-# How long a client may take nothing of its answer.
-STALL_S = 60.0
-_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
 # After the grace, answers that were cut short still have their last events to send, and the engine its step to end.
 _LAST_WORDS_S = 5
 _LAST_STEP_S = 5.0
 _POLL_S = 0.02
-_BACKLOG = 2048
 
 _Result = TypeVar("_Result")
 
@@ -101,50 +96,6 @@ class Drain:
         raise cancelled()
 
 
-class Connection(H11Protocol):
-    """Hangs up on a client that takes nothing for `STALL_S`; its request then sees a disconnect."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _num_unsent = 0
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        # Writing pauses as soon as the system takes no more, so that a pause is always a client that does not read.
-        transport.set_write_buffer_limits(high=0)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._unwatch()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._watch()
-
-    def resume_writing(self) -> None:
-        self._unwatch()
-        super().resume_writing()
-
-    def _watch(self) -> None:
-        self._unwatch()
-        self._num_unsent = self.transport.get_write_buffer_size()
-        self._timer = self.loop.call_later(STALL_S, self._look)
-
-    def _unwatch(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-
-    def _look(self) -> None:
-        if self.transport.get_write_buffer_size() < self._num_unsent:
-            self._watch()  # slow, but it reads
-        else:
-            # The system drops what it still has to send, too.
-            self.transport.get_extra_info("socket").setsockopt(
-                socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
-            )
-            self.transport.abort()
-
-
 def bind(host: str, port: int) -> socket.socket:
     """A socket of this address that does not listen yet: what is wrong with it is known before anything slow."""
     try:
@@ -179,10 +130,10 @@ def make_config(app: FastAPI) -> uvicorn.Config:
         http=Connection,
         ws="none",
         log_config=None,
-        log_level="warning",
+        log_level="error",  # what clients do wrong is no news
         access_log=False,
         server_header=False,
-        backlog=_BACKLOG,
+        backlog=app.state.connections.room.backlog,
         timeout_graceful_shutdown=_LAST_WORDS_S,
     )
 

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -28,6 +29,7 @@ from penstock.frontends.server.responses import error_response
 from penstock.frontends.server.settings import ServerSettings, is_loopback
 
 _ID_HEADER = "x-request-id"
+_KEY_HEADER = "x-api-key"
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # They tell nothing of anybody's requests: the live page's own files, and whether the server is up.
 _OPEN_PATHS = ("/", "/health")
@@ -38,7 +40,15 @@ _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 def install(app: FastAPI, settings: ServerSettings, telemetry: Telemetry) -> None:
     """Put all of it around the endpoints of an application."""
     app.add_middleware(AccessControl, settings=settings)
-    app.add_middleware(RequestIds, telemetry=telemetry)  # around the other
+    if settings.allow_origins:  # around it: a browser asks before it sends a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", _KEY_HEADER],
+            expose_headers=[_ID_HEADER],
+        )
+    app.add_middleware(RequestIds, telemetry=telemetry)  # around all
 
     for kind in (ApiError, PenstockError, HTTPException, RequestValidationError):
         app.add_exception_handler(kind, _answer_error)
@@ -87,8 +97,10 @@ class RequestIds:
                     self._telemetry.on_refusal(status)
             await send(message)
 
+        # What is answered to GET is to HEAD, without its content, which uvicorn leaves away.
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
-            await self._app(scope, receive, send_on)
+            await self._app(asked, receive, send_on)
         except Exception as error:
             if has_started:  # uvicorn logs it and hangs up
                 raise
@@ -106,6 +118,7 @@ class AccessControl:
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
         self._is_local = settings.is_local
+        self._allowed = frozenset(settings.allow_origins)
         self._tenants = tuple(map(tenant_of, settings.api_keys))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -128,16 +141,17 @@ class AccessControl:
         if path in _OPEN_PATHS or path.startswith(_OPEN_FOLDER):
             return None
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        is_given = scheme.lower() == "bearer" and bool(key.strip())
-        given = tenant_of(key.strip())
+        keys = [key.strip() if scheme.lower() == "bearer" else "", headers.get(_KEY_HEADER, "").strip()]
+        is_given = any(keys)
         # Takes as long whichever it is, and if it is none.
-        found = [tenant for tenant in self._tenants if hmac.compare_digest(given, tenant)]
-        if not is_given or not found:
+        given = [tenant_of(key) for key in keys]
+        found = [tenant for tenant in self._tenants for each in given if hmac.compare_digest(each, tenant)]
+        if not found:
             raise ApiError(
                 401,
                 "the API key is wrong: give one that the server was started with"
                 if is_given
-                else "an API key is needed: send it as 'Authorization: Bearer KEY'",
+                else "an API key is needed: send it as 'Authorization: Bearer KEY', or as 'X-Api-Key: KEY'",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -153,14 +167,14 @@ class AccessControl:
                 code="invalid_host",
             )
         origin = headers.get("origin")
-        if origin is None or method in _SAFE_METHODS:
+        if origin is None or origin in self._allowed or method in _SAFE_METHODS:
             return
         name = _host_name(origin)
         if not name or (name != host and not (is_loopback(name) and is_loopback(host))):
             raise ApiError(
                 403,
-                f"a page of {origin[:100]!r} may not use this server: open it from its own host, or start it "
-                "with a key",
+                f"a page of {origin[:100]!r} may not use this server: open it from its own host, name the "
+                "page's with --allow-origin, or start it with a key",
                 code="cross_origin",
             )
 

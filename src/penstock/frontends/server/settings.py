@@ -1,6 +1,7 @@
 """What the server is told at its start, besides the model and its schedule."""
 
 import ipaddress
+import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,16 +12,21 @@ from penstock.plan.checks import check_int
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_MAX_BODY_BYTES = 8 << 20
+DEFAULT_STALLED_S = 10.0
 KEYS_VARIABLE = "PENSTOCK_API_KEY"
 # What an HTTP header carries unharmed, but for the comma, which parts one key from the next.
 _KEY = re.compile(r"[!-+\--~]+")
+# A scheme, a host in small letters, and a port that is not the scheme's own; no path.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     """`model_name` is what requests call the model. Without `api_keys` nobody needs one; with `isolates`, requests
     share what was read only with those of the same key. Without `max_prompt_tokens` a prompt may have what the
-    context or the cache holds."""
+    context or the cache holds. Without `max_connections` there may be as many as the process has descriptors for, up
+    to a thousand. A client that takes nothing of its answer for `stalled_s` is hung up on.
+    Pages of `allow_origins` may use the server."""
 
     model_name: str
     host: str = DEFAULT_HOST
@@ -28,6 +34,9 @@ class ServerSettings:
     isolates: bool = False
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_prompt_tokens: int | None = None
+    max_connections: int | None = None
+    stalled_s: float = DEFAULT_STALLED_S
+    allow_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.model_name.strip():
@@ -48,9 +57,17 @@ class ServerSettings:
                 needs=("api_key", KEYS_VARIABLE),
                 because="requests are told apart by their keys",
             )
+        for origin in self.allow_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise SettingError(
+                    "allow_origin", origin, "an origin as browsers send it, such as https://chat.example:8443"
+                )
         check_int("max_body_bytes", self.max_body_bytes, 1024)
-        if self.max_prompt_tokens is not None:
-            check_int("max_prompt_tokens", self.max_prompt_tokens, 1)
+        for name in ("max_prompt_tokens", "max_connections"):
+            if getattr(self, name) is not None:
+                check_int(name, getattr(self, name), 1)
+        if not 0 < self.stalled_s < math.inf:
+            raise SettingError("stalled", self.stalled_s, "a number of seconds above 0")
 
     @property
     def is_local(self) -> bool:

@@ -1,0 +1,265 @@
+"""Connections: how many there may be, how long a client may take to ask, and to take its answer."""
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from penstock.errors import SettingError
+from penstock.frontends.server.errors import ApiError
+
+MAX_CONNECTIONS = 1024
+# From the beginning of a connection, or from the answer before, to the end of a request's headers.
+BEGIN_S = 10.0
+# Where all places are taken, a client that has sent nothing for so long while it was waited for gives way.
+_GIVES_WAY_S = 1.0
+# How long a connection that is refused is read on: one that is closed on unread data loses the answer.
+_REFUSAL_S = 2.0
+_MAX_BACKLOG = 128
+# Descriptors that are not for connections: the cache's files, a model's, those of libraries.
+_OWN_FILES = 32
+_TICK_S = 1.0
+_LOG_EVERY_S = 60.0
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+# Where Linux has the bytes that the peer acknowledged, in `struct tcp_info`.
+_TCP_ACKED = struct.Struct("=120xQ")
+_INT = struct.Struct("i")
+_log = logging.getLogger("penstock.server")
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Connections that the process has descriptors for: those that are served, those that are refused at once, and
+    those that the system holds until they are accepted."""
+
+    max_served: int
+    max_refused: int
+    backlog: int
+
+    @classmethod
+    def of_process(cls, asked: int | None = None) -> "Room":
+        num_spare = _num_descriptors() - _num_open() - _OWN_FILES
+        backlog = min(max(num_spare // 4, 1), _MAX_BACKLOG)
+        possible = num_spare - 2 * backlog
+        if possible < (asked or 1):
+            raise SettingError(
+                "max_connections",
+                ... if asked is None else asked,
+                f"up to {possible}" if possible > 0 else "with a higher limit of open files (ulimit -n)",
+                because=f"of {_num_descriptors()} files that may be open, {num_spare} are left for connections",
+            )
+        return cls(asked or min(possible, MAX_CONNECTIONS), backlog, backlog)
+
+
+def _num_descriptors() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows, where sockets are no files
+        return 1 << 16
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
+
+
+def _num_open() -> int:
+    try:
+        return len(os.listdir("/dev/fd"))
+    except OSError:
+        return 64
+
+
+class Connections:
+    """All that are open, for the event loop's thread. A client that takes nothing of its answer for `stalled_s` is
+    hung up on."""
+
+    def __init__(self, room: Room, stalled_s: float, on_refusal: Callable[[int], None]) -> None:
+        self.room = room
+        self.stalled_s = stalled_s
+        self.on_refusal = on_refusal
+        self._served: set[Connection] = set()
+        self._refused: dict[Connection, None] = {}  # in order
+        self._timer: asyncio.TimerHandle | None = None
+        self._logged_at = -_LOG_EVERY_S
+
+    def open(self) -> None:
+        """Begin to look at them, time and again."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._on_loop_error)
+        self._look(loop)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def admit(self, connection: "Connection") -> bool:
+        """Whether there is a place: a free one, or that of the client that is waited for longest."""
+        if len(self._served) >= self.room.max_served:
+            able = [other for other in self._served if other.can_give_way]
+            slowest = min(able, key=lambda other: other.heard_at, default=None)
+            if slowest is None or time.monotonic() - slowest.heard_at < _GIVES_WAY_S:
+                self._refused[connection] = None
+                if len(self._refused) > self.room.max_refused:
+                    first = next(iter(self._refused))
+                    first.reset()
+                    del self._refused[first]
+                return False
+            slowest.dismiss("others need its place")
+            self._served.discard(slowest)
+        self._served.add(connection)
+        return True
+
+    def forget(self, connection: "Connection") -> None:
+        self._served.discard(connection)
+        self._refused.pop(connection, None)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        now = time.monotonic()
+        for connection in (*self._served, *self._refused):
+            connection.look(now)
+        self._timer = loop.call_later(min(_TICK_S, self.stalled_s / 4), self._look, loop)
+
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Connections that could not be accepted are told of in a line, now and then."""
+        if "socket.accept()" not in context.get("message", ""):
+            loop.default_exception_handler(context)
+        elif time.monotonic() - self._logged_at >= _LOG_EVERY_S:
+            self._logged_at = time.monotonic()
+            _log.error("connections cannot be accepted: %s", context.get("exception"))
+
+
+class Connection(H11Protocol):
+    """Hangs up on a client that does not send its request, or does not take its answer; the request then sees a
+    disconnect."""
+
+    def __init__(self, config: uvicorn.Config, *args: Any, **options: Any) -> None:
+        super().__init__(config, *args, **options)
+        self._all: Connections = config.app.state.connections  # type: ignore[union-attr]
+        self._is_served = True
+        self.heard_at = self._begun_at = time.monotonic()
+        self._num_resumed = 0
+        # The peer's acknowledgements, and when they last moved.
+        self._num_acked, self._acked_at = 0, self.heard_at
+
+    @property
+    def can_give_way(self) -> bool:
+        """Whether it waits for its client: for a request, or the rest of one, after all answers were taken."""
+        waits = self._is_between or self.cycle.more_body
+        return waits and not self.transport.is_closing() and not self.transport.get_write_buffer_size()
+
+    @property
+    def _is_between(self) -> bool:
+        """Whether it has no request in progress, as far as its headers tell."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._is_served = self._all.admit(self)
+        if not self._is_served:
+            self.transport = transport
+            self._write_error(
+                ApiError(
+                    503,
+                    f"{self._all.room.max_served} clients are connected, as many as may be: try again later",
+                    code="too_many_connections",
+                    headers={"Retry-After": "1"},
+                )
+            )
+            transport.write_eof()
+            return
+        super().connection_made(transport)
+        # Writing pauses as soon as the system takes no more, so that a pause is always a client that does not read.
+        transport.set_write_buffer_limits(high=0)
+
+    def data_received(self, data: bytes) -> None:
+        self.heard_at = time.monotonic()
+        if self._is_served:
+            super().data_received(data)
+
+    def eof_received(self) -> None:
+        if self._is_served:
+            super().eof_received()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._all.forget(self)
+        if self._is_served:
+            super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self.heard_at = self._begun_at = time.monotonic()
+        super().on_response_complete()
+
+    def resume_writing(self) -> None:
+        self._num_resumed += 1
+        super().resume_writing()
+
+    def send_400_response(self, msg: str) -> None:
+        self._write_error(ApiError(400, "the request is not HTTP/1.1", code="invalid_http"))
+        self.transport.close()
+
+    def look(self, now: float) -> None:
+        """Hang up where the client has had its time."""
+        if not self._is_served:
+            if now - self._begun_at > _REFUSAL_S:
+                self.reset()
+        elif self._is_stalled(now):
+            self.reset()
+        elif self._is_between and self.can_give_way and now - self._begun_at > BEGIN_S:
+            self.dismiss(f"it has {BEGIN_S:g} s")
+
+    def dismiss(self, reason: str) -> None:
+        """Close it; a client that has sent a part of a request is told why."""
+        if not self._is_between or self.conn.trailing_data[0]:
+            self._write_error(
+                ApiError(408, f"the rest of the request did not come: {reason}", code="request_timeout")
+            )
+        self.transport.close()
+
+    def reset(self) -> None:
+        """Close at once; the system drops what it still has to send, too."""
+        self.transport.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
+        )
+        self.transport.abort()
+
+    def _is_stalled(self, now: float) -> bool:
+        """Whether the peer has acknowledged nothing for too long of what there is for it."""
+        num_acked, num_unacked = self._acknowledged()
+        if not num_unacked or num_acked != self._num_acked:
+            self._num_acked, self._acked_at = num_acked, now
+        return now - self._acked_at >= self._all.stalled_s
+
+    def _acknowledged(self) -> tuple[int, int]:
+        """A number that grows as the peer acknowledges, and the bytes that it has not acknowledged. Where the system
+        does not tell, what it takes from this process counts."""
+        num_unsent = self.transport.get_write_buffer_size()
+        try:
+            import fcntl
+            import termios
+
+            raw = self.transport.get_extra_info("socket")
+            info = raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_ACKED.size)
+            (num_acked,) = _TCP_ACKED.unpack(info)
+            (num_queued,) = _INT.unpack(fcntl.ioctl(raw, termios.TIOCOUTQ, bytes(_INT.size)))
+            return num_acked, num_unsent + num_queued
+        except (ImportError, AttributeError, OSError, struct.error):
+            return (self._num_resumed << 40) - num_unsent, num_unsent
+
+    def _write_error(self, error: ApiError) -> None:
+        """An answer without the application's help."""
+        self._all.on_refusal(error.status)
+        body = json.dumps(error.content).encode()
+        headers = {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Connection": "close",
+            **(error.headers or {}),
+        }
+        head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+        self.transport.write(f"HTTP/1.1 {error.status} \r\n{head}\r\n".encode() + body)
