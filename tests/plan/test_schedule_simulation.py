@@ -122,9 +122,12 @@ def test_where_there_is_room_one_waits_for_a_place_only(policy: SchedulePolicy) 
 
 @pytest.mark.parametrize("policy", [policy for policy in SchedulePolicy if policy != "prefill-first"])
 @pytest.mark.parametrize("grid", [1, 64])
-def test_automatic_budgets_keep_every_promise_and_the_target(policy: SchedulePolicy, grid: int) -> None:
+@pytest.mark.parametrize("bound", ["target_itl_s", "decode_gap_s"])
+def test_automatic_budgets_keep_every_promise_and_the_target(
+    policy: SchedulePolicy, grid: int, bound: str
+) -> None:
     target_s = 0.25
-    sizer = ChunkSizer(SizeRules(target_itl_s=target_s, grid=grid))
+    sizer = ChunkSizer(SizeRules(**{"grid": grid, bound: target_s}))  # type: ignore[arg-type]
     config = replace(CONFIG, policy=policy, chunk_size=2048, grid=grid, auto_chunk=True)
     workload = replace(CROWDED, seed=grid, shrink=0.003)
     observed = Simulation(config, crowded(grid == 1, 64), workload, sizer).run(8_000)

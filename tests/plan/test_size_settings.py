@@ -29,6 +29,17 @@ def test_nothing_is_set_by_default() -> None:
     assert resolve_size(environ={}).rules().is_auto
 
 
+def test_without_a_latency_target_decodes_wait_for_half_a_second_at_most() -> None:
+    gap = resolve_size(environ={}).decode_gap
+    assert (gap.effective, gap.source, gap.reason) == (0.5, "default", "no latency target is given")
+    assert resolve_size(environ={}).rules().decode_gap_s == 0.5
+    reasons = {"target_itl_ms": "target", "target_ttft_ms": "target", "chunk": "fixed"}
+    for given, reason in reasons.items():
+        size = resolve_size(environ={}, **{given: 64})
+        assert size.decode_gap.effective is size.rules().decode_gap_s is None
+        assert reason in size.decode_gap.reason
+
+
 def test_each_is_taken_from_the_environment_unless_there_is_an_argument() -> None:
     found = resolve_size(environ=ENVIRON)
     assert (found.max_activation_bytes, found.target_itl_s, found.target_ttft_s) == (512 << 20, 0.2, 1.5005)

@@ -205,6 +205,20 @@ def test_the_target_between_tokens_bounds_nothing_where_nobody_waits() -> None:
     assert held.size < bounded.decide(SizeQuestion(0, 4000, keeps_itl=True)).size
 
 
+@pytest.mark.parametrize("times_slower", [0.1, 1, 4, 20])
+def test_the_default_between_tokens_makes_chunks_shorter_and_never_longer(times_slower: float) -> None:
+    speed = StepTimeCoefficients(*(times_slower * getattr(CPU, name) for name in CPU.__slots__))
+    bounded = sizer(speed, decode_gap_s=0.5)
+    assert bounded.decide(SizeQuestion(0, 4000, keeps_itl=True, num_prompts=3)).size == 512
+    for past in (0, 3000, 20_000):
+        for waiting in ({"num_decodes": 2, "decode_pasts": 900}, {"num_held": 2, "held_pasts": 900}):
+            decision = bounded.decide(SizeQuestion(past, 4000, **waiting))  # type: ignore[arg-type]
+            step = StepShape.of_chunk(decision.size, past, **waiting if "num_decodes" in waiting else {})  # type: ignore[arg-type]
+            is_shorter = decision.size < 512 and "the default while others decode" in decision.because
+            assert decision.size == 512 or is_shorter
+            assert decision.rule == "smallest" or speed.seconds(step) <= 0.5 * 1.0001
+
+
 def ttft(size: int, num_tokens: int) -> float:
     """The time of a whole prompt, where pasts are what they are however it is cut."""
     num_steps = -(-num_tokens // size)

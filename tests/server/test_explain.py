@@ -11,10 +11,10 @@ import pytest
 from penstock.engine.batcher import ENDED_EXPLAINED
 from penstock.engine.events import Finished, GenerationRequest, Listener
 from penstock.engine.llm import LLM
-from penstock.engine.service import ServiceConfig
-from penstock.frontends.server.explain import RULES, AnswerIds, started_lines
+from penstock.engine.service import Service, ServiceConfig
+from penstock.frontends.server.explain import RULES, AnswerIds, size_lines, size_settings, started_lines
 from penstock.frontends.server.settings import ServerSettings
-from penstock.plan.policy import ScheduleConfig
+from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.sizing import SizeRule
 from tests.engine.listening import Pausing
 from tests.server.running import NAME, Running, running, wait_for
@@ -196,6 +196,11 @@ def test_settings_and_rules_are_those_in_force(auto: Running) -> None:
     assert settings["chunk"]["is_auto"]
     assert settings["target_itl_s"] == TARGET_MS / 1000
     assert settings["target_ttft_s"] is None
+    assert settings["decode_gap"] == {
+        "effective_s": None,
+        "source": "default",
+        "reason": "a latency target is given",
+    }
     assert settings["max_activation_bytes"] == 64 << 20
 
     def status() -> dict[str, Any]:
@@ -233,6 +238,20 @@ def test_a_part_of_a_fixed_size_is_called_one(llm: LLM) -> None:
         assert content[0]["settings"]["chunk"]["reason"] == "set by the service's schedule"
         said = "\n".join(started_lines(server.service, ServerSettings(NAME), server.url))
         assert "chunk 128 (requested 64: set by the service's schedule)" in said
+
+
+def test_what_applies_without_a_target_is_said(model_folder: Path) -> None:
+    llm = LLM(model_folder, dtype="float32", threads=1)
+    for policy, gap_s in ((SchedulePolicy.MIXED, 0.5), (SchedulePolicy.PREFILL_FIRST, None)):
+        schedule = ScheduleConfig(policy=policy, chunk_size=llm.most_chunk, auto_chunk=True)
+        with Service(llm, ServiceConfig(schedule, 2000)) as service:
+            gap = size_settings(service)["decode_gap"]
+            assert (gap["effective_s"], gap["source"]) == (gap_s, "default")
+            assert gap["reason"] == (
+                "no latency target is given" if gap_s else "set aside by the service's schedule"
+            )
+            aim = size_lines(service)[1]
+            assert ("while others decode a step takes up to 500 ms" in aim) == (gap_s is not None)
 
 
 def test_every_rule_has_its_words() -> None:

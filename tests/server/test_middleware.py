@@ -92,7 +92,7 @@ def test_a_key_has_no_more_places_than_it_may(llm: LLM) -> None:
     schedule = ScheduleConfig(max_running=4, max_running_per_key=1)
     settings = ServerSettings(NAME, api_keys=(KEY, OTHER_KEY))
     with running(llm, settings, ServiceConfig(schedule, cache_tokens=20_000)) as server:
-        asked = {"model": NAME, "prompt": "x", "max_tokens": 3000, "stream": True}
+        asked: dict[str, Any] = {"model": NAME, "prompt": "x", "max_tokens": 3000, "stream": True}
         streams = [server.client(KEY).completions.create(**asked) for _ in range(3)]
         next(streams[0])
         status = server.service.status()

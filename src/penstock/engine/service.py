@@ -28,7 +28,7 @@ from penstock.errors import (
 )
 from penstock.models.decoder import activation_model
 from penstock.plan.checks import check_int
-from penstock.plan.policy import ScheduleConfig
+from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.settings import check_schedule
 from penstock.plan.sizing import ChunkSizer, SizeRules
 from penstock.plan.step import RequestId
@@ -72,6 +72,8 @@ class Service:
         ):  # the cache has taken its part, though the system may not have given it yet
             free_bytes = max(free_bytes - space.tensors.num_bytes, 0)
         self.rules = llm.size_rules(free_bytes)
+        if self.schedule.policy is SchedulePolicy.PREFILL_FIRST:  # decodes wait for many chunks anyway
+            self.rules = replace(self.rules, decode_gap_s=None)
         if not self.schedule.auto_chunk:
             self.rules = SizeRules(
                 fixed=self.schedule.chunk_size,

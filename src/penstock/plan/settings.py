@@ -13,7 +13,7 @@ from penstock.plan.checks import check_bool, check_int
 from penstock.plan.chunks import ChunkedPrefillConfig
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
-from penstock.plan.sizing import SizeRules
+from penstock.plan.sizing import DECODE_GAP_S, SizeRules
 from penstock.plan.units import format_bytes, parse_bytes
 
 CHUNK_VARIABLE = "PENSTOCK_PREFILL_CHUNK"
@@ -215,6 +215,15 @@ class SizeSettings:
     target_itl_s: float | None = None
     target_ttft_s: float | None = None
 
+    @property
+    def decode_gap(self) -> "Resolved[float | None]":
+        """What a step takes at most while others decode, where there is no latency target."""
+        if not self.chunk.is_auto:
+            return Resolved(None, reason="the chunk is fixed")
+        if self.target_itl_s is not None or self.target_ttft_s is not None:
+            return Resolved(None, reason="a latency target is given")
+        return Resolved(DECODE_GAP_S, reason="no latency target is given")
+
     def rules(
         self, *, free_bytes: int | None = None, tuned: int | None = None, default: int = DEFAULT_CHUNK_SIZE
     ) -> SizeRules:
@@ -226,6 +235,7 @@ class SizeSettings:
             free_bytes=free_bytes,
             target_itl_s=self.target_itl_s,
             target_ttft_s=self.target_ttft_s,
+            decode_gap_s=self.decode_gap.effective,
             grid=self.chunk.grid,
             tuned=tuned,
             default=default,

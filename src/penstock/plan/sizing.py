@@ -25,6 +25,8 @@ LARGEST_CHUNK = 2048
 # Where a target is to be kept and nothing is known of step times, the first chunk has so many tokens, and no chunk
 # has more than twice as many as the longest before it.
 CAUTIOUS_CHUNK = 64
+# Where there is no target, and others decode, a step takes no longer.
+DECODE_GAP_S = 0.5
 # A last chunk below this part of the one before it is a sliver: the last two are then about equal.
 SLIVER = 0.25
 # Beyond any prompt.
@@ -45,6 +47,8 @@ class SizeRules:
     time, since each step costs something of its own, so it puts a floor under the chunk; where the two contradict
     each other, the bound of a step holds.
 
+    `decode_gap_s`, where there is no target, bounds a step that a decode is in, or waits for; it makes none longer.
+
     Sizes are multiples of `grid`, but for a prompt's end. A latency target makes them no smaller than `smallest`.
     """
 
@@ -53,6 +57,7 @@ class SizeRules:
     free_bytes: int | None = None
     target_itl_s: float | None = None
     target_ttft_s: float | None = None
+    decode_gap_s: float | None = None
     grid: int = 1
     smallest: int = SMALLEST_CHUNK
     largest: int = LARGEST_CHUNK
@@ -65,7 +70,7 @@ class SizeRules:
         for name, least in (("fixed", 0), ("max_activation_bytes", 1), ("free_bytes", 0), ("tuned", 1)):
             if getattr(self, name) is not None:
                 check_int(name, getattr(self, name), least)
-        for name in ("target_itl_s", "target_ttft_s"):
+        for name in ("target_itl_s", "target_ttft_s", "decode_gap_s"):
             target = getattr(self, name)
             if target is None:
                 continue
@@ -175,7 +180,7 @@ class ChunkSizer:
         # Whoever shares a step with a long prompt waits for its first token.
         is_waited_for = question.num_decodes > 0 or question.num_held > 0 or question.num_prompts > 1
         if rules.target_itl_s is not None and (is_waited_for or question.keeps_itl):
-            found = self._within_itl(question, rules.target_itl_s)
+            found = self._within_itl(question, rules.target_itl_s, "target_itl")
             wanted = self._floor_of_ttft(question)
             if wanted is not None and wanted > found.size:
                 found = replace(found, because=f"target_ttft would need {wanted}, target_itl comes first")
@@ -185,6 +190,10 @@ class ChunkSizer:
             if wanted is not None and wanted > found.size:
                 because = "target_ttft asks for as few steps"
                 found = SizeDecision(min(wanted, rules.most), "latency", because=because)
+            if rules.decode_gap_s is not None and (question.num_decodes or question.num_held):
+                what = f"a gap of {1000 * rules.decode_gap_s:g} ms, the default while others decode,"
+                bounded = self._within_itl(question, rules.decode_gap_s, what)
+                found = bounded if bounded.size < found.size else found
         return self._within_memory(question, replace(found, size=rules.on_grid(found.size)))
 
     def _usual(self, question: SizeQuestion, is_waited_for: bool) -> SizeDecision:
@@ -196,8 +205,8 @@ class ChunkSizer:
             return SizeDecision(rules.most, "largest")
         return SizeDecision(rules.default, "default")
 
-    def _within_itl(self, question: SizeQuestion, target_s: float) -> SizeDecision:
-        """The longest chunk whose step keeps the target, by what is known of step times."""
+    def _within_itl(self, question: SizeQuestion, target_s: float, what: str) -> SizeDecision:
+        """The longest chunk whose step keeps a target of this name, by what is known of step times."""
         rules, times = self.rules, self.times
         cautious = max(CAUTIOUS_CHUNK, rules.grid)
         empty = times.predict(replace(_step(question, 0), num_logits=0))
@@ -208,12 +217,12 @@ class ChunkSizer:
         room_s = target_s - empty - (held_s or 0.0)
         fitting = min(_tokens_in(room_s, times.coefficients, question), rules.most)
         if fitting < max(rules.smallest, rules.grid):
-            return SizeDecision(
-                max(rules.smallest, rules.grid), "smallest", because="target_itl cannot be kept"
-            )
+            return SizeDecision(max(rules.smallest, rules.grid), "smallest", because=f"{what} cannot be kept")
         if not times.has_prior and fitting > (learned := max(cautious, 2 * times.most_prompt_tokens)):
             return SizeDecision(learned, "latency", because="step times are being learned")
-        return SizeDecision(_rounded_down(fitting), "latency" if fitting < rules.most else "largest")
+        rule: SizeRule = "latency" if fitting < rules.most else "largest"
+        because = "" if what == "target_itl" else f"{what} asks for less"
+        return SizeDecision(_rounded_down(fitting), rule, because=because)
 
     def _floor_of_ttft(self, question: SizeQuestion) -> int | None:
         """The smallest chunk by which the rest of the prompt is predicted to be read in time; None where there is no

@@ -21,7 +21,7 @@ MAX_CONNECTIONS = 1024
 # From the beginning of a connection, or from the answer before, to the end of a request's headers.
 BEGIN_S = 10.0
 # Where all places are taken, a client that has sent nothing for so long while it was waited for gives way.
-_GIVES_WAY_S = 1.0
+_GIVES_WAY_S = 0.5
 # How long a connection that is refused is read on: one that is closed on unread data loses the answer.
 _REFUSAL_S = 2.0
 _MAX_BACKLOG = 128

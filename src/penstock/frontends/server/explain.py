@@ -133,8 +133,9 @@ def _chunk(record: ChunkRecord, fixed: int) -> dict[str, Any]:
 def size_settings(service: Service) -> dict[str, Any]:
     """`effective` is what a chunk has where nothing speaks for less or more, `most` what it has at most; 0 is the
     whole prompt. `budget_bytes` is what a step may need: `max_activation_bytes`, or half of the memory that was free
-    at the start, or None where that is not known."""
+    at the start, or None where that is not known. `decode_gap` is what a step takes at most while others decode."""
     size, chunk, schedule = service.llm.size, service.llm.chunk, service.schedule
+    gap = size.decode_gap
     is_own = schedule.auto_chunk or schedule.chunk_size == chunk.effective
     return {
         "chunk": {
@@ -146,6 +147,13 @@ def size_settings(service: Service) -> dict[str, Any]:
         },
         "target_itl_s": size.target_itl_s,
         "target_ttft_s": size.target_ttft_s,
+        "decode_gap": {
+            "effective_s": service.rules.decode_gap_s,
+            "source": gap.source,
+            "reason": gap.reason
+            if service.rules.decode_gap_s == gap.effective
+            else "set aside by the service's schedule",
+        },
         "max_activation_bytes": size.max_activation_bytes,
         "budget_bytes": service.rules.budget_bytes,
     }
@@ -166,6 +174,8 @@ def size_lines(service: Service) -> list[str]:
         if settings[name] is not None
     ]
     aim = f"targets: {', '.join(targets)}" if targets else "no latency target"
+    if (gap_s := settings["decode_gap"]["effective_s"]) is not None:
+        aim += f", so while others decode a step takes up to {gap_s * 1000:g} ms"
     return [
         f"chunk auto: {chunk['effective']} tokens ({chunk['reason'].removeprefix('auto: ')}) unless a target or "
         f"memory says otherwise, at most {chunk['most']}",
