@@ -61,6 +61,7 @@ class Running:
     port: int
     service: Service
     app: FastAPI
+    key: str | None = None  # that `ask` sends where it is given no headers
 
     @property
     def url(self) -> str:
@@ -79,6 +80,8 @@ class Running:
         connection = self.connect()
         try:
             data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+            if headers is None and self.key is not None:
+                headers = {"Authorization": f"Bearer {self.key}"}
             connection.request(method, path, data, dict(headers or {}))
             response = connection.getresponse()
             names = {name.lower(): value for name, value in response.getheaders()}

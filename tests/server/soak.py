@@ -9,12 +9,13 @@ memory.
 
 import argparse
 import random
+import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +23,14 @@ from typing import Any
 from penstock.engine.events import GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
+from penstock.frontends.server import connections, requests
 from penstock.frontends.server.settings import ServerSettings
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from tests.byte_models import model_of_bytes
 from tests.server.running import NAME, Running, running
 from tests.server.soak_cases import MAX_BODY_BYTES, Case, Sizes, make_cases, make_refusals
 from tests.server.soak_checks import ErrorLog, Resources, Submits, check_idle, check_resources, watch
-from tests.server.soak_clients import Client, Tally, Traffic
+from tests.server.soak_clients import HELD, Client, Nuisance, Tally, Traffic
 
 # The part of a phase after which memory, threads and files are to grow no more.
 _WARM_UP = 0.3
@@ -38,6 +40,11 @@ _SIGHTS = (
     "429s",
     "refused",
     "half sent",
+    "read slowly",
+    "served well",
+    "hung up on idle",
+    "hung up on half",
+    "hung up on unread",
     "left at once",
     "left waiting",
     "left in prompt",
@@ -48,8 +55,14 @@ _SIGHTS = (
 _QUEUE: dict[str, Any] = {"max_running": 12, "max_waiting": 6}
 PHASES = (
     ScheduleConfig(policy=SchedulePolicy.MIXED, chunk_size=128, **_QUEUE),
-    ScheduleConfig(policy=SchedulePolicy.DECODE_PRIORITY, chunk_size=64, **_QUEUE),
+    ScheduleConfig(policy=SchedulePolicy.DECODE_PRIORITY, chunk_size=64, max_running_per_key=5, **_QUEUE),
 )
+# Of the clients, of the one that comes to nothing, and of the one that is well behaved and has its own.
+_KEYS = ("one", "two", "three")
+_NUISANCE, _WELL = "nuisance", "well"
+# Clients that do not send, or do not read, are given less time than usual, so that all of it happens.
+_STALLED_S = 1.0
+_HASTE = ((connections, "BEGIN_S", 1.5), (requests, "BODY_GRACE_S", 1.5))
 
 
 @dataclass(frozen=True)
@@ -60,6 +73,9 @@ class Soak:
     num_clients: int = 32
     seed: int = 0
     phases: tuple[ScheduleConfig, ...] = PHASES
+    num_held: int = 24  # connections that come to nothing
+    num_busy: int = 0  # processes that keep the processor busy
+    patience_s: float = 60.0  # the longest that a well-behaved client waits
     max_rounds: int = 10  # of all phases, in order to see all there is to see
     cache_tokens: int = 4_352  # little, so that requests have to give way
     sizes: Sizes = field(default_factory=Sizes)
@@ -93,7 +109,10 @@ class Report:
         return [
             f"{counts['requests']} requests in {self.seconds:.0f} s: {counts['answers compared']} answers compared, "
             f"{lefts} left midway ({counts['left in prompt']} in the prompt, {counts['left in answer']} in the "
-            f"answer), {counts['refused']} refused, {counts['half sent']} half sent, {counts['429s']} told to wait",
+            f"answer), {counts['refused']} refused, {counts['half sent']} half sent, {counts['429s']} told to wait, "
+            f"{counts['503s']} not let in",
+            f"{counts['served well']} served well, {counts['read slowly']} read slowly; hung up on "
+            + ", ".join(f"{counts[f'hung up on {kind}']} {kind}" for kind in HELD),
             f"{counts['preemptions']} preemptions, {counts['cancels']} cancels, {counts['looks']} looks on the way; "
             f"first token within {first} for 95%; memory {growths} after warm-up",
             *(f"FAILED: {what}" for what in self.failures),
@@ -112,13 +131,37 @@ def soak(llm: LLM, how: Soak, cases: Sequence[Case]) -> Report:
     started = time.monotonic()
     tally = Tally()
     growths: list[int] = []
-    with ErrorLog(tally).listening():
+    with ErrorLog(tally).listening(), _hastily(), _busy(how.num_busy):
         for index, schedule in enumerate(how.phases * how.max_rounds):
             has_seen_all = index >= len(how.phases) and not _unseen(tally)
             if has_seen_all or tally.has_failed.is_set():
                 break
             growths.append(_soak_phase(llm, how, cases, schedule, index, tally))
     return Report(tally, tuple(growths), time.monotonic() - started)
+
+
+@contextmanager
+def _hastily() -> Iterator[None]:
+    before = [getattr(module, name) for module, name, _ in _HASTE]
+    for module, name, seconds in _HASTE:
+        setattr(module, name, seconds)
+    try:
+        yield
+    finally:
+        for (module, name, _), seconds in zip(_HASTE, before, strict=True):
+            setattr(module, name, seconds)
+
+
+@contextmanager
+def _busy(number: int) -> Iterator[None]:
+    """Others want the processor, too."""
+    children = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
 
 
 def _unseen(tally: Tally) -> list[str]:
@@ -139,21 +182,27 @@ def _soak_phase(
     """The growth of memory after the warm-up, in bytes."""
     name = f"{schedule.policy}, chunk {schedule.chunk_size}"
     config = ServiceConfig(schedule=schedule, cache_tokens=how.cache_tokens, strict=how.strict)
-    settings = ServerSettings(NAME, max_body_bytes=MAX_BODY_BYTES)
+    settings = ServerSettings(
+        NAME,
+        api_keys=(*_KEYS, _NUISANCE, _WELL),
+        max_body_bytes=MAX_BODY_BYTES,
+        max_connections=how.num_clients + how.num_held // 2 + 4,
+        stalled_s=_STALLED_S,
+    )
     seconds = how.seconds / len(how.phases)
     before = Resources.now()
     with ExitStack() as stack:
-        server = stack.enter_context(running(llm, settings, config))
+        server = replace(stack.enter_context(running(llm, settings, config)), key=_WELL)
         submits = stack.enter_context(Submits().of(server.service))
         refusals = make_refusals(server.service.max_request_tokens)
-        traffic = Traffic(cases, refusals, how.limit_s, is_exact=how.strict)
+        traffic = Traffic(cases, refusals, how.limit_s, is_exact=how.strict, patience_s=how.patience_s)
         rng = random.Random(f"{how.seed} {index}")
-        _load(server, traffic, how.num_clients, seconds * _WARM_UP, rng, tally)
+        _load(server, traffic, how, seconds * _WARM_UP, rng, tally)
         check_idle(server, submits, tally, how.rest_s)
         # What is lost is lost again the next time; the memory of a process may grow by chance once.
         for _ in range(2):
             warm = Resources.now()
-            _load(server, traffic, how.num_clients, seconds * (1 - _WARM_UP), rng, tally)
+            _load(server, traffic, how, seconds * (1 - _WARM_UP), rng, tally)
             metrics = check_idle(server, submits, tally, how.rest_s)
             rested = check_resources(warm, tally, how.rest_s, f"{name}, at rest")
             growth_bytes = rested.allocated_bytes - warm.allocated_bytes
@@ -170,14 +219,19 @@ def _soak_phase(
 
 
 def _load(
-    server: Running, traffic: Traffic, num_clients: int, seconds: float, rng: random.Random, tally: Tally
+    server: Running, traffic: Traffic, how: Soak, seconds: float, rng: random.Random, tally: Tally
 ) -> None:
     """Clients for so many seconds, or until something fails; all have ended when this returns."""
     is_over = threading.Event()
-    clients = [
-        Client(server.port, traffic, tally, random.Random(rng.getrandbits(64))) for _ in range(num_clients)
-    ]
-    threads = [threading.Thread(target=client.run, args=(is_over,), daemon=True) for client in clients]
+
+    def client(key: str) -> Client:
+        return Client(server.port, traffic, tally, random.Random(rng.getrandbits(64)), key)
+
+    runs = [client(rng.choice(_KEYS)).run for _ in range(how.num_clients)]
+    runs.append(client(_WELL).serve_well)
+    if how.num_held:
+        runs.append(Nuisance(server.port, traffic, tally, rng, _NUISANCE, how.num_held).run)
+    threads = [threading.Thread(target=run, args=(is_over,), daemon=True) for run in runs]
     threads.append(
         threading.Thread(target=watch, args=(server, tally, is_over, traffic.limit_s), daemon=True)
     )
@@ -212,6 +266,7 @@ def soak_of(name: str, seconds: float, num_clients: int, seed: int) -> Soak:
             cache_tokens=1_664,
             strict=True,
             limit_s=300.0,
+            patience_s=120.0,
             max_growth_bytes=64 << 20,
         )
     return how
@@ -223,12 +278,13 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--model", choices=("llama", "hybrid", "smollm2"), default="llama")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--busy", type=int, default=0, help="processes that keep the processor busy")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="penstock-soak-") as folder:
         llm = load_model(given.model, Path(folder))
-        how = soak_of(given.model, given.seconds, given.clients, given.seed)
+        how = replace(soak_of(given.model, given.seconds, given.clients, given.seed), num_busy=given.busy)
         report = soak(llm, how, prepare(llm, how))
-    print(f"soak of {given.model}, {given.clients} clients, seed {given.seed}")
+    print(f"soak of {given.model}, {given.clients} clients, seed {given.seed}, {given.busy} busy loops")
     for line in report.lines():
         print(f"  {line}")
     return 1 if report.failures or report.unseen else 0

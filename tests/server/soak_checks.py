@@ -18,7 +18,7 @@ from penstock.engine.events import GenerationRequest, Listener
 from penstock.engine.service import Service
 from penstock.plan.step import RequestId
 from penstock.process_memory import anonymous_bytes
-from tests.server.running import Running
+from tests.server.running import Reply, Running
 from tests.server.soak_clients import Tally
 
 # How long a busy server is left between two looks at it.
@@ -109,8 +109,8 @@ def watch(server: Running, tally: Tally, is_over: threading.Event, limit_s: floa
     while not (is_over.wait(_LOOK_S) or tally.has_failed.is_set()):
         started = time.monotonic()
         try:
-            status = server.ask("GET", "/status").json
-            metrics = read_metrics(server)
+            status = _let_in(server, "/status", limit_s).json
+            metrics = read_metrics(server, limit_s)
             server.service.check_integrity()
         except AssertionError as error:
             tally.fail(f"while it was busy: {error}")
@@ -129,9 +129,18 @@ def watch(server: Running, tally: Tally, is_over: threading.Event, limit_s: floa
         tally.count("looks")
 
 
-def read_metrics(server: Running) -> dict[str, float]:
+def _let_in(server: Running, path: str, limit_s: float) -> Reply:
+    """The answer, once there is a place for another connection."""
+    deadline = time.monotonic() + limit_s
+    while (reply := server.ask("GET", path)).status == 503 and time.monotonic() < deadline:
+        assert reply.error["code"] == "too_many_connections"
+        time.sleep(_LOOK_S)
+    return reply
+
+
+def read_metrics(server: Running, limit_s: float = 0.0) -> dict[str, float]:
     """Samples without the prefix, by name and, in braces, label."""
-    reply = server.ask("GET", "/metrics")
+    reply = _let_in(server, "/metrics", limit_s)
     assert reply.status == 200, f"/metrics was answered with {reply.status}"
     read = {}
     for family in text_string_to_metric_families(reply.body.decode()):

@@ -1,22 +1,30 @@
-"""The clients of a soak: they ask, compare, leave midway, send nonsense and hang up."""
+"""The clients of a soak: they ask, compare, leave midway, send nonsense and hang up; some read slowly, one is well
+behaved, and one holds connections that come to nothing."""
 
 import http.client
 import json
 import math
 import random
+import select
 import socket
 import struct
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.server.soak_cases import CHAT, Answer, Case, Refusal
 
-# What a client does next: asks and reads on to the end, leaves on the way, sends something wrong, or half of it.
-ACTS = {"ask": 55, "leave": 33, "refused": 8, "half": 4}
+# What a client does next: asks and reads on to the end, perhaps slowly, leaves on the way, sends something wrong, or
+# half of it.
+ACTS = {"ask": 50, "slow": 5, "leave": 33, "refused": 8, "half": 4}
+# What is held open to no end: a connection, a part of a request, an answer that nobody reads.
+HELD = ("idle", "half", "unread")
+# The longest that a slow reader waits between two events.
+_SLOW_S = 0.02
 LEAVES = ("at once", "waiting", "in prompt", "in answer")
 # Log-probabilities of a service that is not strict differ by rounding.
 _LOGPROB_ERROR = 1e-3
@@ -59,6 +67,7 @@ class Traffic:
     refusals: Sequence[Refusal]
     limit_s: float  # the longest that a client may have to wait for an answer's end
     is_exact: bool  # log-probabilities are the same bits
+    patience_s: float = 60.0  # the longest that a well-behaved client may have to wait, whatever others do
 
 
 class WrongError(Exception):
@@ -73,8 +82,10 @@ class Client:
     traffic: Traffic
     tally: Tally
     rng: random.Random
+    key: str
     _connection: http.client.HTTPConnection | None = field(default=None, init=False)
     _deadline: float = field(default=math.inf, init=False)
+    _pause_s: float = field(default=0.0, init=False)  # before each event that it reads
 
     def run(self, is_over: threading.Event) -> None:
         acts, weights = list(ACTS), list(ACTS.values())
@@ -84,6 +95,11 @@ class Client:
                 match act:
                     case "ask":
                         self._ask(self.rng.choice(self.traffic.cases), is_over)
+                    case "slow":
+                        self._pause_s = self.rng.uniform(0, _SLOW_S)
+                        self._ask(self.rng.choice(self.traffic.cases), is_over, streams=True)
+                        self.tally.count("read slowly")
+                        self._pause_s = 0.0
                     case "leave":
                         self._leave(self.rng.choice(self.traffic.cases), self.rng.choice(LEAVES))
                     case "refused":
@@ -98,9 +114,26 @@ class Client:
                 self.tally.fail(f"{act}: {type(error).__name__}: {error}")
         self._hang_up()
 
-    def _ask(self, case: Case, is_over: threading.Event) -> None:
+    def serve_well(self, is_over: threading.Event) -> None:
+        """Ask on and on, one at a time, as one who wants an answer does; each has to come within `patience_s`."""
+        while not (is_over.is_set() or self.tally.has_failed.is_set()):
+            started = time.monotonic()
+            try:
+                self._ask(
+                    min(self.traffic.cases, key=lambda case: case.num_prompt + case.num_answer), is_over
+                )
+            except Exception as error:
+                self.tally.fail(f"a well-behaved client: {type(error).__name__}: {error}")
+            waited_s = time.monotonic() - started
+            if waited_s > self.traffic.patience_s:
+                self.tally.fail(f"a well-behaved client waited for {waited_s:.1f} s")
+            self.tally.count("served well")
+            is_over.wait(0.1)
+        self._hang_up()
+
+    def _ask(self, case: Case, is_over: threading.Event, *, streams: bool = False) -> None:
         body = dict(case.body)
-        if streams := self.rng.random() < 0.6:
+        if streams := streams or self.rng.random() < 0.6:
             body |= {"stream": True, "stream_options": {"include_usage": True}}
             body["return_progress"] = self.rng.random() < 0.5
         while not is_over.is_set():
@@ -156,8 +189,7 @@ class Client:
 
     def _send_half(self, case: Case) -> None:
         body = json.dumps(case.body).encode()
-        head = f"POST {case.path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
-        data = head.encode() + body
+        data = _head(case, len(body), self.key) + body
         with socket.create_connection(("127.0.0.1", self.port), self.traffic.limit_s) as raw:
             raw.sendall(data[: self.rng.randrange(1, len(data))])
             time.sleep(self.rng.uniform(0, 0.2))
@@ -175,6 +207,9 @@ class Client:
                 raise
             self._hang_up()
             response = self._send_only(path, body).getresponse()
+        if response.status == 503:  # too many are connected
+            self._expect(response, 503)
+            return self._send(path, body)
         if response.status >= 500:
             raise WrongError(f"{path} was answered with {response.status}: {response.read()[:300]!r}")
         return response
@@ -199,7 +234,8 @@ class Client:
             )
         self._deadline = time.monotonic() + self.traffic.limit_s
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self._connection.request("POST", path, data, {"Content-Type": "application/json"})
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
+        self._connection.request("POST", path, data, headers)
         return self._connection
 
     def _expect(self, response: http.client.HTTPResponse, status: int) -> None:
@@ -212,10 +248,10 @@ class Client:
             raise WrongError(f"{status} without a message")
         if response.will_close:
             self._hang_up()
-        if status == 429:
-            self.tally.count("429s")
+        if status in (429, 503):
+            self.tally.count(f"{status}s")
             if not response.getheader("Retry-After"):
-                raise WrongError("429 without Retry-After")
+                raise WrongError(f"{status} without Retry-After")
             time.sleep(self.rng.uniform(*_RETRY_S))
 
     def _hang_up(self, *, by_reset: bool = False) -> None:
@@ -229,6 +265,7 @@ class Client:
     def _events(self, response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
         """Server-sent events up to `[DONE]`."""
         for line in response:
+            time.sleep(self._pause_s)
             if time.monotonic() > self._deadline:
                 raise TimeoutError
             if line == b"\n":
@@ -259,6 +296,65 @@ class Client:
         if usage is None:
             raise WrongError("a stream without the usage that it was asked for")
         return [parts[index].answer() for index in sorted(parts)], usage
+
+
+@dataclass(eq=False)
+class Nuisance:
+    """Holds so many connections that come to nothing, and opens another where it was hung up on."""
+
+    port: int
+    traffic: Traffic
+    tally: Tally
+    rng: random.Random
+    key: str
+    number: int
+
+    def run(self, is_over: threading.Event) -> None:
+        held: dict[socket.socket, str] = {}
+        try:
+            while not (is_over.wait(0.02) or self.tally.has_failed.is_set()):
+                for client, kind in tuple(held.items()):
+                    if _is_over(client, reads=kind != "unread"):
+                        self.tally.count(f"hung up on {kind}")
+                        client.close()
+                        del held[client]
+                if len(held) < self.number:
+                    kind = self.rng.choice(HELD)
+                    held[self._open(kind)] = kind
+        except Exception as error:
+            self.tally.fail(f"connections that come to nothing: {type(error).__name__}: {error}")
+        finally:
+            for client in held:
+                client.close()
+
+    def _open(self, kind: str) -> socket.socket:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(self.traffic.limit_s)
+        client.connect(("127.0.0.1", self.port))
+        case = self.rng.choice(self.traffic.cases)
+        body = json.dumps({**case.body, "stream": True, "max_tokens": 200}).encode()
+        data = _head(case, len(body), self.key) + body
+        with suppress(ConnectionError):  # it may be hung up on already
+            client.sendall(data if kind == "unread" else data[: len(data) // 2] if kind == "half" else b"")
+        return client
+
+
+def _is_over(client: socket.socket, *, reads: bool) -> bool:
+    """Whether it was hung up on; one that reads sees its answer, if it is an error."""
+    looking = select.poll()
+    looking.register(client, select.POLLIN if reads else 0)
+    return bool(looking.poll(0))
+
+
+def _head(case: Case, num_bytes: int, key: str) -> bytes:
+    lines = (
+        f"POST {case.path} HTTP/1.1",
+        "Host: localhost",
+        f"X-Api-Key: {key}",
+        f"Content-Length: {num_bytes}",
+    )
+    return "\r\n".join((*lines, "", "")).encode()
 
 
 @dataclass

@@ -30,6 +30,7 @@ WHOLE = Soak(5.0, sizes=Sizes(prompt=1200, answer=160, num_cases=12), cache_toke
 SHORT = Soak(
     1.5,
     num_clients=6,
+    num_held=0,
     phases=PHASES[:1],
     max_rounds=1,
     sizes=Sizes(prompt=300, answer=40, num_cases=8),
