@@ -1,6 +1,9 @@
 """Tokenizers agree with transformers, or with llama.cpp's definition where that is the file's."""
 
+import base64
 import json
+import os
+import struct
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -239,6 +242,164 @@ def test_a_folder_without_tokenizer_json_goes_through_transformers(tmp_path: Pat
     ours = folder_tokenizer(tmp_path)
     for text in TEXTS:
         assert ours.encode(text, add_special_tokens=True) == oracle(tmp_path).encode(text)
+
+
+def token(content: str, **flags: bool) -> dict[str, Any]:
+    plain = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+    return {"content": content, **plain, **flags}
+
+
+@pytest.mark.parametrize("prefixed", [None, True])
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"added_tokens_decoder": {"401": token("<more>", lstrip=True), "400": token("<extra>")}}, {}),
+        ({"added_tokens_decoder": {"0": token("<s>", rstrip=True), "9": token("he", special=False)}}, {}),
+        (
+            {
+                "additional_special_tokens": [
+                    "<extra>",
+                    {"__type": "AddedToken", **token("<more>", rstrip=True)},
+                ]
+            },
+            {},
+        ),
+        ({"extra_special_tokens": ["<more>"], "additional_special_tokens": ["<extra>"]}, {}),
+        ({"extra_special_tokens": {"image_token": "<extra>"}, "video_token": "<more>"}, {}),
+        (
+            {"mask_token": {"__type": "AddedToken", **token("<more>", lstrip=True)}, "cls_token": "<extra>"},
+            {},
+        ),
+        ({"split_special_tokens": True}, {}),
+        ({"split_special_tokens": True, "additional_special_tokens": ["<extra>"]}, {}),
+        (
+            {"eos_token": "<s>"},
+            {"special_tokens_map.json": {"eos_token": "</s>", "sep_token": token("<more>")}},
+        ),
+        (
+            {"added_tokens_decoder": {"0": token("<s>")}, "eos_token": "<s>"},
+            {"special_tokens_map.json": {"eos_token": "</s>"}},
+        ),
+        ({"add_prefix_space": True}, {}),
+    ],
+)
+def test_tokens_of_the_tokenizer_s_configuration(
+    tmp_path: Path, prefixed: bool | None, config: dict[str, Any], files: dict[str, Any]
+) -> None:
+    backend = byte_level_backend() if prefixed is None else sentence_piece_backend(prefixed)
+    folder = save_folder(tmp_path, backend, {"bos_token": "<s>", "eos_token": "</s>", **config})
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content))
+    ours, theirs = folder_tokenizer(folder), oracle(folder)
+    text = "hi there  <s>x <extra> y  <more>  he<mask></s>"
+    ids = ours.encode(text, add_special_tokens=False)
+    assert ids == theirs.encode(text, add_special_tokens=False)
+    assert ours.eos_ids == (theirs.eos_token_id,)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert (ours.ignored is not None) == ("add_prefix_space" in config and prefixed is None)
+
+
+def test_tokens_that_the_model_has_not_are_left_out(tmp_path: Path) -> None:
+    backend = byte_level_backend()
+    folder = save_folder(tmp_path, backend, {"additional_special_tokens": ["<a>", "<b>", "<s>"]})
+    size = backend.get_vocab_size()
+    for room in range(3):
+        ids = folder_tokenizer(folder, size + room).encode("<a><b><s>", add_special_tokens=False)
+        assert max(ids) < size + max(room, 1)
+        assert len([token for token in ids if token >= size]) == room
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"added_tokens_decoder": {"x": token("a")}},
+        {"added_tokens_decoder": {"1": 7}},
+        {"added_tokens_decoder": ["a"]},
+        {"added_tokens_decoder": {"1": {"content": "a", "lstrip": "no"}}},
+        {"additional_special_tokens": "a"},
+        {"additional_special_tokens": [[1]]},
+        {"eos_token": 7},
+        {"eos_token": {"content": 7}},
+        {"split_special_tokens": "yes"},
+        {"add_prefix_space": 3},
+    ],
+)
+def test_a_damaged_configuration_of_tokens_is_an_error(tmp_path: Path, config: dict[str, Any]) -> None:
+    folder = save_folder(tmp_path, byte_level_backend(), config)
+    with pytest.raises(ModelFileError, match=next(iter(config))):
+        folder_tokenizer(folder)
+
+
+def replacing(old: str, new: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": old}, "content": new}
+
+
+CHARSMAP = base64.b64encode(struct.pack("<I", 4) + bytes(4) + b"a" * 10_000 + b"\0").decode()
+MULTIPLYING: list[tuple[str, Any]] = [
+    ("normalizer", {"type": "Sequence", "normalizers": [replacing("a", "aaaa")] * 20}),
+    ("normalizer", {"normalizers": [{"normalizers": [replacing("a", "aaaa")] * 5}] * 5}),
+    ("normalizer", replacing("a", "b" * 1000)),
+    ("normalizer", replacing("", "b" * 1000)),
+    ("normalizer", {"type": "Replace", "pattern": {"Regex": "(?=a)"}, "content": "b" * 1000}),
+    ("normalizer", {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "aaaa"}] * 20}),
+    ("normalizer", {"type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}),
+    ("normalizer", {"type": "Sequence", "normalizers": [{"type": "NFKC"}] * 1000}),
+    ("normalizer", {"type": "Precompiled", "precompiled_charsmap": CHARSMAP}),
+    (
+        "pre_tokenizer",
+        {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+            ]
+            * 40,
+        },
+    ),
+    (
+        "post_processor",
+        {
+            "type": "TemplateProcessing",
+            "single": [{"Sequence": {"id": "A", "type_id": 0}}] * 1000,
+            "pair": [],
+            "special_tokens": {},
+        },
+    ),
+    (
+        "post_processor",
+        {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {"x": {"id": "x", "ids": [1] * 10_000, "tokens": ["a"] * 10_000}},
+        },
+    ),
+    ("decoder", {"type": "Sequence", "decoders": [replacing("e", "e" * 1000)]}),
+]
+
+
+@pytest.mark.parametrize(("part", "content"), MULTIPLYING)
+def test_a_tokenizer_that_multiplies_is_refused(tmp_path: Path, part: str, content: Any) -> None:
+    state = json.loads(byte_level_backend().to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**state, part: content}))
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json is not a usable tokenizer: it"):
+        folder_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model", [{"continuing_subword_prefix": "#" * 1000}, {"max_input_chars_per_word": 10**9}]
+)
+def test_a_model_that_multiplies_is_refused(tmp_path: Path, model: dict[str, Any]) -> None:
+    state = json.loads(byte_level_backend().to_str())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**state, "model": {**state["model"], **model}}))
+    with pytest.raises(ModelFileError, match=next(iter(model))):
+        folder_tokenizer(tmp_path)
+
+
+def test_an_absurdly_large_tokenizer_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").touch()
+    os.truncate(tmp_path / "tokenizer.json", 33 << 20)
+    with pytest.raises(ModelFileError, match="absurdly large"):
+        folder_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("content", ["", "{", "{}", "[]", '{"model": {"type": "BPE"}}', "null"])

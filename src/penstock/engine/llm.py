@@ -163,7 +163,8 @@ class LLM:
         try:
             settings = settings.for_model(has_state=opened.source.config.has_state)
             self.tokenizer = opened.tokenizer
-            self.skipped = opened.skipped.describe()
+            ignored = opened.tokenizer.ignored and f"ignored: {opened.tokenizer.ignored}"
+            self.skipped = "; ".join(filter(None, (opened.skipped.describe(), ignored))) or None
             with _memory_for(opened.source.describe(), settings.device.name):
                 self.model, self.probe, weights = in_own_thread(
                     partial(_load, opened.source, torch_dtype, torch_device, settings)

@@ -26,7 +26,11 @@ def open_model(path: Path) -> OpenedModel:
         on_error.callback(source.close)
         skipped = skipped_weights(source.config, check_source(source))
         is_folder = isinstance(source, HfFolder)
-        tokenizer = folder_tokenizer(path) if is_folder else _gguf_tokenizer(source, str(path))
+        tokenizer = (
+            folder_tokenizer(path, source.config.vocab_size)
+            if is_folder
+            else _gguf_tokenizer(source, str(path))
+        )
         on_error.pop_all()
         return OpenedModel(source, tokenizer, skipped)
 

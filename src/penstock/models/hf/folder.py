@@ -25,7 +25,7 @@ PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PICKLE_REASON = "loading a pickle runs whatever code it contains; convert it to safetensors"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_MAX_JSON_BYTES = 64 << 20
+_MAX_JSON_BYTES = 16 << 20  # in memory an empty object takes many times its two letters
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TEXT_PREFIX = "model.language_model."  # of the text model within a multimodal one
 
@@ -130,10 +130,10 @@ def read_folder_config(path: Path) -> ModelConfig:
     return hf_model_config(config, Fields(str(generation), generation_values))
 
 
-def read_json(path: Path) -> dict[str, object]:
+def read_json(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, object]:
     """A JSON object from a file that may hold anything."""
     with reading(path):
-        if path.stat().st_size > _MAX_JSON_BYTES:
+        if path.stat().st_size > max_bytes:
             raise ModelFileError(f"{path} is absurdly large for a JSON file")
         content = path.read_bytes()
     try:

@@ -110,13 +110,19 @@ class Tokenizer:
     """A tokenizer from any file. The text of token ids is the text of their bytes, wherever these are cut."""
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, special: SpecialTokens, chat_template: str | None
+        self,
+        backend: tokenizers.Tokenizer,
+        special: SpecialTokens,
+        chat_template: str | None,
+        *,
+        ignored: str | None = None,  # what of the files is not obeyed, and why
     ) -> None:
         # A file may carry the truncation and padding that its model was trained with.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self._special = special
+        self.ignored = ignored
         self._chat = None if chat_template is None else ChatTemplate(chat_template, special.names)
         self.pieces = TokenPieces(backend)
 
