@@ -83,10 +83,10 @@ def test_logits_after_the_prompt(oracle: Oracle, chunk_size: int, num_tokens: in
 
 
 def test_greedy_tokens(oracle: Oracle) -> None:
-    prompt = random_prompt(300)
-    logits, tokens = oracle.logits(prompt), oracle.greedy(prompt, 32)
+    prompt = random_prompt(200)
+    logits, tokens = oracle.logits(prompt), oracle.greedy(prompt, 16)
     for chunk_size in CHUNK_SIZES:
-        run = run_prompt(load_model(oracle.folder), prompt, chunk_size=chunk_size, max_tokens=32)
+        run = run_prompt(load_model(oracle.folder), prompt, chunk_size=chunk_size, max_tokens=16)
         assert run.logits is not None
         assert relative_error(run.logits, logits) < 1e-4, chunk_size
         while run.finish_reason is None:
