@@ -71,10 +71,9 @@ class Workload:
 
     def __post_init__(self) -> None:
         if self.prompt_tokens <= self.chunk:
-            raise SettingError(
-                f"--prompt-tokens {self.prompt_tokens} is not accepted with chunks of {self.chunk}: give more tokens "
-                "than a chunk has, or a smaller --chunk, so that a process can be killed between two chunks"
-            )
+            because, beside = "a process is to be killed between two chunks", {"chunk": self.chunk}
+            accepted = "more tokens than a chunk has"
+            raise SettingError("prompt_tokens", self.prompt_tokens, accepted, because=because, beside=beside)
 
     @property
     def shareable_tokens(self) -> int:

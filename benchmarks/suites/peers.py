@@ -265,10 +265,10 @@ def left_out(wanted: Sequence[str], present: Sequence[str], path: Path) -> dict[
     for system, engine in SYSTEMS.items():
         if engine in PEER_ENGINES and engine not in wanted:
             found[system] = "not asked for"
-        elif engine not in present:
-            found[system] = "not installed: make bench-peers"
         elif engine == "llama.cpp" and (path.is_dir() or path.suffix != ".gguf"):
             found[system] = "reads GGUF files alone, and the model is none"
+        elif engine not in present:
+            found[system] = "not installed: make bench-peers"
     return found
 
 

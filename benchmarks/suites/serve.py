@@ -70,14 +70,13 @@ class Workload:
         # Mixed and interleaved give a stream a token for every chunk of the long prompt.
         least = SETTLE_TOKENS + -(-self.long_prompt // self.serve_chunk) + 1
         if self.stream_tokens < least:
-            raise SettingError(
-                f"--stream-tokens {self.stream_tokens} is not accepted: with --long-prompt {self.long_prompt} and "
-                f"--serve-chunk {self.serve_chunk} give at least {least}, so that the streams outlast the prompt"
-            )
+            beside = {"long_prompt": self.long_prompt, "serve_chunk": self.serve_chunk}
+            because = "the streams are to outlast the prompt"
+            given = ("stream_tokens", self.stream_tokens, f"at least {least}")
+            raise SettingError(*given, because=because, beside=beside)
         if self.requests > 1 and self.request_tokens < 2:
-            raise SettingError(
-                f"--request-tokens {self.request_tokens} is not accepted: give at least 2, the first ends a prompt"
-            )
+            because = "the first ends a prompt"
+            raise SettingError("request_tokens", self.request_tokens, "at least 2", because=because)
 
     @property
     def stall_total(self) -> int:

@@ -18,7 +18,7 @@ from benchmarks.reading import (
 )
 from benchmarks.show import Picture
 from benchmarks.suite import PEERS_FOLDER, SEED, Suite, count, number, switch, value
-from benchmarks.suites.peers import Candidate, Workers, common_settings, find_pythons
+from benchmarks.suites.peers import LLAMA_FILE, Candidate, Workers, common_settings, find_pythons, left_out
 from benchmarks.systems import AUTO, Answer, Spec, ask, load_systems
 from penstock.engine.llm import LLM
 from penstock.errors import SettingError
@@ -61,15 +61,15 @@ def _share(text: str) -> float:
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
     repeats = options.repeats or _REPEATS
     if repeats < MIN_VALUES:
-        raise SettingError(
-            f"--repeats {repeats} is not accepted: give {MIN_VALUES} or more, fewer have no spread to judge"
-        )
+        because = "fewer have no spread to judge"
+        raise SettingError("repeats", repeats, f"{MIN_VALUES} or more", because=because)
     subject, specs = text_subject(options.model), specs_of(options.chunks, options.baseline)
     subject.require_room(
         max(options.lengths), options.decode_tokens, "shorter --lengths or fewer --decode-tokens"
     )
-    if "llama.cpp" in options.baseline:
-        _require_llama(subject, options.peers_folder)
+    absent = left_out(options.baseline, list(find_pythons(options.peers_folder)), subject.path)
+    if "llama.cpp" in options.baseline and LLAMA_FILE in absent:
+        raise SettingError("baseline", "llama.cpp", because=absent[LLAMA_FILE])
     method = "all take turns, in another order each round" + f"; memory: {METHOD}" * options.memory
     names = ("dtype", "chunks", "lengths", "decode_tokens")
     bench.describe(subject.description, options, *names, method=method)
@@ -81,17 +81,6 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
         measure_memory(bench, subject, options.dtype, measured, options.lengths, 1)
     elif options.memory:
         bench.results.notes.append("memory growth is not measured: it needs Linux's /proc")
-
-
-def _require_llama(subject: Subject, folder: Path) -> None:
-    """Before any work."""
-    if subject.path.is_dir() or subject.path.suffix != ".gguf":
-        raise SettingError(
-            f"--baseline llama.cpp reads GGUF files alone, and {subject.path} is none: give one as --model, or leave "
-            "the baseline out"
-        )
-    if "llama.cpp" not in find_pythons(folder):
-        raise SettingError(f"--baseline llama.cpp is not in {folder}: make bench-peers")
 
 
 def time_turns(

@@ -182,10 +182,8 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     llm = LLM(options.model, dtype=options.dtype, chunk=AUTO)
     odd = [size for size in options.fixed if size % llm.chunk.grid]
     if odd:
-        raise SettingError(
-            f"--fixed {','.join(map(str, odd))} is not accepted: this model's chunks end on multiples of "
-            f"{llm.chunk.grid}: give such sizes"
-        )
+        because = "this model's chunks end there"
+        raise SettingError("fixed", odd[0], f"multiples of {llm.chunk.grid}", because=because)
     start = "a profile of this machine" if load_profile(llm) is not None else "nothing"
     method = (
         f"automatic chunks start from {start} in the first round, and learn from round to round; what is "
