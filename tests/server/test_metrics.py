@@ -4,6 +4,7 @@ import math
 import threading
 from collections import Counter
 from dataclasses import dataclass, fields
+from random import Random
 from typing import get_args
 
 import pytest
@@ -141,6 +142,30 @@ def test_counts_are_what_was_observed(happened: list[object]) -> None:
         for edge in bucket_edges(read, name):
             at_most = sum(value <= edge for value in values)
             assert read[f"penstock_{name}_bucket{{{label(edge)}}}"] == at_most
+
+
+def test_steps_that_take_longer_than_the_fastest_of_their_kind_are_slow() -> None:
+    """Of each kind it is known how fast it can be: a machine that is busy for long is not taken for a slow one."""
+    random, telemetry = Random(1), Telemetry()
+
+    def run(factor: float, num_steps: int) -> dict[str, float]:
+        for index in range(num_steps):
+            past = random.randrange(4000)
+            size = random.choice([1, 1, 1, 64, 512])
+            kind = SpanKind.DECODE if size == 1 else SpanKind.CHUNK
+            seconds = (0.004 + 5e-4 * size + (size + 5) * past * 1e-7) * random.uniform(1, 1.15) * factor
+            telemetry.on_step(StepRecord(index, 0.0, seconds, (SpanRecord("a", kind, past, past + size),), 0))
+        return samples(telemetry)
+
+    read = run(1, 400)
+    assert 0.95 < read["penstock_step_time_ratio"] < 1.25
+    few = read["penstock_slow_steps_total"]
+    assert few < 20  # while kinds were new
+    read = run(2.2, 400)
+    assert 1.8 < read["penstock_step_time_ratio"] < 2.6
+    assert read["penstock_slow_steps_total"] > few + 350
+    assert run(1, 400)["penstock_step_time_ratio"] < 1.25
+    assert samples(telemetry)["penstock_slow_steps_total"] < read["penstock_slow_steps_total"] + 20
 
 
 def bucket_edges(read: dict[str, float], name: str) -> list[float]:

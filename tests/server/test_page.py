@@ -1,5 +1,6 @@
 """The live page in a browser, against a real server over a real socket."""
 
+import colorsys
 import itertools
 import json
 import os
@@ -25,11 +26,12 @@ import penstock
 from penstock.engine.events import GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service
-from penstock.engine.status import StepRecord
+from penstock.engine.status import SpanRecord, StepRecord
 from penstock.frontends.server.app import create_app
 from penstock.frontends.server.metrics import Telemetry
 from penstock.frontends.server.pages import FOLDER
 from penstock.frontends.server.settings import ServerSettings
+from penstock.plan.step import SpanKind
 
 QUIET = ("gpu", "quic", "background-networking", "component-update", "sync")
 PHONE = {"width": 360, "height": 740}
@@ -37,6 +39,7 @@ PHONE = {"width": 360, "height": 740}
 MODEL_NAME = "tiny <img src=x onerror=alert(1)>"
 PROMPT_TOKENS = 5000  # most of the tiny model's context
 CHUNK = 16
+RULES = ("default", "tuned", "balanced", "memory", "small", "end")
 # Nothing here should take as long: who waits for that is told that it does not come.
 PATIENCE_S = 60
 
@@ -231,7 +234,8 @@ def test_a_prompt_moves_its_bar(browser: Browser, llm: LLM) -> None:
         row = page.locator(".request", has_text=request_id[-6:])
         bar = row.locator(".part.prompt")
         expect(bar).to_have_attribute("aria-valuenow", str(50 * CHUNK))
-        expect(row.locator(".eta")).to_have_text(re.compile("first token in .* s"))
+        expect(row.locator(".name")).to_have_text("Request 1")
+        expect(row.locator(".eta")).to_have_text(re.compile("first token in about .* s"))
         held.let(100)
         expect(bar).to_have_attribute("aria-valuenow", str(150 * CHUNK))
         held.let(-(-PROMPT_TOKENS // CHUNK) - 150 + 10)  # and some of the answer
@@ -268,18 +272,101 @@ def test_the_timeline_draws_spans(browser: Browser, site: Site) -> None:
 def test_the_timeline_is_walked_by_keyboard(browser: Browser, site: Site) -> None:
     with opened(browser, site) as page:
         connection(page, "live")
-        request_id = site.submit(3 * CHUNK, 3)
+        site.submit(3 * CHUNK, 3)
         timeline, detail = page.locator("#timeline"), page.locator("#step-detail")
         expect(timeline).to_have_attribute("aria-valuemax", "4")  # three chunks, then two decodes
         timeline.focus()
         page.keyboard.press("End")
-        name = request_id[-6:]
-        expect(detail).to_have_text(re.compile(rf"^Step 4 · [\d.]+ m?s · 1 decode: {name}$"))
+        expect(detail).to_have_text(re.compile(r"^Step 4 · [\d.]+ m?s · 1 decode: #1$"))
         expect(timeline).to_have_attribute("aria-valuetext", detail.inner_text())
         page.keyboard.press("Home")
-        expect(detail).to_have_text(re.compile(rf"^Step 0 · [\d.]+ m?s · 1 chunk: {name} 0.{CHUNK}$"))
+        expect(detail).to_have_text(re.compile(rf"^Step 0 · [\d.]+ m?s · 1 chunk: #1 0.{CHUNK}$"))
         page.keyboard.press("Escape")
-        expect(detail).to_have_text(re.compile("^Point at a step"))
+        expect(detail).to_have_text(re.compile("Point at a step"))
+
+
+def test_the_step_that_runs_grows(browser: Browser, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend, gate = llm.model.kernels.attend, threading.Event()
+
+    def waiting(*arguments: Any) -> Any:
+        gate.wait(PATIENCE_S)
+        return attend(*arguments)
+
+    with serving(llm) as site, opened(browser, site, complaints="willReadFrequently") as page:
+        connection(page, "live")
+        monkeypatch.setattr(llm.model.kernels, "attend", waiting)
+        site.submit(10, 1)
+        detail = page.locator("#step-detail")
+        expect(detail).to_have_text(re.compile(r"^Running: Step 0 · .* · 1 chunk: #1 0.10$"))
+        (step,) = json.loads(site.get("/status")[0])["in_flight"]
+        assert step["seconds"] > 0
+        first = pixels_drawn(page)
+        wait_for(lambda: pixels_drawn(page) > first + 1000)
+        gate.set()
+        expect(detail).to_have_text(re.compile("Point at a step"))
+
+
+def test_after_a_pause_the_last_steps_stay(browser: Browser, site: Site) -> None:
+    with opened(browser, site, complaints="willReadFrequently") as page:
+        connection(page, "live")
+        page.get_by_role("button", name="2 s").click()
+        site.submit(2 * CHUNK, 60)
+        expect(page.locator("#step-detail")).to_have_text(
+            re.compile(r"^Nothing runs; the last step was [5-9]\.\d s ago\.")
+        )
+        assert colours_drawn(page)["decode"] == 0  # dimmed
+        assert pixels_drawn(page) > 1000
+
+
+def test_estimates_are_smoothed(browser: Browser, site: Site) -> None:
+    """Guesses that jump up and down by half of what is left become times that go down evenly."""
+    with opened(browser, site) as page:
+        left = page.evaluate(
+            """async () => {
+                const {Estimate} = await import("/page/estimate.js");
+                const estimate = new Estimate();
+                const left = [];
+                for (let now = 0; now < 50; now += 0.5) {
+                    left.push(estimate.left((100 - now) * (now % 1 ? 1.5 : 0.5), now));
+                }
+                return left;
+            }"""
+        )
+    jumps = [after - before for before, after in itertools.pairwise(left[10:])]
+    assert max(map(abs, jumps)) < 20  # of 100
+    assert left[-1] == pytest.approx(50, rel=0.4)
+
+
+def test_a_busy_machine_is_told(browser: Browser, llm: LLM) -> None:
+    held = Held()
+    with serving(llm, telemetry=held) as site, opened(browser, site) as page:
+        connection(page, "live")
+        expect(page.locator("#pace")).to_be_hidden()
+        for index in range(300):
+            span = SpanRecord("other", SpanKind.DECODE, 100, 101)
+            held.pace.add(StepRecord(index, 0.0, 0.01 if index < 200 else 0.03, (span,), 0))
+        held.let(3)
+        site.submit(PROMPT_TOKENS, 1)
+        expect(page.locator("#pace")).to_have_text(
+            re.compile(r"^The machine seems busy: steps take [23]\.\d times")
+        )
+
+
+def pixels_drawn(page: Page) -> int:
+    """How many pixels of the timeline have a colour that is neither of a grid line nor of text."""
+    drawn: int = page.evaluate(
+        """() => {
+            const canvas = document.getElementById("timeline");
+            const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+            let drawn = 0;
+            for (let at = 0; at < data.length; at += 4) {
+                const parts = [data[at], data[at + 1], data[at + 2]];
+                if (data[at + 3] && Math.max(...parts) - Math.min(...parts) > 60) drawn += 1;
+            }
+            return drawn;
+        }"""
+    )
+    return drawn
 
 
 def colours_drawn(page: Page) -> dict[str, int]:
@@ -294,10 +381,8 @@ def colours_drawn(page: Page) -> dict[str, int]:
                 const name = "#" + [0, 1, 2].map((i) => data[at + i].toString(16).padStart(2, "0")).join("");
                 if (data[at + 3] === 255) pixels.set(name, (pixels.get(name) ?? 0) + 1);
             }
-            const count = (names) => names.reduce(
-                (sum, name) => sum + (pixels.get(style.getPropertyValue("--" + name).trim()) ?? 0), 0);
-            const tones = (kind) => [0, 1, 2, 3].map((tone) => `${kind}-${tone}`);
-            return {chunk: count(tones("chunk")), decode: count(tones("decode")), stall: count(["stall"])};
+            const count = (name) => pixels.get(style.getPropertyValue("--" + name).trim()) ?? 0;
+            return {chunk: count("chunk"), decode: count("decode"), stall: count("stall")};
         }"""
     )
     return drawn
@@ -366,6 +451,8 @@ def test_a_refusal_is_shown(browser: Browser, site: Site) -> None:
         page.get_by_role("button", name="Send").click()
         expect(page.locator("#try-state")).to_have_text(re.compile("tokens"))
         expect(page.get_by_role("button", name="Send")).to_be_enabled()
+        expect(page.locator("#errors")).to_contain_text("0failed, 1 refused")
+        expect(page.locator("#refused")).to_have_attribute("title", "1 with status 400")
 
 
 def test_a_phone_has_nothing_beside_its_screen(browser: Browser, llm: LLM) -> None:
@@ -373,6 +460,8 @@ def test_a_phone_has_nothing_beside_its_screen(browser: Browser, llm: LLM) -> No
         serving(llm, telemetry=Slow()) as site,
         opened(browser, site, viewport=PHONE, has_touch=True, is_mobile=True) as page,
     ):
+        site.submit(1, 1)
+        expect(page.locator(".past")).to_be_visible()
         site.submit(PROMPT_TOKENS, 500)
         # Alone at first, in whole chunks; with others it has a part of each.
         wait_for(lambda: site.service.status().requests[0].num_prompt_done >= 20 * CHUNK)
@@ -389,6 +478,8 @@ def test_a_phone_has_nothing_beside_its_screen(browser: Browser, llm: LLM) -> No
         page.locator("#explain-chart").tap(position={"x": 52, "y": 60})
         expect(page.locator("#explain-detail")).to_have_text(re.compile(r"^[\d,]+.[\d,]+ · 16 tokens"))
         assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+        places = [page.locator(f"#{name}-title").bounding_box() for name in ("steps", "requests", "try")]
+        assert [place["y"] for place in places if place] == sorted(place["y"] for place in places if place)
         beyond = page.evaluate(
             "[...document.querySelectorAll('body *')].filter((e) => e.getBoundingClientRect().right > 360.5).length"
         )
@@ -439,20 +530,28 @@ def test_what_was_in_the_cache_is_seen(browser: Browser, llm: LLM) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out(browser: Browser, site: Site, scheme: str) -> None:
     with opened(browser, site, color_scheme=scheme) as page:
-        tones = [f"{kind}-{tone}" for kind in ("chunk", "decode") for tone in range(4)]
-        names = ["ground", "surface", "sunken", "ink", "muted", "accent", "on-accent", "warn-ground", "stall"]
-        rules = ["good", "idle", "rule-memory", "rule-small", "rule-end"]
-        colour = colours(page, names + tones + rules)
+        names = ["ground", "surface", "sunken", "ink", "muted", "accent", "on-accent", "warn-ground"]
+        spans = ["chunk", "decode", "stall"]
+        rules = ["good", "idle", *(f"rule-{name}" for name in RULES)]
+        colour = colours(page, [*names, *spans, *rules, "bad"])
         assert (luminance(colour["ground"]) > 0.5) == (scheme == "light")
         texts = [("on-accent", "accent"), ("ink", "warn-ground")]
         texts += [(ink, ground) for ink in ("ink", "muted", "accent") for ground in ("ground", "surface")]
-        texts += [("surface", tone) for tone in tones[:4]]  # the sizes of chunks
-        bars = [(tone, ground) for tone in [*tones, "stall"] for ground in ("surface", "sunken")]
+        texts += [("surface", "chunk"), ("bad", "surface")]  # the sizes of chunks, and what failed
+        bars = [(span, ground) for span in spans for ground in ("surface", "sunken")]
         bars += [(rule, "surface") for rule in rules]
         for pairs, least in ((texts, 4.5), (bars, 3)):
             for ink, ground in pairs:
                 dark, light = sorted((luminance(colour[ink]), luminance(colour[ground])))
                 assert (light + 0.05) / (dark + 0.05) >= least, (ink, ground)
+        # The legend's colours are those of the blocks and bars, and none of them is that of an error.
+        for name in spans:
+            swatch = page.locator(f"main > section .swatch.{name}").evaluate(
+                "(e) => getComputedStyle(e).backgroundColor"
+            )
+            assert swatch == f"rgb({', '.join(str(round(255 * part)) for part in parts_of(colour[name]))})"
+            gap = abs(hue(colour[name]) - hue(colour["bad"]))
+            assert min(gap, 1 - gap) > 0.08, name
 
 
 def colours(page: Page, names: list[str]) -> dict[str, str]:
@@ -465,11 +564,19 @@ def colours(page: Page, names: list[str]) -> dict[str, str]:
 
 def luminance(colour: str) -> float:
     """The relative luminance of WCAG 2."""
-    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     red, green, blue = (
-        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts
+        part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts_of(colour)
     )
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def parts_of(colour: str) -> list[float]:
+    return [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+
+
+def hue(colour: str) -> float:
+    red, green, blue = parts_of(colour)
+    return colorsys.rgb_to_hls(red, green, blue)[0]
 
 
 def test_the_chunks_of_a_request_are_explained(browser: Browser, llm: LLM) -> None:
@@ -527,7 +634,10 @@ def test_the_chunks_of_a_request_are_explained(browser: Browser, llm: LLM) -> No
         page.get_by_role("button", name="Close").press("Enter")
         expect(panel).to_be_hidden()
         past = page.locator(f'.past[data-id="{request_id}"]')
-        expect(past).to_contain_text("reached its limit")
+        facts = [f"Request 1{request_id[-6:]}", "reached its limit", "5,000", "900"]
+        columns = past.locator("th, td")
+        for column, fact in enumerate(facts):
+            expect(columns.nth(column)).to_have_text(fact)
         expect(past.locator("button")).to_have_attribute("aria-expanded", "false")
         past.locator("button").press("Enter")
         expect(rows).to_have_count(len(records))

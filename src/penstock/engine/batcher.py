@@ -324,6 +324,10 @@ class Batcher:
             num_waiting=self._scheduler.num_waiting,
             uptime_s=now - self._began_s,
             reuse=self.reuse.status() if self.reuse else ReuseStatus(),
+            in_flight=tuple(
+                begun.step.record(index, begun.step.started_s - self._began_s, now - begun.step.started_s)
+                for index, begun in enumerate(self._flight, self._num_steps)
+            ),
         )
 
     def explain(self, request_id: RequestId) -> tuple[ChunkRecord, ...] | None:

@@ -35,7 +35,7 @@ class SpanRecord:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A step that was committed. `start_s` counts from the service's start."""
+    """A step that was committed, or runs. `start_s` counts from the service's start."""
 
     index: int
     start_s: float
@@ -98,6 +98,7 @@ class ServiceStatus:
     num_waiting: int
     uptime_s: float
     reuse: ReuseStatus = ReuseStatus()
+    in_flight: tuple[StepRecord, ...] = ()  # steps that run now, with the seconds so far, oldest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,7 +232,7 @@ class Step:
     predicted_bytes: int | None = None
 
     def record(self, index: int, start_s: float, seconds: float) -> StepRecord:
-        """What is kept of it once it is committed."""
+        """What is kept of it once it is committed, and what is seen of it while it runs."""
         return StepRecord(
             index=index,
             start_s=start_s,

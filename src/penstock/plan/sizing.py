@@ -281,17 +281,23 @@ def largest_that(fits: Callable[[int], bool], start: int, end: int, guesses: Ite
 
 
 def shape_of(plan: StepPlan) -> StepShape:
-    """What a planned step runs. Tokens of a replay run as decodes do."""
-    chunks = [planned.span for planned in plan.spans if planned.kind is SpanKind.CHUNK]
-    others = [planned.span for planned in plan.spans if planned.kind is not SpanKind.CHUNK]
-    return StepShape(
-        num_prompt_tokens=sum(map(len, chunks)),
-        token_pasts=sum(pasts_of_chunk(len(span), span.start) for span in chunks),
-        longest_past=max((span.start for span in chunks), default=0),
-        num_decodes=sum(map(len, others)),
-        decode_pasts=sum(len(span) * (span.start + span.end + 1) // 2 for span in others),
-        num_logits=sum(planned.samples for planned in plan.spans),
-    )
+    """What a planned step runs."""
+    kinds = ((planned.kind, planned.span.start, planned.span.end) for planned in plan.spans)
+    return shape_of_spans(kinds, num_logits=sum(planned.samples for planned in plan.spans))
+
+
+def shape_of_spans(spans: Iterable[tuple[SpanKind, int, int]], *, num_logits: int = 0) -> StepShape:
+    """What a step of spans [start, end) runs. Tokens of a replay run as decodes do."""
+    num_tokens = token_pasts = longest_past = num_decodes = decode_pasts = 0
+    for kind, start, end in spans:
+        if kind is SpanKind.CHUNK:
+            num_tokens += end - start
+            token_pasts += pasts_of_chunk(end - start, start)
+            longest_past = max(longest_past, start)
+        else:
+            num_decodes += end - start
+            decode_pasts += (end - start) * (start + end + 1) // 2
+    return StepShape(num_tokens, token_pasts, longest_past, num_decodes, decode_pasts, num_logits)
 
 
 def _step(question: SizeQuestion, num_tokens: int) -> StepShape:

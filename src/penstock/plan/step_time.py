@@ -1,10 +1,10 @@
 """How long a step takes: a small model of its time, fitted to the steps that ran."""
 
 import warnings
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
-from math import isfinite
+from functools import partial
+from math import inf, isfinite
 from operator import mul
 
 from penstock.errors import SettingError
@@ -56,14 +56,20 @@ class _Sample:
 
 
 class _Kind:
-    """The last samples of steps alike, the one in the middle, and when the last of them came."""
+    """The last samples of steps alike, or the fastest; the one in the middle, and when the last of them came."""
 
     __slots__ = ("last_record", "middle", "samples")
 
     def __init__(self, first: _Sample) -> None:
-        self.samples: deque[_Sample] = deque(maxlen=SAMPLES_PER_KIND)
+        self.samples: list[_Sample] = []
         self.middle = first
         self.last_record = 0
+
+    @property
+    def slowest_s(self) -> float:
+        """Of as many as there may be; infinite where there are fewer."""
+        is_full = len(self.samples) == SAMPLES_PER_KIND
+        return max(sample.seconds for sample in self.samples) if is_full else inf
 
 
 class StepTimeModel:
@@ -72,11 +78,13 @@ class StepTimeModel:
     Steps of about the same shape are of one kind, and each kind speaks through one of its last samples, the one that
     is in the middle as far as its time goes: a few outliers of any size change nothing. A fit over the kinds gives
     those that do not agree with the others less weight. What was measured long ago counts less, so that a machine
-    whose speed changes is followed within a few steps of a kind.
+    whose speed changes is followed within a few steps of a kind. Or not: `of_fastest` steps of each kind, it tells
+    how fast the machine can be.
     """
 
-    def __init__(self, prior: StepTimeCoefficients | None = None) -> None:
+    def __init__(self, prior: StepTimeCoefficients | None = None, *, of_fastest: bool = False) -> None:
         """`prior` is what a profile knows; it holds wherever no sample says otherwise."""
+        self._of_fastest = of_fastest
         self._prior = _values(prior) if prior else (0.0,) * 5
         self._values = self._prior
         self._is_known = prior is not None
@@ -115,15 +123,20 @@ class StepTimeModel:
         """A step of this shape took so long."""
         if not isfinite(seconds) or seconds < 0 or step.num_rows == 0:
             return
+        key = _kind(step)
+        if self._of_fastest and (known := self._kinds.get(key)) and seconds >= known.slowest_s:
+            return
         sample = _Sample(_features(step), max(seconds, LEAST_S))
         expected = _dot(self._values, sample.features)
         self._is_surprised |= abs(sample.seconds - expected) > SURPRISE * expected
         self._num_records += 1
         self._num_unfitted += 1
         self._most_prompt_tokens = max(self._most_prompt_tokens, step.num_prompt_tokens)
-        key = _kind(step)
         kind = self._kinds.pop(key, None) or _Kind(sample)
         kind.samples.append(sample)
+        if len(kind.samples) > SAMPLES_PER_KIND:
+            slowest = partial(_excess, values=self._values)
+            kind.samples.remove(max(kind.samples, key=slowest) if self._of_fastest else kind.samples[0])
         kind.middle = _middle(kind.samples, self._values)
         kind.last_record = self._num_records
         self._kinds[key] = kind
@@ -176,15 +189,15 @@ def _kind(step: StepShape) -> tuple[int, ...]:
     return tuple(number.bit_length() for number in numbers)
 
 
-def _middle(samples: deque[_Sample], values: tuple[float, ...]) -> _Sample:
+def _middle(samples: list[_Sample], values: tuple[float, ...]) -> _Sample:
     """The sample whose time, over what was to be expected, is in the middle. Of two, the shorter."""
     if len(samples) == 1:
         return samples[0]
+    return sorted(samples, key=partial(_excess, values=values))[(len(samples) - 1) // 2]
 
-    def excess(sample: _Sample) -> float:
-        return sample.seconds / max(_dot(values, sample.features), LEAST_S * sum(sample.features))
 
-    return sorted(samples, key=excess)[(len(samples) - 1) // 2]
+def _excess(sample: _Sample, values: tuple[float, ...]) -> float:
+    return sample.seconds / max(_dot(values, sample.features), LEAST_S * sum(sample.features))
 
 
 def _features(step: StepShape) -> tuple[float, ...]:

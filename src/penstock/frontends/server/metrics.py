@@ -8,6 +8,7 @@ How to add a metric:
   told of it. What no method is told of yet needs one in `Observer` (`engine/status.py`), and its call in the engine.
 """
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,7 +24,9 @@ from prometheus_client.registry import Collector
 
 from penstock.engine.batcher import ENDED_EXPLAINED
 from penstock.engine.status import Outcome, RequestSummary, ServiceStatus, StepRecord
+from penstock.plan.sizing import shape_of_spans
 from penstock.plan.step import RequestId, SpanKind
+from penstock.plan.step_time import StepTimeModel
 
 # The format that `render` writes.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -35,6 +38,14 @@ _CHUNK_TOKENS = tuple(2**power for power in range(16))
 _REFUSALS = (400, 401, 403, 404, 405, 408, 413, 429, 500, 503)
 # The waits of which percentiles are shown.
 WINDOW = 2048
+# Steps are judged so many at a time, which costs each of them less; and the last of them say how it is now.
+JUDGED = 16
+RECENT = 64
+# A step is slow where it takes so many times as long as the fastest of its kind. Before so many, nothing is known.
+SLOW = 1.5
+LEAST_STEPS = 48
+# Requests whose numbers are remembered.
+NUMBERED = 4096
 
 
 class _State(NamedTuple):
@@ -139,6 +150,71 @@ class LatencyWindow:
         return Percentiles(len(waits), p50, p95, p99, waits[-1])
 
 
+class StepPace:
+    """How long steps take, against how long the fastest of their kind took: about 1 on an idle machine, and more
+    where others compute, too. Any thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._fastest = StepTimeModel(of_fastest=True)
+        self._new: list[StepRecord] = []
+        self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT)  # measured and expected seconds
+        self._num_judged = 0
+        self._num_slow = 0
+
+    def add(self, step: StepRecord) -> None:
+        with self._lock:
+            self._new.append(step)
+            if len(self._new) == JUDGED:
+                self._judge()
+
+    @property
+    def num_slow(self) -> int:
+        with self._lock:
+            self._judge()
+            return self._num_slow
+
+    @property
+    def ratio(self) -> float | None:
+        """Of the last steps, measured to expected time; None before enough have run."""
+        with self._lock:
+            self._judge()
+            expected = sum(expected for _, expected in self._recent)
+            return sum(measured for measured, _ in self._recent) / expected if expected else None
+
+    def _judge(self) -> None:
+        shapes = [
+            shape_of_spans((span.kind, span.start, span.end) for span in step.spans) for step in self._new
+        ]
+        for step, shape in zip(self._new, shapes, strict=True):
+            expected = self._fastest.predict(shape) if self._num_judged >= LEAST_STEPS else None
+            if expected:
+                self._recent.append((step.seconds, expected))
+                self._num_slow += step.seconds > SLOW * expected
+        for step, shape in zip(self._new, shapes, strict=True):
+            self._fastest.record(shape, step.seconds)
+        self._num_judged += len(self._new)
+        self._new.clear()
+
+
+class RequestNumbers:
+    """Numbers for people, who tell requests apart by them more easily than by ids: 1 is the first that was seen. Any
+    thread may ask."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._numbers: dict[RequestId, int] = {}
+        self._next = itertools.count(1)
+
+    def of(self, request_id: RequestId) -> int:
+        with self._lock:
+            if (number := self._numbers.get(request_id)) is None:
+                number = self._numbers[request_id] = next(self._next)
+                if len(self._numbers) > NUMBERED:
+                    del self._numbers[next(iter(self._numbers))]
+            return number
+
+
 class EndedRequests:
     """The requests that ended last: those whose chunks the engine can still explain. Any thread may ask."""
 
@@ -163,6 +239,17 @@ class EndedRequests:
             return tuple(self._last.values())[: -most - 1 : -1]
 
 
+class _PaceCollector(Collector):
+    def __init__(self, pace: StepPace) -> None:
+        self._pace = pace
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Steps that took much longer than the fastest of their kind"
+        yield CounterMetricFamily("penstock_slow_steps", text, value=self._pace.num_slow)
+        text = "Seconds of the last steps, to those of the fastest of their kind"
+        yield GaugeMetricFamily("penstock_step_time_ratio", text, value=self._pace.ratio or 1.0)
+
+
 class Telemetry:
     """An observer of a service. `render` gives what it saw, and the service's present state, to Prometheus."""
 
@@ -170,6 +257,8 @@ class Telemetry:
         self.first_token = LatencyWindow()
         self.inter_token = LatencyWindow()
         self.ended = EndedRequests()
+        self.pace = StepPace()
+        self.numbers = RequestNumbers()
         # Its own registry: two services in one process do not mix.
         self._registry = CollectorRegistry()
         counter = partial(Counter, namespace="penstock", registry=self._registry)
@@ -198,9 +287,12 @@ class Telemetry:
         self._refused = counter("refused_requests", "Answers that are errors", ["status"])
         for status in _REFUSALS:
             self._refused.labels(str(status))
+        self._registry.register(_PaceCollector(self.pace))
 
     def on_step(self, record: StepRecord) -> None:
+        self.pace.add(record)
         for span in record.spans:
+            self.numbers.of(span.request_id)
             if span.kind is SpanKind.CHUNK:
                 self._chunk_tokens.observe(span.end - span.start)
                 self._prompt_tokens.inc(span.end - span.start)
@@ -219,6 +311,7 @@ class Telemetry:
         self._shrinks.inc()
 
     def on_end(self, summary: RequestSummary) -> None:
+        self.numbers.of(summary.id)
         self.ended.add(summary)
         self._finished.labels(summary.outcome).inc()
         if summary.outcome == "cancelled":
@@ -229,6 +322,18 @@ class Telemetry:
     def on_refusal(self, status: int) -> None:
         """An answer was an error."""
         self._refused.labels(str(status)).inc()
+
+    def num_failed(self) -> int:
+        """Requests that ended by an error."""
+        return int(self._registry.get_sample_value("penstock_errors_total") or 0)
+
+    def refusals(self) -> dict[str, int]:
+        """How many answers were errors, by status."""
+        (family,) = self._refused.collect()
+        counted = {
+            one.labels["status"]: int(one.value) for one in family.samples if one.name.endswith("_total")
+        }
+        return {status: number for status, number in counted.items() if number}
 
     def render(self, status: ServiceStatus) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""

@@ -1,6 +1,6 @@
 """The live page, what it shows as JSON, and the metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,10 @@ from fastapi import APIRouter, HTTPException, Response
 from penstock.engine.service import Service
 from penstock.engine.status import StepRecord
 from penstock.frontends.server.explain import size_settings
-from penstock.frontends.server.metrics import CONTENT_TYPE, LatencyWindow, Telemetry
+from penstock.frontends.server.metrics import CONTENT_TYPE, SLOW, LatencyWindow, Telemetry
 from penstock.frontends.server.responses import LIVE_HEADERS, SAFE_HEADERS, JsonResponse
 from penstock.frontends.server.settings import ServerSettings
+from penstock.plan.step import RequestId
 
 # The requests that ended last.
 _ENDED_SHOWN = 6
@@ -79,14 +80,21 @@ def _file(name: str, files: Mapping[str, bytes]) -> Response:
 
 def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[str, Any]:
     status = service.status()
+    number = telemetry.numbers.of
+    ratio = telemetry.pace.ratio
     return {
         "is_healthy": service.is_healthy,
         "uptime_s": status.uptime_s,
         "num_running": status.num_running,
         "num_waiting": status.num_waiting,
-        "requests": [asdict(request) for request in status.requests],
-        "ended": [asdict(summary) for summary in telemetry.ended.last(_ENDED_SHOWN)],
-        "steps": [_step(record) for record in status.steps if record.index > steps_after],
+        "requests": [asdict(request) | {"number": number(request.id)} for request in status.requests],
+        "ended": [
+            asdict(summary) | {"number": number(summary.id)} for summary in telemetry.ended.last(_ENDED_SHOWN)
+        ],
+        "steps": [_step(record, number) for record in status.steps if record.index > steps_after],
+        "in_flight": [_step(record, number) for record in status.in_flight],
+        "pace": {"ratio": ratio, "is_slow": ratio is not None and ratio >= SLOW},
+        "errors": {"failed": telemetry.num_failed(), "refused": telemetry.refusals()},
         "cache": asdict(status.cache),
         "reuse": asdict(status.reuse),
         "latency": {
@@ -96,14 +104,20 @@ def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[st
     }
 
 
-def _step(record: StepRecord) -> dict[str, Any]:
+def _step(record: StepRecord, number: Callable[[RequestId], int]) -> dict[str, Any]:
     # By hand: `asdict` copies so deeply that many spans would hold the engine's thread up.
     return {
         "index": record.index,
         "start_s": record.start_s,
         "seconds": record.seconds,
         "spans": [
-            {"request_id": span.request_id, "kind": span.kind.value, "start": span.start, "end": span.end}
+            {
+                "request_id": span.request_id,
+                "number": number(span.request_id),
+                "kind": span.kind.value,
+                "start": span.start,
+                "end": span.end,
+            }
             for span in record.spans
         ],
         "num_held_decodes": record.num_held_decodes,

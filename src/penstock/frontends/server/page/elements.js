@@ -1,6 +1,7 @@
 // Small parts of the page that several lists have.
 
 import { percent, shortId } from "./format.js";
+import { nameOf } from "./names.js";
 
 export function element(tag, className, parent) {
   const made = document.createElement(tag);
@@ -21,13 +22,14 @@ export function drawing(tag, attributes, parent) {
   return made;
 }
 
-// A request's name, by which its chunks are opened.
+// A request's name, by which its chunks are opened, and the end of its id, which its answer has, too.
 export function nameButton(id, parent) {
   const button = element("button", "name", parent);
   button.type = "button";
-  button.textContent = shortId(id);
+  button.textContent = nameOf(id);
   button.title = id;
-  button.setAttribute("aria-label", `${shortId(id)}: its chunks`);
+  button.setAttribute("aria-label", `${nameOf(id)}: its chunks`);
+  element("span", "id", parent).textContent = shortId(id);
   button.setAttribute("aria-expanded", "false");
   button.setAttribute("aria-controls", "explain");
   return button;

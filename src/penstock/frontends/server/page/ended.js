@@ -32,15 +32,18 @@ export class Ended {
   }
 
   add(one) {
-    const row = element("li", "past");
+    const row = element("tr", `past ${one.outcome}`);
     row.dataset.id = one.id;
-    nameButton(one.id, row);
+    nameButton(one.id, element("th", "", row)).parentElement.scope = "row";
     const facts = [
       OUTCOMES[one.outcome] ?? one.outcome,
-      `${count(one.num_prompt_tokens)} in, ${count(one.num_generated)} out`,
-      one.first_token_s === null ? "no token" : `first token ${duration(one.first_token_s)}`,
+      count(one.num_prompt_tokens),
+      count(one.num_generated),
+      one.first_token_s === null ? "–" : duration(one.first_token_s),
+      duration(one.seconds),
     ];
-    for (const fact of facts) element("span", "", row).textContent = fact;
+    for (const fact of facts) element("td", "", row).textContent = fact;
+    row.lastChild.className = "total";
     this.rows.set(one.id, row);
     return row;
   }

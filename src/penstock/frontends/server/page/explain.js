@@ -4,7 +4,8 @@ import { ChunkChart } from "./chunk_chart.js";
 import { ChunkTable } from "./chunk_table.js";
 import { hasKey, headers } from "./connection.js";
 import { element } from "./elements.js";
-import { count, duration, plural, shortId } from "./format.js";
+import { count, duration, plural } from "./format.js";
+import { nameOf } from "./names.js";
 import { chunkWords, memoryWords, targetWords } from "./sizes.js";
 
 const ANSWER_MS = 8_000;
@@ -60,7 +61,7 @@ export class Explain {
     this.table.clear();
     byId("explain-parts").hidden = true;
     for (const name of ["read", "off", "chunk", "targets", "memory"]) write(`explain-${name}`, "");
-    write("explain-name", shortId(id));
+    write("explain-name", nameOf(id).replace("Request", "request"));
     write("explain-state", "Asking the server.");
     byId("explain-json").href = `explain/${encodeURIComponent(id)}`;
     byId("explain-json").hidden = hasKey(); // a link carries no key

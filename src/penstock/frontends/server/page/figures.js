@@ -29,6 +29,7 @@ function showNow(status, steps) {
   write("running-of", `of ${count(status.settings.max_running)}`);
   write("waiting", count(status.num_waiting));
   write("waiting-of", `of ${count(status.settings.max_waiting)}`);
+  showErrors(status.errors);
   const span = Math.min(RATE_S, status.uptime_s);
   let [read, written] = [0, 0];
   for (const step of steps) {
@@ -40,6 +41,14 @@ function showNow(status, steps) {
   }
   write("read-rate", rate(read / span));
   write("write-rate", rate(written / span));
+}
+
+function showErrors({ failed, refused }) {
+  const all = Object.values(refused).reduce((sum, number) => sum + number, 0);
+  write("failed", count(failed));
+  write("refused", `failed, ${count(all)} refused`);
+  byId("refused").title = Object.entries(refused).map(([status, number]) => `${count(number)} with status ${status}`).join(", ");
+  byId("errors").classList.toggle("some", failed > 0);
 }
 
 function showCache(cache) {

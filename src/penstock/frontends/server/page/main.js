@@ -6,6 +6,7 @@ import { Ended } from "./ended.js";
 import { Explain } from "./explain.js";
 import { showFigures } from "./figures.js";
 import { about } from "./format.js";
+import { learn } from "./names.js";
 import { People } from "./people.js";
 import { Requests } from "./requests.js";
 import { Timeline } from "./timeline.js";
@@ -16,21 +17,23 @@ const people = new People();
 const timeline = new Timeline(byId("timeline"), byId("step-detail"), people);
 const ended = new Ended(byId("ended-part"), byId("ended"));
 const requests = new Requests(
-  { list: byId("requests"), none: byId("requests-none"), more: byId("requests-more"), counter: byId("requests-count") }, people,
+  { list: byId("requests"), none: byId("requests-none"), more: byId("requests-more"), counter: byId("requests-count") },
 );
 const attempt = new Attempt(askForKey);
 const explain = new Explain([byId("requests"), byId("ended")], askForKey);
 
 const connection = new Connection({
   status(status) {
-    people.follow(status.steps, new Set(status.requests.map((request) => request.id)));
-    timeline.update(status.steps, status.uptime_s);
-    requests.update(status.requests, status.latency.inter_token?.p50);
+    learn(status);
+    people.follow([...status.steps, ...status.in_flight], new Set(status.requests.map((request) => request.id)));
+    timeline.update(status.steps, status.in_flight, status.uptime_s);
+    requests.update(status.requests, status.latency.inter_token?.p50, status.uptime_s);
     ended.update(status.ended, requests);
     byId("requests-hint").hidden = requests.rows.size + ended.rows.size === 0;
     explain.update(status.requests);
     showFigures(status, timeline.steps);
     attempt.update(status.model);
+    showPace(status.pace, timeline.isPaused);
     byId("key-form").hidden = true;
     byId("links").hidden = hasKey(); // a link carries no key
     if (status.is_healthy) {
@@ -56,6 +59,12 @@ const connection = new Connection({
 function showState(state, text) {
   byId("connection").dataset.state = state;
   if (byId("connection-text").textContent !== text) byId("connection-text").textContent = text;
+}
+
+// Said only while steps run: of a pause nobody knows.
+function showPace({ ratio, is_slow: isSlow }, isPaused) {
+  byId("pace").hidden = !isSlow || isPaused;
+  if (isSlow) byId("pace").textContent = `The machine seems busy: steps take ${ratio.toFixed(1)} times as long as they did at their fastest.`;
 }
 
 function showNotice(text) {

@@ -1,7 +1,9 @@
 // Every request that has not ended, with how far it is. One that ended stays a moment, so that the list does not jump.
 
 import { element, nameButton, showCached } from "./elements.js";
-import { about, count, percent, plural, shortId } from "./format.js";
+import { Estimate } from "./estimate.js";
+import { about, count, longDuration, percent, plural } from "./format.js";
+import { nameOf } from "./names.js";
 
 const LINGER_MS = 1500;
 // Of those that wait, so many are shown; the others are counted.
@@ -10,9 +12,8 @@ const PHASES = { waiting: "waiting", prompt: "reading", decode: "generating" };
 
 export class Requests {
   // `parts` are elements: the list, a line for when it is empty, one for those left out, and the number of all.
-  constructor(parts, people) {
+  constructor(parts) {
     this.parts = parts;
-    this.people = people;
     this.lost = null; // the id of a row that went in the last update while it had the keyboard's focus
     this.rows = new Map(); // id -> row
   }
@@ -22,7 +23,7 @@ export class Requests {
     this.rows.clear();
   }
 
-  update(requests, nextTokenSeconds) {
+  update(requests, nextTokenSeconds, now) {
     this.lost = null;
     let numWaiting = 0;
     const shown = requests.filter((request) => request.phase !== "waiting" || ++numWaiting <= MOST_WAITING);
@@ -30,7 +31,7 @@ export class Requests {
     for (const [id, row] of this.rows) {
       if (!live.has(id)) this.end(id, row);
     }
-    for (const request of shown) this.row(request).show(request, nextTokenSeconds);
+    for (const request of shown) this.row(request).show(request, nextTokenSeconds, now);
     const { none, more, counter } = this.parts;
     none.hidden = this.rows.size > 0;
     more.hidden = shown.length === requests.length;
@@ -41,7 +42,7 @@ export class Requests {
   row(request) {
     let row = this.rows.get(request.id);
     if (!row) {
-      row = new Row(request.id, this.people.tone(request.id));
+      row = new Row(request.id);
       this.rows.set(request.id, row);
       this.parts.list.append(row.item);
     }
@@ -60,8 +61,9 @@ export class Requests {
 }
 
 class Row {
-  constructor(id, tone) {
-    this.item = element("li", `request tone-${tone}`);
+  constructor(id) {
+    this.item = element("li", "request");
+    this.estimates = { prompt: new Estimate(), decode: new Estimate() };
     this.item.dataset.id = id;
     this.endedAt = null;
     const title = element("div", "title", this.item);
@@ -69,9 +71,9 @@ class Row {
     this.phase = element("span", "phase", title);
     this.eta = element("span", "eta", title);
     const bar = element("div", "bar", this.item);
-    this.prompt = new Part("prompt", bar, `Prompt of ${shortId(id)}`);
+    this.prompt = new Part("prompt", bar, `Prompt of ${nameOf(id)}`);
     this.cachedFill = element("span", "cached", this.prompt.part);
-    this.decode = new Part("decode", bar, `Answer of ${shortId(id)}`);
+    this.decode = new Part("decode", bar, `Answer of ${nameOf(id)}`);
     const facts = element("div", "facts", this.item);
     this.read = element("span", "", facts);
     this.cached = element("span", "from-cache", facts);
@@ -80,10 +82,10 @@ class Row {
     this.preempted = element("span", "", facts);
   }
 
-  show(request, nextTokenSeconds) {
+  show(request, nextTokenSeconds, now) {
     const { num_prompt_done: done, num_prompt_tokens: total, num_prompt_cached: cached, num_generated: generated, max_tokens: most } = request;
     this.phase.textContent = PHASES[request.phase];
-    this.eta.textContent = eta(request, nextTokenSeconds);
+    this.eta.textContent = this.left(request, nextTokenSeconds, now);
     this.prompt.set(done, total);
     showCached(this.cachedFill, cached, total);
     this.decode.set(generated, most);
@@ -94,12 +96,23 @@ class Row {
     this.preempted.textContent = request.num_preemptions ? `preempted ${count(request.num_preemptions)}×` : "";
   }
 
+  // How long its phase will take yet.
+  left({ phase, prompt_eta_s: guess, max_tokens: most, num_generated: generated }, nextTokenSeconds, now) {
+    if (phase === "prompt" && guess !== null) return `first token in about ${roughly(this.estimates.prompt.left(guess, now))}`;
+    if (phase === "decode" && nextTokenSeconds) {
+      return `up to about ${roughly(this.estimates.decode.left((most - generated) * nextTokenSeconds, now))} left`;
+    }
+    return "";
+  }
+
   end() {
     this.item.classList.add("ended");
     this.phase.textContent = "ended";
     this.eta.textContent = "";
   }
 }
+
+const roughly = (seconds) => (seconds < 1.5 ? "a second" : longDuration(seconds));
 
 class Part {
   constructor(kind, bar, label) {
@@ -116,12 +129,4 @@ class Part {
     this.part.setAttribute("aria-valuenow", done);
     this.fill.style.transform = `scaleX(${percent(done, total) / 100})`;
   }
-}
-
-function eta(request, nextTokenSeconds) {
-  if (request.phase === "prompt" && request.prompt_eta_s !== null) return `first token in ${about(request.prompt_eta_s)}`;
-  if (request.phase === "decode" && nextTokenSeconds) {
-    return `up to about ${about((request.max_tokens - request.num_generated) * nextTokenSeconds)} left`;
-  }
-  return "";
 }

@@ -1,9 +1,17 @@
 // The last steps: time runs to the right, a step is a block as wide as it took, and each of its spans lies in the lane of
-// its request. A line under the lanes marks steps in which a decode waited for a chunk.
+// its request. The step that runs grows. A line under the lanes marks steps in which a decode waited for a chunk. Where
+// nothing runs, time stops a moment after the last step.
 
-import { count, duration, plural, shortId } from "./format.js";
+import { about, count, duration, plural } from "./format.js";
+import { shortName } from "./names.js";
 
 const KEPT_S = 65;
+const PAUSE_S = 2;
+// A step that has taken so long is seen to grow; shorter ones are over before the server is asked again.
+const LONG_S = 0.3;
+const FRAME_MS = 100;
+const DIMMED = 0.4;
+const RUNNING = 0.6;
 const MIN_LANES = 4;
 const MARGIN = 4;
 const NAMES = 54; // to the left, for the names of requests, where there is room
@@ -23,24 +31,60 @@ export class Timeline {
 
   clear() {
     this.steps = [];
+    this.running = []; // steps that are not over
     this.now = 0;
+    this.toldAt = 0; // when the server said so
     this.chosen = null; // a step
     this.frozen = null; // where time stands still while a step is looked at
     this.tell();
   }
 
-  update(steps, now) {
-    for (const step of steps) {
-      step.lanes = step.spans.map((span) => this.people.known.get(span.request_id));
-      this.steps.push(step);
-    }
-    this.now = now;
-    const oldest = (this.frozen ?? now) - KEPT_S;
+  update(steps, running, now) {
+    for (const step of [...steps, ...running]) step.lanes = step.spans.map((span) => this.people.known.get(span.request_id));
+    this.steps.push(...steps);
+    this.running = running;
+    [this.now, this.toldAt] = [now, performance.now()];
+    const oldest = (this.frozen ?? this.right()) - KEPT_S;
     const first = this.steps.findIndex((step) => step.start_s + step.seconds >= oldest);
     this.steps.splice(0, first === -1 ? this.steps.length : first);
     if (this.chosen && !this.steps.includes(this.chosen)) this.release();
     this.tell();
     this.draw();
+    this.grow();
+  }
+
+  // While a long step runs, time goes on between two answers of the server.
+  grow() {
+    clearTimeout(this.timer);
+    if (!this.running.some((step) => step.seconds > LONG_S) || matchMedia("(prefers-reduced-motion: reduce)").matches) return;
+    this.timer = setTimeout(() => {
+      const passed = (performance.now() - this.toldAt) / 1000;
+      this.toldAt += passed * 1000;
+      this.now += passed;
+      for (const step of this.running) step.seconds += passed;
+      this.tell();
+      this.draw();
+      this.grow();
+    }, FRAME_MS);
+  }
+
+  get idleSeconds() {
+    const last = this.steps.at(-1);
+    return last && !this.running.length ? this.now - last.start_s - last.seconds : 0;
+  }
+
+  // How long time goes on after the last step.
+  get pauseSeconds() {
+    return Math.min(PAUSE_S, this.seconds / 5);
+  }
+
+  get isPaused() {
+    return this.idleSeconds > this.pauseSeconds;
+  }
+
+  // Where the time shown ends.
+  right() {
+    return this.frozen ?? this.now - Math.max(this.idleSeconds - this.pauseSeconds, 0);
   }
 
   show(seconds) {
@@ -92,7 +136,7 @@ export class Timeline {
 
   choose(step) {
     if (step === null) return;
-    this.frozen ??= this.now;
+    this.frozen ??= this.right();
     this.chosen = step;
     const end = step.start_s + step.seconds;
     if (end > this.frozen) this.frozen = end;
@@ -108,8 +152,11 @@ export class Timeline {
   }
 
   tell() {
-    const { canvas, chosen, steps } = this;
-    const text = chosen ? describe(chosen) : steps.length ? "Point at a step, tap it, or use the arrow keys, to see what ran in it." : "No steps yet.";
+    const { canvas, chosen, steps, running } = this;
+    const long = running.find((step) => step.seconds > LONG_S);
+    const pause = this.isPaused ? `Nothing runs; the last step was ${about(this.idleSeconds)} ago. ` : "";
+    const hint = steps.length ? `${pause}Point at a step, tap it, or use the arrow keys, to see what ran in it.` : "No steps yet.";
+    const text = chosen ? describe(chosen) : long ? `Running: ${describe(long)}` : hint;
     if (this.detail.textContent !== text) this.detail.textContent = text;
     canvas.setAttribute("aria-valuemin", steps.length ? steps[0].index : 0);
     canvas.setAttribute("aria-valuemax", steps.length ? steps.at(-1).index : 0);
@@ -131,7 +178,7 @@ export class Timeline {
 
   scale() {
     const width = this.canvas.clientWidth - this.margin - MARGIN;
-    const right = this.frozen ?? this.now;
+    const right = this.right();
     return { left: right - this.seconds, right, perSecond: width / this.seconds };
   }
 
@@ -152,8 +199,8 @@ export class Timeline {
     const { left, right, perSecond } = this.scale();
     const bottom = height - AXIS - STALL;
     this.drawAxis(context, colour, left, perSecond, width, height);
-    const seen = this.steps.filter((step) => step.start_s + step.seconds >= left && step.start_s <= right);
-    const lanes = seen.reduce((most, step) => Math.max(most, ...step.lanes.map((one) => one.lane + 1)), MIN_LANES);
+    const seen = [...this.steps, ...this.running].filter((step) => step.start_s + step.seconds >= left && step.start_s <= right);
+    const lanes = seen.reduce((most, step) => Math.max(most, ...step.lanes.map((lane) => lane + 1)), MIN_LANES);
     const lane = Math.min(bottom / lanes, 48);
     // Blocks end on whole pixels, one after the other, with a pixel between them where they are wide enough to spare it.
     const snapped = (time) => Math.round((this.margin + (time - left) * perSecond) * ratio) / ratio;
@@ -169,8 +216,13 @@ export class Timeline {
     }
     this.drawLives(context, colour("muted"), seen, place, lane);
     if (this.margin === NAMES) drawNames(context, colour("muted"), seen, lane);
+    const alpha = this.isPaused && this.frozen === null ? DIMMED : 1;
     for (const step of seen) {
       const { from, wide } = place(step);
+      const isRunning = this.running.includes(step);
+      context.fillStyle = colour("sunken");
+      if (isRunning) context.fillRect(from, 0, wide, bottom); // nothing is to be seen through it
+      context.globalAlpha = isRunning ? RUNNING : alpha;
       step.spans.forEach((span, at) => drawSpan(context, colour, span, step.lanes[at], from, wide, lane));
       if (step.stalls_decodes) {
         context.fillStyle = colour("stall");
@@ -178,6 +230,7 @@ export class Timeline {
         context.fillRect(from, bottom + 3, wide, step.num_held_decodes ? 5 : 2);
       }
     }
+    context.globalAlpha = 1;
     if (this.chosen && seen.includes(this.chosen)) {
       const { from, wide } = place(this.chosen);
       context.strokeStyle = colour("ink");
@@ -192,7 +245,7 @@ export class Timeline {
     for (const step of seen) {
       const { from, wide } = place(step);
       step.spans.forEach((span, at) => {
-        const life = lives.get(span.request_id) ?? { from, lane: step.lanes[at].lane };
+        const life = lives.get(span.request_id) ?? { from, lane: step.lanes[at] };
         lives.set(span.request_id, { ...life, to: from + wide });
       });
     }
@@ -211,7 +264,8 @@ export class Timeline {
       context.fillStyle = colour("line");
       context.fillRect(Math.round(x), 0, 1, height - AXIS + 2);
       const ago = this.seconds - mark * every;
-      const label = ago > 0 ? `−${+ago.toFixed(1)} s` : this.frozen === null ? "now" : "held";
+      const now = this.isPaused ? `last step ${about(this.idleSeconds)} ago` : "now";
+      const label = ago > 0 ? `−${+ago.toFixed(1)} s` : this.frozen === null ? now : "held";
       context.fillStyle = colour("muted");
       context.textAlign = mark === 0 ? "left" : mark === 5 ? "right" : "center";
       context.fillText(label, mark === 5 ? width - 1 : mark === 0 ? this.margin : x, height - 4);
@@ -222,7 +276,7 @@ export class Timeline {
 // Of each lane, who was the last in it.
 function drawNames(context, colour, seen, lane) {
   const names = [];
-  for (const step of seen) step.spans.forEach((span, at) => { names[step.lanes[at].lane] = shortId(span.request_id); });
+  for (const step of seen) step.spans.forEach((span, at) => { names[step.lanes[at]] = shortName(span.request_id); });
   context.fillStyle = colour;
   context.textAlign = "left";
   names.forEach((name, at) => {
@@ -230,15 +284,16 @@ function drawNames(context, colour, seen, lane) {
   });
 }
 
-function drawSpan(context, colour, span, one, from, wide, lane) {
+function drawSpan(context, colour, span, inLane, from, wide, lane) {
   const isDecode = span.kind === "decode";
   const tall = Math.max((lane - 2) * (isDecode ? 0.5 : 0.86), 1.5);
-  const top = (one.lane + 0.5) * lane - tall / 2;
-  context.fillStyle = colour(`${isDecode ? "decode" : "chunk"}-${one.tone}`);
+  const top = (inLane + 0.5) * lane - tall / 2;
+  context.fillStyle = colour(isDecode ? "decode" : "chunk");
   if (span.kind === "replay") {
-    context.globalAlpha = 0.35;
+    const alpha = context.globalAlpha;
+    context.globalAlpha = 0.35 * alpha;
     context.fillRect(from, top, wide, tall);
-    context.globalAlpha = 1;
+    context.globalAlpha = alpha;
     context.fillRect(from, top, wide, 2);
     context.fillRect(from, top + tall - 2, wide, 2);
   } else {
@@ -246,7 +301,7 @@ function drawSpan(context, colour, span, one, from, wide, lane) {
   }
   const label = count(span.end - span.start);
   if (!isDecode && tall >= 14 && wide > context.measureText(label).width + 8) {
-    context.fillStyle = colour("surface");
+    context.fillStyle = colour(context.globalAlpha === 1 ? "surface" : "ink");
     context.textAlign = "center";
     context.fillText(label, from + wide / 2, top + tall / 2 + 4);
   }
@@ -263,12 +318,12 @@ function describe(step) {
   const sizes = { chunk: [], replay: [], decode: [] };
   for (const span of step.spans) {
     const range = span.kind === "decode" ? "" : ` ${count(span.start)}–${count(span.end)}`;
-    sizes[span.kind].push(`${shortId(span.request_id)}${range}`);
+    sizes[span.kind].push(`${shortName(span.request_id)}${range}`);
   }
   const parts = [`Step ${count(step.index)}`, duration(step.seconds)];
   for (const [kind, who] of Object.entries(sizes)) if (who.length) parts.push(`${plural(who.length, kind)}: ${who.join(", ")}`);
   if (step.num_held_decodes) parts.push(`${plural(step.num_held_decodes, "decode")} held back`);
   else if (step.stalls_decodes) parts.push("its decodes waited for its chunks");
-  if (step.preempted.length) parts.push(`preempted: ${step.preempted.map(shortId).join(", ")}`);
+  if (step.preempted.length) parts.push(`preempted: ${step.preempted.map(shortName).join(", ")}`);
   return parts.join(" · ");
 }
