@@ -20,11 +20,14 @@ STALL_S = 0.3
 STALLED = ServerSettings(NAME, stalled_s=STALL_S)
 
 
-def ask(server: Running, path: str, body: dict[str, object]) -> socket.socket:
-    """Ask on a socket that has hardly any room for the answer."""
+def ask(
+    server: Running, path: str, body: dict[str, object], buffer_bytes: int | None = 4096
+) -> socket.socket:
+    """Ask on a socket that has hardly any room for the answer, unless it has more."""
     data = json.dumps(body).encode()
     client = socket.socket()
-    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    if buffer_bytes is not None:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
     client.settimeout(60)
     client.connect(("127.0.0.1", server.port))
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
@@ -32,12 +35,15 @@ def ask(server: Running, path: str, body: dict[str, object]) -> socket.socket:
     return client
 
 
-def stream(server: Running, max_tokens: int, top_logprobs: int = 20) -> socket.socket:
+def stream(
+    server: Running, max_tokens: int, top_logprobs: int = 20, buffer_bytes: int | None = 4096
+) -> socket.socket:
     body = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "max_tokens": max_tokens}
     return ask(
         server,
         "/v1/chat/completions",
         body | {"stream": True, "logprobs": True, "top_logprobs": top_logprobs},
+        buffer_bytes,
     )
 
 
@@ -79,12 +85,13 @@ def test_one_who_reads_slowly_gets_all_of_it(llm: LLM) -> None:
     pytest.fail("one who reads slowly is hung up on")
 
 
-def test_what_the_system_takes_is_not_what_the_client_takes(llm: LLM) -> None:
-    """Where this system has room for all of an answer that nobody reads, its request ends all the same, and whoever
-    waits for its place gets it."""
+@pytest.mark.parametrize("buffer_bytes", [4096, None], ids=["little room", "all the room there is"])
+def test_what_systems_take_is_not_what_the_client_takes(llm: LLM, buffer_bytes: int | None) -> None:
+    """Where this system, or the client's, has room for all of an answer that nobody reads, its request ends all the
+    same, and whoever waits for its place gets it."""
     schedule = ScheduleConfig(max_running=2, chunk_size=64)
     with running(llm, STALLED, ServiceConfig(schedule, cache_tokens=20_000)) as server:
-        unread = [stream(server, 5900, top_logprobs=0) for _ in range(2)]
+        unread = [stream(server, 5900, top_logprobs=0, buffer_bytes=buffer_bytes) for _ in range(2)]
         wait_for(lambda: server.service.status().num_running == 2)
         assert server.completion(max_tokens=1).status == 200
         wait_for(lambda: not server.service.status().requests)
@@ -95,6 +102,24 @@ def test_what_the_system_takes_is_not_what_the_client_takes(llm: LLM) -> None:
         metrics = server.ask("GET", "/metrics").body.decode()
         (line,) = (line for line in metrics.splitlines() if line.startswith(generated))
         assert float(line.removeprefix(generated)) < 5900
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_what_a_program_of_this_machine_has_not_read_is_known(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with (
+        socket.create_server((host, 0), family=family) as listener,
+        socket.create_connection(listener.getsockname()[:2]) as client,
+        listener.accept()[0] as served,
+    ):
+        ends = (
+            connections._written(client.getsockname()[:2]),
+            connections._written(listener.getsockname()[:2]),
+        )
+        served.sendall(b"x" * 5000)
+        wait_for(lambda: connections._unread_here().get(ends) == 5000)
+        client.recv(1000)
+        assert connections._unread_here().get(ends) == 4000
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["the system tells", "it does not"])
@@ -133,12 +158,12 @@ def test_one_who_takes_a_long_answer_slowly_gets_all_of_it(
 
 
 async def has_moved(held: connections.Connection) -> bool:
-    return held._acknowledged()[0] != held._num_acked
+    return held.acknowledged()[0] - held._num_taken >= connections._MOVED_BYTES
 
 
 async def look_at(held: connections.Connection, now: float) -> bool:
     """Whether it is still held."""
-    held.look(now)
+    held.look(now, *held.acknowledged())
     return not held.transport.is_closing()
 
 

@@ -6,8 +6,10 @@ import logging
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.errors import SettingError
 from penstock.frontends.server.errors import ApiError
+from penstock.frontends.server.settings import is_loopback
 
 MAX_CONNECTIONS = 1024
 # From the beginning of a connection, or from the answer before, to the end of a request's headers.
@@ -30,6 +33,8 @@ _OWN_FILES = 32
 _TICK_S = 1.0
 _LOG_EVERY_S = 60.0
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)
+# A client that takes less than that takes nothing: what is told of it was true at slightly different times.
+_MOVED_BYTES = 1024
 # Where Linux has the bytes that the peer acknowledged, in `struct tcp_info`.
 _TCP_ACKED = struct.Struct("=120xQ")
 _INT = struct.Struct("i")
@@ -122,8 +127,15 @@ class Connections:
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         now = time.monotonic()
-        for connection in (*self._served, *self._refused):
-            connection.look(now)
+        taken = {connection: connection.acknowledged() for connection in self._served}
+        # After them: what comes in between then counts as not read, and not as read.
+        asks_system = any(connection.addresses and not connection.is_between for connection in self._served)
+        unread = _unread_here() if asks_system else {}
+        for connection, (num_acked, num_left) in taken.items():
+            num_unread = unread.get(connection.addresses, 0)
+            connection.look(now, num_acked - num_unread, num_left + num_unread)
+        for connection in tuple(self._refused):
+            connection.look(now, 0, 0)
         self._timer = loop.call_later(min(_TICK_S, self.stalled_s / 4), self._look, loop)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -135,6 +147,29 @@ class Connections:
             _log.error("connections cannot be accepted: %s", context.get("exception"))
 
 
+def _unread_here() -> dict[tuple[str, str] | None, int]:
+    """The bytes that programs of this machine have not read, by their own address and the other's. Only Linux tells:
+    a client's system may take megabytes for it, and acknowledge them."""
+    found: dict[tuple[str, str] | None, int] = {}
+    for name in ("tcp", "tcp6"):
+        with suppress(OSError), open(f"/proc/self/net/{name}") as lines:
+            next(lines)
+            for line in lines:
+                _, own, other, _, queues, _ = line.split(maxsplit=5)
+                if num_unread := int(queues.partition(":")[2], 16):
+                    found[own, other] = num_unread
+    return found
+
+
+def _written(address: tuple[str, int]) -> str:
+    """An address as Linux writes it there: words in the machine's order."""
+    host, port = address[0].removeprefix("::ffff:"), address[1]
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    packed = socket.inet_pton(family, host.partition("%")[0])
+    words = (int.from_bytes(packed[start : start + 4], sys.byteorder) for start in range(0, len(packed), 4))
+    return "".join(f"{word:08X}" for word in words) + f":{port:04X}"
+
+
 class Connection(H11Protocol):
     """Hangs up on a client that does not send its request, or does not take its answer; the request then sees a
     disconnect."""
@@ -144,18 +179,20 @@ class Connection(H11Protocol):
         self._all: Connections = config.app.state.connections  # type: ignore[union-attr]
         self._is_served = True
         self.heard_at = self._begun_at = time.monotonic()
-        self._num_resumed = 0
-        # The peer's acknowledgements, and when they last moved.
-        self._num_acked, self._acked_at = 0, self.heard_at
+        self._num_pauses = 0  # of writing, and their ends
+        # Of a client on this machine, and its server's, as the system writes them.
+        self.addresses: tuple[str, str] | None = None
+        # How much the client had taken of its answers when that last moved, and when.
+        self._num_taken, self._taken_at = 0, self.heard_at
 
     @property
     def can_give_way(self) -> bool:
         """Whether it waits for its client: for a request, or the rest of one, after all answers were taken."""
-        waits = self._is_between or self.cycle.more_body
+        waits = self.is_between or self.cycle.more_body
         return waits and not self.transport.is_closing() and not self.transport.get_write_buffer_size()
 
     @property
-    def _is_between(self) -> bool:
+    def is_between(self) -> bool:
         """Whether it has no request in progress, as far as its headers tell."""
         return self.cycle is None or self.cycle.response_complete
 
@@ -174,6 +211,10 @@ class Connection(H11Protocol):
             transport.write_eof()
             return
         super().connection_made(transport)
+        if self.client and self.server and self.server[1] is not None:
+            own, other = self.server[0], self.client[0]
+            if own == other or (is_loopback(own) and is_loopback(other)):
+                self.addresses = _written(self.client), _written((own, self.server[1]))
         # Writing pauses as soon as the system takes no more, so that a pause is always a client that does not read.
         transport.set_write_buffer_limits(high=0)
 
@@ -195,27 +236,31 @@ class Connection(H11Protocol):
         self.heard_at = self._begun_at = time.monotonic()
         super().on_response_complete()
 
+    def pause_writing(self) -> None:
+        self._num_pauses += 1
+        super().pause_writing()
+
     def resume_writing(self) -> None:
-        self._num_resumed += 1
+        self._num_pauses += 1
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         self._write_error(ApiError(400, "the request is not HTTP/1.1", code="invalid_http"))
         self.transport.close()
 
-    def look(self, now: float) -> None:
-        """Hang up where the client has had its time."""
+    def look(self, now: float, num_taken: int, num_left: int) -> None:
+        """Hang up where the client has had its time. It took so many bytes, and so many are there for it."""
         if not self._is_served:
             if now - self._begun_at > _REFUSAL_S:
                 self.reset()
-        elif self._is_stalled(now):
+        elif self._is_stalled(now, num_taken, num_left):
             self.reset()
-        elif self._is_between and self.can_give_way and now - self._begun_at > BEGIN_S:
+        elif self.is_between and self.can_give_way and now - self._begun_at > BEGIN_S:
             self.dismiss(f"it has {BEGIN_S:g} s")
 
     def dismiss(self, reason: str) -> None:
         """Close it; a client that has sent a part of a request is told why."""
-        if not self._is_between or self.conn.trailing_data[0]:
+        if not self.is_between or self.conn.trailing_data[0]:
             self._write_error(
                 ApiError(408, f"the rest of the request did not come: {reason}", code="request_timeout")
             )
@@ -228,14 +273,13 @@ class Connection(H11Protocol):
         )
         self.transport.abort()
 
-    def _is_stalled(self, now: float) -> bool:
-        """Whether the peer has acknowledged nothing for too long of what there is for it."""
-        num_acked, num_unacked = self._acknowledged()
-        if not num_unacked or num_acked != self._num_acked:
-            self._num_acked, self._acked_at = num_acked, now
-        return now - self._acked_at >= self._all.stalled_s
+    def _is_stalled(self, now: float, num_taken: int, num_left: int) -> bool:
+        """Whether the client has taken hardly anything for too long of what there is for it."""
+        if not num_left or num_taken - self._num_taken >= _MOVED_BYTES:
+            self._num_taken, self._taken_at = num_taken, now
+        return now - self._taken_at >= self._all.stalled_s
 
-    def _acknowledged(self) -> tuple[int, int]:
+    def acknowledged(self) -> tuple[int, int]:
         """A number that grows as the peer acknowledges, and the bytes that it has not acknowledged. Where the system
         does not tell, what it takes from this process counts."""
         num_unsent = self.transport.get_write_buffer_size()
@@ -249,7 +293,7 @@ class Connection(H11Protocol):
             (num_queued,) = _INT.unpack(fcntl.ioctl(raw, termios.TIOCOUTQ, bytes(_INT.size)))
             return num_acked, num_unsent + num_queued
         except (ImportError, AttributeError, OSError, struct.error):
-            return (self._num_resumed << 40) - num_unsent, num_unsent
+            return (self._num_pauses << 40) - num_unsent, num_unsent
 
     def _write_error(self, error: ApiError) -> None:
         """An answer without the application's help."""
