@@ -62,6 +62,17 @@ def test_silent_clients_give_way(few: Running, monkeypatch: pytest.MonkeyPatch, 
     few.wait_until_idle()
 
 
+def test_a_client_that_is_refused_may_be_gone(
+    few: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "_GIVES_WAY_S", 3600.0)
+    with open_sockets(few.port, PLACES):
+        for _ in range(50):
+            socket.create_connection(("127.0.0.1", few.port)).close()
+        assert few.ask("GET", "/health").status == 503  # after all of them
+    assert [record.getMessage() for record in caplog.records] == []
+
+
 def test_clients_that_are_served_do_not_give_way(few: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "_GIVES_WAY_S", 0.0)
     streams = [

@@ -208,7 +208,8 @@ class Connection(H11Protocol):
                     headers={"Retry-After": "1"},
                 )
             )
-            transport.write_eof()
+            with suppress(OSError):  # it may be gone
+                transport.write_eof()
             return
         super().connection_made(transport)
         if self.client and self.server and self.server[1] is not None:
