@@ -200,6 +200,7 @@ def test_token_ids(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"llama.attention.sliding_window": 128}, "sliding window of 128"),
+        ({"llama.attention.causal": False}, "attention.causal of false is not supported"),
         ({"llama.expert_count": 8}, "mixture of experts"),
         ({"llama.rope.dimension_count": 8}, "only a part of each head"),
         ({"llama.attention.value_length": 8}, "values of another size"),

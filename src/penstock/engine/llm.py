@@ -134,7 +134,7 @@ class LLM:
     `close` (or a `with` block) waits until what was read is on disk.
 
     `settings` says afterwards what applies and why (`chunk`, `device`, `weights` and others are its parts); `skipped`
-    names the weights in the model's files that it has no use for, None where there are none.
+    names what in the model's files has no use here, weights and settings; None where there is nothing.
     """
 
     def __init__(

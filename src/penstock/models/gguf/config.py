@@ -85,6 +85,8 @@ def gguf_model_config(
     window = fields.integer("attention.sliding_window", 0)
     if 0 < window < max_position:
         raise ModelError(f"{origin} has a sliding window of {window} tokens, which is not supported")
+    if not fields.boolean("attention.causal", True):
+        raise fields.unsupported("attention.causal", "only true is")
 
     delta_net, experts = None, None
     if architecture.hybrid:
