@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -306,9 +307,10 @@ def test_the_choice_is_explicit(native: NativeKernels, monkeypatch: pytest.Monke
     ],
 )
 def test_where_they_cannot_be_had_torch_computes(
-    attribute: str, value: object, reason: str, monkeypatch: pytest.MonkeyPatch
+    attribute: str, value: object, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Unless they were asked for: then it is an error that says why."""
+    monkeypatch.setattr(native_build, "SOURCES", tmp_path)  # whatever is remembered, is not of this checkout
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(native_build, attribute, value)
     native_library.cache_clear()
