@@ -61,7 +61,7 @@ PHASES = (
 _KEYS = ("one", "two", "three")
 _NUISANCE, _WELL = "nuisance", "well"
 # Clients that do not send, or do not read, are given less time than usual, so that all of it happens.
-_STALLED_S = 1.0
+_STALLED_S, _STALLED_PART = 10.0, 1 / 6  # at most, and of a soak
 _HASTE = ((connections, "BEGIN_S", 1.5), (requests, "BODY_GRACE_S", 1.5))
 
 
@@ -187,7 +187,7 @@ def _soak_phase(
         api_keys=(*_KEYS, _NUISANCE, _WELL),
         max_body_bytes=MAX_BODY_BYTES,
         max_connections=how.num_clients + how.num_held // 2 + 4,
-        stalled_s=_STALLED_S,
+        stalled_s=min(_STALLED_S, how.seconds * _STALLED_PART),
     )
     seconds = how.seconds / len(how.phases)
     before = Resources.now()

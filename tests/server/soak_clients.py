@@ -24,7 +24,7 @@ ACTS = {"ask": 50, "slow": 5, "leave": 33, "refused": 8, "half": 4}
 # What is held open to no end: a connection, a part of a request, an answer that nobody reads.
 HELD = ("idle", "half", "unread")
 # The longest that a slow reader waits between two events.
-_SLOW_S = 0.02
+_SLOW_S = 0.005
 LEAVES = ("at once", "waiting", "in prompt", "in answer")
 # Log-probabilities of a service that is not strict differ by rounding.
 _LOGPROB_ERROR = 1e-3

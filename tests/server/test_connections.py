@@ -12,7 +12,7 @@ import pytest
 from penstock.engine.llm import LLM
 from penstock.errors import SettingError
 from penstock.frontends.server import connections
-from penstock.frontends.server.connections import Room
+from penstock.frontends.server.connections import Connection, Connections, Room
 from penstock.frontends.server.settings import ServerSettings
 from tests.server.running import NAME, Running, running, wait_for
 from tests.server.test_process import Start, start  # noqa: F401
@@ -93,6 +93,25 @@ def test_a_request_has_to_begin(llm: LLM, monkeypatch: pytest.MonkeyPatch, sent:
     with running(llm, ServerSettings(NAME)) as server, open_sockets(server.port, 1, sent) as (client,):
         assert read_all(client)[:12] == told
         assert server.completion(max_tokens=500).status == 200
+
+
+def test_one_that_goes_before_it_is_refused_does_no_harm(
+    few: Running, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    admit = Connections.admit
+
+    def late(self: Connections, connection: Connection) -> bool:
+        time.sleep(0.1)  # the event loop is held up; meanwhile the client goes
+        return admit(self, connection)
+
+    monkeypatch.setattr(connections, "_GIVES_WAY_S", 3600.0)
+    with open_sockets(few.port, PLACES):
+        wait_for(lambda: few.ask("GET", "/health").status == 503)
+        monkeypatch.setattr(Connections, "admit", late)
+        for _ in range(3):
+            socket.create_connection(("127.0.0.1", few.port)).close()
+        assert few.ask("GET", "/health").status == 503
+    assert not caplog.records
 
 
 def test_what_is_no_http_is_a_bad_request(few: Running) -> None:
