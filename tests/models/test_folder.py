@@ -184,6 +184,7 @@ def entry(start: int, end: int, shape: list[int], dtype: str = "F32") -> dict[st
         b"\xff" * 8,
         struct.pack("<Q", 1 << 62) + b"{}",
         struct.pack("<Q", 50) + b"{}",
+        struct.pack("<Q", 17 << 20) + b"{}" + b" " * ((17 << 20) - 2),
         struct.pack("<Q", 8) + b"not json",
         safetensors_bytes({"a": entry(0, 16, [4])}, 8),
         safetensors_bytes({"a": entry(0, 16, [4]), "b": entry(8, 24, [4])}, 24),

@@ -386,7 +386,12 @@ def test_a_tokenizer_that_multiplies_is_refused(tmp_path: Path, part: str, conte
 
 
 @pytest.mark.parametrize(
-    "model", [{"continuing_subword_prefix": "#" * 1000}, {"max_input_chars_per_word": 10**9}]
+    "model",
+    [
+        {"continuing_subword_prefix": "#" * 1000},
+        {"max_input_chars_per_word": 10**9},
+        {"merges": ["a b"] * ((1 << 20) + 1)},
+    ],
 )
 def test_a_model_that_multiplies_is_refused(tmp_path: Path, model: dict[str, Any]) -> None:
     state = json.loads(byte_level_backend().to_str())
@@ -544,6 +549,7 @@ def test_qwen2_s_split_is_that_of_transformers() -> None:
         ({"tokens": None}, "tokens is None"),
         ({"tokens": ["a", "a"]}, "token twice"),
         ({"tokens": [1, 2]}, "an array of strings"),
+        ({**BYTE_LEVEL, "merges": ["a b"] * ((1 << 20) + 1)}, "1048577 merges are absurd"),
         ({"scores": [1.0]}, "an array of 265 numbers"),
         ({"token_type": [1]}, "an array of 265 integers"),
         ({"bos_token_id": 265}, "bos_token_id is 265"),

@@ -11,7 +11,7 @@ from penstock.errors import ModelError, ModelFileError
 from penstock.models.gguf.config import END_KEYS, token_id
 from penstock.models.gguf.header import GgufValue
 from penstock.models.reading import Fields, trusting
-from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
+from penstock.models.text.tokenizer import MAX_TOKENS, SpecialTokens, Tokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
 _SPACE = "▁"
@@ -210,6 +210,8 @@ def _strings(fields: Fields, key: str) -> list[str]:
     value = fields.values.get(key)
     if not isinstance(value, list):
         raise fields.error(key, value, "an array of strings")
+    if len(value) > MAX_TOKENS:
+        raise ModelFileError(f"{fields.origin}: {len(value)} {key} are absurd")
     return value
 
 

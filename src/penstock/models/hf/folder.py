@@ -26,6 +26,7 @@ PICKLE_REASON = "loading a pickle runs whatever code it contains; convert it to 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 16 << 20  # in memory an empty object takes many times its two letters
+_MAX_TENSORS = 1 << 19
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _TEXT_PREFIX = "model.language_model."  # of the text model within a multimodal one
 
@@ -78,6 +79,9 @@ class HfFolder(FileSource):
         copy_plain(stored.file, stored.start, dtype, out)
 
     def _add_file(self, path: Path) -> None:
+        with reading(path), path.open("rb") as stream:
+            if int.from_bytes(stream.read(8), "little") > _MAX_JSON_BYTES:
+                raise ModelFileError(f"{path} is not a usable safetensors file: its header is absurdly large")
         # The library checks the whole table: offsets inside the file, no overlaps, sizes that fit the shapes.
         try:
             with safe_open(path, framework="numpy"):
@@ -102,6 +106,8 @@ class HfFolder(FileSource):
         name = stored_name
         if name.startswith(_TEXT_PREFIX):
             name = "model." + name.removeprefix(_TEXT_PREFIX)
+        if len(self._tensors) >= _MAX_TENSORS:
+            raise ModelFileError(f"{stored.file.path}: more than {_MAX_TENSORS} tensors are absurd")
         if name in self._tensors:
             other = self._tensors[name].file.path
             where = f"in {other.name} too" if other != stored.file.path else "there twice, under two prefixes"

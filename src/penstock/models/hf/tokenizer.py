@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.hf.folder import read_json
 from penstock.models.reading import Fields, first_line, reading, trusting
-from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
+from penstock.models.text.tokenizer import MAX_TOKENS, SpecialTokens, Tokenizer
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
@@ -183,6 +183,9 @@ def _check_growth(content: dict[str, Any]) -> None:
     for affix in ("continuing_subword_prefix", "end_of_word_suffix"):
         if len(model.get(affix) or "") > _MAX_AFFIX:
             raise ValueError(f"its {affix} is absurdly long")
+    for part in (model.get("vocab"), model.get("merges"), content.get("added_tokens")):
+        if part is not None and len(part) > MAX_TOKENS:
+            raise ValueError(f"{len(part)} tokens or merges are absurd")
     if (model.get("max_input_chars_per_word") or 0) > _MAX_WORD:
         raise ValueError(f"its max_input_chars_per_word is more than {_MAX_WORD}")
 

@@ -13,6 +13,8 @@ from penstock.errors import ModelError, PromptError
 from penstock.models.reading import trusting
 from penstock.models.text.chat import ChatTemplate
 
+MAX_TOKENS = 1 << 20  # of a vocabulary, and pairs that are merged: the largest have a quarter of it
+
 
 class TokenPieces:
     """The bytes of every token of a vocabulary, as its decoder in `tokenizers` defines them."""
