@@ -126,6 +126,7 @@ class Connections:
         self._refused.pop(connection, None)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = loop.call_later(min(_TICK_S, self.stalled_s / 4), self._look, loop)
         now = time.monotonic()
         taken = {connection: connection.acknowledged() for connection in self._served}
         # After them: what comes in between then counts as not read, and not as read.
@@ -136,7 +137,6 @@ class Connections:
             connection.look(now, num_acked - num_unread, num_left + num_unread)
         for connection in tuple(self._refused):
             connection.look(now, 0, 0)
-        self._timer = loop.call_later(min(_TICK_S, self.stalled_s / 4), self._look, loop)
 
     def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Connections that could not be accepted are told of in a line, now and then."""
@@ -269,9 +269,9 @@ class Connection(H11Protocol):
 
     def reset(self) -> None:
         """Close at once; the system drops what it still has to send, too."""
-        self.transport.get_extra_info("socket").setsockopt(
-            socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE
-        )
+        raw = self.transport.get_extra_info("socket")
+        with suppress(OSError):  # it may be gone
+            raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self.transport.abort()
 
     def _is_stalled(self, now: float, num_taken: int, num_left: int) -> bool:
