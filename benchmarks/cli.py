@@ -32,6 +32,7 @@ SUITES = {
     "serve": ("serve:SERVE", "many users at once"),
     "targets": ("targets:TARGETS", "automatic chunks and latency targets against fixed chunks"),
     "cache": ("cache:CACHE", "prompts that were read before"),
+    "busy": ("busy:BUSY", "a machine that does other work, and another checkout in turns"),
     "peers": ("peers:PEERS", "llama.cpp, vLLM and transformers beside Penstock"),
     "gpu": ("gpu.suite:GPU", "an NVIDIA GPU, with random weights of published shapes"),
 }

@@ -19,6 +19,8 @@ from penstock.plan.model import ModelConfig
 
 # Qwen3.5-0.8B with fewer layers: three delta nets to one full attention, as it has them.
 HYBRID = Path(__file__).parent / "random-qwen3.5.json"
+# Qwen3-30B-A3B with fewer and smaller layers and experts.
+EXPERTS = Path(__file__).parent / "random-qwen3-moe.json"
 
 
 @dataclass(frozen=True)
