@@ -89,7 +89,11 @@ def _measure_model(
                 child.ask("load", model=str(subject.path), chunk=options.chunk)
                 child.ask("measure", prompt=prompt[:_WARM_UP_TOKENS], num_tokens=4)
         if OTHER in trees:
-            wanted = {"prompt": prompt[:_DIGEST_TOKENS], "chunks": [100, 512, 0], "num_tokens": 24}
+            wanted: dict[str, Any] = {
+                "prompt": prompt[:_DIGEST_TOKENS],
+                "chunks": [100, 512, 0],
+                "num_tokens": 24,
+            }
             digests = {str(own[0].ask("digest", **wanted)) for own in children.values()}
             bench.results.require(
                 kind, "logits, keys and values have the other checkout's bits", len(digests) == 1

@@ -165,6 +165,7 @@ class Batcher:
             model, canon, space, strict=strict, looks_ahead=looks_ahead, keeps_logits=keeps_logits
         )
         self._observers = tuple(observers)
+        self._threads = model.threads
         self._depth = device_kind(model.device).steps_in_flight if depth is None else depth
         self._lock = nullcontext() if lock is None else lock
         self._raises = raises
@@ -182,24 +183,28 @@ class Batcher:
     def step(self) -> StepRecord | None:
         """Launch as many steps as may be in flight, then settle the oldest. None where nothing was committed: nothing
         can be run now, or the step failed and was undone."""
-        try:
-            while self._has_room_in_flight():
+        with self._threads:
+            try:
+                return self._run_oldest()
+            except BaseException:
                 with self._lock:
-                    step = self.begin()
-                if step is None:
-                    break
-                self._flight[-1].launched = self._runner.launch(step)
-            if not self._flight:
-                return None
-            oldest = self._flight[0]
-            assert oldest.launched is not None
-            outcome = self._finish(oldest.step, oldest.launched)
+                    self._abort_all(self._scheduler.abort)
+                raise
+
+    def _run_oldest(self) -> StepRecord | None:
+        while self._has_room_in_flight():
             with self._lock:
-                return self.settle(oldest.step, outcome)
-        except BaseException:
-            with self._lock:
-                self._abort_all(self._scheduler.abort)
-            raise
+                step = self.begin()
+            if step is None:
+                break
+            self._flight[-1].launched = self._runner.launch(step)
+        if not self._flight:
+            return None
+        oldest = self._flight[0]
+        assert oldest.launched is not None
+        outcome = self._finish(oldest.step, oldest.launched)
+        with self._lock:
+            return self.settle(oldest.step, outcome)
 
     def begin(self) -> Step | None:
         """Plan a step, take what it preempts, and reserve room for it."""

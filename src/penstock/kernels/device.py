@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock import machine, process_memory
 from penstock.errors import SettingError
+from penstock.kernels.threads import num_threads
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE
 from penstock.plan.settings import DevicesFound, resolve_device, settle_device
 from penstock.plan.step import KernelKind
@@ -130,7 +131,7 @@ class DeviceKind:
     @property
     def num_threads(self) -> int:
         """Threads that share its work; 0 where there are none."""
-        return torch.get_num_threads()
+        return num_threads()
 
     @property
     def product_name(self) -> str:

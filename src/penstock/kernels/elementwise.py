@@ -13,6 +13,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from penstock.kernels.threads import num_threads
 from penstock.plan.grids import LANES
 
 # A pass of up to this many elements is left to one thread.
@@ -23,7 +24,7 @@ def in_shares(function: Callable[..., Tensor], x: Tensor, out: Tensor | None = N
     """An element-wise function of x [rows, width], whose rows do not notice how many they are."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    shares = even_shares(x.shape[0], x.shape[1], torch.get_num_threads())
+    shares = even_shares(x.shape[0], x.shape[1], num_threads())
     if len(shares) == 1:
         return function(x, out=out)
     for rows in shares:

@@ -15,6 +15,7 @@ from penstock.kernels.interface import Kernels
 from penstock.kernels.native.quantised import NativeLayers
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.kernels.quantised import DenseLayer, DenseProduct, QuantisedWeight, Weight
+from penstock.kernels.threads import StepThreads, num_threads
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
@@ -108,6 +109,10 @@ class Decoder:
             self.device,
         )
         self.dense_layers = self._as_one_call()  # for decodes, where there is such a call
+        self.threads = StepThreads(
+            is_host=device_kind(self.device).is_host,
+            torch_multiplies=self.dense_layers is None or not isinstance(head, QuantisedWeight | None),
+        )
         self.recorded: RecordedPasses | None = None  # of the engine, where it records passes
 
     @property
@@ -201,12 +206,13 @@ class Decoder:
             return found.run(batch, self, caches)
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
         token_ids, positions, logit_rows = device_kind(self.device).all_copied(numbers)
-        # No name for what enters: it would live as long as the pass.
-        return self.run_layers(
-            self.embed(token_ids) if residual is None else residual,
-            self.begin_pass(batch, caches, positions),
-            logit_rows,
-        )
+        with self.threads:
+            # No name for what enters: it would live as long as the pass.
+            return self.run_layers(
+                self.embed(token_ids) if residual is None else residual,
+                self.begin_pass(batch, caches, positions),
+                logit_rows,
+            )
 
     def begin_pass(self, batch: ForwardBatch, caches: CacheTensors, positions: Tensor) -> ForwardPass:
         """What the layers are told of a batch whose positions [rows] are on the device."""
@@ -234,6 +240,7 @@ class Decoder:
         # What a layer's second block has at a time; none: all rows.
         slabs = kernels.law.slabs(len(x), kernels.feed_rows) if 0 < kernels.feed_rows < len(x) else []
         for index, layer in enumerate(self.layers):
+            self.threads.look()
             rows = layer.mixer.read_in(normed, step)
             del normed  # what is not needed any more is not held at the next high-water mark
             if self._head is not None and index == len(self.layers) - 1:
@@ -316,7 +323,7 @@ def workspace_of(model: Decoder) -> Workspace:
     kernels = model.kernels
     workspace = Workspace(
         kernels.memory_kind(model.dtype, model.config.head_dim),
-        num_threads=torch.get_num_threads(),
+        num_threads=num_threads(),
         head_rows=kernels.head_rows,
         feed_rows=kernels.feed_rows,
         library_bytes=device_kind(model.device).library_bytes,

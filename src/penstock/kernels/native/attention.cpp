@@ -285,7 +285,7 @@ struct Work {
 // Few items, or one that is far longer than the others: each segment is work of its own. Segments are added up in
 // their order all the same. They are taken in waves, so that what they gave needs little room.
 template <class T, int D>
-void attend_by_segment(const Heads& heads, const std::vector<Item>& items) {
+void attend_by_segment(const Heads& heads, const std::vector<Item>& items, int num_threads) {
     using Wide = Work<T, D, WIDE>;
     using Narrow = Work<T, D, 1>;
     struct Part {
@@ -316,36 +316,31 @@ void attend_by_segment(const Heads& heads, const std::vector<Item>& items) {
             for (int segment = first; segment < end; ++segment) parts.push_back({i, segment});
         }
         first_part.push_back(parts.size());
-#pragma omp parallel
-        {
-#pragma omp for schedule(dynamic, 1)
-            for (int p = 0; p < static_cast<int>(parts.size()); ++p) {
-                const Item& item = items[parts[p].item];
-                if (item.num_rows > LANES) {
-                    static thread_local Tile<T, D, WIDE> tile;
-                    Wide{heads, item}.load(&tile);
-                    Wide{heads, item}.see(parts[p].segment, &tile);
-                    seen[p] = tile.seen;
-                } else {
-                    static thread_local Tile<T, D, 1> tile;
-                    Narrow{heads, item}.load(&tile);
-                    Narrow{heads, item}.see(parts[p].segment, &tile);
-                    narrow(seen[p]) = tile.seen;
-                }
+        for_pieces(parts.size(), num_threads, [&](int64_t p) {
+            const Item& item = items[parts[p].item];
+            if (item.num_rows > LANES) {
+                static thread_local Tile<T, D, WIDE> tile;
+                Wide{heads, item}.load(&tile);
+                Wide{heads, item}.see(parts[p].segment, &tile);
+                seen[p] = tile.seen;
+            } else {
+                static thread_local Tile<T, D, 1> tile;
+                Narrow{heads, item}.load(&tile);
+                Narrow{heads, item}.see(parts[p].segment, &tile);
+                narrow(seen[p]) = tile.seen;
             }
-#pragma omp for schedule(dynamic, 1)
-            for (int i = 0; i < num_items; ++i) {
-                const bool is_last = first + wave >= num_segments;
-                for (int p = first_part[i]; p < first_part[i + 1]; ++p) {
-                    if (items[i].num_rows > LANES)
-                        totals[i].add(seen[p]);
-                    else
-                        narrow(totals[i]).add(narrow(seen[p]));
-                }
-                if (is_last && items[i].num_rows > LANES) Wide{heads, items[i]}.store(0, totals[i]);
-                if (is_last && items[i].num_rows <= LANES) Narrow{heads, items[i]}.store(0, narrow(totals[i]));
+        });
+        for_pieces(num_items, num_threads, [&](int64_t i) {
+            const bool is_last = first + wave >= num_segments;
+            for (int p = first_part[i]; p < first_part[i + 1]; ++p) {
+                if (items[i].num_rows > LANES)
+                    totals[i].add(seen[p]);
+                else
+                    narrow(totals[i]).add(narrow(seen[p]));
             }
-        }
+            if (is_last && items[i].num_rows > LANES) Wide{heads, items[i]}.store(0, totals[i]);
+            if (is_last && items[i].num_rows <= LANES) Narrow{heads, items[i]}.store(0, narrow(totals[i]));
+        });
     }
 }
 
@@ -373,16 +368,16 @@ void attend(const Heads& heads, const std::vector<const Span*>& spans, const Pla
         total += size;
         largest = std::max(largest, size);
     }
-    if (largest * 4 * num_threads > total && num_threads > 1)
-        return attend_by_segment<T, D>(heads, cut(heads, spans, places, WIDE * LANES));
+    if (largest * 4 * std::abs(num_threads) > total && std::abs(num_threads) > 1)
+        return attend_by_segment<T, D>(heads, cut(heads, spans, places, WIDE * LANES), num_threads);
     // The last of a span see the most: they go first, so that threads end together.
-#pragma omp parallel for schedule(dynamic, 1)
-    for (int i = static_cast<int>(items.size()) - 1; i >= 0; --i) {
-        if (items[i].num_rows > LANES)
-            Work<T, D, WIDE>{heads, items[i]}.run();
+    for_pieces(items.size(), num_threads, [&](int64_t piece) {
+        const Item& item = items[items.size() - 1 - piece];
+        if (item.num_rows > LANES)
+            Work<T, D, WIDE>{heads, item}.run();
         else
-            Work<T, D, 1>{heads, items[i]}.run();
-    }
+            Work<T, D, 1>{heads, item}.run();
+    });
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
 // What Python hands to the native kernels, and the calls it makes.
 #pragma once
 
+#include "threads.h"
 #include "vectors.h"
 
 namespace penstock {
@@ -44,6 +45,7 @@ struct HeadRows {
     int64_t head_dim;
     int64_t rotary_dim;
     int32_t norm_is_float32;
+    int32_t num_threads;
     float eps;
 };
 
@@ -61,8 +63,9 @@ extern "C" {
 int penstock_attend(int is_bfloat16, int64_t head_dim, const penstock::Heads* heads, const penstock::Span* spans,
                     int64_t num_spans, const penstock::Place* places, int num_threads);
 void penstock_add_norm(int is_bfloat16, const void* x, const void* delta, void* sum, void* out, int64_t num_rows,
-                       int64_t size, const void* weight, int weight_is_float32, float eps);
-void penstock_silu_and_mul(int is_bfloat16, const void* gate_up, void* out, int64_t num_rows, int64_t width);
+                       int64_t size, const void* weight, int weight_is_float32, float eps, int num_threads);
+void penstock_silu_and_mul(int is_bfloat16, const void* gate_up, void* out, int64_t num_rows, int64_t width,
+                           int num_threads);
 void penstock_place_heads(int is_bfloat16, const penstock::HeadRows* heads);
 int penstock_quantised_linear(const penstock::Weight* weight, const uint16_t* x, uint16_t* out, const uint16_t* bias,
                               int64_t num_rows, int64_t x_stride, int64_t out_stride, int is_canonical,

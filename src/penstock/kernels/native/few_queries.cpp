@@ -361,7 +361,7 @@ void attend_few_of(const Heads& heads, const std::vector<const Span*>& spans, co
         total_segments += sequence(i).num_segments();
     }
     const int64_t wave = std::max<int64_t>(1, ROOM / (num_spans * num_heads * sizeof(Seen<D>)));
-    const int64_t wanted_splits = (4 * num_threads + total_segments - 1) / total_segments;
+    const int64_t wanted_splits = (4 * std::abs(num_threads) + total_segments - 1) / total_segments;
     const int64_t splits = std::min(num_heads, wanted_splits);
     std::vector<Seen<D>> totals(num_spans * num_heads), seen;
     std::vector<Part> parts;
@@ -379,24 +379,19 @@ void attend_few_of(const Heads& heads, const std::vector<const Span*>& spans, co
                 }
         }
         if (int64_t(seen.size()) < num_seen) seen.resize(num_seen);
-#pragma omp parallel num_threads(num_threads)
-        {
-#pragma omp for schedule(static)
-            for (int p = 0; p < int(parts.size()); ++p) {
-                const Part& part = parts[p];
-                sequence(part.span).see(part.segment, part.first_head, part.end_head, &seen[part.at]);
-            }
-#pragma omp for schedule(static)
-            for (int64_t i = 0; i < num_spans * num_heads; ++i) {
-                const auto own = sequence(i / num_heads);
-                const int64_t end = std::min<int64_t>(first + wave, own.num_segments());
-                if (first == 0) totals[i].clear(own.num_rows());
-                for (int64_t segment = first; segment < end; ++segment)
-                    totals[i].add(seen[first_seen[i / num_heads] + (segment - first) * num_heads + i % num_heads],
-                                  own.num_rows());
-                if (first + wave >= num_segments) own.store(i % num_heads, totals[i]);
-            }
-        }
+        for_pieces(parts.size(), num_threads, [&](int64_t p) {
+            const Part& part = parts[p];
+            sequence(part.span).see(part.segment, part.first_head, part.end_head, &seen[part.at]);
+        });
+        for_pieces(num_spans * num_heads, num_seen < 16 ? 1 : num_threads, [&](int64_t i) {
+            const auto own = sequence(i / num_heads);
+            const int64_t end = std::min<int64_t>(first + wave, own.num_segments());
+            if (first == 0) totals[i].clear(own.num_rows());
+            for (int64_t segment = first; segment < end; ++segment)
+                totals[i].add(seen[first_seen[i / num_heads] + (segment - first) * num_heads + i % num_heads],
+                              own.num_rows());
+            if (first + wave >= num_segments) own.store(i % num_heads, totals[i]);
+        });
     }
 }
 

@@ -17,6 +17,7 @@ from penstock.kernels.native.quantised import NativeLayers, NativeProducts
 from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, HeadLayout, WrittenPlaces
+from penstock.kernels.threads import native_threads
 from penstock.plan.grids import TILE
 from penstock.plan.step import KernelKind
 
@@ -60,6 +61,7 @@ class _HeadRows(ctypes.Structure):
         ("head_dim", _long),
         ("rotary_dim", _long),
         ("norm_is_float32", ctypes.c_int32),
+        ("num_threads", ctypes.c_int32),
         ("eps", _float),
     )
 
@@ -79,11 +81,11 @@ class NativeKernels(TorchKernels):
         self._attend = library.penstock_attend
         self._attend.argtypes = [_int, _long, _pointer, _pointer, _long, _pointer, _int]
         self._norm = library.penstock_norm
-        self._norm.argtypes = [_int, _pointer, _pointer, *[_long] * 5, _pointer, _int, _float]
+        self._norm.argtypes = [_int, _pointer, _pointer, *[_long] * 5, _pointer, _int, _float, _int]
         self._add_norm = library.penstock_add_norm
-        self._add_norm.argtypes = [_int, *[_pointer] * 4, _long, _long, _pointer, _int, _float]
+        self._add_norm.argtypes = [_int, *[_pointer] * 4, _long, _long, _pointer, _int, _float, _int]
         self._silu_and_mul = library.penstock_silu_and_mul
-        self._silu_and_mul.argtypes = [_int, _pointer, _pointer, _long, _long]
+        self._silu_and_mul.argtypes = [_int, _pointer, _pointer, _long, _long, _int]
         self._place_heads = library.penstock_place_heads
         self._place_heads.argtypes = [_int, _pointer]
         for function in (self._norm, self._add_norm, self._silu_and_mul, self._place_heads):
@@ -138,6 +140,7 @@ class NativeKernels(TorchKernels):
             weight.data_ptr(),
             weight.dtype == torch.float32,
             eps,
+            native_threads(),
         )
         return out
 
@@ -164,6 +167,7 @@ class NativeKernels(TorchKernels):
             weight.data_ptr(),
             weight.dtype == torch.float32,
             eps,
+            native_threads(),
         )
         return total, normed
 
@@ -172,7 +176,8 @@ class NativeKernels(TorchKernels):
             return super().silu_and_mul(gate_up)
         gate_up = gate_up.contiguous()
         out = torch.empty((gate_up.shape[0], gate_up.shape[1] // 2), dtype=gate_up.dtype)
-        self._silu_and_mul(gate_up.dtype == torch.bfloat16, gate_up.data_ptr(), out.data_ptr(), *out.shape)
+        is_bfloat16 = gate_up.dtype == torch.bfloat16
+        self._silu_and_mul(is_bfloat16, gate_up.data_ptr(), out.data_ptr(), *out.shape, native_threads())
         return out
 
     def place_heads(
@@ -200,6 +205,7 @@ class NativeKernels(TorchKernels):
             heads.head_dim,
             cos.shape[1],
             query_norm is not None and query_norm.dtype == torch.float32,
+            native_threads(),
             heads.norm_eps,
         )
         self._place_heads(projected.dtype == torch.bfloat16, ctypes.byref(rows))
@@ -231,7 +237,7 @@ class NativeKernels(TorchKernels):
             spans.ctypes.data,
             len(spans),
             places.ctypes.data,
-            torch.get_num_threads(),
+            native_threads(),
         )
         if work.end < out.shape[0]:
             out[work.end :] = 0

@@ -109,7 +109,7 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
         };
         auto add = [&](const void* norm) {
             penstock_add_norm(1, pass->x, delta, pass->x, pass->normed, num_rows, hidden, norm, pass->norm_is_float32,
-                              pass->eps);
+                              pass->eps, num_threads);
         };
         multiply(layer.qkv, pass->normed, projected);
         const HeadRows rows{projected,
@@ -129,6 +129,7 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
                             pass->head_dim,
                             pass->rotary_dim,
                             pass->norm_is_float32,
+                            num_threads,
                             pass->eps};
         penstock_place_heads(1, &rows);
         const Heads heads{queries,
@@ -147,7 +148,7 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
         multiply(layer.out, attended, delta);
         add(layer.mlp_norm);
         multiply(layer.gate_up, pass->normed, gate_up);
-        penstock_silu_and_mul(1, gate_up, activated, num_rows, width);
+        penstock_silu_and_mul(1, gate_up, activated, num_rows, width, num_threads);
         multiply(layer.down, activated, delta);
         add(layer.next_norm);
     }

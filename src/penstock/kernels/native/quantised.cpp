@@ -336,8 +336,7 @@ void few_rows(const Weight& weight, const Rows& rows, int num_threads) {
     if (F::HAS_MINIMUM)
         for (int64_t row = 0; row < rows.num_rows; ++row)
             sum_groups<F>(rows.x + row * rows.x_stride, weight.num_in, sums.data() + row * row_sums);
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t panel = 0; panel < num_panels; ++panel) {
+    for_pieces(num_panels, num_threads, [&](int64_t panel) {
         const Tables tables = Tables::of<F>();
         const uint8_t* blocks = weight.panels + panel * num_blocks * F::BLOCK_BYTES;
         for (int64_t first = 0; first < rows.num_rows; first += MOST_FEW) {
@@ -359,7 +358,7 @@ void few_rows(const Weight& weight, const Rows& rows, int num_threads) {
                 for (int v = 0; v < VECTORS; ++v)
                     rows.store(first + r, panel * PANEL + v * LANES, weight.num_out, out[r][v]);
         }
-    }
+    });
 }
 
 // Many rows
@@ -474,24 +473,20 @@ inline int64_t panels_together(int64_t num_panels, int num_threads) {
 template <class F>
 void many_rows(const Weight& weight, const Rows& rows, int num_threads) {
     const int64_t num_blocks = blocks_of(weight), num_panels = panels_of(weight), num_pairs = weight.num_in / 2;
-    const int64_t together = panels_together(num_panels, num_threads);
-#pragma omp parallel num_threads(num_threads)
-    {
+    const int64_t together = panels_together(num_panels, std::abs(num_threads));
+    for_pieces((num_panels + together - 1) / together, num_threads, [&](int64_t piece) {
         static thread_local std::vector<uint32_t> made;
         made.resize(together * num_pairs * PANEL + LANES);
         const uintptr_t aligned = (reinterpret_cast<uintptr_t>(made.data()) + 63) / 64 * 64;
         auto* panels = reinterpret_cast<uint32_t (*)[PANEL]>(aligned);
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t panel = 0; panel < num_panels; panel += together) {
-            const int64_t count = std::min(together, num_panels - panel);
-            to_bfloat16<F>(weight.panels + panel * num_blocks * F::BLOCK_BYTES, count * num_blocks, panels);
-            switch (count) {
-                case 1: multiply_rows<1>(panels, num_pairs, rows, panel * PANEL, weight.num_out); break;
-                case 2: multiply_rows<2>(panels, num_pairs, rows, panel * PANEL, weight.num_out); break;
-                default: multiply_rows<3>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
-            }
+        const int64_t panel = piece * together, count = std::min(together, num_panels - panel);
+        to_bfloat16<F>(weight.panels + panel * num_blocks * F::BLOCK_BYTES, count * num_blocks, panels);
+        switch (count) {
+            case 1: multiply_rows<1>(panels, num_pairs, rows, panel * PANEL, weight.num_out); break;
+            case 2: multiply_rows<2>(panels, num_pairs, rows, panel * PANEL, weight.num_out); break;
+            default: multiply_rows<3>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
         }
-    }
+    });
 }
 
 #endif
@@ -514,9 +509,9 @@ extern "C" int64_t penstock_quantised_bytes(const Weight* weight) {
 extern "C" void penstock_quantised_pack(const Weight* weight, const uint8_t* rows, int64_t num_rows,
                                         int64_t row_bytes, int64_t num_in, const int64_t* outputs, int num_threads) {
     with_form(weight->form, [&](auto form) {
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-        for (int64_t row = 0; row < num_rows; ++row)
+        for_pieces(num_rows, num_threads, [&](int64_t row) {
             pack_row<decltype(form)>(*weight, rows + row * row_bytes, num_in, outputs[row]);
+        }, 16);
     });
 }
 
@@ -527,18 +522,15 @@ extern "C" int penstock_quantised_rows(const Weight* weight, const int64_t* outp
         if (outputs[row] < 0 || outputs[row] >= weight->num_out) return 0;
     return with_form(weight->form, [&](auto form) {
         const int64_t size = weight->num_in;
-#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows > 16)
-        for (int64_t row = 0; row < num_rows; ++row) {
-            if (!is_bfloat16) {
-                unpack_row<decltype(form)>(*weight, outputs[row], static_cast<float*>(to) + row * size);
-                continue;
-            }
+        for_pieces(num_rows, num_rows > 16 ? num_threads : 1, [&](int64_t row) {
+            if (!is_bfloat16)
+                return unpack_row<decltype(form)>(*weight, outputs[row], static_cast<float*>(to) + row * size);
             std::vector<float> values(size);
             unpack_row<decltype(form)>(*weight, outputs[row], values.data());
             for (int64_t at = 0; at < size; at += LANES)
                 Bfloat16::store(static_cast<uint16_t*>(to) + row * size + at, 0xffff,
                                 _mm512_loadu_ps(values.data() + at));
-        }
+        });
     });
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from penstock.cache.tensors import KV
 from penstock.kernels.quantised import GROUP, BlockForm, DenseLayer, DenseProduct, QuantisedWeight
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
+from penstock.kernels.threads import native_threads
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -65,7 +66,7 @@ class NativeProducts:
             row_bytes,
             num_in,
             outputs.data_ptr(),
-            torch.get_num_threads(),
+            native_threads(),
         )
 
     def rows(self, weight: QuantisedWeight, outputs: Tensor, dtype: torch.dtype) -> Tensor:
@@ -77,7 +78,7 @@ class NativeProducts:
             outputs.shape[0],
             dtype == torch.bfloat16,
             out.data_ptr(),
-            torch.get_num_threads(),
+            native_threads(),
         ):
             raise IndexError(f"outputs {outputs.tolist()} are not all among {weight.shape[0]}")
         return out
@@ -99,7 +100,7 @@ class NativeProducts:
             x.stride(0),
             out.stride(0),
             is_canonical,
-            torch.get_num_threads(),
+            native_threads(),
         )
         return out
 
@@ -204,7 +205,7 @@ class NativeLayers:
             heads.head_dim,
             cos.shape[1],
             self._layers[0].mlp_norm.dtype == torch.float32,
-            torch.get_num_threads(),
+            native_threads(),
             heads.norm_eps,
             heads.head_dim**-0.5,
             None if self.spent is None else self.spent.ctypes.data,

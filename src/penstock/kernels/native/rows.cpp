@@ -12,13 +12,9 @@ namespace {
 constexpr int64_t VALUES_A_THREAD = 4096;
 
 template <class Body>
-void for_rows(int64_t num_rows, int64_t row_size, const Body& body) {
-    if (num_rows * row_size < 2 * VALUES_A_THREAD || num_rows == 1) {
-        for (int64_t row = 0; row < num_rows; ++row) body(row);
-        return;
-    }
-#pragma omp parallel for schedule(static)
-    for (int64_t row = 0; row < num_rows; ++row) body(row);
+void for_rows(int64_t num_rows, int64_t row_size, int num_threads, const Body& body) {
+    const bool is_little = num_rows * row_size < 2 * VALUES_A_THREAD;
+    for_pieces(num_rows, is_little ? 1 : num_threads, body, std::max<int64_t>(1, VALUES_A_THREAD / row_size));
 }
 
 // 1 / sqrt(mean(x^2) + eps), of values that `load(at, lanes)` gives.
@@ -54,8 +50,8 @@ struct Norm {
 
 template <class T>
 void norm_rows(const typename T::value* x, typename T::value* out, int64_t num_rows, int64_t num_parts,
-               int64_t row_stride, int64_t part_stride, int64_t size, const Norm<T>& norm) {
-    for_rows(num_rows, num_parts * size, [&](int64_t row) {
+               int64_t row_stride, int64_t part_stride, int64_t size, int num_threads, const Norm<T>& norm) {
+    for_rows(num_rows, num_parts * size, num_threads, [&](int64_t row) {
         for (int64_t part = 0; part < num_parts; ++part) {
             const auto* from = x + row * row_stride + part * part_stride;
             norm.apply(out + (row * num_parts + part) * size, size,
@@ -67,8 +63,8 @@ void norm_rows(const typename T::value* x, typename T::value* out, int64_t num_r
 // sum = x + delta, rounded; out = its norm.
 template <class T>
 void add_norm_rows(const typename T::value* x, const typename T::value* delta, typename T::value* sum,
-                   typename T::value* out, int64_t num_rows, int64_t size, const Norm<T>& norm) {
-    for_rows(num_rows, size, [&](int64_t row) {
+                   typename T::value* out, int64_t num_rows, int64_t size, int num_threads, const Norm<T>& norm) {
+    for_rows(num_rows, size, num_threads, [&](int64_t row) {
         auto* to = sum + row * size;
         for (int64_t at = 0; at < size; at += LANES) {
             const __mmask16 lanes = first_lanes(size - at);
@@ -85,8 +81,9 @@ inline __m512 sigmoid_of(__m512 x) {
 }
 
 template <class T>
-void silu_and_mul_rows(const typename T::value* gate_up, typename T::value* out, int64_t num_rows, int64_t width) {
-    for_rows(num_rows, width, [&](int64_t row) {
+void silu_and_mul_rows(const typename T::value* gate_up, typename T::value* out, int64_t num_rows, int64_t width,
+                       int num_threads) {
+    for_rows(num_rows, width, num_threads, [&](int64_t row) {
         const auto* gate = gate_up + 2 * row * width;
         const auto* up = gate + width;
         for (int64_t at = 0; at < width; at += LANES) {
@@ -127,7 +124,7 @@ void place_rows(const HeadRows& heads) {
         while (row >= place->num_tokens) row -= place++->num_tokens;
         return place->start + row;
     };
-    for_rows(heads.num_rows, (num_rotated + heads.num_kv_heads) * size, [&](int64_t row) {
+    for_rows(heads.num_rows, (num_rotated + heads.num_kv_heads) * size, heads.num_threads, [&](int64_t row) {
         const value* from = static_cast<const value*>(heads.projected) + row * heads.row_stride;
         const bool is_token = row < heads.num_tokens;
         const int64_t kept = is_token ? place_of(row) * heads.num_kv_heads * size : 0;
@@ -160,35 +157,36 @@ using namespace penstock;
 
 extern "C" void penstock_norm(int is_bfloat16, const void* x, void* out, int64_t num_rows, int64_t num_parts,
                               int64_t row_stride, int64_t part_stride, int64_t size, const void* weight,
-                              int weight_is_float32, float eps) {
+                              int weight_is_float32, float eps, int num_threads) {
     if (is_bfloat16)
         norm_rows<Bfloat16>(static_cast<const uint16_t*>(x), static_cast<uint16_t*>(out), num_rows, num_parts,
-                            row_stride, part_stride, size, {weight, weight_is_float32 != 0, eps});
+                            row_stride, part_stride, size, num_threads, {weight, weight_is_float32 != 0, eps});
     else
         norm_rows<Float32>(static_cast<const float*>(x), static_cast<float*>(out), num_rows, num_parts, row_stride,
-                           part_stride, size, {weight, true, eps});
+                           part_stride, size, num_threads, {weight, true, eps});
 }
 
 extern "C" void penstock_add_norm(int is_bfloat16, const void* x, const void* delta, void* sum, void* out,
                                   int64_t num_rows, int64_t size, const void* weight, int weight_is_float32,
-                                  float eps) {
+                                  float eps, int num_threads) {
     if (is_bfloat16)
         add_norm_rows<Bfloat16>(static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(delta),
-                                static_cast<uint16_t*>(sum), static_cast<uint16_t*>(out), num_rows, size,
+                                static_cast<uint16_t*>(sum), static_cast<uint16_t*>(out), num_rows, size, num_threads,
                                 {weight, weight_is_float32 != 0, eps});
     else
         add_norm_rows<Float32>(static_cast<const float*>(x), static_cast<const float*>(delta),
-                               static_cast<float*>(sum), static_cast<float*>(out), num_rows, size,
+                               static_cast<float*>(sum), static_cast<float*>(out), num_rows, size, num_threads,
                                {weight, true, eps});
 }
 
 extern "C" void penstock_silu_and_mul(int is_bfloat16, const void* gate_up, void* out, int64_t num_rows,
-                                      int64_t width) {
+                                      int64_t width, int num_threads) {
     if (is_bfloat16)
         silu_and_mul_rows<Bfloat16>(static_cast<const uint16_t*>(gate_up), static_cast<uint16_t*>(out), num_rows,
-                                    width);
+                                    width, num_threads);
     else
-        silu_and_mul_rows<Float32>(static_cast<const float*>(gate_up), static_cast<float*>(out), num_rows, width);
+        silu_and_mul_rows<Float32>(static_cast<const float*>(gate_up), static_cast<float*>(out), num_rows, width,
+                                   num_threads);
 }
 
 extern "C" void penstock_place_heads(int is_bfloat16, const HeadRows* heads) {

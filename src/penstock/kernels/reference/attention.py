@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache.tensors import KV
+from penstock.kernels.threads import num_threads
 from penstock.plan.grids import QUERY_GRID, SQUARE, VECTOR_BYTES
 
 # A query keeps its bits as long as it keeps its place modulo QUERY_GRID rows of the attention kernel's input. The
@@ -99,7 +100,7 @@ def _split(past: KV, num_kv_heads: int) -> list[tuple[Tensor, Tensor]]:
     and what is left over in one of its own."""
     num_tokens = past.keys.shape[0]
     num_parts = 1
-    while num_kv_heads * num_parts < 4 * torch.get_num_threads():
+    while num_kv_heads * num_parts < 4 * num_threads():
         num_parts *= 2
     num_parts = max(min(num_parts, num_tokens // _SPLIT_TOKENS), 1)
     size = num_tokens // num_parts

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.elementwise import in_shares
+from penstock.kernels.threads import num_threads
 from penstock.plan.grids import ELEMENTS_PER_THREAD, MOST_STATE_BLOCKS, STATE_GRID
 
 BLOCK = STATE_GRID
@@ -229,7 +230,7 @@ def _constants() -> _Constants:
 
 def _blocks_at_once(width: int) -> int:
     """How many blocks of tokens of so many elements to work on together."""
-    return max(1, min(ELEMENTS_PER_THREAD * torch.get_num_threads() // width, MOST_STATE_BLOCKS))
+    return max(1, min(ELEMENTS_PER_THREAD * num_threads() // width, MOST_STATE_BLOCKS))
 
 
 def _by_block(x: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""Threads of a processor's work: how many it is cut for, whose they are, and what becomes of them in a crowd.
+
+torch's threads stay awake for milliseconds after each operation, and every one of them must be let in before the next
+can begin. On an idle machine nothing is faster. Where others want the processors, too, most of the time goes by until
+all threads have had their turn. There torch has one thread, and what the native library does is claimed piece by
+piece by threads of its own, which sleep when there is nothing to do. Bits do not depend on any of this: work is cut
+for the same number of threads, whoever does it.
+"""
+
+import os
+import threading
+import time
+from math import inf
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+
+class _Own(threading.local):
+    """torch's number of threads is each thread's own, and so is this."""
+
+    cut_for = 0  # what torch would use if it had not been left with one thread; 0: it has all
+    depth = 0  # of `with` blocks
+
+
+_own = _Own()
+
+
+def num_threads() -> int:
+    """How many threads work is cut for."""
+    return _own.cut_for or torch.get_num_threads()
+
+
+def native_threads() -> int:
+    """The same for the native library: its own threads, or torch's, which it is told by a negative number."""
+    return _own.cut_for or -torch.get_num_threads()
+
+
+class Crowd:
+    """Whether others want the processors: more threads than there are processors want to run, look after look."""
+
+    EVERY_S, NUM_LOOKS = 0.02, 3
+    # How long it must be quiet before torch has all threads again; longer, each time that this was wrong.
+    QUIET_S, MOST_QUIET_S = 0.25, 1.0
+
+    def __init__(self, loads: Path = Path("/proc/loadavg"), num_processors: int | None = None) -> None:
+        self.is_there = False
+        self._loads: Path | None = loads
+        self._num_processors = num_processors or os.cpu_count() or 1
+        self._looked_s = -inf
+        self._num_crowded = 0  # looks in a row
+        self._quiet_since_s = 0.0
+        self._left_s = -inf
+        self._quiet_s = self.QUIET_S
+
+    def look(self, now: float) -> bool:
+        """Whether it has come or gone."""
+        if now - self._looked_s < self.EVERY_S or self._loads is None:
+            return False
+        self._looked_s = now
+        try:
+            num_running = int(self._loads.read_text().split()[3].split("/")[0])
+        except (OSError, ValueError, IndexError):  # a system that does not tell
+            self._loads = None
+            return False
+        is_crowded = num_running > self._num_processors
+        self._num_crowded = self._num_crowded + 1 if is_crowded else 0
+        if is_crowded:
+            self._quiet_since_s = now
+        if not self.is_there and self._num_crowded >= self.NUM_LOOKS:
+            is_again = now - self._left_s < self.MOST_QUIET_S
+            self._quiet_s = min(2 * self._quiet_s, self.MOST_QUIET_S) if is_again else self.QUIET_S
+            self.is_there = True
+            return True
+        if self.is_there and now - self._quiet_since_s > self._quiet_s:
+            self.is_there, self._left_s = False, now
+            return True
+        return False
+
+
+class StepThreads:
+    """The threads of a model's steps, each of which is a `with` block of the thread that runs it."""
+
+    def __init__(self, *, is_host: bool, torch_multiplies: bool) -> None:
+        """Where torch has nothing large to do, it has one thread in any case. A device that is not the host computes
+        by itself."""
+        self._leaves_torch_one = is_host and not torch_multiplies
+        self._crowd = Crowd() if is_host and torch_multiplies else None
+
+    def __enter__(self) -> None:
+        _own.depth += 1
+        if _own.depth == 1 and (self._leaves_torch_one or (self._crowd and self._crowd.is_there)):
+            _leave_torch_one()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _own.depth -= 1
+        if _own.depth == 0:
+            _give_torch_all()
+
+    def look(self) -> None:
+        """Between layers, within the block: a step can take long where nobody is let in."""
+        if self._crowd is not None and self._crowd.look(time.perf_counter()):
+            if self._crowd.is_there:
+                _leave_torch_one()
+            else:
+                _give_torch_all()
+
+
+def _leave_torch_one() -> None:
+    if not _own.cut_for:
+        _own.cut_for = torch.get_num_threads()
+        torch.set_num_threads(1)
+
+
+def _give_torch_all() -> None:
+    if _own.cut_for:
+        torch.set_num_threads(_own.cut_for)
+        _own.cut_for = 0
