@@ -32,7 +32,7 @@ _LOOP = "while True: pass"
 
 
 class RandomModelEngine:
-    """A model without a tokenizer, by the engine itself. The other has the same form in `workers.penstock_engine`."""
+    """A model without a tokenizer, by the engine itself. The other has the same form in `benchmarks.checkout`."""
 
     def load(self, model: str, chunk: int, **_: Any) -> None:
         spec = Spec(chunk=chunk)
@@ -73,7 +73,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
 def _measure_model(
     options: argparse.Namespace, bench: Bench, kind: str, subject: Subject, conditions: list[str]
 ) -> None:
-    engine = "penstock_engine:Engine" if kind == "text" else "benchmarks.suites.busy:RandomModelEngine"
+    engine = "benchmarks.checkout:Engine" if kind == "text" else "benchmarks.suites.busy:RandomModelEngine"
     prompt, trees = list(subject.prompt(max(options.lengths))), {OURS: ROOT}
     if options.tree and kind == "text":
         trees[OTHER] = options.tree.resolve()
