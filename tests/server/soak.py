@@ -204,7 +204,7 @@ def _soak_phase(
             warm = Resources.now()
             _load(server, traffic, how, seconds * (1 - _WARM_UP), rng, tally)
             metrics = check_idle(server, submits, tally, how.rest_s)
-            rested = check_resources(warm, tally, how.rest_s, f"{name}, at rest")
+            rested = check_resources(warm, tally, how.rest_s, f"{name}, at rest", is_running=True)
             growth_bytes = rested.allocated_bytes - warm.allocated_bytes
             if growth_bytes <= how.max_growth_bytes or tally.has_failed.is_set():
                 break
