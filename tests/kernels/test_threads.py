@@ -72,13 +72,13 @@ def test_a_crowd_comes_and_goes(tmp_path: Path) -> None:
         for _ in range(times):
             now += 1.01 * Crowd.EVERY_S
             loads.write_text(f"0.5 0.4 0.3 {num_running}/400 999\n")
-            found.append(crowd.look(now))
+            found.append(crowd.look(now, 1))
         return found
 
     assert not any(look(2, 50))
     assert not any([*look(3, Crowd.NUM_LOOKS - 1), *look(2), *look(3, Crowd.NUM_LOOKS - 1)])
     assert look(3) == [True]
-    assert not crowd.look(now + Crowd.EVERY_S / 2)  # too soon to ask
+    assert not crowd.look(now + Crowd.EVERY_S / 2, 1)  # too soon to ask
     assert look(1, 14) == [False] * 12 + [True, False]
     # It was there all along: it must be quiet for twice as long, and at most a second.
     waits = []
@@ -93,7 +93,7 @@ def test_a_crowd_comes_and_goes(tmp_path: Path) -> None:
 
 def test_a_system_that_does_not_tell_has_no_crowd(tmp_path: Path) -> None:
     crowd = Crowd(tmp_path / "absent", num_processors=2)
-    assert not any(crowd.look(float(second)) for second in range(9))
+    assert not any(crowd.look(float(second), 1) for second in range(9))
 
 
 def test_in_a_crowd_torch_has_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +116,50 @@ def test_in_a_crowd_torch_has_one_thread(tmp_path: Path, monkeypatch: pytest.Mon
         now += 2 * Crowd.QUIET_S
         steps.look()
         assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize(
+    ("num_processors", "num_own", "runs", "left"),
+    [
+        (2, 2, [3, 3, 3], 1),
+        (2, 2, [4, 4, 4], 1),
+        (16, 16, [19, 18, 20], 14),
+        (16, 16, [32, 32, 32], 4),
+        (8, 2, [9, 9, 9], 2),
+    ],
+)
+def test_others_are_left_what_they_want(
+    tmp_path: Path, num_processors: int, num_own: int, runs: list[int], left: int
+) -> None:
+    loads = tmp_path / "loadavg"
+    crowd = Crowd(loads, num_processors)
+    for index, num_running in enumerate(runs):
+        loads.write_text(f"0 0 0 {num_running}/99 9")
+        crowd.look(float(index), num_own)
+    assert crowd.is_there
+    assert crowd.processors_left == left
+
+
+def test_float32_keeps_its_threads() -> None:
+    steps = StepThreads(is_host=True, torch_multiplies=True, dtype=torch.float32)
+    with steps:
+        for _ in range(9):
+            steps.look()
+            assert torch.get_num_threads() == 3
+    assert steps._crowd is None
+
+
+@pytest.mark.parametrize(("num_out", "num_in"), [(960, 576), (384, 1024), (1024, 1536), (100, 130)])
+def test_torchs_products_of_bfloat16_do_not_tell_how_many(num_out: int, num_in: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(num_out, num_in, generator=generator).bfloat16()
+    for num_rows in (1, 2, 7, 16, 64, 100, 256):
+        x = torch.randn(num_rows, num_in, generator=generator).bfloat16()
+        found = []
+        for count in (1, 2, 3, 4):
+            torch.set_num_threads(count)
+            found.append(torch.nn.functional.linear(x, weight))
+        assert all(torch.equal(each, found[0]) for each in found)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3, 40, 200])

@@ -2,9 +2,10 @@
 
 torch's threads stay awake for milliseconds after each operation, and every one of them must be let in before the next
 can begin. On an idle machine nothing is faster. Where others want the processors, too, most of the time goes by until
-all threads have had their turn. There torch has one thread, and what the native library does is claimed piece by
-piece by threads of its own, which sleep when there is nothing to do. Bits do not depend on any of this: work is cut
-for the same number of threads, whoever does it.
+all threads have had their turn. There torch has as many threads as others leave processors, and where that is one,
+what the native library does is claimed piece by piece by threads of its own, which sleep when there is nothing to do.
+Bits do not depend on any of this: work is cut for the same number of threads, whoever does it, and torch's products
+of bfloat16 are the same by any number of them. Those of float32 are not always, and keep theirs.
 """
 
 import os
@@ -20,7 +21,7 @@ import torch
 class _Own(threading.local):
     """torch's number of threads is each thread's own, and so is this."""
 
-    cut_for = 0  # what torch would use if it had not been left with one thread; 0: it has all
+    cut_for = 0  # what torch would use if it had not been left fewer threads; 0: it has all
     depth = 0  # of `with` blocks
 
 
@@ -34,7 +35,8 @@ def num_threads() -> int:
 
 def native_threads() -> int:
     """The same for the native library: its own threads, or torch's, which it is told by a negative number."""
-    return _own.cut_for or -torch.get_num_threads()
+    torchs = torch.get_num_threads()
+    return _own.cut_for if _own.cut_for and torchs == 1 else -torchs
 
 
 class Crowd:
@@ -46,6 +48,7 @@ class Crowd:
 
     def __init__(self, loads: Path = Path("/proc/loadavg"), num_processors: int | None = None) -> None:
         self.is_there = False
+        self._num_others = 0  # threads that want to run beside ours, at least
         self._loads: Path | None = loads
         self._num_processors = num_processors or os.cpu_count() or 1
         self._looked_s = -inf
@@ -54,8 +57,13 @@ class Crowd:
         self._left_s = -inf
         self._quiet_s = self.QUIET_S
 
-    def look(self, now: float) -> bool:
-        """Whether it has come or gone."""
+    @property
+    def processors_left(self) -> int:
+        """Those that others do not want; a fourth of all where they want all of them."""
+        return max(self._num_processors - self._num_others, self._num_processors // 4, 1)
+
+    def look(self, now: float, num_own: int) -> bool:
+        """Whether it has come or gone, while so many threads of this process are awake."""
         if now - self._looked_s < self.EVERY_S or self._loads is None:
             return False
         self._looked_s = now
@@ -68,6 +76,9 @@ class Crowd:
         self._num_crowded = self._num_crowded + 1 if is_crowded else 0
         if is_crowded:
             self._quiet_since_s = now
+            if not self.is_there:
+                others = max(num_running - num_own, 0)
+                self._num_others = others if self._num_crowded == 1 else min(others, self._num_others)
         if not self.is_there and self._num_crowded >= self.NUM_LOOKS:
             is_again = now - self._left_s < self.MOST_QUIET_S
             self._quiet_s = min(2 * self._quiet_s, self.MOST_QUIET_S) if is_again else self.QUIET_S
@@ -82,16 +93,19 @@ class Crowd:
 class StepThreads:
     """The threads of a model's steps, each of which is a `with` block of the thread that runs it."""
 
-    def __init__(self, *, is_host: bool, torch_multiplies: bool) -> None:
+    def __init__(self, *, is_host: bool, torch_multiplies: bool, dtype: torch.dtype = torch.bfloat16) -> None:
         """Where torch has nothing large to do, it has one thread in any case. A device that is not the host computes
         by itself."""
         self._leaves_torch_one = is_host and not torch_multiplies
-        self._crowd = Crowd() if is_host and torch_multiplies else None
+        has_crowd = is_host and torch_multiplies and dtype == torch.bfloat16
+        self._crowd = Crowd() if has_crowd else None
 
     def __enter__(self) -> None:
         _own.depth += 1
-        if _own.depth == 1 and (self._leaves_torch_one or (self._crowd and self._crowd.is_there)):
-            _leave_torch_one()
+        if _own.depth == 1 and self._leaves_torch_one:
+            _leave_torch(1)
+        if _own.depth == 1 and self._crowd is not None and self._crowd.is_there:
+            _leave_torch(self._crowd.processors_left)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -102,17 +116,17 @@ class StepThreads:
 
     def look(self) -> None:
         """Between layers, within the block: a step can take long where nobody is let in."""
-        if self._crowd is not None and self._crowd.look(time.perf_counter()):
+        if self._crowd is not None and self._crowd.look(time.perf_counter(), torch.get_num_threads()):
             if self._crowd.is_there:
-                _leave_torch_one()
+                _leave_torch(self._crowd.processors_left)
             else:
                 _give_torch_all()
 
 
-def _leave_torch_one() -> None:
+def _leave_torch(count: int) -> None:
     if not _own.cut_for:
         _own.cut_for = torch.get_num_threads()
-        torch.set_num_threads(1)
+        torch.set_num_threads(min(count, _own.cut_for))
 
 
 def _give_torch_all() -> None:

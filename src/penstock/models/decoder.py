@@ -112,6 +112,7 @@ class Decoder:
         self.threads = StepThreads(
             is_host=device_kind(self.device).is_host,
             torch_multiplies=self.dense_layers is None or not isinstance(head, QuantisedWeight | None),
+            dtype=dtype,
         )
         self.recorded: RecordedPasses | None = None  # of the engine, where it records passes
 
