@@ -1,7 +1,22 @@
 """The command `penstock serve`."""
 
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
 from penstock.frontends import options
 from penstock.frontends.exits import reported
+
+if TYPE_CHECKING:
+    from penstock.engine.service import Service
+    from penstock.frontends.display import Display
+    from penstock.frontends.server.metrics import Telemetry
+    from penstock.frontends.server.settings import ServerSettings
+    from penstock.plan import EngineSettings
+    from penstock.plan.policy import ScheduleConfig
 
 _steps = options.in_panel("Steps")
 _server = options.in_panel("Server")
@@ -91,76 +106,104 @@ def serve(
     given = locals()
     with reported(serve):
         # What can be refused is refused before anything slow: first without torch, then without the model.
-        import math
-        from dataclasses import replace
-        from pathlib import Path
+        plan = ServerPlan.resolve(given)
 
+        from penstock.frontends.display import make_display
+
+        display = make_display()
+        with display.busy("starting"):
+            from penstock.frontends.server.app import create_app
+            from penstock.frontends.server.explain import started_lines
+            from penstock.frontends.server.lifecycle import bind, url_of
+            from penstock.frontends.server.lifecycle import serve as serve_app
+            from penstock.frontends.server.metrics import Telemetry
+
+        telemetry = Telemetry()
+        with bind(host, port) as listener, started(plan, display, telemetry) as service:
+
+            def tell() -> None:
+                for line in started_lines(service, plan.settings, url_of(listener)):
+                    display.note(line)
+
+            app = create_app(service, plan.settings, telemetry)
+            serve_app(app, service, listener, grace_s=grace, on_started=tell)
+
+
+@dataclass(frozen=True)
+class ServerPlan:
+    """A server that was asked for: its settings, as far as they follow without torch and the model."""
+
+    model: str
+    engine: "EngineSettings"
+    schedule: "ScheduleConfig"
+    settings: "ServerSettings"
+    cache_tokens: int | None
+    strict: bool
+    reuse: bool
+
+    @classmethod
+    def resolve(cls, given: Mapping[str, Any]) -> Self:
+        """Out of all that the command was given."""
         from penstock.errors import SettingError
         from penstock.frontends.server.settings import KEYS_VARIABLE, ServerSettings, resolve_keys
         from penstock.plan.checks import check_int
         from penstock.plan.policy import ScheduleConfig, SchedulePolicy
         from penstock.plan.settings import check_schedule
 
+        model, reuse, isolate = given["model"], given["reuse"], given["isolate"]
         engine = options.engine_settings(given)
         schedule = ScheduleConfig(
-            policy=SchedulePolicy.parse(policy),
+            policy=SchedulePolicy.parse(given["policy"]),
             chunk_size=engine.chunk.effective,
-            step_tokens=step_tokens,
-            max_running=max_running,
-            max_running_per_key=max_running_per_key,
-            max_waiting=max_waiting,
-            max_chunk_steps=max_chunk_steps,
-            max_decode_steps=max_decode_steps,
+            step_tokens=given["step_tokens"],
+            max_running=given["max_running"],
+            max_running_per_key=given["max_running_per_key"],
+            max_waiting=given["max_waiting"],
+            max_chunk_steps=given["max_chunk_steps"],
+            max_decode_steps=given["max_decode_steps"],
             auto_chunk=engine.chunk.is_auto,
         )
         check_schedule(engine.size, schedule)
-        if not reuse and (cache_dir is not None or cache_size is not None or isolate):
-            other = "isolate" if isolate else "cache_size" if cache_dir is None else "cache_dir"
+        if not reuse and (given["cache_dir"] is not None or given["cache_size"] is not None or isolate):
+            other = "isolate" if isolate else "cache_size" if given["cache_dir"] is None else "cache_dir"
             raise SettingError("reuse", False, contradicts={other: ...})
-        if cache_tokens is not None:
-            check_int("cache_tokens", cache_tokens, 1)
-        if not 0 <= grace < math.inf:
-            raise SettingError("grace", grace, "a number of seconds, 0 or more")
-        keys = resolve_keys(api_key)
-        if max_running_per_key is not None and not keys:
-            raise SettingError("max_running_per_key", max_running_per_key, needs=("api_key", KEYS_VARIABLE))
-        if served_name is None:
-            served_name = Path(model).resolve().name if Path(model).exists() else model
+        if given["cache_tokens"] is not None:
+            check_int("cache_tokens", given["cache_tokens"], 1)
+        if not 0 <= given["grace"] < math.inf:
+            raise SettingError("grace", given["grace"], "a number of seconds, 0 or more")
+        keys = resolve_keys(given["api_key"])
+        if schedule.max_running_per_key is not None and not keys:
+            raise SettingError(
+                "max_running_per_key", schedule.max_running_per_key, needs=("api_key", KEYS_VARIABLE)
+            )
+        name = given["served_name"]
+        if name is None:
+            name = Path(model).resolve().name if Path(model).exists() else model
         settings = ServerSettings(
-            model_name=served_name,
-            host=host,
+            model_name=name,
+            host=given["host"],
             api_keys=keys,
             isolates=isolate,
-            max_body_bytes=max_body_bytes,
-            max_prompt_tokens=max_prompt_tokens,
-            max_connections=max_connections,
-            stalled_s=stalled,
-            allow_origins=tuple(allow_origin or ()),
+            max_body_bytes=given["max_body_bytes"],
+            max_prompt_tokens=given["max_prompt_tokens"],
+            max_connections=given["max_connections"],
+            stalled_s=given["stalled"],
+            allow_origins=tuple(given["allow_origin"] or ()),
         )
+        return cls(model, engine, schedule, settings, given["cache_tokens"], given["strict"], reuse)
 
+
+@contextmanager
+def started(plan: ServerPlan, display: "Display", telemetry: "Telemetry") -> Iterator["Service"]:
+    """A service that runs the plan's model, for a while."""
+    with display.busy("starting"):
+        from penstock.engine.service import Service, ServiceConfig
         from penstock.frontends.answer import loaded
-        from penstock.frontends.display import make_display
+        from penstock.kernels.device import find_devices
 
-        display = make_display()
-        with display.busy("starting"):
-            from penstock.engine.service import Service, ServiceConfig
-            from penstock.frontends.server.app import create_app
-            from penstock.frontends.server.explain import started_lines
-            from penstock.frontends.server.lifecycle import bind, url_of
-            from penstock.frontends.server.lifecycle import serve as serve_app
-            from penstock.frontends.server.metrics import Telemetry
-            from penstock.kernels.device import find_devices
-
-            engine = engine.on(find_devices())
-        with bind(host, port) as listener, loaded(model, display, engine) as llm:
-            schedule = replace(schedule, chunk_size=llm.most_chunk, grid=llm.chunk.grid)
-            telemetry = Telemetry()
-            config = ServiceConfig(schedule, cache_tokens, strict, reuse=reuse)
-            with Service(llm, config, observers=[telemetry]) as service:
-
-                def tell() -> None:
-                    for line in started_lines(service, settings, url_of(listener)):
-                        display.note(line)
-
-                app = create_app(service, settings, telemetry)
-                serve_app(app, service, listener, grace_s=grace, on_started=tell)
+        engine = plan.engine.on(find_devices())
+    with loaded(plan.model, display, engine) as llm:
+        schedule = replace(plan.schedule, chunk_size=llm.most_chunk, grid=llm.chunk.grid)
+        config = ServiceConfig(schedule, plan.cache_tokens, plan.strict, reuse=plan.reuse)
+        with Service(llm, config, observers=[telemetry]) as service:
+            yield service
