@@ -205,6 +205,12 @@ def weight_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = 
     return quantised + dtype_bytes * norms + _FLOAT32_BYTES * float32_elements
 
 
+def vocabulary_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = None) -> int:
+    """The embedding, or the output head: either takes as much."""
+    per_value = bits.vocabulary if bits else 8 * dtype_bytes
+    return math.ceil(per_value * shape.vocab_size * shape.hidden_size / 8)
+
+
 def _whole_lanes(width: int) -> int:
     return -(-width // LANES) * LANES
 
