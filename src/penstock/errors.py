@@ -104,6 +104,32 @@ class RequestFailedError(PenstockError):
     """A request that could not be run to its end, for a reason that is not the user's."""
 
 
+class StageError(PenstockError):
+    """A stage of the pipeline that cannot be used: which one, where it is, and why. `stage` is None where the address
+    is all that is known of it."""
+
+    _WHAT = "cannot be used"
+
+    def __init__(self, stage: int | None, address: str, reason: str) -> None:
+        self.stage = stage
+        self.address = address
+        self.reason = reason
+        name = "the worker" if stage is None else f"stage {stage}"
+        super().__init__(f"{name} at {address} {self._WHAT}: {reason}")
+
+
+class StageLostError(StageError):
+    """A stage that is gone: it closed the connection, is silent, or cannot be reached."""
+
+    _WHAT = "is lost"
+
+
+class StageRefusedError(StageError):
+    """A stage that is there and does not fit: another token, other weights, other code, another processor."""
+
+    _WHAT = "is refused"
+
+
 # What torch and the libraries under it say where they have no type of their own for it: on a processor, and on a GPU
 # whose driver, and not torch's allocator, was asked for memory.
 _OUT_OF_MEMORY = (
