@@ -19,14 +19,19 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
+using std::chrono::milliseconds;
 
-// How long a thread without work stays awake: longer than what lies between two products of a layer. Who stays awake for
-// longer gains little where nobody else wants the processor, and loses its turn where somebody does: the system lets in
-// first, and on a processor that is free, who has slept.
-constexpr Clock::duration AWAKE = microseconds(5);
+// How long a thread without work stays awake: longer than what lies between two products of a layer, and than others
+// take for their last pieces. Where somebody else wants the processor, who stays awake loses its turn: the system lets
+// in first, and on a processor that is free, who has slept.
+constexpr Clock::duration AWAKE = microseconds(100), AWAKE_IN_A_CROWD = microseconds(5);
 // So long, and as long as its own pieces took, the caller waits for those that others still have. Then it sleeps:
 // whoever was put aside with a piece may be let in on its processor.
 constexpr Clock::duration PATIENCE = microseconds(20);
+// Who had to wait longer, beside what pieces take, waited for a thread that was put aside. Twice within a short time:
+// others want the processors, for a while at least.
+constexpr Clock::duration LONG_WAIT = microseconds(300);
+constexpr Clock::duration TWICE_WITHIN = milliseconds(50), CROWD_LASTS = milliseconds(200);
 constexpr int LOOKS = 32;  // between two looks at the clock
 constexpr int MOST_THREADS = 256;
 constexpr int64_t MOST_PIECES = int64_t(1) << 22;
@@ -64,6 +69,9 @@ class Pool {
         at_a_time_.store(at_a_time, std::memory_order_relaxed);
         num_threads_.store(num_threads, std::memory_order_relaxed);
         num_left_.store(num_pieces, std::memory_order_relaxed);
+        const auto began = Clock::now();
+        const bool is_crowded = began < crowded_until_;
+        awake_.store((is_crowded ? AWAKE_IN_A_CROWD : AWAKE).count(), std::memory_order_relaxed);
         const uint32_t job = job_.load(std::memory_order_relaxed) + 1;
         for (int thread = 0; thread < num_threads; ++thread) {
             const Range range{job & 0xfffff, uint64_t(thread * num_pieces / num_threads),
@@ -72,15 +80,19 @@ class Pool {
         }
         job_.store(job);
         if (num_asleep_.load() > 0) wake(&job_, num_threads - 1);
-        const auto began = Clock::now();
         const int64_t num_done = take_part(0);
         if (num_left_.load(std::memory_order_acquire) == 0) return;
-        const auto piece_time = num_done ? (Clock::now() - began) / num_done * at_a_time : Clock::duration(0);
-        while (!is_soon([&] { return num_left_.load(std::memory_order_acquire) == 0; }, PATIENCE + 2 * piece_time)) {
+        const auto ended = Clock::now();
+        const auto piece_time = num_done ? (ended - began) / num_done * at_a_time : Clock::duration(0);
+        const auto patience = PATIENCE + (is_crowded ? 0 : 2) * piece_time;
+        const auto is_done = [&] { return num_left_.load(std::memory_order_acquire) == 0; };
+        if (is_soon(is_done, patience)) return;
+        while (!is_soon(is_done, Clock::duration(0))) {
             is_waiting_.store(1);
             if (num_left_.load() != 0) sleep_while(&is_waiting_, 1);
             is_waiting_.store(0);
         }
+        note_delay(ended, Clock::now(), piece_time);
     }
 
    private:
@@ -100,9 +112,16 @@ class Pool {
         }
     }
 
+    // The caller has waited for pieces of others: far longer than a piece takes, where one of them was put aside.
+    void note_delay(Clock::time_point began, Clock::time_point ended, Clock::duration piece_time) {
+        if (ended - began < LONG_WAIT + 2 * piece_time) return;
+        if (ended - put_aside_ < TWICE_WITHIN) crowded_until_ = ended + CROWD_LASTS;
+        put_aside_ = ended;
+    }
+
     void serve(int number) {
         for (uint32_t seen = 0;; seen = job_.load()) {
-            while (!is_soon([&] { return job_.load() != seen; }, AWAKE)) {
+            while (!is_soon([&] { return job_.load() != seen; }, Clock::duration(awake_.load(std::memory_order_relaxed)))) {
                 num_asleep_.fetch_add(1);
                 sleep_while(&job_, seen);
                 num_asleep_.fetch_sub(1);
@@ -155,6 +174,8 @@ class Pool {
     std::atomic<const void*> work_{nullptr};
     std::atomic<int64_t> at_a_time_{1};
     std::atomic<int> num_threads_{0};
+    std::atomic<Clock::rep> awake_{0};
+    Clock::time_point put_aside_, crowded_until_;  // the caller's
     OneRange ranges_[MOST_THREADS];
     alignas(64) std::atomic<int64_t> num_left_{0};
     alignas(64) std::atomic<uint32_t> job_{0};
