@@ -37,3 +37,10 @@ def server(llm: LLM) -> Iterator[Running]:
     """One server for all tests that only ask."""
     with running(llm, ServerSettings(NAME)) as started:
         yield started
+
+
+@pytest.fixture(scope="package")
+def strict(llm: LLM) -> Iterator[Running]:
+    """The same, of a server that takes only what it knows."""
+    with running(llm, ServerSettings(NAME, strict_parameters=True, strict_model=True)) as started:
+        yield started

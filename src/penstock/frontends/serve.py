@@ -85,6 +85,15 @@ def serve(
         "The origin of web pages that may use the server, such as https://chat.example. May be given several times.",
         metavar="URL",
     ),
+    strict_parameters: bool = _server(
+        False,
+        "Refuse parameters that are not known, and answers of more tokens than there is room for; else those are "
+        "ignored and told in the header x-penstock-ignored, and these cut.",
+        "--strict-parameters",
+    ),
+    strict_model: bool = _server(
+        False, "Refuse requests for a model of another name; else any name is this model's.", "--strict-model"
+    ),
     grace: float = _server(30.0, "Seconds that requests have to finish once the server is told to end."),
     max_body_bytes: int = _server(8 << 20, "The largest body of a request."),
     max_prompt_tokens: int | None = _server(
@@ -189,6 +198,8 @@ class ServerPlan:
             max_connections=given["max_connections"],
             stalled_s=given["stalled"],
             allow_origins=tuple(given["allow_origin"] or ()),
+            strict_parameters=given["strict_parameters"],
+            strict_model=given["strict_model"],
         )
         return cls(model, engine, schedule, settings, given["cache_tokens"], given["strict"], reuse)
 

@@ -3,8 +3,9 @@
 How to add an endpoint: its body in `bodies`, what it asks of the engine in `requests`, its answer's format in
 `responses`, and its path here; one that only shows something goes to `pages`."""
 
+import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -13,14 +14,23 @@ from fastapi import FastAPI, Request, Response
 from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
 from penstock.frontends.server import middleware
-from penstock.frontends.server.bodies import ChatBody, CompletionBody, GenerationBody, TokenizeBody, parse
+from penstock.frontends.server.bodies import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    Ignored,
+    TokenizeBody,
+    parse,
+)
 from penstock.frontends.server.connections import Connections, Room
 from penstock.frontends.server.errors import errors_about, request_id
 from penstock.frontends.server.explain import AnswerIds, explain_router
+from penstock.frontends.server.facts import fact_router, openapi_of
 from penstock.frontends.server.lifecycle import Drain, disconnected, run_unless
 from penstock.frontends.server.metrics import Telemetry
 from penstock.frontends.server.pages import page_router
-from penstock.frontends.server.requests import BodyReader, PreparedRequest, RequestBuilder
+from penstock.frontends.server.requests import BodyReader, PreparedRequest, RequestBuilder, no_model
 from penstock.frontends.server.responses import (
     Answer,
     AnswerFormat,
@@ -32,7 +42,13 @@ from penstock.frontends.server.responses import (
 )
 from penstock.frontends.server.settings import ServerSettings
 
-_Body = TypeVar("_Body", bound=GenerationBody)
+_Body = TypeVar("_Body", bound=Body)
+_Asked = TypeVar("_Asked", bound=GenerationBody)
+_Result = TypeVar("_Result")
+_Endpoint = Callable[[Request], Awaitable[Response]]
+# Names that were ignored are logged once, and no more than so many.
+_MAX_LOGGED = 1000
+_log = logging.getLogger("penstock.server")
 
 
 def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry) -> FastAPI:
@@ -57,7 +73,7 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
         title="Penstock",
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
-        openapi_url=None,
+        openapi_url="/openapi.json",
         redirect_slashes=False,
         lifespan=lifespan,
     )
@@ -66,13 +82,46 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
     middleware.install(app, settings, telemetry)
     app.include_router(page_router(service, telemetry, settings))
     app.include_router(explain_router(service, telemetry, ids))
+    app.include_router(fact_router(service, settings))
+    taken: dict[str, type[Body]] = {}  # by path
+    app.openapi = lambda: openapi_of(app, taken)  # type: ignore[method-assign]
+    logged: set[str] = set()
     model = {
         "id": settings.model_name,
         "object": "model",
         "created": int(time.time()),
         "owned_by": "penstock",
+        "root": settings.model_name,
         "context_length": service.max_request_tokens,
+        "max_model_len": service.max_request_tokens,
     }
+
+    def post(path: str, kind: type[Body]) -> Callable[[_Endpoint], _Endpoint]:
+        """An endpoint that takes a body, with /v1 before its path and without."""
+        taken[f"/v1{path}"] = kind
+
+        def add(endpoint: _Endpoint) -> _Endpoint:
+            app.post(path, include_in_schema=False)(endpoint)
+            return app.post(f"/v1{path}")(endpoint)
+
+        return add
+
+    async def read(request: Request, kind: type[_Body], work: Callable[[_Body], _Result]) -> _Result:
+        """The result of work on a request's body, on a thread; what was ignored of it is told."""
+        ignored = Ignored(settings.strict_parameters)
+        request.state.ignored = ignored
+
+        def work_on(raw: bytes) -> _Result:
+            with errors_about(kind.prompt_param):
+                return work(parse(raw, kind, ignored))
+
+        result = await reader.apply(request, work_on)
+        if ignored.names:
+            telemetry.on_ignored(len(ignored.names))
+            if (new := ignored.names.keys() - logged) and len(logged) < _MAX_LOGGED:
+                logged.update(new)
+                _log.warning("parameters that are not known are ignored: %s", ignored.header)
+        return result
 
     @app.get("/health")
     async def health() -> Response:
@@ -81,50 +130,48 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
             return JsonResponse({"status": status}, status_code=503)
         return JsonResponse({"status": "ok"})
 
+    @app.get("/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> Response:
         return JsonResponse({"object": "list", "data": [model]})
 
+    @app.get("/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def one_model(name: str) -> Response:
-        builder.check_model(name)
+        if name != settings.model_name:
+            raise no_model(name, settings.model_name)
         return JsonResponse(model)
 
-    @app.post("/v1/completions")
+    @post("/completions", CompletionBody)
     async def completions(request: Request) -> Response:
         return await generate(request, CompletionBody, builder.completion, CompletionFormat())
 
-    @app.post("/v1/chat/completions")
+    @post("/chat/completions", ChatBody)
     async def chat(request: Request) -> Response:
         return await generate(request, ChatBody, builder.chat, ChatFormat())
 
-    @app.post("/tokenize")
+    @post("/tokenize", TokenizeBody)
     async def tokenize(request: Request) -> Response:
-        def work(raw: bytes) -> list[int]:
-            with errors_about(TokenizeBody.prompt_param):
-                return builder.tokenize(parse(raw, TokenizeBody))
-
-        tokens = await reader.apply(request, work)
+        tokens = await read(request, TokenizeBody, builder.tokenize)
         return await writer.write(lambda: {"tokens": tokens, "count": len(tokens)})
 
     async def generate(
         request: Request,
-        kind: type[_Body],
-        prepare: Callable[[_Body, str | None], PreparedRequest],
+        kind: type[_Asked],
+        prepare: Callable[[_Asked, str | None], PreparedRequest],
         form: AnswerFormat,
     ) -> Response:
         events = EventStream(service)
         drain.add(events)
         tenant: str | None = request.state.tenant  # by the middleware
 
-        def work(raw: bytes) -> PreparedRequest:
-            with errors_about(kind.prompt_param):
-                prepared = prepare(parse(raw, kind), tenant)
-                events.submit(prepared.requests)
-                return prepared
+        def work(body: _Asked) -> PreparedRequest:
+            prepared = prepare(body, tenant)
+            events.submit(prepared.requests)
+            return prepared
 
         try:
-            prepared = await reader.apply(request, work)
+            prepared = await read(request, kind, work)
             answer = Answer(prepared, events, form, settings.model_name, service)
             ids.add(events.ids, answer=answer.id, header=request_id.get())
             if prepared.streams:

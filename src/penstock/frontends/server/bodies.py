@@ -2,6 +2,7 @@
 parameter out."""
 
 import codecs
+import difflib
 import re
 from abc import abstractmethod
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from pydantic import (
     Field,
     PlainValidator,
     ValidationError,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError, from_json
@@ -35,6 +37,7 @@ MAX_SALT_CHARACTERS = 256
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
 MAX_ENTRIES = 1024  # of logit_bias, and of metadata
+MAX_IGNORED = 64  # names in a body that are not known
 # Lists and objects of a whole body: the smallest take three bytes as JSON, and a hundred as values of Python.
 MAX_CONTAINERS = 2**16
 # What comes before a bracket outside of strings, and the bracket, or the end. It never goes back, and always matches.
@@ -42,7 +45,7 @@ _TO_BRACKET = re.compile(
     rb"""(?: [^"\[{]++ | "[^"\\]*+ (?:\\.[^"\\]*+)*+ (?:"|\\?\Z) )*+ (?:([\[{])|\Z)""", re.VERBOSE | re.DOTALL
 )
 
-# Parameters of OpenAI's API that are known and not supported: what each would need, and the values that ask for
+# Parameters of other servers that are known and not supported: what each would need, and the values that ask for
 # nothing. Those are accepted, and so is null.
 Unsupported = Mapping[str, tuple[str, tuple[Any, ...]]]
 _IN_BODIES: Unsupported = {
@@ -60,8 +63,11 @@ _IN_BODIES: Unsupported = {
     "moderation": ("moderation", ()),
     "service_tier": ("service tiers", ("auto", "default")),
     "best_of": ("choosing among answers; give n and choose", (1,)),
+    "use_beam_search": ("beam search", (False,)),
     "echo": ("answers that repeat the prompt", (False,)),
     "suffix": ("filling in before a suffix", ("",)),
+    "chat_template": ("templates of a request's own", ()),
+    "documents": ("documents beside messages; put them into a message", ([],)),
 }
 _IN_MESSAGES: Unsupported = {
     "tool_calls": ("calling tools", ([],)),
@@ -70,39 +76,98 @@ _IN_MESSAGES: Unsupported = {
     "refusal": ("refusals", ()),
     "annotations": ("annotations", ([],)),
 }
+# Of those, what an answer means the same without: ignored, unless the server is strict.
+_WITHOUT_MEANING = {"prediction", "verbosity", "moderation", "service_tier", "refusal", "annotations"}
+# Names of other servers for what is known here by another. A server that is strict does not know them.
+_ALIASES = {
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "random_seed": "seed",
+    "stop_sequences": "stop",
+}
+# A name that is so much like a known one is a mistake, and not of another server.
+_ALIKE = 0.85
+_MAX_NAME = 64
+
+
+class Ignored:
+    """What a body has beyond what is known: refused where the server is strict, else ignored, and remembered."""
+
+    def __init__(self, is_strict: bool = False) -> None:
+        self.is_strict = is_strict
+        self.names: dict[str, None] = {}  # in the order in which they came
+
+    def add(self, name: str) -> None:
+        if len(self.names) == MAX_IGNORED:
+            raise _wrong(name, f"it is not known, and so are {MAX_IGNORED} others", "unknown_parameter")
+        self.names[name] = None
+
+    @property
+    def header(self) -> str:
+        """Names, with commas in between, of letters that a header may have."""
+        return ", ".join(re.sub(r"[^!-+\--~]", "?", name[:_MAX_NAME]) for name in self.names)
+
+
+_STRICT = Ignored(is_strict=True)
 
 
 class Part(BaseModel):
-    """An object that a client sends. The first parameter that is not known or not supported is the error: a client
-    that sends a million of them is told of one."""
+    """An object that a client sends. The first parameter that is not supported, or not known where that is not
+    ignored, is the error: a client that sends a million of them is told of one."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     unsupported: ClassVar[Unsupported] = {}
+    aliases: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="before")
     @classmethod
-    def _only_known(cls, values: Any) -> Any:
+    def _only_known(cls, values: Any, info: ValidationInfo) -> Any:
         if not isinstance(values, dict):
             return values
-        known, accepted = _names(cls), {}
-        for name, value in values.items():
+        ignored: Ignored = info.context or _STRICT
+        known, accepted = _names(cls), dict[str, Any]()
+        for given, value in values.items():
+            name = given if ignored.is_strict else cls.aliases.get(given, given)
             if name in known:
-                accepted[name] = value
-            elif name not in cls.unsupported:
-                raise _wrong(name, "it is not known", "unknown_parameter")
-            elif value is not None:
-                what, neutral = cls.unsupported[name]
-                # Of the same type too: 1 is no True, and true is no 1.
-                if not any(type(value) is type(item) and value == item for item in neutral):
-                    reason = f"this server does not do {what}; leave it away"
-                    raise _wrong(name, reason, "unsupported_parameter")
+                if accepted.get(name) not in (None, value):
+                    raise _wrong(given, f"{given} contradicts another name of {name}: give one of them")
+                if value is not None or name not in accepted:
+                    accepted[name] = value
+            elif name in cls.unsupported:
+                cls._check_unsupported(name, value, ignored)
+            elif ignored.is_strict:
+                raise _wrong(name, "", "unknown_parameter")
+            elif name not in ignored.names:
+                if meant := _meant(cls, name):
+                    raise _wrong(name, f"did you mean {meant}?", "unknown_parameter")
+                ignored.add(name)
         return accepted
+
+    @classmethod
+    def _check_unsupported(cls, name: str, value: Any, ignored: Ignored) -> None:
+        what, neutral = cls.unsupported[name]
+        # Of the same type too: 1 is no True, and true is no 1.
+        if value is None or any(type(value) is type(item) and value == item for item in neutral):
+            return
+        if ignored.is_strict or name not in _WITHOUT_MEANING:
+            raise _wrong(name, f"this server does not do {what}; leave it away", "unsupported_parameter")
+        ignored.add(name)
 
 
 @cache
 def _names(kind: type[Part]) -> frozenset[str]:
     return frozenset(field.alias or name for name, field in kind.model_fields.items())
+
+
+def _meant(kind: type[Part], name: str) -> str | None:
+    """The parameter whose name this is but for a slip."""
+    if len(name) > _MAX_NAME:
+        return None
+    alike = difflib.get_close_matches(name, sorted(_names(kind)), 1, _ALIKE)
+    return alike[0] if alike else None
 
 
 def _wrong(name: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
@@ -138,7 +203,7 @@ def _text(content: object) -> str:
 
 def _text_part(part: object) -> str:
     match part:
-        case {"type": "text", "text": str(text), **rest} if not rest:
+        case {"type": "text", "text": str(text)}:
             return text
         case {"type": str(kind)} if kind != "text":
             raise ValueError(f"parts of type {kind[:40]!r} are not supported: this server takes text only")
@@ -148,7 +213,7 @@ def _text_part(part: object) -> str:
 class Message(Part):
     unsupported = _IN_MESSAGES
 
-    role: Annotated[Literal["system", "user", "assistant"], BeforeValidator(_role)]
+    role: Annotated[str, Field(min_length=1, max_length=_MAX_NAME), BeforeValidator(_role)]
     content: Annotated[str, BeforeValidator(_text)]
     name: str | None = None
 
@@ -158,10 +223,12 @@ class Message(Part):
         return message if self.name is None else {**message, "name": self.name}
 
 
-Prompt = str | list[int]
+Prompt = str | list[int | str]  # a text, ids, or texts and ids in a row
 Tokens = Annotated[int, Field(ge=1, le=MAX_INT)]
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MAX_MESSAGES)]
-_PROMPT_KINDS = "give a text, a list of texts, a list of token ids, or a list of such lists"
+_PROMPT_KINDS = (
+    "give a text, a list of texts, a list of token ids (texts may be among them), or a list of such lists"
+)
 
 
 class Body(Part):
@@ -175,23 +242,37 @@ def _prompts(value: object) -> list[Prompt]:
     if isinstance(value, list) and value:
         # There may be millions of items: they are gone through without a line of Python for each.
         kinds = set(map(type, value))
-        if kinds == {int}:
+        if int in kinds:
             return [_token_ids(value)]
         if len(value) > MAX_PROMPTS:
             raise ValueError(f"give up to {MAX_PROMPTS} prompts, not {len(value)}")
-        if kinds == {str}:
-            return value
-        if kinds == {list}:
-            return [_token_ids(item) for item in value]
+        if kinds <= {str, list}:
+            return [item if isinstance(item, str) else _token_ids(item) for item in value]
     raise ValueError(_PROMPT_KINDS)
 
 
-def _token_ids(items: list[Any]) -> list[int]:
-    if set(map(type, items)) - {int}:
+def _token_ids(items: list[Any]) -> list[int | str]:
+    kinds = set(map(type, items))
+    if kinds - {int, str}:
         raise ValueError(_PROMPT_KINDS)
-    if items and not 0 <= min(items) <= max(items) <= MAX_INT:
+    ids = items if kinds == {int} else [item for item in items if isinstance(item, int)]
+    if len(items) - len(ids) > MAX_PROMPTS:
+        raise ValueError(f"give up to {MAX_PROMPTS} texts among token ids, not {len(items) - len(ids)}")
+    if ids and not 0 <= min(ids) <= max(ids) <= MAX_INT:
         raise ValueError(f"token ids are whole numbers from 0 to {MAX_INT} at most")
     return items
+
+
+def _no_limit(value: object) -> object:
+    """-1 is what other servers have for no number."""
+    return None if value == -1 and not isinstance(value, bool | float) else value
+
+
+def _seed(value: object) -> object:
+    """-1 is any; other numbers below 0 are numbers, too."""
+    value = _no_limit(value)
+    is_below = isinstance(value, int) and not isinstance(value, bool) and -MAX_SEED <= value < 0
+    return value % (MAX_SEED + 1) if is_below else value  # type: ignore[operator]
 
 
 def _stops(value: object) -> object:
@@ -214,6 +295,7 @@ def _biases(value: dict[str, float]) -> dict[str, float]:
 
 class StreamOptions(Part):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # the usage so far, in every chunk
     include_obfuscation: Literal[False] | None = None  # there is none
 
 
@@ -244,17 +326,18 @@ class GenerationBody(Body):
     """What both endpoints take. Numbers without a range here have theirs in SamplingParams."""
 
     unsupported: ClassVar[Unsupported] = _IN_BODIES
+    aliases: ClassVar[Mapping[str, str]] = _ALIASES
 
-    model: str
+    model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
-    max_tokens: Tokens | None = None
-    max_completion_tokens: Tokens | None = None
+    max_tokens: Annotated[Tokens | None, BeforeValidator(_no_limit)] = None
+    max_completion_tokens: Annotated[Tokens | None, BeforeValidator(_no_limit)] = None
     stop: Annotated[list[str] | None, _at_most(MAX_STOPS), BeforeValidator(_stops)] = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    top_k: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, BeforeValidator(_no_limit)] = None
     min_p: float | None = None
-    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    seed: Annotated[Annotated[int, Field(ge=0, le=MAX_SEED)] | None, BeforeValidator(_seed)] = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -302,8 +385,10 @@ class GenerationBody(Body):
 class CompletionBody(GenerationBody):
     prompt_param = "prompt"
 
-    prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    prompt: Annotated[
+        list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[Prompt] | list[int | str])
+    ]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -354,8 +439,9 @@ class TokenizeBody(Body):
 _Body = TypeVar("_Body", bound=Body)
 
 
-def parse(raw: bytes, kind: type[_Body]) -> _Body:
-    """The body in these bytes, or an error that names the parameter that is wrong."""
+def parse(raw: bytes, kind: type[_Body], ignored: Ignored = _STRICT) -> _Body:
+    """The body in these bytes, or an error that names the parameter that is wrong. What is not known is an error, or
+    goes to `ignored`."""
     if has_too_many_containers(raw):
         raise ApiError(
             400,
@@ -370,7 +456,7 @@ def parse(raw: bytes, kind: type[_Body]) -> _Body:
     if not isinstance(value, dict):
         raise ApiError(400, "the body is not accepted: give a JSON object", code="invalid_json")
     try:
-        return kind.model_validate(value)
+        return kind.model_validate(value, context=ignored)
     except ValidationError as error:
         raise _api_error(error.errors(include_url=False)[0]) from None
 
@@ -392,7 +478,8 @@ def _api_error(error: Mapping[str, Any]) -> ApiError:
         case "missing":
             return ApiError(400, f"{param} is missing", code="missing_required_parameter", param=param)
         case "unknown_parameter":
-            return ApiError(400, f"unknown parameter: {param}", code=kind, param=param)
+            message = f"unknown parameter: {param}" + (f" ({reason})" if reason else "")
+            return ApiError(400, message, code=kind, param=param)
         case "unsupported_parameter":
             return ApiError(400, f"{param} is not supported: {reason}", code=kind, param=param)
     if kind == "invalid_value" or param is None:  # about several parameters: the reason names them

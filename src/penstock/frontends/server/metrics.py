@@ -287,6 +287,9 @@ class Telemetry:
         self._refused = counter("refused_requests", "Answers that are errors", ["status"])
         for status in _REFUSALS:
             self._refused.labels(str(status))
+        self._ignored = counter(
+            "ignored_parameters", "Parameters of requests that were not known, and ignored"
+        )
         self._registry.register(_PaceCollector(self.pace))
 
     def on_step(self, record: StepRecord) -> None:
@@ -322,6 +325,10 @@ class Telemetry:
     def on_refusal(self, status: int) -> None:
         """An answer was an error."""
         self._refused.labels(str(status)).inc()
+
+    def on_ignored(self, count: int) -> None:
+        """So many parameters of a request were ignored."""
+        self._ignored.inc(count)
 
     def num_failed(self) -> int:
         """Requests that ended by an error."""

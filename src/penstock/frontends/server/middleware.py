@@ -30,6 +30,7 @@ from penstock.frontends.server.settings import ServerSettings, is_loopback
 
 _ID_HEADER = "x-request-id"
 _KEY_HEADER = "x-api-key"
+_IGNORED_HEADER = "x-penstock-ignored"
 _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # They tell nothing of anybody's requests: the live page's own files, and whether the server is up.
 _OPEN_PATHS = ("/", "/health")
@@ -46,7 +47,7 @@ def install(app: FastAPI, settings: ServerSettings, telemetry: Telemetry) -> Non
             allow_origins=settings.allow_origins,
             allow_methods=["GET", "POST"],
             allow_headers=["Authorization", "Content-Type", _KEY_HEADER],
-            expose_headers=[_ID_HEADER],
+            expose_headers=[_ID_HEADER, _IGNORED_HEADER],
         )
     app.add_middleware(RequestIds, telemetry=telemetry)  # around all
 
@@ -82,6 +83,8 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        # What is answered to GET is to HEAD, without its content, which uvicorn leaves away.
+        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         given = Headers(scope=scope).get(_ID_HEADER, "")
         request_id.set(given if _SANE_ID.fullmatch(given) else uuid.uuid4().hex)
         has_started = False
@@ -90,15 +93,17 @@ class RequestIds:
             nonlocal has_started
             if message["type"] == "http.response.start":
                 has_started = True
-                MutableHeaders(scope=message)[_ID_HEADER] = request_id.get()
+                headers = MutableHeaders(scope=message)
+                headers[_ID_HEADER] = request_id.get()
+                ignored = asked.get("state", {}).get("ignored")
+                if ignored is not None and ignored.names:
+                    headers[_IGNORED_HEADER] = ignored.header
                 # /health of a server that drains is no refusal, nor is an answer to a client that has gone.
                 status = message["status"]
                 if status >= 400 and status != CLIENT_GONE and scope["path"] != "/health":
                     self._telemetry.on_refusal(status)
             await send(message)
 
-        # What is answered to GET is to HEAD, without its content, which uvicorn leaves away.
-        asked = {**scope, "method": "GET"} if scope["method"] == "HEAD" else scope
         try:
             await self._app(asked, receive, send_on)
         except Exception as error:

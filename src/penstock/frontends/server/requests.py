@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from heapq import heappop, heappush
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from fastapi import Request
 
@@ -22,6 +22,7 @@ from penstock.frontends.server.bodies import (
     CompletionBody,
     GenerationBody,
     Message,
+    Prompt,
     TokenizeBody,
 )
 from penstock.frontends.server.errors import RETRY_AFTER_S, ApiError, client_gone
@@ -266,6 +267,7 @@ class PreparedRequest:
     streams: bool
     include_usage: bool
     returns_progress: bool
+    counts_usage: bool = False  # in every chunk of a stream
 
     def num_cached(self, of_requests: Sequence[int]) -> int:
         """Prompt tokens found in the cache: those that none of a prompt's choices had to read."""
@@ -279,7 +281,7 @@ class RequestBuilder:
 
     def __init__(self, service: Service, settings: ServerSettings) -> None:
         self._llm = service.llm
-        self._model_name = settings.model_name
+        self._settings = settings
         self._isolates = settings.isolates
         self._has_tenants = len(settings.api_keys) > 1 or service.schedule.max_running_per_key is not None
         self._max_request_tokens = service.max_request_tokens
@@ -299,30 +301,24 @@ class RequestBuilder:
 
     def completion(self, body: CompletionBody, tenant: str | None) -> PreparedRequest:
         def encode() -> list[Sequence[int]]:
-            return [
-                self._encode(prompt, adds_special=True) if isinstance(prompt, str) else prompt
-                for prompt in body.prompt
-            ]
+            return [self._encode_parts(prompt) for prompt in body.prompt]
 
         return self._prepare(body, tenant, len(body.prompt), encode, _COMPLETION_TOKENS)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
-        if body.model is not None:
-            self.check_model(body.model)
+        self.check_model(body.model)
         if body.messages is not None:
             return self._llm.tokenizer.encode(self._render(body.messages), add_special_tokens=False)
         text = body.content if body.prompt is None else body.prompt
         adds_special = body.prompt is not None if body.add_special is None else body.add_special
         return self._llm.tokenizer.encode(text or "", add_special_tokens=adds_special)
 
-    def check_model(self, name: str) -> None:
-        if name != self._model_name:
-            raise ApiError(
-                404,
-                f"there is no model {name[:100]!r} here: this server has {self._model_name!r}",
-                code="model_not_found",
-                param="model",
-            )
+    def check_model(self, name: str | None, *, is_needed: bool = False) -> None:
+        """Whether requests may call the model so. Only what is strict asks for a name, or for the right one."""
+        if name is None and is_needed and self._settings.strict_parameters:
+            raise ApiError(400, "model is missing", code="missing_required_parameter", param="model")
+        if name is not None and self._settings.strict_model and name != self._settings.model_name:
+            raise no_model(name, self._settings.model_name)
 
     def _prepare(
         self,
@@ -332,7 +328,7 @@ class RequestBuilder:
         encode: Callable[[], Sequence[Sequence[int]]],
         default_tokens: int | None,
     ) -> PreparedRequest:
-        self.check_model(body.model)
+        self.check_model(body.model, is_needed=True)
         num_choices = body.n or 1
         if num_prompts * num_choices > self._max_requests:
             raise ApiError(
@@ -367,6 +363,7 @@ class RequestBuilder:
             streams=bool(body.stream),
             include_usage=options is not None and bool(options.include_usage),
             returns_progress=bool(body.return_progress),
+            counts_usage=options is not None and bool(options.continuous_usage_stats),
         )
 
     def _max_tokens(self, body: GenerationBody, num_prompt: int, default: int | None) -> int:
@@ -376,13 +373,24 @@ class RequestBuilder:
                 f"the prompt has {num_prompt} tokens, and this server takes up to {self._max_prompt_tokens}: "
                 "shorten the prompt"
             )
-        if body.answer_tokens is not None:
-            return body.answer_tokens
         room = max(self._max_request_tokens - num_prompt, 1)
-        return room if default is None else min(default, room)
+        if body.answer_tokens is None:
+            return room if default is None else min(default, room)
+        return body.answer_tokens if self._settings.strict_parameters else min(body.answer_tokens, room)
 
     def _render(self, messages: Sequence[Message]) -> str:
         return self._llm.tokenizer.render_chat([message.plain() for message in messages])
+
+    def _encode_parts(self, prompt: Prompt) -> Sequence[int]:
+        """A text, ids, or texts and ids in a row, which begins as a text does where its first part is one."""
+        if isinstance(prompt, str):
+            return self._encode(prompt, adds_special=True)
+        if set(map(type, prompt)) == {int}:
+            return cast(list[int], prompt)
+        tokens: list[int] = []
+        for index, part in enumerate(prompt):
+            tokens += [part] if isinstance(part, int) else self._encode(part, adds_special=not index)
+        return tokens
 
     def _encode(self, text: str, *, adds_special: bool) -> list[int]:
         """The tokens of a prompt. One that has far too many is refused before all of it is tokenized, which takes
@@ -398,6 +406,15 @@ class RequestBuilder:
                     "prompt"
                 )
         return encode(text, add_special_tokens=adds_special)
+
+
+def no_model(name: str, model_name: str) -> ApiError:
+    return ApiError(
+        404,
+        f"there is no model {name[:100]!r} here: this server has {model_name!r}",
+        code="model_not_found",
+        param="model",
+    )
 
 
 def salt_of(tenant: str | None, cache_salt: str) -> str:

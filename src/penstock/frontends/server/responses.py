@@ -260,8 +260,7 @@ class Answer:
         self._created = int(time.time())
         self._pieces = service.llm.tokenizer.pieces
         self._eos_ids = service.llm.eos_ids
-        # Of the requests that have finished.
-        self._num_answer = 0
+        self._num_answer = 0  # tokens of all choices
         self._num_cached = [0] * len(prepared.requests)
 
     async def whole(self, writer: ResponseWriter) -> Response:
@@ -272,6 +271,7 @@ class Answer:
         async for index, event in self._events:
             match event:
                 case TokenGenerated():
+                    self._num_answer += 1
                     texts[index].append(event.text)
                     if event.logprobs is not None:
                         tokens[index].append(event)
@@ -306,35 +306,39 @@ class Answer:
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
         form, prepared = self._form, self._prepared
-        blank = {"usage": None} if prepared.include_usage else {}
         writers = [form.logprobs(self._pieces) for _ in prepared.requests]
         for index in range(len(prepared.requests)):
             opening = form.opening(index)
             if opening is not None:
-                yield self._chunk(opening, **blank)
+                yield self._chunk(opening)
         async for index, event in self._events:
             match event:
                 case PromptProgress():
                     if prepared.returns_progress:
                         progress = _prompt_progress(event.progress)
-                        yield self._chunk(form.chunk(index), **blank, prompt_progress=progress)
+                        yield self._chunk(form.chunk(index), prompt_progress=progress)
                 case TokenGenerated():
+                    self._num_answer += 1
                     has_logprobs = event.logprobs is not None and not self._is_end(index, event)
                     if has_logprobs or event.text:
                         logprobs = writers[index].write([event]) if has_logprobs else None
-                        yield self._chunk(form.chunk(index, event.text, logprobs), **blank)
+                        yield self._chunk(form.chunk(index, event.text, logprobs))
                 case Finished():
                     reason = self._finish(index, event)
                     if event.text:
-                        yield self._chunk(form.chunk(index, event.text), **blank)
-                    yield self._chunk(form.chunk(index, reason=reason), **blank)
+                        yield self._chunk(form.chunk(index, event.text))
+                    yield self._chunk(form.chunk(index, reason=reason))
                 case Failed():
                     raise as_failure(event.error)
         if prepared.include_usage:
-            yield self._chunk(usage=self._usage())
+            yield {**self._head(self._form.chunk_name), "choices": [], "usage": self._usage()}
 
-    def _chunk(self, *choices: dict[str, Any], **more: Any) -> dict[str, Any]:
-        return {**self._head(self._form.chunk_name), "choices": choices, **more}
+    def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+        if self._prepared.counts_usage:
+            more["usage"] = self._usage()
+        elif self._prepared.include_usage:
+            more["usage"] = None
+        return {**self._head(self._form.chunk_name), "choices": [choice], **more}
 
     def _head(self, name: str) -> dict[str, Any]:
         return {
@@ -348,7 +352,6 @@ class Answer:
     def _finish(self, index: int, event: Finished) -> str:
         if event.reason == "cancelled":
             raise cancelled()
-        self._num_answer += event.usage.completion_tokens
         self._num_cached[index] = event.usage.cached_tokens
         return event.reason
 

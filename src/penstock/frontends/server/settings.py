@@ -26,7 +26,9 @@ class ServerSettings:
     share what was read only with those of the same key. Without `max_prompt_tokens` a prompt may have what the
     context or the cache holds. Without `max_connections` there may be as many as the process has descriptors for, up
     to a thousand. A client that takes nothing of its answer for `stalled_s` is hung up on.
-    Pages of `allow_origins` may use the server."""
+    Pages of `allow_origins` may use the server. With `strict_parameters`, what is not known in a body is an error and
+    not ignored, and an answer that asks for more tokens than there is room for is refused and not cut. With
+    `strict_model`, `model` must be `model_name`."""
 
     model_name: str
     host: str = DEFAULT_HOST
@@ -37,6 +39,8 @@ class ServerSettings:
     max_connections: int | None = None
     stalled_s: float = DEFAULT_STALLED_S
     allow_origins: tuple[str, ...] = ()
+    strict_parameters: bool = False
+    strict_model: bool = False
 
     def __post_init__(self) -> None:
         if not self.model_name.strip():

@@ -137,6 +137,10 @@ class Tokenizer:
         return self._special.eos_ids
 
     @property
+    def chat_template(self) -> str | None:
+        return None if self._chat is None else self._chat.source
+
+    @property
     def has_chat_template(self) -> bool:
         return self._chat is not None
 
