@@ -231,6 +231,77 @@ def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         plan_plot.require_plotting(tmp_path / "out.png")
 
 
+STAGED = ["--prompt-tokens", "32768", "--stages"]
+
+
+def test_stages_as_text_and_json(tmp_path: Path) -> None:
+    arguments = ["--model", folder_of(tmp_path, QWEN3_8B), *STAGED, "4", "--link", "10Gb/s"]
+    status, out, _ = run(*arguments, "--speed", "26000")
+    assert status == 0
+    assert "4 stages, 10 Gb/s between them" in out
+    assert "one answer gains nothing" in out.lower()
+    status, out, _ = run(*arguments, "--speed", "26000", "--json")
+    written = json.loads(out)
+    assert [row["num_stages"] for row in written["times"]] == [1, 2, 4]
+    assert sum(stage["end"] - stage["start"] for stage in written["stages"]) == 36
+    assert all(stage["fits"] is None for stage in written["stages"])
+    status, out, _ = run(*arguments)
+    assert (status, "Times need a speed" in out) == (0, True)
+
+
+def test_unequal_machines_as_they_are_typed(tmp_path: Path) -> None:
+    arguments = ["--model", folder_of(tmp_path, QWEN3_8B), *STAGED, "2", "--json"]
+    status, out, _ = run(*arguments, "--memory", "7GiB,20GiB", "--speed", "60,120", "--dtype", "bfloat16")
+    written = json.loads(out)
+    assert (status, [stage["fits"] for stage in written["stages"]]) == (0, [True, True])
+    assert written["times"][0]["first_token_s"] < 32_768 / 110
+    status, out, error = run(*arguments, "--memory", "7GiB,20GiB", "--layers", "30,6")
+    assert (status, json.loads(out)["stages"][0]["fits"], error.count("\n")) == (1, False, 1)
+
+
+def test_step_times_of_a_profile(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    profile.write_text('{"coefficients": {"constant": 0.001, "per_token": 0.001, "per_decode": 0.003}}')
+    arguments = ["--model", folder_of(tmp_path, QWEN3_8B), *STAGED, "2", "--profile", profile]
+    status, out, _ = run(*arguments, "--chunk", "0", "--json")
+    written = json.loads(out)
+    assert (status, written["times"][0]["first_token_s"]) == (0, pytest.approx(32.769))
+    assert [row["num_streams"] for row in written["decodes"]] == [1, 8]
+    for content in ("{", "{}", '{"coefficients": {"constant": -1}}', '{"coefficients": {"other": 1}}'):
+        profile.write_text(content)
+        status, out, error = run(*arguments)
+        assert (status, out, error.count("\n")) == (2, "", 1)
+        assert "it holds no step times; give a file that `penstock tune --json` wrote" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--stages", "0"], "--stages 0 is not accepted"),
+        (["--stages", "37"], "--stages 37 is not accepted: the model has 36 layers; give 1 to 36"),
+        (["--stages", "2", "--link", "10G"], "--link '10G' is not accepted: bits or bytes a second?"),
+        (["--link", "10Gb/s"], "--link '10Gb/s' needs --stages"),
+        (["--speed", "10"], "--speed '10' needs --stages"),
+        (["--stages", "3", "--layers", "18,18"], "with --stages 3: give 3 numbers"),
+        (["--layers", "18,17"], "sum to the model's 36 layers"),
+        (["--layers", "18,x"], "--layers 'x' is not accepted"),
+        (["--stages", "3", "--memory", "8GiB,8GiB"], "one value for all stages, or 3"),
+        (["--stages", "2", "--memory", "8GB"], "give 8GiB"),
+        (["--stages", "2", "--speed", "fast"], "--speed 'fast' is not accepted"),
+        (["--stages", "2", "--speed", "nan"], "--speed 'nan' is not accepted"),
+        (["--stages", "2", "--profile", "no/such.json"], "No such file"),
+        (["--stages", "2", "--speed", "9", "--profile", "x.json"], "contradicts --speed"),
+        (["--stages", "2", "--plot", "out.png"], "--plot 'out.png' contradicts --stages 2"),
+    ],
+)
+def test_stages_that_are_refused_in_one_line(tmp_path: Path, arguments: list[str], said: str) -> None:
+    done, out, error = run(
+        "--model", folder_of(tmp_path, QWEN3_8B), "--prompt-tokens", 1000, "--device", "cpu", *arguments
+    )
+    assert (done, out, error.count("\n")) == (2, "", 1)
+    assert said in error
+
+
 def test_help_needs_no_torch() -> None:
     program = (
         "import sys; sys.modules['torch'] = None; import typer; from penstock.frontends.plan import plan; "

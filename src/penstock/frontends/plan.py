@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 import typer
 
 from penstock.errors import MemoryExhaustedError, ModelError, SettingError
-from penstock.frontends import options
+from penstock.frontends import options, plan_stages
 from penstock.frontends.exits import reported
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.plan import format_bytes
 from penstock.plan.memory import WeightBits, weight_bytes
 from penstock.plan.model import ModelConfig
+from penstock.plan.pipeline import Link
 from penstock.plan.prompt_plan import Plan, make_plan
 from penstock.plan.settings import (
     KERNELS,
@@ -29,8 +30,9 @@ from penstock.plan.settings import (
     settle_weights,
     settle_without_blocks,
 )
+from penstock.plan.stage_plan import StageQuestion, make_stage_plan
 from penstock.plan.step import KernelKind, Workspace
-from penstock.plan.units import parse_bytes
+from penstock.plan.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +56,7 @@ _NOTES = (
     "Saved is the share of one pass's memory, weights left aside.",
 )
 
-_what = options.in_panel("What is planned")
+_what, _stages = map(options.in_panel, ("What is planned", "Several machines"))
 
 
 def plan(
@@ -77,6 +79,26 @@ def plan(
     decodes: int = _what(
         0, "Answers that are generated beside it, each after as many tokens.", metavar="NUMBER"
     ),
+    stages: int | None = _stages(
+        None,
+        "Plan a pipeline of so many machines: the layers of each, its memory (--memory 8GiB,16GiB where "
+        "machines are unequal), and the time to the first token.",
+        metavar="NUMBER",
+    ),
+    link: str | None = _stages(
+        None, "What joins two of them, such as 10Gb/s, 4Mb/s or 1.2GB/s.", metavar="RATE"
+    ),
+    layers: str | None = _stages(
+        None, "The layers of each stage, such as 10,20, in place of the best cut.", metavar="NUMBERS"
+    ),
+    speed: str | None = _stages(
+        None,
+        "Tokens a second at which one machine alone reads this prompt, or those of each: 60,120.",
+        metavar="NUMBERS",
+    ),
+    profile: Path | None = _stages(
+        None, "A file of `penstock tune --json FILE`: step times of one machine.", metavar="FILE"
+    ),
     dtype: options.Dtype = options.DTYPE,
     device: str | None = options.DEVICE,
     weights: str | None = options.WEIGHTS,
@@ -94,7 +116,19 @@ def plan(
         ):
             if not low <= value <= high:
                 raise SettingError(name, value, f"a number from {low} to {high}")
-        budget = None if memory is None else parse_bytes(memory, "memory")
+        is_staged = stages is not None or layers is not None
+        if is_staged:
+            num_stages, counts = plan_stages.parse_stages(stages, layers)
+            speeds = plan_stages.parse_speeds(speed, num_stages)
+            machines = plan_stages.parse_machines(num_stages, memory, speeds)
+            joined = None if link is None else Link(parse_rate(link))
+            if plot is not None:
+                raise SettingError("plot", str(plot), contradicts={"stages": num_stages})
+        else:
+            for name, given in {"link": link, "speed": speed, "profile": profile}.items():
+                if given is not None:
+                    raise SettingError(name, str(given), needs=("stages",))
+        budget = None if memory is None or is_staged else parse_bytes(memory, "memory")
         if plot is not None:
             from penstock.frontends.plan_plot import require_plotting
 
@@ -110,6 +144,32 @@ def plan(
             computed = str(device_kind(place).dtype(computed)).removeprefix("torch.")
         known = read_model(model)
         kept = known.settled(asked, computed, place)
+        workspace = workspace_for(known.config, expected_workspace(place))
+        bits = known.bits(kept.name, computed, place)
+        if is_staged:
+            found = make_stage_plan(
+                StageQuestion(
+                    known.config,
+                    prompt_tokens,
+                    machines,
+                    workspace,
+                    joined,
+                    model=model,
+                    dtype=computed,
+                    bits=bits,
+                    chunk=chunk,
+                    layers=counts,
+                    num_decodes=decodes,
+                    coefficients=plan_stages.step_times(known.config, prompt_tokens, speeds, profile),
+                )
+            )
+            if as_json:
+                typer.echo(json.dumps(plan_stages.to_json(found), indent=2))
+            else:
+                plan_stages.show(found)
+            if any(stage.fits is False for stage in found.stages):
+                raise MemoryExhaustedError("these layers do not fit: see the stages that do not")
+            return
         made = make_plan(
             known.config,
             prompt_tokens,
@@ -117,10 +177,10 @@ def plan(
             budget_bytes=budget,
             num_decodes=decodes,
             dtype=computed,
-            bits=known.bits(kept.name, computed, place),
+            bits=bits,
             model=model,
             weights_reason=kept.reason,
-            workspace=workspace_for(known.config, expected_workspace(place)),
+            workspace=workspace,
         )
         if plot is not None:
             from penstock.frontends.plan_plot import draw

@@ -12,7 +12,7 @@ from penstock.plan.step import Workspace
 from penstock.plan.units import format_bytes
 
 _SMALLEST_ROW = 128
-_DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def make_plan(
             f"at most {config.max_position}",
             because=f"the model's context is {config.max_position} tokens",
         )
-    dtype_bytes, num_sequences = _DTYPE_BYTES[dtype], 1 + num_decodes
+    dtype_bytes, num_sequences = DTYPE_BYTES[dtype], 1 + num_decodes
     # A step reads one state of each sequence and writes another.
     num_slots = num_sequences * ChunkedPrefillConfig().num_state_slots
     plan = Plan(

@@ -12,6 +12,8 @@ _FACTORS = {"": 1} | {
     for name in {unit.lower(), unit.lower().removesuffix("b"), unit[0].lower()}
 }
 _DECIMAL = {"kb": "KiB", "mb": "MiB", "gb": "GiB", "tb": "TiB"}
+_RATE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([kKMGT]?)(i?)(b|bit|B)(/s|ps)?", re.ASCII)
+_BARE_RATE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,9})?) ?([kKMGT]?)", re.ASCII)
 _QUANTITY = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?) ?([A-Za-z]*)", re.ASCII)
 
 
@@ -51,3 +53,37 @@ def parse_bytes(text: object, name: str = "memory") -> int:
     if num_bytes < 1:
         raise SettingError(name, text, accepted, because="it is no byte at all")
     return num_bytes
+
+
+def parse_rate(text: object, name: str = "link") -> float:
+    """The bytes a second of a text such as 10Gb/s, 4Mbit/s, 1.2GB/s or 800MiB/s: b is bits, B bytes, and prefixes are
+    decimal, as networks have them, unless they are written with an i. `name` is the setting that an error names.
+
+    A rate that says neither bits nor bytes is refused: they differ by eight.
+    """
+    accepted = "bits or bytes a second, such as 10Gb/s, 4Mb/s or 1.2GB/s"
+    if not isinstance(text, str):
+        raise SettingError(name, text, accepted)
+    if bare := _BARE_RATE.fullmatch(text):
+        raise SettingError(
+            name, text, f"{bare[1]}{bare[2]}b/s or {bare[1]}{bare[2]}B/s", because="bits or bytes a second?"
+        )
+    match = _RATE.fullmatch(text)
+    if match is None or (match[3] and not match[2]):
+        raise SettingError(name, text, accepted)
+    number, prefix, binary, unit, per_second = match.groups()
+    if per_second is None:
+        raise SettingError(name, text, f"{text}/s", because="a rate is of a second")
+    factor = (1024 if binary else 1000) ** (" KMGT".index(prefix.upper() or " "))
+    bytes_per_s: float = float(number) * factor / (1 if unit == "B" else 8)
+    if not bytes_per_s:
+        raise SettingError(name, text, accepted, because="nothing would arrive")
+    return bytes_per_s
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Bits a second in decimal units: 4 Mb/s, 2.5 Gb/s."""
+    bits, power = 8 * bytes_per_s, 0
+    while float(f"{bits:.3g}") >= 1000 and power < 4:
+        bits, power = bits / 1000, power + 1
+    return f"{float(f'{bits:.3g}'):g} {' kMGT'[power].strip()}b/s"
