@@ -14,7 +14,7 @@ from penstock.kernels.interface import select_kernels
 from penstock.kernels.quantised import QuantisedWeight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.layers.attention import Attention
-from penstock.layers.mlp import GatedMLP
+from penstock.layers.mlp import MLP
 from penstock.measure.prompts import text_tokens
 from penstock.measure.transformers_model import load_transformers
 from penstock.models.decoder import Decoder
@@ -61,7 +61,7 @@ def test_the_file_s_blocks_are_kept(opened: OpenedModel, kept: Decoder) -> None:
     assert products is not None
     mixer, mlp = kept.layers[3].mixer, kept.layers[3].mlp
     assert isinstance(mixer, Attention)
-    assert isinstance(mlp, GatedMLP)
+    assert isinstance(mlp, MLP)
     layer = "model.layers.3"
     fused = {
         mixer.qkv.parts[0]: [f"{layer}.self_attn.{part}_proj.weight" for part in "qkv"],

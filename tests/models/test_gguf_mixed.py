@@ -17,7 +17,7 @@ from penstock.kernels.quantised import BLOCK_FORMS, QuantisedWeight
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.linear import Linear
-from penstock.layers.mlp import GatedMLP
+from penstock.layers.mlp import MLP
 from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
 from penstock.models.loading import load_decoder
@@ -104,7 +104,7 @@ def fused_weights(model: Decoder) -> list[Linear]:
     for layer in model.layers:
         mixer = layer.mixer
         found.append(mixer.inputs if isinstance(mixer, DeltaNet) else mixer.qkv)
-        block = layer.mlp if isinstance(layer.mlp, GatedMLP) else layer.mlp.shared
+        block = layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared
         if block is not None:
             found.append(block.gate_up)
     return found
@@ -168,7 +168,7 @@ def test_parts_of_any_form_are_kept(tmp_path: Path, family: str) -> None:
         prefix = f"model.layers.{index}"
         mixer, mlp = layer.mixer, layer.mlp
         assert isinstance(mixer, Attention)
-        assert isinstance(mlp, GatedMLP)
+        assert isinstance(mlp, MLP)
         for weight, forms, names in (
             (
                 mixer.qkv,

@@ -8,6 +8,7 @@ whose exponential differs in the last bit. Here every run is whole vectors:
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import gcd
 
 import torch
@@ -16,11 +17,14 @@ from torch import Tensor
 from penstock.kernels.threads import num_threads
 from penstock.plan.grids import LANES
 
+# A function of every element of x, whose result is written to `out`, which may be x.
+ElementWise = Callable[..., Tensor]
+
 # A pass of up to this many elements is left to one thread.
 _GRAIN = 32_768
 
 
-def in_shares(function: Callable[..., Tensor], x: Tensor, out: Tensor | None = None) -> Tensor:
+def in_shares(function: ElementWise, x: Tensor, out: Tensor | None = None) -> Tensor:
     """An element-wise function of x [rows, width], whose rows do not notice how many they are."""
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -54,3 +58,32 @@ def even_shares(num_rows: int, width: int, num_threads: int) -> list[slice]:
         shares.append(slice(start, end))
         start = end
     return shares
+
+
+# Activations, by transformers' names
+
+
+def _relu2(x: Tensor, out: Tensor) -> Tensor:
+    return torch.clamp_min(x, 0, out=out).square_()
+
+
+def xielu(alpha_p: float = 0.8, alpha_n: float = 0.8, beta: float = 0.5, eps: float = -1e-6) -> ElementWise:
+    """A parabola for positive elements; for the others, an exponential beside a line."""
+
+    def function(x: Tensor, out: Tensor) -> Tensor:
+        negative = torch.expm1(x.clamp(max=eps)).sub_(x).mul_(alpha_n)
+        return out.copy_(torch.where(x > 0, alpha_p * x * x, negative).add_(x, alpha=beta))
+
+    return function
+
+
+_gelu_tanh = partial(torch.ops.aten.gelu.out, approximate="tanh")
+ACTIVATIONS: dict[str, ElementWise] = {
+    "silu": torch.ops.aten.silu.out,
+    "swish": torch.ops.aten.silu.out,
+    "gelu": torch.ops.aten.gelu.out,
+    "gelu_new": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu2": _relu2,
+    "xielu": xielu(),  # as it is before training
+}

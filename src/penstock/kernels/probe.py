@@ -27,7 +27,7 @@ from penstock.cache.tensors import KV, RecurrentCache, RecurrentSpec
 from penstock.files import read_plain, replace_json
 from penstock.home import cache_home
 from penstock.kernels.device import device_kind
-from penstock.kernels.elementwise import whole_lanes
+from penstock.kernels.elementwise import ACTIVATIONS, whole_lanes
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import BLOCK_FORMS, Weight
 from penstock.kernels.spans import (
@@ -71,6 +71,8 @@ class ProbeShapes:
     delta_net: DeltaNetConfig | None = None
     num_experts: int = 0
     expert_products: tuple[ProductShape, ...] = ()
+    activation: str = "silu"
+    layer_norm: bool = False
 
 
 class Random:
@@ -287,6 +289,8 @@ def passes_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
     heads = random.normal(_PASS_ROWS, shapes.num_heads, shapes.head_dim)
     projected = random.normal(_PASS_ROWS, (shapes.num_heads + 2 * shapes.num_kv_heads) * shapes.head_dim)
     gate_ups = [random.normal(_PASS_ROWS, 2 * width) for width in shapes.mlp_widths]
+    function = ACTIVATIONS[shapes.activation]
+    other_gate_ups = [] if shapes.activation == "silu" else gate_ups
     angles = random.normal(_PASS_ROWS, shapes.rotary_dim)
     weight, head_weight = random.normal(shapes.hidden_size), random.normal(shapes.head_dim)
     scores = random.normal(_PASS_ROWS, max(shapes.num_experts, 1)).float()
@@ -314,6 +318,8 @@ def passes_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
             kernels.sigmoid(heads[rows].flatten(1)),
             torch.softmax(scores[rows], dim=-1),
             *(kernels.silu_and_mul(gate_up[rows].clone()) for gate_up in gate_ups),
+            *(kernels.activate(gate_up[rows].clone(), function, is_gated=True) for gate_up in other_gate_ups),
+            *((kernels.layer_norm(hidden[rows], weight, weight, 1e-5),) if shapes.layer_norm else ()),
         ]
 
     whole = passes(slice(0, _PASS_ROWS))

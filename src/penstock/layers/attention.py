@@ -1,8 +1,8 @@
 """Grouped-query attention over the cache: keys and values are written first, then queries attend to the cache."""
 
-import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from penstock.kernels.spans import AttentionWork, HeadLayout
@@ -19,12 +19,13 @@ class Attention:
     heads: HeadLayout
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden], with gates [2 * (heads + kv_heads) * ...]
     out: Linear  # [hidden, heads * head_dim]
+    scale: float
     is_gated: bool = False
     group: int = 0  # of the K/V groups of the cache
-
-    @property
-    def scale(self) -> float:
-        return 1.0 / math.sqrt(self.heads.head_dim)
+    rotary: int = 0  # among the model's
+    # Norms of queries and keys that `HeadLayout` has not: of all heads together, or of each after its rotation.
+    norms: tuple[Tensor, Tensor] | None = None
+    is_normed_late: bool = False
 
     def products(self) -> tuple[Linear, ...]:
         return self.qkv, self.out
@@ -33,11 +34,28 @@ class Attention:
         """Write the keys and values of x [rows, hidden] into the cache. Returns queries [rows, heads, head_dim], and
         gates [rows, heads * head_dim] where there are any."""
         projected = self.qkv(x, step)
+        cos, sin = step.rotary[self.rotary]
+        if self.norms is not None:
+            self._norm(projected, cos, sin, step)
+            if self.is_normed_late:  # and rotated
+                cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         kv = step.caches.layer(self.group, self.index)
-        queries = step.kernels.place_heads(projected, self.heads, step.cos, step.sin, kv, step.batch.places)
+        queries = step.kernels.place_heads(projected, self.heads, cos, sin, kv, step.batch.places)
         if not self.is_gated:
             return (queries,)
         return (queries, projected[:, -self.heads.num_heads * self.heads.head_dim :])
+
+    def _norm(self, projected: Tensor, cos: Tensor, sin: Tensor, step: ForwardPass) -> None:
+        """Write normed queries and keys over the projections [rows, queries | keys | ...]."""
+        assert self.norms is not None
+        heads, start = self.heads, 0
+        for norm, num_heads in zip(self.norms, (heads.num_heads, heads.num_kv_heads), strict=True):
+            end = start + num_heads * heads.head_dim
+            part = projected[:, start:end].view(len(projected), -1, len(norm))
+            if self.is_normed_late:
+                part = step.kernels.rotate(part, cos, sin)
+            projected[:, start:end] = step.kernels.rms_norm(part, norm, heads.norm_eps).flatten(1)
+            start = end
 
     def mix(self, rows: tuple[Tensor, ...], work: AttentionWork, step: ForwardPass) -> Tensor:
         """What `read_in` gave, or some rows of it, to the block's output [rows, hidden]; padding rows attend to

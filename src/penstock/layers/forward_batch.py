@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from penstock.cache.tensors import CacheTensors
 from penstock.kernels.interface import Kernels
 from penstock.kernels.spans import PassWork
+from penstock.layers.rotary import RotaryTables
 
 
 @dataclass(frozen=True)
@@ -36,5 +36,4 @@ class ForwardPass:
     batch: ForwardBatch
     caches: CacheTensors
     kernels: Kernels
-    cos: Tensor  # [rows, rotary_dim]
-    sin: Tensor
+    rotary: RotaryTables  # of each row's position

@@ -1,4 +1,4 @@
-"""Feed-forward blocks: a gated one, and a mixture of such experts."""
+"""Feed-forward blocks: one for all tokens, and a mixture of such experts."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -7,18 +7,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from penstock.kernels.elementwise import ElementWise
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
+from penstock.plan.model import ExpertsConfig
 
 
 @dataclass(frozen=True)
-class GatedMLP:
-    """down(silu(gate(x)) * up(x)), with gate and up as one product."""
+class MLP:
+    """down(activation(gate(x)) * up(x)), with gate and up as one product; or down(activation(up(x)))."""
 
     is_dense: ClassVar[bool] = True  # every row goes through the same products
 
-    gate_up: Linear  # [2 * width, hidden]
+    gate_up: Linear  # [2 * width, hidden]; without a gate [width, hidden]
     down: Linear  # [hidden, width]
+    activation: ElementWise | None = None  # None: silu, of a gate
+    is_gated: bool = True
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -33,7 +37,10 @@ class GatedMLP:
 
     def __call__(self, x: Tensor, step: ForwardPass, num_rows: int | None = None) -> Tensor:
         """x [rows, hidden] to the block's output; padding after `num_rows` rows is run like any other row."""
-        return self.down(step.kernels.silu_and_mul(self.gate_up(x, step)), step)
+        inner, kernels = self.gate_up(x, step), step.kernels
+        if self.activation is None:
+            return self.down(kernels.silu_and_mul(inner), step)
+        return self.down(kernels.activate(inner, self.activation, is_gated=self.is_gated), step)
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,11 @@ class ExpertMLP:
 
     is_dense: ClassVar[bool] = False
 
+    config: ExpertsConfig
     router: Linear  # [experts, or experts + lanes with the shared expert's gate first among them, hidden]
-    experts: tuple[GatedMLP, ...]
-    shared: GatedMLP | None
-    num_active: int
-    is_normalised: bool
+    experts: tuple[MLP, ...]
+    shared: MLP | None
+    choice_bias: Tensor | None = None  # [experts], float32
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -65,14 +72,11 @@ class ExpertMLP:
         for the shared expert's."""
         num_experts = len(self.experts)
         scores = self.router(x, step).float()
-        chances = torch.softmax(scores[:num_rows, :num_experts].contiguous(), dim=-1)
-        weights, chosen = torch.topk(chances, self.num_active, dim=-1)  # [n, active]
-        if self.is_normalised:
-            weights /= weights.sum(dim=-1, keepdim=True)
+        weights, chosen = self._route(scores[:num_rows, :num_experts].contiguous(), step)
         # A token's outputs are summed in the order of its experts, which no other token can change.
         order = chosen.flatten().argsort(stable=True)
         weights = weights.flatten()[order]
-        tokens = order // self.num_active
+        tokens = order // chosen.shape[1]
         counts = torch.bincount(chosen.flatten(), minlength=num_experts).tolist()
         total = x.new_zeros(x.shape, dtype=torch.float32)
         start = 0
@@ -83,13 +87,39 @@ class ExpertMLP:
             out = _run_expert(expert, x[tokens[group]], step)
             total.index_add_(0, tokens[group], out * weights[group, None])
             start += count
-        if self.shared is not None:
+        if self.shared is not None and self.config.shared_gate:
             gate = step.kernels.sigmoid(scores[:, num_experts:])[:, :1]
             total.addcmul_(self.shared(x, step), gate)
+        elif self.shared is not None:
+            total += self.shared(x, step)
         return total.to(x.dtype)
 
+    def _route(self, scores: Tensor, step: ForwardPass) -> tuple[Tensor, Tensor]:
+        """Weights and numbers [rows, active] of the experts that each row goes to, from scores [rows, experts]."""
+        config = self.config
+        is_softmax = config.scores == "softmax"
+        chances = torch.softmax(scores, dim=-1) if is_softmax else step.kernels.sigmoid(scores)
+        choice = chances if self.choice_bias is None else chances + self.choice_bias
+        if config.num_groups > 1:
+            choice = _of_best_groups(choice, config)
+        weights, chosen = torch.topk(choice, config.num_active, dim=-1)
+        if choice is not chances:
+            weights = chances.gather(1, chosen)
+        if config.normalised:
+            weights /= weights.sum(dim=-1, keepdim=True)
+        return weights if config.scale == 1.0 else weights * config.scale, chosen
 
-def _run_expert(expert: GatedMLP, x: Tensor, step: ForwardPass) -> Tensor:
+
+def _of_best_groups(choice: Tensor, config: ExpertsConfig) -> Tensor:
+    """Those of the groups whose best two experts are best together; 0 for the others."""
+    groups = choice.view(len(choice), config.num_groups, -1)
+    best = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(dim=-1)  # [rows, groups]
+    chosen = best.topk(config.num_active_groups, dim=-1).indices
+    is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
+    return groups.masked_fill(~is_chosen[..., None], 0.0).flatten(1)
+
+
+def _run_expert(expert: MLP, x: Tensor, step: ForwardPass) -> Tensor:
     """One expert's tokens. How many they are depends on the chunk, and must not matter to any of them."""
     if not step.batch.is_canonical:
         return expert(x, step)

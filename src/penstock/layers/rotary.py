@@ -9,6 +9,13 @@ from penstock.errors import ModelError
 from penstock.plan.grids import ROTARY_PAGE
 from penstock.plan.model import RotaryConfig
 
+RotaryTables = tuple[tuple[Tensor, Tensor], ...]  # cosines and sines [positions, rotary_dim], of several
+
+
+def at_positions(tables: RotaryTables, positions: Tensor) -> RotaryTables:
+    """The rows of each that positions [rows] have."""
+    return tuple((cos[positions], sin[positions]) for cos, sin in tables)
+
 
 class Rotary:
     """Cosines and signed sines by position, in the model's dtype."""
@@ -22,11 +29,6 @@ class Rotary:
         width = 2 * len(self._inverse_frequencies)
         self._cos = torch.empty(0, width, dtype=dtype, device=device)
         self._sin = torch.empty(0, width, dtype=dtype, device=device)
-
-    def tables(self, positions: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines [rows, rotary_dim] of positions [rows], all below `end`."""
-        self.reserve(end)
-        return self._cos[positions], self._sin[positions]
 
     def reserve(self, end: int) -> tuple[Tensor, Tensor]:
         """The whole tables, for all positions below `end` at least. Longer ones are made elsewhere."""
@@ -54,6 +56,8 @@ def rotary_frequencies(config: RotaryConfig, head_dim: int, max_position: int) -
     match config.kind:
         case "default":
             return frequencies, 1.0
+        case "none":
+            return torch.zeros_like(frequencies), 1.0
         case "linear":
             return frequencies / config.factor, 1.0
         case "llama3":

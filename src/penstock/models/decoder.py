@@ -20,8 +20,9 @@ from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
 from penstock.layers.linear import Linear
-from penstock.layers.mlp import ExpertMLP, GatedMLP
-from penstock.layers.rotary import Rotary
+from penstock.layers.mlp import MLP, ExpertMLP
+from penstock.layers.norm import Norm
+from penstock.layers.rotary import Rotary, RotaryTables, at_positions
 from penstock.plan.memory import ActivationModel
 from penstock.plan.model import ModelConfig
 from penstock.plan.step import Workspace
@@ -31,26 +32,29 @@ from penstock.plan.step import Workspace
 class DecoderLayer:
     """Tokens are mixed by the first block, each on its own by the second."""
 
-    mixer_norm: Tensor  # [hidden]
+    mixer_norm: Norm
     mixer: Attention | DeltaNet
-    mlp_norm: Tensor  # [hidden]
-    mlp: GatedMLP | ExpertMLP
+    mlp_norm: Norm
+    mlp: MLP | ExpertMLP
+    mixer_exit: Norm  # of what a block adds to the residual
+    mlp_exit: Norm
 
     def products(self) -> tuple[Linear, ...]:
         """Those that every row goes through."""
         return self.mixer.products() + self.mlp.products()
 
-    def dense(self, next_norm: Tensor) -> DenseLayer | None:
+    def dense(self, next_norm: Norm) -> DenseLayer | None:
         """The layer for `Kernels.dense_layers`; None where it is of another kind, or has matrices that are not
         quantised."""
+        mlp_norm, following = self.mlp_norm.rms_weight, next_norm.rms_weight
         match self.mixer, self.mlp:
-            case Attention(is_gated=False) as attention, GatedMLP():
+            case Attention(is_gated=False, rotary=0, norms=None) as attention, MLP(activation=None):
                 products = [_dense_product(product) for product in self.products()]
                 quantised = [product for product in products if product is not None]
-                if len(quantised) < len(products):
+                if len(quantised) < len(products) or mlp_norm is None or following is None:
                     return None
                 qkv, out, gate_up, down = quantised
-                return DenseLayer(attention.heads, qkv, out, gate_up, down, self.mlp_norm, next_norm)
+                return DenseLayer(attention.heads, qkv, out, gate_up, down, mlp_norm, following)
         return None
 
 
@@ -84,10 +88,11 @@ class Decoder:
         config: ModelConfig,
         kernels: Kernels,
         layers: list[DecoderLayer],
-        exit_norm: Tensor,
+        exit_norm: Norm,
         embedding: Weight | None,
         head: Weight | None,
         dtype: torch.dtype,
+        device: torch.device,
         first_layer: int = 0,
     ) -> None:
         self.config = config  # the whole model's
@@ -95,19 +100,18 @@ class Decoder:
         self.first_layer = first_layer
         self.kernels = kernels
         self.dtype = dtype
-        self.device = exit_norm.device
+        self.device = device
         self._embedding = embedding  # [vocab, hidden]; None: another stage begins the model
         self.layers = layers
-        self._exit_norm = exit_norm  # [hidden], the next layer's or the model's last
+        self._exit_norm = exit_norm  # the next layer's or the model's last
         # [vocab, hidden], packed; a tied one is a copy of the embedding unless quantised. None: another stage has it.
         self._head = head
-        self.rotary = Rotary(
-            config.rotary,
-            config.rotary_dim or config.head_dim,
-            config.max_position,
-            self.dtype,
-            self.device,
-        )
+        size = config.rotary_dim or config.head_dim
+        self._rotaries = [
+            Rotary(rotary, size, config.max_position, dtype, device)
+            for rotary in (config.rotary, config.other_rotary)
+            if rotary is not None
+        ]
         self.dense_layers = self._as_one_call()  # for decodes, where there is such a call
         self.threads = StepThreads(
             is_host=device_kind(self.device).is_host,
@@ -122,7 +126,15 @@ class Decoder:
         return self._embedding is not None and self._head is not None
 
     def _as_one_call(self) -> NativeLayers | None:
-        """The layers for decodes, where all are dense and quantised."""
+        """The layers for decodes, where all are dense and quantised, and plain: as Llama's or Qwen's."""
+        config = self.config
+        if (
+            config.post_norm
+            or config.parallel_blocks
+            or config.residual_scale != 1.0
+            or config.attention_scale is not None
+        ):
+            return None
         dense = [layer.dense(norm) for layer, norm in zip(self.layers, self._next_norms, strict=True)]
         layers = [layer for layer in dense if layer is not None]
         if len(layers) < len(dense):
@@ -130,7 +142,7 @@ class Decoder:
         return self.kernels.dense_layers(layers)
 
     @cached_property
-    def _next_norms(self) -> list[Tensor]:
+    def _next_norms(self) -> list[Norm]:
         """The norm that follows each layer."""
         return [*(layer.mixer_norm for layer in self.layers[1:]), self._exit_norm]
 
@@ -156,6 +168,8 @@ class Decoder:
             rotary_dim=config.rotary_dim or config.head_dim,
             delta_net=config.delta_net,
             num_experts=config.experts.num_experts if config.experts else 0,
+            activation=config.activation,
+            layer_norm=config.layer_norm,
             expert_products=_shapes(
                 product for layer in self.layers for product in layer.mlp.expert_products()
             ),
@@ -164,7 +178,8 @@ class Decoder:
     @property
     def can_record(self) -> bool:
         """Whether passes can be recorded. How many rows an expert has, the host must know before it is launched."""
-        return self.kernels.can_capture and self.is_whole and all(layer.mlp.is_dense for layer in self.layers)
+        is_dense = all(layer.mlp.is_dense for layer in self.layers) and not self.config.parallel_blocks
+        return self.kernels.can_capture and self.is_whole and is_dense
 
     @property
     def num_weight_bytes(self) -> int:
@@ -217,17 +232,23 @@ class Decoder:
 
     def begin_pass(self, batch: ForwardBatch, caches: CacheTensors, positions: Tensor) -> ForwardPass:
         """What the layers are told of a batch whose positions [rows] are on the device."""
-        cos, sin = self.rotary.tables(positions, batch.end_position)
-        return ForwardPass(self.kernels.prepare(batch, self.device), caches, self.kernels, cos, sin)
+        tables = at_positions(self.rotary_tables(batch.end_position), positions)
+        return ForwardPass(self.kernels.prepare(batch, self.device), caches, self.kernels, tables)
+
+    def rotary_tables(self, end: int) -> RotaryTables:
+        """Those of all positions below `end` at least. Longer ones are made elsewhere."""
+        return tuple(rotary.reserve(end) for rotary in self._rotaries)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """What enters the first layer [rows, hidden]."""
         assert self._embedding is not None, "the stage that begins the model has the embedding"
-        return self.kernels.embed(token_ids, self._embedding)
+        x = self.kernels.embed(token_ids, self._embedding)
+        scale = self.config.embedding_scale
+        return x if scale == 1.0 else x.mul_(torch.tensor(scale, dtype=x.dtype))  # rounded to the dtype first
 
     def first_norm(self, x: Tensor) -> Tensor:
         """The first layer's norm of what enters it [rows, hidden]."""
-        return self.kernels.rms_norm(x, self.layers[0].mixer_norm, self.config.norm_eps)
+        return self.layers[0].mixer_norm(x, self.kernels)
 
     def run_layers(self, x: Tensor, step: ForwardPass, logit_rows: Tensor | None) -> Tensor | None:
         """`forward` from x [rows, hidden] on, which may be written over; without `logit_rows`, logits of all rows are
@@ -236,73 +257,112 @@ class Decoder:
         normed = self.first_norm(x)
         if self.dense_layers and not batch.is_canonical and batch.num_logits == len(x):
             kvs = step.caches.kv.layers  # all layers are attention, of one shape
-            normed = self.dense_layers.run(x, normed, step.cos, step.sin, kvs, batch.places, batch.all_layers)
+            normed = self.dense_layers.run(x, normed, *step.rotary[0], kvs, batch.places, batch.all_layers)
             return x if self._head is None else self._logits(normed, batch)
         # What a layer's second block has at a time; none: all rows.
         slabs = kernels.law.slabs(len(x), kernels.feed_rows) if 0 < kernels.feed_rows < len(x) else []
         for index, layer in enumerate(self.layers):
             self.threads.look()
             rows = layer.mixer.read_in(normed, step)
+            fed = normed if self.config.parallel_blocks else None
             del normed  # what is not needed any more is not held at the next high-water mark
             if self._head is not None and index == len(self.layers) - 1:
-                return self.finish(x, rows, step, logit_rows)
+                return self.finish(x, rows, step, logit_rows, fed)
             mixed = layer.mixer.mix(rows, batch.all_layers, step)
             del rows
-            if slabs and layer.mlp.is_dense:
+            if slabs and layer.mlp.is_dense and fed is None:
                 x, normed = self._run_mlp_in_slabs(index, x, mixed, slabs, step)
                 del mixed
                 continue
-            x, normed = kernels.add_norm(x, mixed, layer.mlp_norm, self.config.norm_eps)
-            del mixed
+            x, normed = self.add_mixed(index, x, mixed, fed)
+            del mixed, fed
             x, normed = self.run_mlp(index, x, normed, step, batch.num_tokens)
         return x
+
+    def add_mixed(
+        self, index: int, x: Tensor, mixed: Tensor, fed: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Add what a layer's first block gave. Returns the residual, and what its second block is fed with: `fed`,
+        where that is known already."""
+        layer = self.layers[index]
+        total, normed = self._add(x, mixed, layer.mixer_exit, layer.mlp_norm)
+        return total, normed if fed is None else fed
+
+    def _add(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        exit_norm: Norm,
+        next_norm: Norm,
+        into: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The residual with what a block gave, and the norm of it; `into` as in `Kernels.add_norm`."""
+        delta = exit_norm(delta, self.kernels)
+        if self.config.residual_scale != 1.0:
+            delta = delta * self.config.residual_scale
+        return next_norm.of_sum(x, delta, self.kernels, into)
 
     def run_mlp(
         self, index: int, x: Tensor, normed: Tensor, step: ForwardPass, num_rows: int
     ) -> tuple[Tensor, Tensor]:
         """A layer's second block, of whose rows the first `num_rows` are no padding. Returns what leaves the layer,
         and its norm for the next."""
-        out = self.layers[index].mlp(normed, step, num_rows)
-        return self.kernels.add_norm(x, out, self._next_norms[index], self.config.norm_eps)
+        layer = self.layers[index]
+        return self._add(x, layer.mlp(normed, step, num_rows), layer.mlp_exit, self._next_norms[index])
 
     def _run_mlp_in_slabs(
         self, index: int, x: Tensor, mixed: Tensor, slabs: list[slice], step: ForwardPass
     ) -> tuple[Tensor, Tensor]:
         """Add `mixed` to x, and go on to the end of the layer; what leaves it is written over both. What a few rows
         take is still in the device's own cache when it is read again."""
-        kernels, eps = self.kernels, self.config.norm_eps
+        layer, next_norm = self.layers[index], self._next_norms[index]
         for slab in slabs:
-            total, normed = kernels.add_norm(x[slab], mixed[slab], self.layers[index].mlp_norm, eps)
-            out = self.layers[index].mlp(normed, step)
-            kernels.add_norm(total, out, self._next_norms[index], eps, into=(x[slab], mixed[slab]))
+            total, normed = self.add_mixed(index, x[slab], mixed[slab])
+            out = layer.mlp(normed, step)
+            self._add(total, out, layer.mlp_exit, next_norm, into=(x[slab], mixed[slab]))
             del total, normed, out  # before the next are made
         return x, mixed
 
     def finish(
-        self, x: Tensor, rows: tuple[Tensor, ...], step: ForwardPass, logit_rows: Tensor | None
+        self,
+        x: Tensor,
+        rows: tuple[Tensor, ...],
+        step: ForwardPass,
+        logit_rows: Tensor | None,
+        fed: Tensor | None = None,
     ) -> Tensor | None:
-        """From what the last layer read in to the logits, of the rows that they are wanted of."""
+        """From what the last layer read in to the logits, of the rows that they are wanted of. `fed` as in
+        `add_mixed`."""
         batch = step.batch
         if batch.num_logits == 0:
             return None
         if logit_rows is not None:
             x, rows = x[logit_rows], tuple(part[logit_rows] for part in rows)
+            fed = None if fed is None else fed[logit_rows]
         index, last = len(self.layers) - 1, self.layers[-1]
         mixed = last.mixer.mix(rows, batch.last_layer, step)
-        x, normed = self.kernels.add_norm(x, mixed, last.mlp_norm, self.config.norm_eps)
+        x, normed = self.add_mixed(index, x, mixed, fed)
         _, normed = self.run_mlp(index, x, normed, step, batch.num_logits)
         return self._logits(normed[: batch.num_logits], batch)
 
     def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
-        """Of x [num_logits, hidden], in float32. How many rows there are must not matter to any of them: they run in
-        slabs."""
+        """Of x [num_logits, hidden], in float32."""
+        logits, cap = self._head_product(x, batch).float(), self.config.logit_softcap
+        if self.config.logit_scale != 1.0:
+            logits.mul_(self.config.logit_scale)
+        if cap is not None:
+            return self.kernels.elementwise(torch.ops.aten.tanh.out, logits.div_(cap)).mul_(cap)
+        return logits
+
+    def _head_product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+        """How many rows there are must not matter to any of them: they run in slabs."""
         assert self._head is not None
         if not batch.is_canonical:
-            return self.kernels.linear(x, self._head, is_canonical=False).float()
+            return self.kernels.linear(x, self._head, is_canonical=False)
         num_rows = self.kernels.head_rows
         padded = pad(x, (0, 0, 0, -len(x) % num_rows))
         slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, num_rows)]
-        return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)].float()
+        return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
 
 
 # What a step's memory follows from

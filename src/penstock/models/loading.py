@@ -1,5 +1,6 @@
 """A decoder from a file: one tensor at a time, each straight into its place, in the layout that the layers want."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,14 +10,15 @@ from torch.nn.functional import pad
 
 from penstock.errors import SettingError
 from penstock.kernels.device import device_kind
-from penstock.kernels.elementwise import whole_lanes
+from penstock.kernels.elementwise import ACTIVATIONS, ElementWise, whole_lanes, xielu
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
 from penstock.kernels.spans import DeltaHeads, HeadLayout
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.linear import Linear
-from penstock.layers.mlp import ExpertMLP, GatedMLP
+from penstock.layers.mlp import MLP, ExpertMLP
+from penstock.layers.norm import Norm
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.weights import (
@@ -25,6 +27,7 @@ from penstock.models.weights import (
     ExpertsWeights,
     LayerWeights,
     MLPWeights,
+    NormWeights,
     Product,
     Rows,
     Stored,
@@ -178,6 +181,7 @@ class _Loader:
             embedding,
             self._kernels.pack(head) if isinstance(head, Tensor) else head,
             self._dtype,
+            self._device,
             layers.start,
         )
 
@@ -204,23 +208,28 @@ class _Loader:
             else self._attention(layer.mixer, mixer_index),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp=self._experts(layer.mlp) if isinstance(layer.mlp, ExpertsWeights) else self._mlp(layer.mlp),
+            mixer_exit=self._norm(layer.mixer_exit),
+            mlp_exit=self._norm(layer.mlp_exit),
         )
 
     def _attention(self, weights: AttentionWeights, index: int) -> Attention:
-        config = self._config
+        config, norms = self._config, None
+        if weights.query_norm is not None and weights.key_norm is not None:
+            norms = self._norm_weight(weights.query_norm), self._norm_weight(weights.key_norm)
+        is_own = config.norm_all_heads or config.norm_after_rotary
+        query_norm, key_norm = (None, None) if norms is None or is_own else norms
         return Attention(
             index=index,
             heads=HeadLayout(
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                self._norm(weights.query_norm) if weights.query_norm else None,
-                self._norm(weights.key_norm) if weights.key_norm else None,
-                config.norm_eps,
+                config.num_heads, config.num_kv_heads, config.head_dim, query_norm, key_norm, config.norm_eps
             ),
             qkv=self._linear(weights.qkv),
             out=self._linear(weights.out),
+            scale=config.attention_scale or 1.0 / math.sqrt(config.head_dim),
             is_gated=config.gated_attention,
+            rotary=weights.rotary,
+            norms=norms if is_own else None,
+            is_normed_late=config.norm_after_rotary,
         )
 
     def _delta_net(self, weights: DeltaNetWeights, index: int) -> DeltaNet:
@@ -244,8 +253,23 @@ class _Loader:
             out=self._linear(weights.out),
         )
 
-    def _mlp(self, weights: MLPWeights) -> GatedMLP:
-        return GatedMLP(self._linear(weights.gate_up), self._linear(weights.down))
+    def _mlp(self, weights: MLPWeights) -> MLP:
+        return MLP(
+            self._linear(weights.gate_up),
+            self._linear(weights.down),
+            self._activation(weights.activation),
+            self._config.gated_mlp,
+        )
+
+    def _activation(self, parameters: tuple[Stored, ...] = ()) -> ElementWise | None:
+        """None: silu, of a gate."""
+        config = self._config
+        if parameters:
+            stored = (self._tensor(each, torch.float32).flatten() for each in parameters)
+            alpha_p, alpha_n, beta, eps = torch.cat(list(stored)).tolist()
+            return xielu(_softplus(alpha_p), beta + _softplus(alpha_n), beta, eps)
+        function = ACTIVATIONS[config.activation]
+        return None if config.gated_mlp and function is ACTIVATIONS["silu"] else function
 
     def _experts(self, weights: ExpertsWeights) -> ExpertMLP:
         experts = self._config.experts
@@ -258,16 +282,16 @@ class _Loader:
         if weights.shared_gate:
             self._source.load_into(weights.shared_gate.name, router[count : count + 1])
         return ExpertMLP(
+            config=experts,
             router=Linear((self._kernels.pack(router),)),
             experts=tuple(map(self._mlp, weights.experts))
             if weights.stacked is None
             else self._unstacked(*weights.stacked),
             shared=self._mlp(weights.shared) if weights.shared else None,
-            num_active=experts.num_active,
-            is_normalised=experts.normalised,
+            choice_bias=self._tensor(weights.choice_bias, torch.float32) if weights.choice_bias else None,
         )
 
-    def _unstacked(self, stored_gate_up: Stored, stored_down: Stored) -> tuple[GatedMLP, ...]:
+    def _unstacked(self, stored_gate_up: Stored, stored_down: Stored) -> tuple[MLP, ...]:
         """Experts that are stored as two tensors for all of them."""
         count, hidden, inner = stored_down.shape
         width = whole_lanes(inner)
@@ -279,7 +303,8 @@ class _Loader:
         down = torch.zeros(count, hidden, width, dtype=self._dtype, device=self._device)
         self._source.load_into(stored_down.name, down[:, :, :inner])
         downs = [Linear((self._pack(each),)) for each in down]
-        return tuple(map(GatedMLP, gate_ups, downs))
+        function = self._activation()
+        return tuple(MLP(*pair, function) for pair in zip(gate_ups, downs, strict=True))
 
     # Tensors
 
@@ -288,7 +313,14 @@ class _Loader:
         self._source.load_into(stored.name, out)
         return out
 
-    def _norm(self, stored: Stored) -> Tensor:
+    def _norm(self, weights: NormWeights) -> Norm:
+        config = self._config
+        if weights.weight is None:
+            return Norm()
+        bias = self._tensor(weights.bias) if weights.bias else None
+        return Norm(config.norm_eps, self._norm_weight(weights.weight), bias, config.layer_norm)
+
+    def _norm_weight(self, stored: Stored) -> Tensor:
         """A norm's weight. A zero-centred one is close to 1 once 1 is added, and would lose what matters of it in a
         shorter dtype."""
         if self._config.zero_centred_norm:
@@ -360,6 +392,10 @@ class _Loader:
                 self._source.load_into(part.name, values)
                 out[part.outputs()] = values
         return out
+
+
+def _softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
 
 
 def _is_within(outputs: Tensor, weight: QuantisedWeight) -> Tensor:

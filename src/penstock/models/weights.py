@@ -1,8 +1,9 @@
 """A model's weights: where they come from, and the one table of them by which files are checked and loaded.
 
-Names and layouts are Hugging Face's, whatever the file; a GGUF file gives its own as these. A family that differs
-from Llama by settings that `ModelConfig` has needs no line here: it is a row of `FAMILIES` in `hf/config.py`, and
-one of `_ARCHITECTURES` in `gguf/config.py`. One with other tensors changes the table, and a layer that takes them.
+Names and layouts are those of Hugging Face's Llama and Qwen, whatever the file; others give their own as these. A
+family that differs from Llama by settings that `ModelConfig` has needs no line here: it is a row of `FAMILIES` in
+`hf/config.py`, and one of `_ARCHITECTURES` in `gguf/config.py`. One with other tensors changes the table, and a layer
+that takes them.
 """
 
 import math
@@ -29,6 +30,9 @@ _LAYER = re.compile(r"(?:model\.layers|blk)\.([0-9]{1,9})\.")
 _VISION = ("model.visual.", "visual.", "v.", "mm.")
 
 Shape = tuple[int, ...]
+
+# Of the activation xielu: the logarithms that its slopes come from, then constants.
+XIELU_PARAMETERS: dict[str, Shape] = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
 
 
 class WeightSource(ABC):
@@ -118,16 +122,34 @@ class HeadRows(NamedTuple):
     starts: tuple[int, ...]
 
 
+class PairedRows(NamedTuple):
+    """Heads of `size` rows, of which the first `rotated` have the two elements of each rotated pair side by side; all
+    first elements are to lie before all second ones."""
+
+    num_heads: int
+    size: int
+    rotated: int
+
+    def outputs(self) -> torch.Tensor:
+        own = torch.arange(self.size)
+        own[: self.rotated] = own[: self.rotated].view(2, -1).t().flatten()
+        return (own + torch.arange(self.num_heads)[:, None] * self.size).flatten()
+
+
 class Rows(NamedTuple):
-    """A tensor of a file as rows of a fused weight: from `start` on, or head by head."""
+    """A tensor of a file as rows of a fused weight: from `start` on, in their order or in that of pairs, or head by
+    head."""
 
     name: str
     num_rows: int
     start: int = 0
-    heads: HeadRows | None = None
+    heads: HeadRows | PairedRows | None = None
 
     def outputs(self) -> torch.Tensor:
         """Where its rows go [num_rows]."""
+        if isinstance(self.heads, PairedRows):
+            paired = self.heads.outputs()  # those of queries and keys; values after them stay
+            return self.start + torch.cat((paired, torch.arange(len(paired), self.num_rows)))
         if self.heads is None:
             return torch.arange(self.start, self.start + self.num_rows)
         num_heads = self.heads.num_heads
@@ -159,11 +181,17 @@ class Product:
                 yield Stored(f"{part.name}.bias", (part.num_rows,))
 
 
+class NormWeights(NamedTuple):
+    weight: Stored | None  # None: there is no norm
+    bias: Stored | None = None
+
+
 class AttentionWeights(NamedTuple):
     qkv: Product  # queries, keys, values, and gates of the output where there are any
     out: Product
     query_norm: Stored | None
     key_norm: Stored | None
+    rotary: int  # among the model's; no tensor
 
 
 class DeltaNetWeights(NamedTuple):
@@ -178,6 +206,7 @@ class DeltaNetWeights(NamedTuple):
 class MLPWeights(NamedTuple):
     gate_up: Product
     down: Product
+    activation: tuple[Stored, ...] = ()  # its parameters, each one number
 
 
 class ExpertsWeights(NamedTuple):
@@ -186,19 +215,22 @@ class ExpertsWeights(NamedTuple):
     stacked: tuple[Stored, Stored] | None  # gate and up, and down, of all experts together
     shared: MLPWeights | None
     shared_gate: Stored | None
+    choice_bias: Stored | None
 
 
 class LayerWeights(NamedTuple):
-    mixer_norm: Stored
+    mixer_norm: NormWeights
     mixer: AttentionWeights | DeltaNetWeights
-    mlp_norm: Stored
+    mlp_norm: NormWeights
     mlp: MLPWeights | ExpertsWeights
+    mixer_exit: NormWeights
+    mlp_exit: NormWeights
 
 
 class ModelWeights(NamedTuple):
     embedding: Stored
     layers: tuple[LayerWeights, ...]
-    norm: Stored
+    norm: NormWeights
     head: Stored | None  # None: it is tied to the embedding
 
 
@@ -209,41 +241,70 @@ def weight_table(config: ModelConfig, present: Collection[str] = ()) -> ModelWei
     return ModelWeights(
         Stored("model.embed_tokens.weight", vocabulary),
         tuple(_layer(config, index, present) for index in range(config.num_layers)),
-        Stored("model.norm.weight", (config.hidden_size,)),
+        _norm("model.norm", config),
         None if config.tied_head else Stored("lm_head.weight", vocabulary),
     )
 
 
+# Of norms after the blocks: families have several names for them, which mean other norms elsewhere.
+MIXER_EXIT, MLP_EXIT = "mixer_exit_norm", "mlp_exit_norm"
+
+
 def _layer(config: ModelConfig, index: int, present: Collection[str]) -> LayerWeights:
     prefix, net, experts = f"model.layers.{index}", config.delta_net, config.experts
+    before, after = config.pre_norm, config.post_norm
     return LayerWeights(
-        Stored(f"{prefix}.input_layernorm.weight", (config.hidden_size,)),
+        _norm(f"{prefix}.input_layernorm", config, before),
         _delta_net(f"{prefix}.linear_attn", config.hidden_size, net, present)
         if net and index in net.layers
-        else _attention(f"{prefix}.self_attn", config),
-        Stored(f"{prefix}.post_attention_layernorm.weight", (config.hidden_size,)),
-        _experts(f"{prefix}.mlp", config.hidden_size, experts, present)
+        else _attention(f"{prefix}.self_attn", config, index, present),
+        _norm(f"{prefix}.post_attention_layernorm", config, before and not config.parallel_blocks),
+        _experts(f"{prefix}.mlp", config, experts, present)
         if experts and index in experts.layers
-        else _mlp(f"{prefix}.mlp", config.hidden_size, config.intermediate_size, config.mlp_bias),
+        else _mlp(f"{prefix}.mlp", config, config.intermediate_size, present, config.mlp_bias),
+        _norm(f"{prefix}.{MIXER_EXIT}", config, after),
+        _norm(f"{prefix}.{MLP_EXIT}", config, after),
     )
 
 
-def _attention(prefix: str, config: ModelConfig) -> AttentionWeights:
+def _norm(prefix: str, config: ModelConfig, exists: bool = True) -> NormWeights:
+    if not exists:
+        return NormWeights(None)
+    shape = (config.hidden_size,)
+    bias = Stored(f"{prefix}.bias", shape) if config.norm_bias else None
+    return NormWeights(Stored(f"{prefix}.weight", shape), bias)
+
+
+def _attention(prefix: str, config: ModelConfig, index: int, present: Collection[str]) -> AttentionWeights:
     hidden, size = config.hidden_size, config.head_dim
     query, key = config.num_heads * size, config.num_kv_heads * size
     gates = query if config.gated_attention else 0
     # Files have each head's gate after its query; here all gates come last.
     heads = HeadRows(config.num_heads, (size, size), (0, query + 2 * key)) if gates else None
-    qkv = (
-        Rows(f"{prefix}.q_proj", query + gates, heads=heads),
-        Rows(f"{prefix}.k_proj", key, query),
-        Rows(f"{prefix}.v_proj", key, query + key),
+
+    def paired(num_heads: int) -> PairedRows | None:
+        rotated = config.rotary_dim or size
+        return PairedRows(num_heads, size, rotated) if config.interleaved_rotary else None
+
+    if f"{prefix}.qkv_proj.weight" in present:
+        both = paired(config.num_heads + config.num_kv_heads)
+        qkv: tuple[Rows, ...] = (Rows(f"{prefix}.qkv_proj", query + 2 * key, heads=both),)
+    else:
+        qkv = (
+            Rows(f"{prefix}.q_proj", query + gates, heads=heads or paired(config.num_heads)),
+            Rows(f"{prefix}.k_proj", key, query, paired(config.num_kv_heads)),
+            Rows(f"{prefix}.v_proj", key, query + key),
+        )
+    widths = {"q": query, "k": key} if config.norm_all_heads else {"q": size, "k": size}
+    query_norm, key_norm = (
+        Stored(f"{prefix}.{name}_norm.weight", (widths[name],)) if config.head_norm else None for name in "qk"
     )
-    norms = [Stored(f"{prefix}.{name}_norm.weight", (size,)) for name in "qk" if config.head_norm]
     return AttentionWeights(
         Product(qkv, query + 2 * key + gates, hidden, hidden, config.qkv_bias),
         Product((Rows(f"{prefix}.o_proj", hidden),), hidden, query, query, config.out_bias),
-        *(norms or (None, None)),
+        query_norm,
+        key_norm,
+        int(index in config.other_rotary_layers),
     )
 
 
@@ -282,16 +343,29 @@ def _delta_net(prefix: str, hidden: int, net: DeltaNetConfig, present: Collectio
     )
 
 
-def _mlp(prefix: str, hidden: int, inner: int, bias: bool) -> MLPWeights:
-    width = whole_lanes(inner)
-    gate_up = (Rows(f"{prefix}.gate_proj", inner), Rows(f"{prefix}.up_proj", inner, width))
+def _mlp(
+    prefix: str, config: ModelConfig, inner: int, present: Collection[str], bias: bool = False
+) -> MLPWeights:
+    """Gate and up may be stored as one."""
+    hidden, width = config.hidden_size, whole_lanes(inner)
+    if not config.gated_mlp:
+        rows: tuple[Rows, ...] = (Rows(f"{prefix}.up_proj", inner),)
+    elif f"{prefix}.gate_up_proj.weight" in present:
+        rows = (Rows(f"{prefix}.gate_up_proj", 2 * inner, heads=HeadRows(1, (inner, inner), (0, width))),)
+    else:
+        rows = (Rows(f"{prefix}.gate_proj", inner), Rows(f"{prefix}.up_proj", inner, width))
+    parameters = XIELU_PARAMETERS if config.activation == "xielu" else {}
     return MLPWeights(
-        Product(gate_up, 2 * width, hidden, hidden, bias),
+        Product(rows, (2 if config.gated_mlp else 1) * width, hidden, hidden, bias),
         Product((Rows(f"{prefix}.down_proj", hidden),), hidden, width, inner, bias),
+        tuple(Stored(f"{prefix}.act_fn.{name}", shape) for name, shape in parameters.items()),
     )
 
 
-def _experts(prefix: str, hidden: int, experts: ExpertsConfig, present: Collection[str]) -> ExpertsWeights:
+def _experts(
+    prefix: str, config: ModelConfig, experts: ExpertsConfig, present: Collection[str]
+) -> ExpertsWeights:
+    hidden = config.hidden_size
     count, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
     gate_up = Stored(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden))
     down = Stored(f"{prefix}.experts.down_proj", (count, hidden, inner))
@@ -299,12 +373,15 @@ def _experts(prefix: str, hidden: int, experts: ExpertsConfig, present: Collecti
     return ExpertsWeights(
         Stored(f"{prefix}.gate.weight", (count, hidden)),
         tuple(
-            _mlp(f"{prefix}.experts.{expert}", hidden, inner, False)
+            _mlp(f"{prefix}.experts.{expert}", config, inner, present)
             for expert in range(0 if is_stacked else count)
         ),
         (gate_up, down) if is_stacked else None,
-        _mlp(f"{prefix}.shared_expert", hidden, shared, False) if shared else None,
-        Stored(f"{prefix}.shared_expert_gate.weight", (1, hidden)) if shared else None,
+        _mlp(f"{prefix}.shared_expert", config, shared, present) if shared else None,
+        Stored(f"{prefix}.shared_expert_gate.weight", (1, hidden))
+        if shared and experts.shared_gate
+        else None,
+        Stored(f"{prefix}.gate.e_score_correction_bias", (count,)) if experts.choice_bias else None,
     )
 
 

@@ -14,7 +14,7 @@ class RotaryConfig:
     """Rotary embedding as transformers defines it: `kind` is its rope type, the rest are that type's parameters."""
 
     theta: float = 10_000.0
-    kind: str = "default"  # default, linear, llama3, yarn
+    kind: str = "default"  # default, linear, llama3, yarn; none: nothing is rotated
     factor: float = 1.0
     original_max_position: int | None = None
     # llama3
@@ -81,9 +81,15 @@ class ExpertsConfig:
     num_active: int = 0  # experts a token is sent to; 0: not known
     normalised: bool = True  # the weights of the active experts are scaled to a sum of 1
     layers: tuple[int, ...] = ()  # which layers of the model; empty: only their number is known
+    shared_gate: bool = True  # the shared expert's output is gated
+    scores: str = "softmax"  # what makes weights of the router's output; or sigmoid
+    choice_bias: bool = False  # experts are chosen by score and a bias of each, and weighted by score
+    num_groups: int = 1  # of experts; those of some groups alone are chosen from
+    num_active_groups: int = 1
+    scale: float = 1.0  # on the sum of the active experts' outputs
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "num_experts", "intermediate_size"):
+        for name in ("num_layers", "num_experts", "intermediate_size", "num_groups", "num_active_groups"):
             check_int(name, getattr(self, name), 1)
         check_int("shared_intermediate_size", self.shared_intermediate_size, 0)
 
@@ -127,7 +133,24 @@ class ModelConfig:
     out_bias: bool = False
     mlp_bias: bool = False
     head_norm: bool = False  # RMS norm on each head of the queries and keys (Qwen3)
+    norm_all_heads: bool = False  # that norm is of all heads together (OLMo 2)
+    norm_after_rotary: bool = False  # that norm follows the rotation (Hunyuan)
     zero_centred_norm: bool = False  # norms multiply by 1 + weight, but for the delta net's own
+    pre_norm: bool = True  # what enters a block is normed
+    post_norm: bool = False  # what leaves a block is normed before it is added
+    layer_norm: bool = False  # norms subtract the mean, all but those of heads
+    norm_bias: bool = False
+    activation: str = "silu"
+    gated_mlp: bool = True  # down(activation(gate) * up), else down(activation(up))
+    parallel_blocks: bool = False  # both blocks of a layer have one input, and one norm of it (Cohere)
+    interleaved_rotary: bool = False  # files have the two elements of a rotated pair side by side
+    other_rotary: RotaryConfig | None = None  # that of `other_rotary_layers`, in place of `rotary`
+    other_rotary_layers: tuple[int, ...] = ()
+    attention_scale: float | None = None  # on scores; None: 1 / sqrt(head_dim)
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0  # on what a block adds
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None  # logits are cap * tanh(logits / cap)
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -178,6 +201,7 @@ class ModelConfig:
         return replace(
             self,
             num_layers=last - first,
+            other_rotary_layers=within(self.other_rotary_layers),
             delta_net=replace(net, num_layers=len(nets), layers=nets) if net and nets else None,
             experts=replace(experts, num_layers=len(mixtures), layers=mixtures)
             if experts and mixtures

@@ -25,6 +25,7 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttentionWork, StateWork
 from penstock.layers.attention import Attention
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
+from penstock.layers.rotary import RotaryTables, at_positions
 from penstock.models.decoder import Decoder
 
 
@@ -75,7 +76,7 @@ class ChunkGraphs:
         shape = (self._num_rows, config.num_heads, config.head_dim)
         self._attended = torch.zeros(shape, dtype=model.dtype, device=device)
         # Graphs read these tables: they are kept even when longer ones are made.
-        self._tables = model.rotary.reserve(min(config.max_position, caches.kv.num_blocks * BLOCK_TOKENS))
+        self._tables = model.rotary_tables(min(config.max_position, caches.kv.num_blocks * BLOCK_TOKENS))
         self._batch = self._static_batch(layout)
         self._pieces = _Recording(
             model, caches, self._batch, self._inputs, self._tables, self._attended
@@ -100,7 +101,7 @@ class ChunkGraphs:
         due = self._pieces[-1].due
         (logit_rows,) = device_kind(model.device).all_copied((batch.logit_rows,))
         # The last layer has read its input in: positions are not asked for any more.
-        step = ForwardPass(batch, caches, kernels, *self._tables)
+        step = ForwardPass(batch, caches, kernels, self._tables)
         return model.finish(due.x, due.rows, step, logit_rows)
 
     def _fill(self, batch: ForwardBatch) -> None:
@@ -145,7 +146,7 @@ class _Recording:
     caches: CacheTensors
     batch: ForwardBatch
     inputs: Tensor
-    tables: tuple[Tensor, Tensor]
+    tables: RotaryTables
     attended: Tensor
     step: ForwardPass | None = None
 
@@ -170,8 +171,8 @@ class _Recording:
     def _begin(self) -> _Due:
         num_rows = self.batch.num_tokens
         positions = self.inputs[num_rows : 2 * num_rows]
-        cos, sin = (table[positions] for table in self.tables)
-        self.step = ForwardPass(self.batch, self.caches, self.model.kernels, cos, sin)
+        tables = at_positions(self.tables, positions)
+        self.step = ForwardPass(self.batch, self.caches, self.model.kernels, tables)
         x = self.model.embed(self.inputs[:num_rows])
         return self._until_due(0, x, self.model.first_norm(x))
 
@@ -183,7 +184,7 @@ class _Recording:
         assert isinstance(layer.mixer, Attention)
         assert self.step is not None
         mixed = layer.mixer.project_out(self.attended.flatten(1), due.rows, self.step)
-        x, normed = self._add(index, due.x, mixed)
+        x, normed = self.model.add_mixed(index, due.x, mixed)
         del due, mixed
         return self._until_due(index + 1, *self.model.run_mlp(index, x, normed, self.step, len(normed)))
 
@@ -197,11 +198,7 @@ class _Recording:
                 return _Due(index, x, rows)
             mixed = mixer.mix(rows, step.batch.all_layers, step)
             del rows
-            x, normed = self._add(index, x, mixed)
+            x, normed = model.add_mixed(index, x, mixed)
             del mixed
             x, normed = model.run_mlp(index, x, normed, step, len(normed))
             index += 1
-
-    def _add(self, index: int, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
-        model = self.model
-        return model.kernels.add_norm(x, mixed, model.layers[index].mlp_norm, model.config.norm_eps)

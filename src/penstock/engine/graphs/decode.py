@@ -39,7 +39,7 @@ class DecodeGraph:
         self._staged = _NOTHING_STAGED
         self._end = min(model.config.max_position, caches.kv.num_blocks * BLOCK_TOKENS)
         # The graph reads these tables: they are kept even when longer ones are made.
-        self._tables = model.rotary.reserve(self._end)
+        self._tables = model.rotary_tables(self._end)
         self._inputs = torch.zeros(num_rows * (_COLUMNS + num_blocks), dtype=torch.int64, device=model.device)
         columns = self._inputs[: _COLUMNS * num_rows].view(_COLUMNS, num_rows)
         tokens, positions, places, lengths, read, write = columns

@@ -23,6 +23,7 @@ from penstock.kernels.cuda.work import (
     device_states,
 )
 from penstock.kernels.device import device_kind
+from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, HeadLayout, Work, WrittenPlaces
@@ -194,6 +195,9 @@ class CudaKernels(TorchKernels):
         grid = (num_rows, triton.cdiv(width, _WIDTH_BLOCK))
         silu_and_mul_kernel[grid](gate_up, gate_up.stride(0), width, BLOCK=_WIDTH_BLOCK, num_warps=4)
         return gate_up[:, :width]
+
+    def elementwise(self, function: ElementWise, x: Tensor) -> Tensor:
+        return function(x, out=x)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)

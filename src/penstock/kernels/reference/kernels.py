@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from penstock.cache.tensors import KV, LayerStates
-from penstock.kernels.elementwise import in_shares
+from penstock.kernels.elementwise import ElementWise, in_shares
 from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference import attention, delta
 from penstock.kernels.spans import (
@@ -126,6 +126,10 @@ class TorchKernels:
             return torch.nn.functional.layer_norm(both, (2 * size,), doubled, eps=eps)[..., :size]
         return torch.nn.functional.layer_norm(both, (2 * size,), eps=eps)[..., :size] * weight
 
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        """The norm of x [rows, size] without its mean, computed in float32."""
+        return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
+
     def add_norm(
         self,
         x: Tensor,
@@ -176,6 +180,18 @@ class TorchKernels:
         """silu(gate) * up, for gate_up [rows, 2 * width] with the gate in the first half. It may be written over."""
         gate, up = gate_up.chunk(2, dim=-1)
         return in_shares(torch.ops.aten.silu.out, gate).mul_(up)
+
+    def activate(self, inner: Tensor, function: ElementWise, *, is_gated: bool) -> Tensor:
+        """function(gate) * up, for inner [rows, 2 * width] with the gate in the first half; of one without a gate,
+        function(inner). It may be written over."""
+        if not is_gated:
+            return self.elementwise(function, inner)
+        gate, up = inner.chunk(2, dim=-1)
+        return self.elementwise(function, gate).mul_(up)
+
+    def elementwise(self, function: ElementWise, x: Tensor) -> Tensor:
+        """A function of x [rows, width], which may be written over."""
+        return in_shares(function, x)
 
     def sigmoid(self, x: Tensor) -> Tensor:
         """The logistic function of x [rows, width]."""
