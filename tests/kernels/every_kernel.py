@@ -17,6 +17,7 @@ from penstock.kernels.spans import (
     AttentionWork,
     DeltaHeads,
     HeadLayout,
+    Scoring,
     StateRows,
     StateWork,
     WrittenPlaces,
@@ -58,16 +59,22 @@ def attention() -> None:
     kernels = CudaKernels()
     vars(cuda_kernels)["attend_past"] = _attend_past
     here, split = (TokenRange(0, 2048),), (TokenRange(0, 1088), TokenRange(2048, 3008))
-    for dtype, head_dim, places in (
-        (torch.bfloat16, 64, split),
-        (torch.bfloat16, 128, here),
-        (torch.bfloat16, 256, here),
-        (torch.float32, 128, here),
+    plain, sinks = Scoring(1.0), torch.zeros(16)
+    for dtype, head_dim, places, scoring in (
+        (torch.bfloat16, 64, split, plain),
+        (torch.bfloat16, 128, here, plain),
+        (torch.bfloat16, 256, here, plain),
+        (torch.float32, 128, here, plain),
+        (torch.bfloat16, 128, here, Scoring(1.0, window=1024)),
+        (torch.bfloat16, 64, split, Scoring(1.0, window=128, sinks=sinks)),
+        (torch.bfloat16, 64, here, Scoring(1.0, sinks=sinks)),
+        (torch.bfloat16, 256, here, Scoring(1.0, window=4096, soft_cap=50.0)),
+        (torch.bfloat16, 512, here, plain),
     ):
         chunk = AttendedSpan(0, 1024, 512, places, is_prompt=True, tile_size=1024)
         decode = AttendedSpan(1024, 1025, 1600, places, is_prompt=False)
         queries = torch.zeros(1025, 16, head_dim, dtype=dtype)
-        kernels.attend(queries, AttentionWork((chunk, decode)), _kv(4096, head_dim, dtype), 1.0)
+        kernels.attend(queries, AttentionWork((chunk, decode)), _kv(4096, head_dim, dtype), scoring)
 
 
 def delta_nets() -> None:

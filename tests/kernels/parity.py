@@ -11,7 +11,7 @@ from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.tensors import KV
 from penstock.kernels.interface import Kernels
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, WrittenPlaces
+from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, Scoring, WrittenPlaces
 
 EPS = 1e-5
 SCALE = 0.3
@@ -109,6 +109,23 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int | None = None  # as large as the keys, unless said
+
+    def scorings(self, device: torch.device) -> dict[str, Scoring]:
+        """What layers may have beside plain attention, each alone and all at once."""
+        sinks = torch.linspace(-2, 3, self.num_heads, device=device)
+        return {
+            "plain": PLAIN,
+            "a window within a block": Scoring(SCALE, window=1 + 64 // 3),
+            "a window of a block": Scoring(SCALE, window=64),
+            "a window of several": Scoring(SCALE, window=201),
+            "sinks": Scoring(SCALE, sinks=sinks),
+            "a soft cap": Scoring(SCALE, soft_cap=1.5),
+            "all": Scoring(SCALE, window=130, soft_cap=2.0, sinks=sinks),
+        }
+
+
+PLAIN = Scoring(SCALE)
 
 
 def exact_rotation(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -201,26 +218,40 @@ def work_of(batch: Sequence[Rows], tile_size: int) -> AttentionWork:
     return AttentionWork(tuple(spans))
 
 
-def attend(subject: Subject, queries: Tensor, batch: Sequence[Rows], kv: KV, num_padding: int = 0) -> Tensor:
+def attend(
+    subject: Subject,
+    queries: Tensor,
+    batch: Sequence[Rows],
+    kv: KV,
+    num_padding: int = 0,
+    scoring: Scoring = PLAIN,
+) -> Tensor:
     """With rows of padding behind, which must be zero, and are left away."""
     padding = subject.normal(num_padding, *queries.shape[1:])
     work = work_of(batch, subject.kernels.law.tile_size)
-    attended = subject.kernels.attend(torch.cat((queries, padding)), work, kv, SCALE)
+    attended = subject.kernels.attend(torch.cat((queries, padding)), work, kv, scoring)
     assert attended.dtype == subject.dtype
     assert not attended[len(queries) :].any()
     return attended[: len(queries)]
 
 
-def exact_attention(queries: Tensor, batch: Sequence[Rows], kv: KV) -> Tensor:
+def exact_attention(queries: Tensor, batch: Sequence[Rows], kv: KV, scoring: Scoring = PLAIN) -> Tensor:
     group = queries.shape[1] // kv.keys.shape[1]
     found: list[Tensor] = []
     for rows, own in zip(batch, queries.split([rows.end - rows.first for rows in batch]), strict=True):
         seen = kv.read(rows.places)
         keys, values = (part.double().repeat_interleave(group, dim=1) for part in (seen.keys, seen.values))
         positions = torch.arange(rows.end, device=queries.device)
-        is_hidden = positions[rows.first :, None] < positions
-        scores = torch.einsum("qhd,khd->hqk", own.double(), keys) * SCALE
-        weights = scores.masked_fill(is_hidden, -torch.inf).softmax(-1)
+        behind = positions[rows.first :, None] - positions
+        is_hidden = (behind < 0) | (behind >= (scoring.window or rows.end))
+        scores = torch.einsum("qhd,khd->hqk", own.double(), keys) * scoring.scale
+        if scoring.soft_cap:
+            scores = (scores / scoring.soft_cap).tanh() * scoring.soft_cap
+        scores = scores.masked_fill(is_hidden, -torch.inf)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., : rows.end]
         found.append(torch.einsum("hqk,khd->qhd", weights, values).flatten(1))
     return torch.cat(found)
 
@@ -230,44 +261,67 @@ def _num_rows(batch: Sequence[Rows]) -> int:
 
 
 def random_kv(subject: Subject, heads: Heads, num_blocks: int) -> KV:
-    shape = (num_blocks * BLOCK_TOKENS, heads.num_kv_heads, heads.head_dim)
-    return KV(subject.normal(*shape, seed=1), subject.normal(*shape, seed=2))
+    shape = (num_blocks * BLOCK_TOKENS, heads.num_kv_heads)
+    keys = subject.normal(*shape, heads.head_dim, seed=1)
+    return KV(keys, subject.normal(*shape, heads.value_dim or heads.head_dim, seed=2))
 
 
-def check_attention(subject: Subject, heads: Heads, batch: Sequence[Rows], num_padding: int = 3) -> None:
+def check_attention(
+    subject: Subject,
+    heads: Heads,
+    batch: Sequence[Rows],
+    num_padding: int = 3,
+    scoring: Scoring = PLAIN,
+) -> None:
     kv = random_kv(subject, heads, 1 + max(max(rows.blocks) for rows in batch))
     queries = subject.normal(_num_rows(batch), heads.num_heads, heads.head_dim)
-    exact = exact_attention(queries, batch, kv)
+    exact = exact_attention(queries, batch, kv, scoring)
     for kernels in subject.implementations:
         one = Subject(kernels, subject.dtype, subject.device)
-        check_close(attend(one, queries, batch, kv, num_padding), exact, _ATTENTION_ERROR[subject.dtype])
+        ours = attend(one, queries, batch, kv, num_padding, scoring)
+        check_close(ours, exact, _ATTENTION_ERROR[subject.dtype])
 
 
-def check_cuts(subject: Subject, heads: Heads, num_tokens: int, cuts: Sequence[tuple[int, int]]) -> None:
-    """A prompt's queries have the same bits in any chunk. Behind a chunk lies what others left."""
+def check_cuts(
+    subject: Subject,
+    heads: Heads,
+    num_tokens: int,
+    cuts: Sequence[tuple[int, int]],
+    scoring: Scoring = PLAIN,
+) -> None:
+    """A prompt's queries have the same bits in any chunk. Behind a chunk lies what others left; blocks before its
+    window are gone, and hold no numbers."""
     whole = in_one_place(0, num_tokens)
     kv = random_kv(subject, heads, len(whole.blocks))
     queries = subject.normal(num_tokens, heads.num_heads, heads.head_dim)
-    expected = attend(subject, queries, [whole], kv)
+    expected = attend(subject, queries, [whole], kv, 0, scoring)
     for first, end in cuts:
         known = KV(kv.keys.clone(), kv.values.clone())
         known.keys[end:] = 100
         known.values[end:] = -100
-        ours = attend(subject, queries[first:end], [in_one_place(first, end)], known)
+        for part in (known.keys, known.values):
+            part[: scoring.first_seen(first) // BLOCK_TOKENS * BLOCK_TOKENS] = torch.nan
+        ours = attend(subject, queries[first:end], [in_one_place(first, end)], known, 0, scoring)
         assert torch.equal(ours, expected[first:end]), f"tokens {first} to {end} differ from the whole's"
 
 
-def check_beside(subject: Subject, heads: Heads, batch: Sequence[Rows], num_padding: int = 0) -> None:
+def check_beside(
+    subject: Subject,
+    heads: Heads,
+    batch: Sequence[Rows],
+    num_padding: int = 0,
+    scoring: Scoring = PLAIN,
+) -> None:
     """Rows have the bits that they have alone, with all that they see in one place."""
     kv = random_kv(subject, heads, 1 + max(max(rows.blocks) for rows in batch))
     queries = subject.normal(_num_rows(batch), heads.num_heads, heads.head_dim)
-    together = attend(subject, queries, batch, kv, num_padding)
+    together = attend(subject, queries, batch, kv, num_padding, scoring)
     start = 0
     for rows in batch:
         end = start + rows.end - rows.first
         alone = in_one_place(rows.first, rows.end, is_prompt=rows.is_prompt)
         own = kv.read_padded(rows.places, len(alone.blocks) * BLOCK_TOKENS)
-        expected = attend(subject, queries[start:end], [alone], own)
+        expected = attend(subject, queries[start:end], [alone], own, 0, scoring)
         assert torch.equal(together[start:end], expected), f"{rows} differ from those alone"
         start = end
 

@@ -19,7 +19,7 @@ from penstock.kernels.native import build as native_build
 from penstock.kernels.native.build import NativeUnavailableError, native_library
 from penstock.kernels.native.kernels import NativeKernels
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, WrittenPlaces
+from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, Scoring, WrittenPlaces
 from penstock.plan.settings import KERNELS_VARIABLE
 from tests.kernels.test_torch_kernels import plain_attention
 
@@ -86,7 +86,7 @@ def test_attention_to_a_sequence_in_any_places(
     places = scattered(end, cuts, 1000)
     span = AttendedSpan(0, count, position, places, is_prompt=True)
     kv = cache_of(keys, values, places, 1000)
-    ours = native.attend(queries, AttentionWork((span,)), kv, 0.2)
+    ours = native.attend(queries, AttentionWork((span,)), kv, Scoring(0.2))
     exact = plain_attention(queries[:count], keys, values, position, 0.2).flatten(1)
     tolerance = 2e-5 if dtype == torch.float32 else 0.03
     assert torch.allclose(ours[:count].double(), exact, atol=tolerance)
@@ -118,7 +118,7 @@ def test_bits_do_not_depend_on_chunks_places_neighbours_or_threads(
     keys, values = torch.randn(2, num_tokens, 2, 64).to(dtype)
     queries = torch.randn(num_tokens, 2 * group, 64).to(dtype)
     whole_span = AttendedSpan(0, num_tokens, 0, [TokenRange(0, num_tokens)], is_prompt=True)
-    whole = native.attend(queries, AttentionWork((whole_span,)), KV(keys, values), 0.125)
+    whole = native.attend(queries, AttentionWork((whole_span,)), KV(keys, values), Scoring(0.125))
 
     places = scattered(num_tokens, place_cuts, 2000)
     kv = cache_of(keys, values, places, 2000)
@@ -130,18 +130,18 @@ def test_bits_do_not_depend_on_chunks_places_neighbours_or_threads(
     before = torch.get_num_threads()
     torch.set_num_threads(num_threads)
     try:
-        together = native.attend(queries, AttentionWork(spans), kv, 0.125)
+        together = native.attend(queries, AttentionWork(spans), kv, Scoring(0.125))
         alone = [
             native.attend(
                 queries[span.start : span.end].clone(),
                 AttentionWork((AttendedSpan(0, span.end - span.start, span.start, span.places, True),)),
                 kv,
-                0.125,
+                Scoring(0.125),
             )
             for span in spans
         ]
         last = AttendedSpan(0, 1, num_tokens - 1, places, is_prompt=False)
-        decode = native.attend(queries[-1:].clone(), AttentionWork((last,)), kv, 0.125)
+        decode = native.attend(queries[-1:].clone(), AttentionWork((last,)), kv, Scoring(0.125))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(together, whole)
@@ -164,8 +164,8 @@ def test_a_decode_has_the_bits_of_a_chunk_at_any_head_size(
         whole = AttentionWork((AttendedSpan(0, num_tokens, 0, places, is_prompt=True),))
         last = AttentionWork((AttendedSpan(0, 1, num_tokens - 1, places, is_prompt=False),))
         kv, scale = KV(keys, values), head_dim**-0.5
-        decode = native.attend(queries[-1:].clone(), last, kv, scale)
-        assert torch.equal(decode[0], native.attend(queries, whole, kv, scale)[-1])
+        decode = native.attend(queries[-1:].clone(), last, kv, Scoring(scale))
+        assert torch.equal(decode[0], native.attend(queries, whole, kv, Scoring(scale))[-1])
 
 
 def test_many_decodes_with_a_long_past(native: NativeKernels) -> None:
@@ -178,10 +178,12 @@ def test_many_decodes_with_a_long_past(native: NativeKernels) -> None:
     spans = [
         AttendedSpan(i, i + 1, end - 1, [TokenRange(0, end)], is_prompt=False) for i, end in enumerate(ends)
     ]
-    together = native.attend(queries, AttentionWork(tuple(spans)), KV(keys, values), 0.0625)
+    together = native.attend(queries, AttentionWork(tuple(spans)), KV(keys, values), Scoring(0.0625))
     for i in (0, 1, num_spans - 1):
         alone = AttendedSpan(0, 1, ends[i] - 1, [TokenRange(0, ends[i])], is_prompt=False)
-        own = native.attend(queries[i : i + 1].clone(), AttentionWork((alone,)), KV(keys, values), 0.0625)
+        own = native.attend(
+            queries[i : i + 1].clone(), AttentionWork((alone,)), KV(keys, values), Scoring(0.0625)
+        )
         assert torch.equal(own[0], together[i])
 
 
@@ -202,7 +204,7 @@ def test_scores_of_any_size(native: NativeKernels) -> None:
         keys, values = torch.randn(2, 300, 1, 64)
         queries = torch.randn(5, 2, 64) * factor
         span = AttendedSpan(0, 5, 295, [TokenRange(0, 300)], is_prompt=True)
-        ours = native.attend(queries, AttentionWork((span,)), KV(keys, values), 1.0)
+        ours = native.attend(queries, AttentionWork((span,)), KV(keys, values), Scoring(1.0))
         exact = plain_attention(queries, keys, values, 295, 1.0).flatten(1)
         assert torch.allclose(ours.double(), exact, atol=1e-3)
 
@@ -283,8 +285,10 @@ def test_head_sizes_without_code_are_computed_by_torch(native: NativeKernels) ->
     keys, values = torch.randn(2, 40, 2, 24)
     queries = torch.randn(40, 4, 24)
     span = AttendedSpan(0, 40, 0, [TokenRange(0, 40)], is_prompt=True, tile_size=512)
-    ours = native.attend(queries, AttentionWork((span,)), KV(keys, values), 0.2)
-    assert torch.equal(ours, REFERENCE.attend(queries, AttentionWork((span,)), KV(keys, values), 0.2))
+    ours = native.attend(queries, AttentionWork((span,)), KV(keys, values), Scoring(0.2))
+    assert torch.equal(
+        ours, REFERENCE.attend(queries, AttentionWork((span,)), KV(keys, values), Scoring(0.2))
+    )
 
 
 def test_the_choice_is_explicit(native: NativeKernels, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.kernels.interface import Kernels
 from penstock.kernels.spans import AttendedSpan, AttentionWork
 from tests.kernels.parity import (
+    PLAIN,
     SCALE,
     Heads,
     Rows,
@@ -101,7 +102,7 @@ def test_attention_without_a_grid(kernels: Kernels) -> None:
     queries = torch.randn(50, HEADS.num_heads, HEADS.head_dim)
     batch = [in_one_place(100, 150)]
     span = AttendedSpan(0, 50, 100, batch[0].places, is_prompt=True, tile_size=0, origin=100)
-    ours = kernels.attend(queries, AttentionWork((span,)), kv, SCALE)
+    ours = kernels.attend(queries, AttentionWork((span,)), kv, PLAIN)
     check_close(ours, exact_attention(queries, batch, kv), 1e-5)
 
 
@@ -132,7 +133,7 @@ def test_what_chunks_ask_of_a_library_was_prepared(
     for start in range(TILE, num_tokens, TILE):
         queries = subject.normal(size, HEADS.num_heads, HEADS.head_dim)
         work = work_of([in_one_place(start, start + size)], TILE)
-        kernels.attend(queries, work, kv, SCALE)
+        kernels.attend(queries, work, kv, PLAIN)
     assert {*asked} == prepared
 
 
@@ -177,6 +178,57 @@ def test_attention(kernels: Kernels, dtype: torch.dtype, batch: list[Rows]) -> N
 )
 def test_attention_of_other_heads(kernels: Kernels, dtype: torch.dtype, heads: Heads) -> None:
     check_attention(Subject(kernels, dtype), heads, BATCHES["prompts and decodes"])
+
+
+SCORINGS = HEADS.scorings(torch.device("cpu"))
+scorings = pytest.mark.parametrize("scoring", list(SCORINGS)[1:])
+
+
+@dtypes
+@scorings
+@pytest.mark.parametrize("batch", ["prompts and decodes", "a past in several places", "decodes"])
+def test_windows_sinks_and_caps(kernels: Kernels, dtype: torch.dtype, scoring: str, batch: str) -> None:
+    check_attention(Subject(kernels, dtype), HEADS, BATCHES[batch], scoring=SCORINGS[scoring])
+
+
+@dtypes
+@scorings
+def test_keys_and_values_of_different_sizes(kernels: Kernels, dtype: torch.dtype, scoring: str) -> None:
+    for heads in (Heads(4, 2, 48, 32), Heads(4, 1, 32, 64)):
+        batch = [in_one_place(100, 140), in_one_place(290, 291, is_prompt=False)]
+        check_attention(Subject(kernels, dtype), heads, batch, scoring=SCORINGS[scoring])
+
+
+@dtypes
+def test_heads_of_512(kernels: Kernels, dtype: torch.dtype) -> None:
+    heads, batch = Heads(2, 1, 512), [in_one_place(70, 90), in_one_place(80, 81, is_prompt=False)]
+    check_attention(Subject(kernels, dtype), heads, batch)
+    check_cuts(Subject(kernels, dtype), heads, 90, [(0, 70), (70, 90), (33, 40)])
+
+
+@dtypes
+@scorings
+@settings(max_examples=3)
+@given(data=st.data(), num_tokens=st.integers(65, LONGEST))
+def test_a_chunk_has_the_bits_of_the_whole_behind_a_window_too(
+    kernels: Kernels, dtype: torch.dtype, scoring: str, data: st.DataObject, num_tokens: int
+) -> None:
+    heads = Heads(2, 1, 32)
+    cuts = data.draw(st.lists(_cuts(num_tokens), min_size=1, max_size=3))
+    found = heads.scorings(torch.device("cpu"))[scoring]
+    check_cuts(Subject(kernels, dtype), heads, num_tokens, cuts, found)
+
+
+@dtypes
+@scorings
+@settings(max_examples=3)
+@given(data=st.data(), num_padding=st.integers(0, 9))
+def test_rows_with_windows_have_the_bits_that_they_have_alone(
+    kernels: Kernels, dtype: torch.dtype, scoring: str, data: st.DataObject, num_padding: int
+) -> None:
+    heads = Heads(2, 1, 32)
+    found = heads.scorings(torch.device("cpu"))[scoring]
+    check_beside(Subject(kernels, dtype), heads, data.draw(_batches()), num_padding, found)
 
 
 @st.composite

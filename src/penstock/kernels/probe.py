@@ -35,6 +35,7 @@ from penstock.kernels.spans import (
     AttentionWork,
     DeltaHeads,
     HeadLayout,
+    Scoring,
     StateRows,
     StateWork,
     WrittenPlaces,
@@ -255,7 +256,6 @@ _SCHEDULES = (
 def attention_holds(kernels: Kernels, shapes: ProbeShapes, tried: Tried, random: Random) -> bool:
     """A query gets the same bits whatever the other queries of its tile hold."""
     tile, kv_shape = kernels.law.tile_size, (shapes.num_kv_heads, shapes.head_dim)
-    scale = shapes.head_dim**-0.5
     queries = random.normal(tile, shapes.num_heads, shapes.head_dim)
     cuts = [
         (start, end)
@@ -275,7 +275,9 @@ def attention_holds(kernels: Kernels, shapes: ProbeShapes, tried: Tried, random:
             span = AttendedSpan(
                 0, end - start, past + start, places, is_prompt=True, tile_size=tile, origin=past
             )
-            return kernels.attend(queries[start:end], AttentionWork((span,)), known, scale)
+            return kernels.attend(
+                queries[start:end], AttentionWork((span,)), known, Scoring(shapes.head_dim**-0.5)
+            )
 
         whole = attended(0, tile)
         if not all(torch.equal(attended(start, end), whole[start:end]) for start, end in cuts):

@@ -17,12 +17,26 @@ Places = Sequence[TokenRange]
 
 
 @dataclass(frozen=True)
+class Scoring:
+    """How an attention layer weighs what its queries see."""
+
+    scale: float  # of the dot products
+    window: int = 0  # a query sees so many tokens, its own the last of them; 0: all up to its own
+    soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
+    sinks: Tensor | None = None  # [heads], float32: a score beside those of the keys, which has no value
+
+    def first_seen(self, position: int) -> int:
+        """The first token that a query at this position sees."""
+        return max(position - self.window + 1, 0) if self.window else 0
+
+
+@dataclass(frozen=True)
 class HeadLayout:
     """The heads of an attention layer. Both norms are there, or neither."""
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     query_norm: Tensor | None = None  # [head_dim]
     key_norm: Tensor | None = None
     norm_eps: float = 1e-6
@@ -63,23 +77,29 @@ class TilePiece:
 @dataclass(frozen=True)
 class AttendedSpan:
     """Rows [start, end) of the queries, successive tokens of one sequence from `position` on: each sees all tokens up
-    to its own."""
+    to its own, or its layer's window of them."""
 
     start: int
     end: int
     position: int
-    places: Places  # of the sequence's tokens up to the last row's
+    places: Places  # of the sequence's tokens from `first_token` up to the last row's
     is_prompt: bool  # else each row is a decode of its own
     # How an implementation that works on a grid is to cut a prompt:
     tile_size: int = 0  # the grid, counted from the sequence's first token; 0: none
     origin: int = 0  # where the tile begins, if there is no grid
     # A decode's past in several places is copied together, so that where it lies changes no bits.
     is_joined: bool = False
+    # Tokens before it are gone: every row's window is behind them. Whole blocks.
+    first_token: int = 0
 
     @property
     def num_tokens(self) -> int:
         """All that the last row sees."""
         return self.position + self.end - self.start
+
+    def places_of(self, start: int, end: int) -> list[TokenRange]:
+        """Where tokens [start, end) lie, none of them gone."""
+        return part_of(self.places, start - self.first_token, end - self.first_token)
 
     def tiles(self, tile_size: int) -> list[TilePiece]:
         """The rows cut at the grid of tiles; all of them as one, in the tile that begins at `origin`, where there is
@@ -117,13 +137,14 @@ class AttentionWork:
 
     @cached_property
     def arrays(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """[spans, 4]: first row, rows, position, first place; and [places, 2]: start, number of tokens."""
-        rows: list[tuple[int, int, int, int]] = []
+        """[spans, 5]: first row, rows, position, first place, first token; and [places, 2]: start, number of
+        tokens."""
+        rows: list[tuple[int, ...]] = []
         places: list[TokenRange] = []
         for span in self.spans:
-            rows.append((span.start, span.end - span.start, span.position, len(places)))
+            rows.append((span.start, span.end - span.start, span.position, len(places), span.first_token))
             places += span.places
-        return np.array(rows, dtype=np.int64).reshape(-1, 4), _as_array(places)
+        return np.array(rows, dtype=np.int64).reshape(-1, 5), _as_array(places)
 
     @cached_property
     def end(self) -> int:

@@ -1,11 +1,12 @@
 """Grouped-query attention over the cache: keys and values are written first, then queries attend to the cache."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.spans import AttentionWork, HeadLayout
+from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
 
@@ -26,6 +27,10 @@ class Attention:
     # Norms of queries and keys that `HeadLayout` has not: of all heads together, or of each after its rotation.
     norms: tuple[Tensor, Tensor] | None = None
     is_normed_late: bool = False
+
+    @cached_property
+    def scoring(self) -> Scoring:
+        return Scoring(self.scale)
 
     def products(self) -> tuple[Linear, ...]:
         return self.qkv, self.out
@@ -60,7 +65,7 @@ class Attention:
     def mix(self, rows: tuple[Tensor, ...], work: AttentionWork, step: ForwardPass) -> Tensor:
         """What `read_in` gave, or some rows of it, to the block's output [rows, hidden]; padding rows attend to
         nothing."""
-        attended = step.kernels.attend(rows[0], work, step.caches.layer(self.group, self.index), self.scale)
+        attended = step.kernels.attend(rows[0], work, step.caches.layer(self.group, self.index), self.scoring)
         return self.project_out(attended, rows, step)
 
     def project_out(self, attended: Tensor, rows: tuple[Tensor, ...], step: ForwardPass) -> Tensor:

@@ -96,7 +96,7 @@ class ChunkGraphs:
             mixer = model.layers[piece.due.index].mixer
             assert isinstance(mixer, Attention)
             kv = caches.layer(mixer.group, mixer.index)
-            kernels.attend_into(piece.due.rows[0], attention, kv, mixer.scale, self._attended)
+            kernels.attend_into(piece.due.rows[0], attention, kv, mixer.scoring, self._attended)
         self._pieces[-1].graph.replay()
         due = self._pieces[-1].due
         (logit_rows,) = device_kind(model.device).all_copied((batch.logit_rows,))

@@ -100,6 +100,6 @@ class DecodeGraph:
             slot[: len(given)], slot[len(given) :] = given, -1
         tables = staged[_COLUMNS * num_all :].reshape(num_all, -1)
         for index, span in enumerate(batch.all_layers.spans):
-            starts = block_starts(span.places)
+            starts = block_starts(span)
             tables[index, : len(starts)] = starts
         return staged

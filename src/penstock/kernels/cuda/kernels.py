@@ -26,7 +26,7 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttentionWork, HeadLayout, Work, WrittenPlaces
+from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, Work, WrittenPlaces
 from penstock.kernels.triton.attention import (
     decode_attention_kernel,
     join_parts_kernel,
@@ -45,6 +45,8 @@ _LOG2_E = 1.4426950408889634
 # Positions that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes
 # a minute.
 _TILE_ROWS, _TILE_ROWS_FLOAT32 = 64, 16
+# Larger heads take twice the threads for half the positions: a program's sums lie in its registers.
+_LARGE_HEAD = 256
 # A program has no fewer blocks of a past than these, unless there are no more.
 _LEAST_BLOCKS = 2
 # The matrix units take no fewer rows.
@@ -202,49 +204,67 @@ class CudaKernels(TorchKernels):
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
 
-    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
-        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        self.attend_into(queries, work, kv, scale, out)
+    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scoring: Scoring) -> Tensor:
+        shape = (*queries.shape[:2], kv.values.shape[2])
+        out = torch.empty(shape, dtype=queries.dtype, device=queries.device)
+        self.attend_into(queries, work, kv, scoring, out)
         if work.end < len(queries):
             out[work.end :] = 0
         return out.flatten(1)
 
-    def attend_into(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float, out: Tensor) -> None:
-        """The same into `out` [rows, heads, head_dim], whose rows that see nothing stay as they are."""
+    def attend_into(
+        self, queries: Tensor, work: AttentionWork, kv: KV, scoring: Scoring, out: Tensor
+    ) -> None:
+        """The same into `out` [rows, heads, value_dim], whose rows that see nothing stay as they are."""
         found = device_attention(work, queries.device)
         for chunk in found.chunks:
-            self._attend_chunk(queries, chunk, kv, scale, out)
+            self._attend_chunk(queries, chunk, kv, scoring, out)
         if found.decodes is not None:
-            self._attend_decodes(queries, found.decodes, kv, scale, out)
+            self._attend_decodes(queries, found.decodes, kv, scoring, out)
 
-    def _attend_chunk(self, queries: Tensor, chunk: ChunkWork, kv: KV, scale: float, out: Tensor) -> None:
+    def _attend_chunk(self, queries: Tensor, chunk: ChunkWork, kv: KV, scoring: Scoring, out: Tensor) -> None:
+        sizes = queries.shape[2], kv.values.shape[2]
+        if scoring.window or scoring.soft_cap or sizes[0] != sizes[1] or max(sizes) > _LARGE_HEAD:
+            # No library has such a past: it is a part of the tile, which begins at the first token.
+            first, last = chunk.tiles[0], chunk.tiles[-1]
+            rows = slice(first.rows.start, last.rows.stop)
+            whole = TileWork(rows, 0, first.first, last.end, chunk.table, is_contiguous=False)
+            self._attend_tile(queries[rows], whole, None, kv, scoring, out[rows])
+            return
         past = chunk.read_past(kv)
         for tile in chunk.tiles:
             own_past = past.first(tile.tile_start) if past is not None and tile.tile_start else None
-            self._attend_tile(queries[tile.rows], tile, own_past, kv, scale, out[tile.rows])
+            self._attend_tile(queries[tile.rows], tile, own_past, kv, scoring, out[tile.rows])
 
     def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
         tile_size = self.law.tile_size
         return prepare_past(min(num_rows, tile_size), num_heads, kv, scale, tile_size)
 
     def _attend_tile(
-        self, queries: Tensor, tile: TileWork, past: KV | None, kv: KV, scale: float, out: Tensor
+        self, queries: Tensor, tile: TileWork, past: KV | None, kv: KV, scoring: Scoring, out: Tensor
     ) -> None:
         num_heads, head_dim = queries.shape[1:]
+        value_dim = kv.values.shape[2]
         num_parts, past_out, past_lse = 0, None, None
         past_strides: tuple[int, ...] = (0, 0, 0, 1)
         lse_strides: tuple[int, ...] = (0, 0, 1)
         if past is not None:
-            past_out, past_lse = attend_past(queries, past, scale)
+            past_out, past_lse = attend_past(queries, past, scoring.scale)
             num_parts, past_strides, lse_strides = len(past_out), past_out.stride(), past_lse.stride()
-        size = _TILE_ROWS_FLOAT32 if queries.dtype == torch.float32 else _TILE_ROWS
+        is_large = max(head_dim, value_dim) > _LARGE_HEAD
+        size = _TILE_ROWS_FLOAT32 if queries.dtype == torch.float32 else _TILE_ROWS // (2 if is_large else 1)
         constants = {
             "NUM_HEADS": num_heads,
             "NUM_KV_HEADS": kv.keys.shape[1],
             "HEAD_DIM": head_dim,
             "COLUMNS": triton.next_power_of_2(head_dim),
+            "VALUE_DIM": value_dim,
+            "VALUE_COLUMNS": triton.next_power_of_2(value_dim),
             "NUM_PARTS": num_parts,
             "IS_CONTIGUOUS": tile.is_contiguous,
+            "WINDOW": scoring.window,
+            "SOFT_CAP": scoring.soft_cap,
+            "HAS_SINKS": scoring.sinks is not None,
             "ROWS": size,
             "BLOCK": BLOCK_TOKENS,
             "PRECISION": _precision(queries),
@@ -260,27 +280,33 @@ class CudaKernels(TorchKernels):
                 tile.table,
                 past_out,
                 past_lse,
+                scoring.sinks,
                 out,
                 tile.first,
                 tile.end,
                 tile.tile_start,
-                scale * _LOG2_E,
+                _score_scale(scoring),
                 *strides,
             ),
             constants,
-            num_warps=4,
+            num_warps=8 if is_large else 4,
             num_stages=_num_stages(queries),
         )
 
-    def _attend_decodes(self, queries: Tensor, work: DecodeWork, kv: KV, scale: float, out: Tensor) -> None:
+    def _attend_decodes(
+        self, queries: Tensor, work: DecodeWork, kv: KV, scoring: Scoring, out: Tensor
+    ) -> None:
         num_heads, head_dim = queries.shape[1:]
-        num_rows, num_kv_heads = len(work.rows), kv.keys.shape[1]
+        num_rows, (num_kv_heads, value_dim) = len(work.rows), kv.values.shape[1:]
         part_out = torch.empty(
-            num_rows, num_heads, SPLITS, head_dim, dtype=torch.float32, device=queries.device
+            num_rows, num_heads, SPLITS, value_dim, dtype=torch.float32, device=queries.device
         )
         part_lse = torch.empty(num_rows, num_heads, SPLITS, dtype=torch.float32, device=queries.device)
         # Programs that would have nothing to do in any row are not launched.
-        num_splits = min(triton.cdiv(work.most_blocks, _LEAST_BLOCKS), SPLITS)
+        most_blocks = work.most_blocks
+        if scoring.window:
+            most_blocks = min(most_blocks, triton.cdiv(scoring.window, BLOCK_TOKENS) + 1)
+        num_splits = min(triton.cdiv(most_blocks, _LEAST_BLOCKS), SPLITS)
         decode_attention_kernel[(num_rows, num_kv_heads, num_splits)](
             queries,
             work.rows,
@@ -290,15 +316,19 @@ class CudaKernels(TorchKernels):
             work.lengths,
             part_out,
             part_lse,
-            scale * _LOG2_E,
+            _score_scale(scoring),
             queries.stride(0),
             work.tables.stride(0),
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
             COLUMNS=triton.next_power_of_2(head_dim),
+            VALUE_DIM=value_dim,
+            VALUE_COLUMNS=triton.next_power_of_2(value_dim),
             SPLITS=SPLITS,
             LEAST_BLOCKS=_LEAST_BLOCKS,
+            WINDOW=scoring.window,
+            SOFT_CAP=scoring.soft_cap,
             GROUP_ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
             BLOCK=BLOCK_TOKENS,
             PRECISION=_precision(queries),
@@ -310,15 +340,23 @@ class CudaKernels(TorchKernels):
             part_lse,
             work.rows,
             work.lengths,
+            scoring.sinks,
             out,
             NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            COLUMNS=triton.next_power_of_2(head_dim),
+            VALUE_DIM=value_dim,
+            COLUMNS=triton.next_power_of_2(value_dim),
             SPLITS=SPLITS,
             LEAST_BLOCKS=_LEAST_BLOCKS,
+            WINDOW=scoring.window,
+            HAS_SINKS=scoring.sinks is not None,
             BLOCK=BLOCK_TOKENS,
             num_warps=4,
         )
+
+
+def _score_scale(scoring: Scoring) -> float:
+    """What brings dot products to powers of two, or to parts of the cap."""
+    return scoring.scale / scoring.soft_cap if scoring.soft_cap else scoring.scale * _LOG2_E
 
 
 def _has_few_rows(x: Tensor, weight: Tensor) -> bool:

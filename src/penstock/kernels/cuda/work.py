@@ -16,7 +16,7 @@ from torch import Tensor
 from penstock.cache import TokenRange
 from penstock.cache.tensors import KV
 from penstock.kernels.device import device_kind
-from penstock.kernels.spans import AttendedSpan, AttentionWork, Places, StateWork, WrittenPlaces, part_of
+from penstock.kernels.spans import AttendedSpan, AttentionWork, StateWork, WrittenPlaces, part_of
 from penstock.plan.grids import BLOCK_TOKENS, GPU_TILE
 
 
@@ -37,6 +37,7 @@ class ChunkWork:
     """The tiles of a chunk, and all that lies before the last of them: in one place, else in blocks."""
 
     tiles: tuple[TileWork, ...]
+    table: Tensor  # where all blocks of the sequence begin; those that are gone, anywhere
     past: TokenRange | None
     past_blocks: Tensor | None
 
@@ -49,7 +50,7 @@ class ChunkWork:
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """Rows that each see all of their sequence up to themselves."""
+    """Rows that each see all of their sequence up to themselves, or their layer's window of it."""
 
     rows: Tensor  # [n]
     lengths: Tensor  # [n]
@@ -108,7 +109,7 @@ def device_attention(work: AttentionWork, device: torch.device) -> DeviceAttenti
     chunks: list[ChunkWork] = []
     decodes: list[tuple[int, int, NDArray[np.int64]]] = []
     for span in work.spans:
-        starts = block_starts(span.places)
+        starts = block_starts(span)
         if span.is_prompt:
             chunks.append(_chunk(span, starts, device))
         else:
@@ -189,10 +190,10 @@ def _chunk(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) 
             )
         )
     num_before = tiles[-1].tile_start
-    past = part_of(span.places, 0, num_before)
+    past = [] if span.first_token else part_of(span.places, 0, num_before)
     if len(past) <= 1:
-        return ChunkWork(tuple(tiles), past[0] if past else None, None)
-    return ChunkWork(tuple(tiles), None, table[: -(-num_before // BLOCK_TOKENS)] // BLOCK_TOKENS)
+        return ChunkWork(tuple(tiles), table, past[0] if past else None, None)
+    return ChunkWork(tuple(tiles), table, None, table[: -(-num_before // BLOCK_TOKENS)] // BLOCK_TOKENS)
 
 
 def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torch.device) -> DecodeWork:
@@ -205,8 +206,9 @@ def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torc
     return DecodeWork(whole[:, 0].contiguous(), whole[:, 1].contiguous(), whole[:, 2:], width)
 
 
-def block_starts(places: Places) -> NDArray[np.int64]:
-    """Where the blocks of a sequence begin; places are whole blocks, but for the last."""
-    return np.concatenate(
-        [np.arange(place.start, place.end, BLOCK_TOKENS, dtype=np.int64) for place in places]
-    )
+def block_starts(span: AttendedSpan) -> NDArray[np.int64]:
+    """Where the blocks of a sequence begin; places are whole blocks, but for the last. Those that are gone begin
+    anywhere, and are not read."""
+    gone = np.zeros(span.first_token // BLOCK_TOKENS, dtype=np.int64)
+    starts = [np.arange(place.start, place.end, BLOCK_TOKENS, dtype=np.int64) for place in span.places]
+    return np.concatenate([gone, *starts])

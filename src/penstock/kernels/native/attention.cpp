@@ -3,8 +3,10 @@
 // The lanes of a vector are queries; keys are walked one after the other, in blocks of 64 that are summed up in
 // segments of 256, both counted from the sequence's first token. So a query's sums are formed in one order, whatever
 // queries stand beside it, whatever chunk it came in, and however the work is shared among threads: its bits depend
-// on its own sequence alone. Keys that a lane does not see weigh nothing, to the bit.
+// on its own sequence alone. Keys that a lane does not see weigh nothing, to the bit: so blocks before the window of
+// all lanes are not read at all.
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 #include <vector>
 
@@ -17,16 +19,16 @@ constexpr int WIDE = 2;       // vectors of queries that are taken together, whe
 constexpr int MOST_TILES = 2; // such pairs of vectors that share the reading of a block
 
 // 64 tokens of one KV head: keys as they are, values in words of STEP tokens.
-template <class T, int D>
+template <class T, int D, int E>
 struct alignas(64) Block {
     uint32_t keys[BLOCK][D / T::STEP];
-    uint32_t values[BLOCK / T::STEP][D];
+    uint32_t values[BLOCK / T::STEP][E];
 };
 
 // What lanes have seen: sums of values by their weights, which are relative to the largest score.
-template <int D, int WIDTH>
+template <int E, int WIDTH>
 struct alignas(64) Seen {
-    float values[D][WIDTH];
+    float values[E][WIDTH];
     float largest[WIDTH];  // in powers of two
     float weight[WIDTH];
 
@@ -45,22 +47,23 @@ struct alignas(64) Seen {
                 _mm512_store_ps(x, _mm512_fmadd_ps(_mm512_load_ps(x), a, _mm512_mul_ps(_mm512_load_ps(y), b)));
             };
             join(&weight[at], &other.weight[at]);
-            for (int d = 0; d < D; ++d) join(&values[d][at], &other.values[d][at]);
+            for (int d = 0; d < E; ++d) join(&values[d][at], &other.values[d][at]);
         }
     }
 };
 
 // Queries of one KV head in V vectors, [D][lanes] in words, and what they have seen of a segment.
-template <class T, int D, int V>
+template <class T, int D, int E, int V>
 struct alignas(64) Tile {
     uint32_t query[D / T::STEP][V * LANES];
-    int32_t num_seen[V * LANES];  // how many tokens a lane sees
-    Seen<D, V * LANES> seen;
-    Seen<D, V * LANES> total;     // of the segments before
+    int32_t first_seen[V * LANES];  // a lane sees tokens [first_seen, end_seen)
+    int32_t end_seen[V * LANES];
+    Seen<E, V * LANES> seen;
+    Seen<E, V * LANES> total;       // of the segments before
 };
 
-template <class T, int D, int V, int K>
-inline void score_keys(const uint32_t (*keys)[D / T::STEP], const Tile<T, D, V>& tile, float (*scores)[V * LANES]) {
+template <class T, int D, int E, int V, int K>
+inline void score_keys(const uint32_t (*keys)[D / T::STEP], const Tile<T, D, E, V>& tile, float (*scores)[V * LANES]) {
     __m512 sums[K][V];
     for (int k = 0; k < K; ++k)
         for (int v = 0; v < V; ++v) sums[k][v] = _mm512_setzero_ps();
@@ -79,13 +82,13 @@ inline void score_keys(const uint32_t (*keys)[D / T::STEP], const Tile<T, D, V>&
 }
 
 // Add W columns of the values, by the weights of `num_words` words of tokens.
-template <class T, int D, int V, int W>
+template <class T, int E, int V, int W>
 inline void add_values(const uint32_t* values, const uint32_t (*weights)[V * LANES], int num_words,
                        float (*seen)[V * LANES]) {
     __m512 sums[W][V];
     for (int w = 0; w < W; ++w)
         for (int v = 0; v < V; ++v) sums[w][v] = _mm512_load_ps(&seen[w][v * LANES]);
-    for (int k = 0; k < num_words; ++k, values += D) {
+    for (int k = 0; k < num_words; ++k, values += E) {
         __m512i weight[V];
         for (int v = 0; v < V; ++v) weight[v] = _mm512_load_si512(&weights[k][v * LANES]);
 #pragma GCC unroll 16
@@ -100,23 +103,33 @@ inline void add_values(const uint32_t* values, const uint32_t (*weights)[V * LAN
 }
 
 // Tokens [first, first + count) of the sequence are in `block`.
-template <class T, int D, int V>
-void see_block(const Block<T, D>& block, int first, int count, float scale, Tile<T, D, V>& tile) {
+template <class T, int D, int E, int V>
+void see_block(const Block<T, D, E>& block, int first, int count, const Scores& how, Tile<T, D, E, V>& tile) {
     constexpr int AT_ONCE = 16 / V;  // sums in registers: 16 of 32
     alignas(64) float scores[BLOCK][V * LANES];
-    for (int k = 0; k < count; k += AT_ONCE) score_keys<T, D, V, AT_ONCE>(&block.keys[k], tile, &scores[k]);
+    for (int k = 0; k < count; k += AT_ONCE) score_keys<T, D, E, V, AT_ONCE>(&block.keys[k], tile, &scores[k]);
+
+    if (how.cap > 0) {
+        for (int k = 0; k < count; ++k)
+            for (int at = 0; at < V * LANES; at += LANES)
+                _mm512_store_ps(&scores[k][at], how.capped(_mm512_load_ps(&scores[k][at])));
+    }
 
     auto& seen = tile.seen;
-    const __m512 scales = _mm512_set1_ps(scale);
+    const __m512 scales = _mm512_set1_ps(how.scale);
     bool grows = false;
     __m512 largest[V], shrink[V], weight[V];
     for (int v = 0; v < V; ++v) {
         const int at = v * LANES;
-        const __m512i num_seen = _mm512_load_si512(&tile.num_seen[at]);
+        const __m512i first_seen = _mm512_load_si512(&tile.first_seen[at]);
+        const __m512i end_seen = _mm512_load_si512(&tile.end_seen[at]);
         __m512 most = _mm512_set1_ps(MINUS_INFINITY);
-        if (_mm512_cmplt_epi32_mask(num_seen, _mm512_set1_epi32(first + count))) {
+        if (_mm512_cmplt_epi32_mask(end_seen, _mm512_set1_epi32(first + count)) |
+            _mm512_cmpgt_epi32_mask(first_seen, _mm512_set1_epi32(first))) {
             for (int k = 0; k < count; ++k) {
-                const __mmask16 hidden = _mm512_cmple_epi32_mask(num_seen, _mm512_set1_epi32(first + k));
+                const __m512i token = _mm512_set1_epi32(first + k);
+                const __mmask16 hidden =
+                    _mm512_cmple_epi32_mask(end_seen, token) | _mm512_cmpgt_epi32_mask(first_seen, token);
                 _mm512_mask_store_ps(&scores[k][at], hidden, _mm512_set1_ps(MINUS_INFINITY));
             }
         }
@@ -156,46 +169,49 @@ void see_block(const Block<T, D>& block, int first, int count, float scale, Tile
         _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), shrink[v], weight[v]));
     }
     if (grows) {  // else it is by 1
-        for (int d = 0; d < D; ++d)
+        for (int d = 0; d < E; ++d)
             for (int v = 0; v < V; ++v) {
                 float* value = &seen.values[d][v * LANES];
                 _mm512_store_ps(value, _mm512_mul_ps(_mm512_load_ps(value), shrink[v]));
             }
     }
-    for (int d = 0; d < D; d += AT_ONCE)
-        add_values<T, D, V, AT_ONCE>(&block.values[0][d], weights, num_words, &seen.values[d]);
+    for (int d = 0; d < E; d += AT_ONCE)
+        add_values<T, E, V, AT_ONCE>(&block.values[0][d], weights, num_words, &seen.values[d]);
 }
 
-// Read tokens [first, first + count) of a sequence, from wherever they lie.
-template <class T, int D>
-void read_block(const Heads& heads, const Place* place, int64_t kv_head, int first, int count, Block<T, D>& block) {
+// Read tokens [first, first + count) of a sequence, from wherever they lie: the first is `skip` tokens behind the
+// beginning of the first place.
+template <class T, int D, int E>
+void read_block(const Heads& heads, const Place* place, int64_t kv_head, int64_t skip, int count,
+                Block<T, D, E>& block) {
     using value = typename T::value;
     const value* keys = static_cast<const value*>(heads.keys) + kv_head * D;
-    const value* values = static_cast<const value*>(heads.values) + kv_head * D;
+    const value* values = static_cast<const value*>(heads.values) + kv_head * E;
     const value* value_of[BLOCK];
-    int64_t skip = first;
     while (skip >= place->num_tokens) skip -= place++->num_tokens;
     for (int k = 0; k < count; ++k, ++skip) {
         if (skip == place->num_tokens) {
             ++place;
             skip = 0;
         }
-        const int64_t offset = (place->start + skip) * heads.kv_stride;
-        std::memcpy(block.keys[k], keys + offset, D * sizeof(value));
-        value_of[k] = values + offset;
+        const value* key = keys + (place->start + skip) * heads.key_stride;
+        std::memcpy(block.keys[k], key, D * sizeof(value));
+        value_of[k] = values + (place->start + skip) * heads.value_stride;
         // The next block most often lies behind this one.
-        for (int d = 0; d < D; d += 64 / sizeof(value)) {
-            _mm_prefetch(reinterpret_cast<const char*>(keys + offset + BLOCK * heads.kv_stride + d), _MM_HINT_T0);
-            _mm_prefetch(reinterpret_cast<const char*>(values + offset + BLOCK * heads.kv_stride + d), _MM_HINT_T0);
-        }
+        const auto prefetch = [](const value* row, int size) {
+            for (int d = 0; d < size; d += 64 / sizeof(value))
+                _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T0);
+        };
+        prefetch(key + BLOCK * heads.key_stride, D);
+        prefetch(value_of[k] + BLOCK * heads.value_stride, E);
     }
     // Keys are scored several at a time.
     for (int k = count; k % LANES; ++k) std::memset(block.keys[k], 0, D * sizeof(value));
     if constexpr (T::STEP == 1) {
-        for (int k = 0; k < count; ++k) std::memcpy(block.values[k], value_of[k], D * sizeof(value));
+        for (int k = 0; k < count; ++k) std::memcpy(block.values[k], value_of[k], E * sizeof(value));
     } else {
         for (int k = 0; k < count; k += 2)
-            for (int d = 0; d < D; d += LANES) {
+            for (int d = 0; d < E; d += LANES) {
                 const auto word_of = [d](const value* row) {
                     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + d)));
                 };
@@ -215,66 +231,82 @@ struct Item {
     int num_rows;
 };
 
-template <class T, int D, int V>
+template <class T, int D, int E, int V>
 struct Work {
     using value = typename T::value;
     const Heads& heads;
     const Item& item;
 
     int64_t position(int row) const { return item.span->position + (item.first_row + row) / heads.group; }
+    // Tokens [first_block, num_tokens) have all that the rows see.
+    int first_block() const { return heads.first_seen(position(0)) / BLOCK * BLOCK; }
     int num_tokens() const { return position(item.num_rows - 1) + 1; }
-    int num_segments() const { return (num_tokens() + SEGMENT - 1) / SEGMENT; }
+    int first_segment() const { return first_block() / SEGMENT; }
+    int end_segment() const { return (num_tokens() + SEGMENT - 1) / SEGMENT; }
     int num_tiles() const { return (item.num_rows + V * LANES - 1) / (V * LANES); }
+    int64_t head(int row) const { return item.kv_head * heads.group + (item.first_row + row) % heads.group; }
 
-    int64_t offset(int row, int64_t stride) const {
-        const int64_t at = item.first_row + row;
-        return (item.span->row + at / heads.group) * stride + (item.kv_head * heads.group + at % heads.group) * D;
+    int64_t offset(int row, int64_t stride, int size) const {
+        return (item.span->row + (item.first_row + row) / heads.group) * stride + head(row) * size;
     }
 
-    void load(Tile<T, D, V>* tiles) const {
+    void load(Tile<T, D, E, V>* tiles) const {
         for (int row = 0; row < num_tiles() * V * LANES; ++row) {
             auto& tile = tiles[row / (V * LANES)];
             const int lane = row % (V * LANES);
             uint32_t words[D / T::STEP] = {};
             if (row < item.num_rows)
-                std::memcpy(words, static_cast<const value*>(heads.queries) + offset(row, heads.query_stride),
+                std::memcpy(words, static_cast<const value*>(heads.queries) + offset(row, heads.query_stride, D),
                             sizeof words);
             for (int d = 0; d < D / T::STEP; ++d) tile.query[d][lane] = words[d];
-            tile.num_seen[lane] = position(std::min(row, item.num_rows - 1)) + 1;
+            const int64_t own = position(std::min(row, item.num_rows - 1));
+            tile.first_seen[lane] = heads.first_seen(own);
+            tile.end_seen[lane] = own + 1;
+        }
+    }
+
+    // What lanes from a row on have seen before the first token: nothing, or their heads' sinks.
+    void begin(int first_row, Seen<E, V * LANES>& total) const {
+        total.clear();
+        if (!heads.sinks) return;
+        for (int lane = 0; lane < V * LANES; ++lane) {
+            total.largest[lane] = heads.sinks[head(first_row + lane)] * LOG2_E;
+            total.weight[lane] = 1;
         }
     }
 
     // What the tiles see of a segment.
-    void see(int segment, Tile<T, D, V>* tiles) const {
-        static thread_local Block<T, D> block;
+    void see(int segment, Tile<T, D, E, V>* tiles) const {
+        static thread_local Block<T, D, E> block;
+        const Scores how(heads);
         const int end = std::min((segment + 1) * SEGMENT, num_tokens());
         for (int t = 0; t < num_tiles(); ++t) tiles[t].seen.clear();
-        for (int first = segment * SEGMENT; first < end; first += BLOCK) {
+        for (int first = std::max(segment * SEGMENT, first_block()); first < end; first += BLOCK) {
             const int count = std::min(BLOCK, end - first);
-            read_block<T, D>(heads, item.places, item.kv_head, first, count, block);
-            for (int t = 0; t < num_tiles(); ++t) see_block(block, first, count, heads.scale * LOG2_E, tiles[t]);
+            read_block<T, D, E>(heads, item.places, item.kv_head, first - item.span->first_token, count, block);
+            for (int t = 0; t < num_tiles(); ++t) see_block(block, first, count, how, tiles[t]);
         }
     }
 
-    void store(int first_row, const Seen<D, V * LANES>& total) const {
-        alignas(64) value turned[D][V * LANES];
+    void store(int first_row, const Seen<E, V * LANES>& total) const {
+        alignas(64) value turned[E][V * LANES];
         for (int at = 0; at < V * LANES; at += LANES) {
             const __m512 weight = _mm512_load_ps(&total.weight[at]);
-            for (int d = 0; d < D; ++d)
+            for (int d = 0; d < E; ++d)
                 T::store(&turned[d][at], 0xffff, _mm512_div_ps(_mm512_load_ps(&total.values[d][at]), weight));
         }
         const int end = std::min(item.num_rows, first_row + V * LANES);
         for (int row = first_row; row < end; ++row) {
-            value* out = static_cast<value*>(heads.out) + offset(row, heads.out_stride);
-            for (int d = 0; d < D; ++d) out[d] = turned[d][row - first_row];
+            value* out = static_cast<value*>(heads.out) + offset(row, heads.out_stride, E);
+            for (int d = 0; d < E; ++d) out[d] = turned[d][row - first_row];
         }
     }
 
     void run() const {
-        static thread_local Tile<T, D, V> tiles[MOST_TILES];
+        static thread_local Tile<T, D, E, V> tiles[MOST_TILES];
         load(tiles);
-        for (int t = 0; t < num_tiles(); ++t) tiles[t].total.clear();
-        for (int segment = 0; segment < num_segments(); ++segment) {
+        for (int t = 0; t < num_tiles(); ++t) begin(t * V * LANES, tiles[t].total);
+        for (int segment = first_segment(); segment < end_segment(); ++segment) {
             see(segment, tiles);
             for (int t = 0; t < num_tiles(); ++t) tiles[t].total.add(tiles[t].seen);
         }
@@ -284,54 +316,59 @@ struct Work {
 
 // Few items, or one that is far longer than the others: each segment is work of its own. Segments are added up in
 // their order all the same. They are taken in waves, so that what they gave needs little room.
-template <class T, int D>
+template <class T, int D, int E>
 void attend_by_segment(const Heads& heads, const std::vector<Item>& items, int num_threads) {
-    using Wide = Work<T, D, WIDE>;
-    using Narrow = Work<T, D, 1>;
+    using Wide = Work<T, D, E, WIDE>;
+    using Narrow = Work<T, D, E, 1>;
     struct Part {
         int item, segment;
     };
     constexpr size_t ROOM = size_t(16) << 20;
     const int num_items = items.size();
     // Wide enough for either kind; a narrow one uses the beginning.
-    std::vector<Seen<D, WIDE * LANES>> totals(num_items);
+    std::vector<Seen<E, WIDE * LANES>> totals(num_items);
     const int wave = std::max<int>(1, ROOM / (num_items * sizeof totals[0]));
-    int num_segments = 0;
-    for (const Item& item : items) num_segments = std::max(num_segments, Narrow{heads, item}.num_segments());
-    std::vector<Seen<D, WIDE * LANES>> seen(size_t(num_items) * std::min(wave, num_segments));
+    int begin = std::numeric_limits<int>::max(), end = 0;
+    for (const Item& item : items) {
+        begin = std::min(begin, Narrow{heads, item}.first_segment());
+        end = std::max(end, Narrow{heads, item}.end_segment());
+    }
+    std::vector<Seen<E, WIDE * LANES>> seen(size_t(num_items) * std::min(wave, end - begin));
     std::vector<Part> parts;
-    auto narrow = [](auto& wide) -> Seen<D, LANES>& { return reinterpret_cast<Seen<D, LANES>&>(wide); };
+    auto narrow = [](auto& wide) -> Seen<E, LANES>& { return reinterpret_cast<Seen<E, LANES>&>(wide); };
     for (int i = 0; i < num_items; ++i) {
         if (items[i].num_rows > LANES)
-            totals[i].clear();
+            Wide{heads, items[i]}.begin(0, totals[i]);
         else
-            narrow(totals[i]).clear();
+            Narrow{heads, items[i]}.begin(0, narrow(totals[i]));
     }
-    for (int first = 0; first < num_segments; first += wave) {
+    for (int first = begin; first < end; first += wave) {
         parts.clear();
         std::vector<int> first_part;
         for (int i = 0; i < num_items; ++i) {
             first_part.push_back(parts.size());
-            const int end = std::min(first + wave, Narrow{heads, items[i]}.num_segments());
-            for (int segment = first; segment < end; ++segment) parts.push_back({i, segment});
+            const Narrow work{heads, items[i]};
+            const int last = std::min(first + wave, work.end_segment());
+            for (int segment = std::max(first, work.first_segment()); segment < last; ++segment)
+                parts.push_back({i, segment});
         }
         first_part.push_back(parts.size());
         for_pieces(parts.size(), num_threads, [&](int64_t p) {
             const Item& item = items[parts[p].item];
             if (item.num_rows > LANES) {
-                static thread_local Tile<T, D, WIDE> tile;
+                static thread_local Tile<T, D, E, WIDE> tile;
                 Wide{heads, item}.load(&tile);
                 Wide{heads, item}.see(parts[p].segment, &tile);
                 seen[p] = tile.seen;
             } else {
-                static thread_local Tile<T, D, 1> tile;
+                static thread_local Tile<T, D, E, 1> tile;
                 Narrow{heads, item}.load(&tile);
                 Narrow{heads, item}.see(parts[p].segment, &tile);
                 narrow(seen[p]) = tile.seen;
             }
         });
         for_pieces(num_items, num_threads, [&](int64_t i) {
-            const bool is_last = first + wave >= num_segments;
+            const bool is_last = first + wave >= end;
             for (int p = first_part[i]; p < first_part[i + 1]; ++p) {
                 if (items[i].num_rows > LANES)
                     totals[i].add(seen[p]);
@@ -357,33 +394,33 @@ std::vector<Item> cut(const Heads& heads, const std::vector<const Span*>& spans,
     return items;
 }
 
-template <class T, int D>
+template <class T, int D, int E>
 void attend(const Heads& heads, const std::vector<const Span*>& spans, const Place* places, int num_threads) {
     const std::vector<Item> items = cut(heads, spans, places, MOST_TILES * WIDE * LANES);
     // How much there is to do, by tokens and vectors of queries.
     int64_t total = 0, largest = 0;
     for (const Item& item : items) {
-        const Work<T, D, 1> work{heads, item};
-        const int64_t size = int64_t(work.num_tiles()) * work.num_tokens();
+        const Work<T, D, E, 1> work{heads, item};
+        const int64_t size = int64_t(work.num_tiles()) * (work.num_tokens() - work.first_block());
         total += size;
         largest = std::max(largest, size);
     }
     if (largest * 4 * std::abs(num_threads) > total && std::abs(num_threads) > 1)
-        return attend_by_segment<T, D>(heads, cut(heads, spans, places, WIDE * LANES), num_threads);
+        return attend_by_segment<T, D, E>(heads, cut(heads, spans, places, WIDE * LANES), num_threads);
     // The last of a span see the most: they go first, so that threads end together.
     for_pieces(items.size(), num_threads, [&](int64_t piece) {
         const Item& item = items[items.size() - 1 - piece];
         if (item.num_rows > LANES)
-            Work<T, D, WIDE>{heads, item}.run();
+            Work<T, D, E, WIDE>{heads, item}.run();
         else
-            Work<T, D, 1>{heads, item}.run();
+            Work<T, D, E, 1>{heads, item}.run();
     });
 }
 
 }  // namespace
 }  // namespace penstock
 
-// Whether there is code for the dtype and the head size; it is run where there are spans.
+// Whether there is code for the dtype and the heads' sizes; it is run where there are spans.
 extern "C" int penstock_attend(int is_bfloat16, int64_t head_dim, const penstock::Heads* heads,
                                const penstock::Span* spans, int64_t num_spans, const penstock::Place* places,
                                int num_threads) {
@@ -394,12 +431,12 @@ extern "C" int penstock_attend(int is_bfloat16, int64_t head_dim, const penstock
     std::vector<const Span*> few, many;
     for (const Span* span = spans; span < spans + num_spans; ++span)
         (span->num_rows * heads->group <= MOST_FEW ? few : many).push_back(span);
-    return with_head_dim(head_dim, [&](auto size) {
+    return with_head_dims(head_dim, heads->value_dim, [&](auto size, auto value_size) {
         if (!few.empty()) attend_few(is_bfloat16, head_dim, *heads, few, places, num_threads);
         if (many.empty()) return;
-        if (!is_bfloat16) attend<DotFloat32, size>(*heads, many, places, num_threads);
+        if (!is_bfloat16) attend<DotFloat32, size, value_size>(*heads, many, places, num_threads);
 #ifdef __AVX512BF16__
-        if (is_bfloat16) attend<DotBfloat16, size>(*heads, many, places, num_threads);
+        if (is_bfloat16) attend<DotBfloat16, size, value_size>(*heads, many, places, num_threads);
 #endif
     });
 }

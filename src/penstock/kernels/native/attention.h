@@ -35,19 +35,36 @@ struct DotBfloat16 : Bfloat16 {
 };
 #endif
 
-// Calls `body` with the size of a head; false where there is no code for it.
-template <class Body>
-bool with_head_dim(int64_t head_dim, const Body& body) {
-    switch (head_dim) {
-        case 16: body(std::integral_constant<int, 16>{}); return true;
-        case 32: body(std::integral_constant<int, 32>{}); return true;
-        case 64: body(std::integral_constant<int, 64>{}); return true;
-        case 80: body(std::integral_constant<int, 80>{}); return true;
-        case 96: body(std::integral_constant<int, 96>{}); return true;
-        case 128: body(std::integral_constant<int, 128>{}); return true;
-        case 256: body(std::integral_constant<int, 256>{}); return true;
+// How dot products become powers of two: capped where there is a cap, which is done first, and scaled.
+struct Scores {
+    float scale;
+    float cap;        // 0: none
+    float cap_scale;
+
+    explicit Scores(const Heads& heads)
+        : scale((heads.soft_cap > 0 ? 1 : heads.scale) * LOG2_E),
+          cap(heads.soft_cap),
+          cap_scale(heads.soft_cap > 0 ? heads.scale / heads.soft_cap : 0) {}
+
+    __m512 capped(__m512 score) const {
+        return _mm512_mul_ps(tanh_of(_mm512_mul_ps(score, _mm512_set1_ps(cap_scale))), _mm512_set1_ps(cap));
     }
-    return false;
+};
+
+// Calls `body` with the sizes of a head's keys and of its values; false where there is no code for them.
+template <class Body>
+bool with_head_dims(int64_t head_dim, int64_t value_dim, const Body& body) {
+    const auto with = [&](auto key, auto value) {
+        if (head_dim != key || value_dim != value) return false;
+        body(key, value);
+        return true;
+    };
+    const auto alike = [&](auto size) { return with(size, size); };
+    return alike(std::integral_constant<int, 16>{}) || alike(std::integral_constant<int, 32>{}) ||
+           alike(std::integral_constant<int, 64>{}) || alike(std::integral_constant<int, 80>{}) ||
+           alike(std::integral_constant<int, 96>{}) || alike(std::integral_constant<int, 128>{}) ||
+           alike(std::integral_constant<int, 256>{}) || alike(std::integral_constant<int, 512>{}) ||
+           with(std::integral_constant<int, 192>{}, std::integral_constant<int, 128>{});
 }
 
 // Queries of a span for a KV head, where they are too few to be lanes; see few_queries.cpp.

@@ -12,6 +12,7 @@ struct Span {
     int64_t num_rows;
     int64_t position;  // of its first query in the sequence: query i sees position + i + 1 tokens
     int64_t first_place;
+    int64_t first_token;  // that lies there: those before it are gone, behind every query's window
 };
 
 struct Heads {
@@ -21,10 +22,17 @@ struct Heads {
     const void* values;
     int64_t query_stride;  // values from row to row
     int64_t out_stride;
-    int64_t kv_stride;     // from token to token
+    int64_t key_stride;    // from token to token
+    int64_t value_stride;
     int64_t num_kv_heads;
     int64_t group;         // query heads to a KV head
+    int64_t value_dim;     // of a head's values
+    int64_t window;        // tokens that a query sees up to its own; 0: all
+    const float* sinks;    // by query head: a score that weighs as a key's does, and has no value; or none
     float scale;
+    float soft_cap;        // scores become soft_cap * tanh(score / soft_cap); 0: they stay
+
+    int64_t first_seen(int64_t position) const { return window && position >= window ? position - window + 1 : 0; }
 };
 
 struct HeadRows {

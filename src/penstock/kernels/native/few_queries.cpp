@@ -4,6 +4,7 @@
 // What counts is how fast keys and values come from memory. So they are read where they lie, once for all queries of
 // their head, and all heads of a block one after the other, since those lie side by side.
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 
 #include "attention.h"
@@ -12,9 +13,9 @@ namespace penstock {
 namespace {
 
 // What the queries of a head have seen, as in attention.cpp. Columns are in the order that `column_of` tells.
-template <int D>
+template <int E>
 struct alignas(64) Seen {
-    float values[MOST_FEW][D];
+    float values[MOST_FEW][E];
     float largest[LANES];  // by query, in powers of two
     float weight[LANES];
 
@@ -38,15 +39,15 @@ struct alignas(64) Seen {
         join(weight, other.weight, a, b);
         for (int row = 0; row < num_rows; ++row) {
             const __m512 a = _mm512_set1_ps(shrink[0][row]), b = _mm512_set1_ps(shrink[1][row]);
-            for (int d = 0; d < D; d += LANES) join(&values[row][d], &other.values[row][d], a, b);
+            for (int d = 0; d < E; d += LANES) join(&values[row][d], &other.values[row][d], a, b);
         }
     }
 };
 
 // Pairs of values come out of a load of 32 by halves of its quarters.
-template <class T, int D>
+template <class T, int E>
 constexpr int column_of(int at) {
-    if (T::STEP == 1 || at >= D / 32 * 32) return at;
+    if (T::STEP == 1 || at >= E / 32 * 32) return at;
     const int lane = at % 16;
     return at / 32 * 32 + lane / 4 * 8 + at % 32 / 16 * 4 + lane % 4;
 }
@@ -83,31 +84,34 @@ inline void transpose(const __m512i* rows, __m512i* out) {
 template <class T, int D>
 struct alignas(64) Queries {
     uint32_t words[MOST_FEW][D / T::STEP];
-    int32_t num_seen[MOST_FEW];  // how many tokens a query sees
+    int32_t first_seen[MOST_FEW];  // a query sees tokens [first_seen, end_seen)
+    int32_t end_seen[MOST_FEW];
     const typename T::value* keys;
     const typename T::value* values;
-    int64_t ahead;  // where its share of the next block begins, from that block's first value on
-    int64_t ahead_stride;
+    // Where its share of the next block begins, from that block's first value on.
+    int64_t key_ahead, value_ahead;
+    int64_t key_ahead_stride, value_ahead_stride;
 };
 
 // Up to 64 tokens: where each lies, in values from the first of the cache.
 struct Tokens {
     int first;
     int count;
-    int64_t next;  // where the next block most often begins
-    int64_t offsets[BLOCK];
+    int64_t next_key, next_value;  // where the next block most often begins
+    int64_t key_offsets[BLOCK];
+    int64_t value_offsets[BLOCK];
 };
 
 // Of R queries.
-template <class T, int D, int R>
+template <class T, int D, int E, int R>
 struct Few {
     using value = typename T::value;
     static constexpr int WORDS = D / T::STEP;
     alignas(64) float scores[R][BLOCK];
     alignas(64) uint32_t weights[R][BLOCK / T::STEP];
 
-    static void prefetch(const value* row) {
-        for (int d = 0; d < D; d += 64 / sizeof(value))
+    static void prefetch(const value* row, int size) {
+        for (int d = 0; d < size; d += 64 / sizeof(value))
             _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T1);
     }
 
@@ -120,10 +124,10 @@ struct Few {
                 __m512i rows[LANES], turned[LANES];
                 if (k + LANES <= tokens.count) {
 #pragma GCC unroll 16
-                    for (int i = 0; i < LANES; ++i) rows[i] = load(queries.keys + tokens.offsets[k + i], w);
+                    for (int i = 0; i < LANES; ++i) rows[i] = load(queries.keys + tokens.key_offsets[k + i], w);
                 } else {
                     for (int i = 0; i < LANES; ++i)
-                        rows[i] = k + i < tokens.count ? load(queries.keys + tokens.offsets[k + i], w)
+                        rows[i] = k + i < tokens.count ? load(queries.keys + tokens.key_offsets[k + i], w)
                                                        : _mm512_setzero_si512();
                 }
                 transpose(rows, turned);
@@ -137,8 +141,8 @@ struct Few {
                         sums[r] = T::dot(sums[r], _mm512_set1_epi32(queries.words[r][w + i]), turned[i]);
                 }
             }
-            const value* next = queries.keys + tokens.next + queries.ahead + k * queries.ahead_stride;
-            for (int i = 0; i < LANES; ++i) prefetch(next + i * queries.ahead_stride);
+            const value* next = queries.keys + tokens.next_key + queries.key_ahead + k * queries.key_ahead_stride;
+            for (int i = 0; i < LANES; ++i) prefetch(next + i * queries.key_ahead_stride, D);
             for (int r = 0; r < R; ++r) _mm512_store_ps(&scores[r][k], sums[r]);
         }
     }
@@ -148,17 +152,19 @@ struct Few {
     }
 
     // Scores become weights; what was seen before shrinks where there is a larger score now.
-    void weigh(const Queries<T, D>& queries, const Tokens& tokens, float scale, Seen<D>& seen) {
-        const __m512 scales = _mm512_set1_ps(scale);
+    void weigh(const Queries<T, D>& queries, const Tokens& tokens, const Scores& how, Seen<E>& seen) {
+        const __m512 scales = _mm512_set1_ps(how.scale);
         alignas(64) float most[LANES], largest[LANES], shrink[LANES];
         for (int r = 0; r < LANES; ++r) most[r] = MINUS_INFINITY;
         for (int r = 0; r < R; ++r) {
-            const int num_seen = std::min(tokens.count, queries.num_seen[r] - tokens.first);
+            const int num_hidden = queries.first_seen[r] - tokens.first;
+            const int num_seen = std::min(tokens.count, queries.end_seen[r] - tokens.first);
             __m512 highest = _mm512_set1_ps(MINUS_INFINITY);
             for (int k = 0; k < BLOCK; k += LANES) {
-                const __mmask16 visible = num_seen <= k ? __mmask16(0) : first_lanes(num_seen - k);
-                const __m512 score =
-                    _mm512_mask_blend_ps(visible, _mm512_set1_ps(MINUS_INFINITY), _mm512_load_ps(&scores[r][k]));
+                const __mmask16 visible = first_lanes(num_seen - k) & ~first_lanes(num_hidden - k);
+                __m512 score = _mm512_load_ps(&scores[r][k]);
+                if (how.cap > 0) score = how.capped(score);
+                score = _mm512_mask_blend_ps(visible, _mm512_set1_ps(MINUS_INFINITY), score);
                 _mm512_store_ps(&scores[r][k], score);
                 highest = _mm512_max_ps(highest, score);
             }
@@ -183,7 +189,7 @@ struct Few {
         _mm512_store_ps(seen.weight, _mm512_fmadd_ps(_mm512_load_ps(seen.weight), shrinks, _mm512_load_ps(sums)));
         if (_mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ)) {
             for (int r = 0; r < R; ++r)
-                for (int d = 0; d < D; d += LANES)
+                for (int d = 0; d < E; d += LANES)
                     _mm512_store_ps(&seen.values[r][d], _mm512_mul_ps(_mm512_load_ps(&seen.values[r][d]),
                                                                       _mm512_set1_ps(shrink[r])));
         }
@@ -211,7 +217,7 @@ struct Few {
     }
 
     template <int V>
-    void add_columns(const Queries<T, D>& queries, const Tokens& tokens, int d, Seen<D>& seen) {
+    void add_columns(const Queries<T, D>& queries, const Tokens& tokens, int d, Seen<E>& seen) {
         __m512 sums[R][V];
         for (int r = 0; r < R; ++r)
             for (int v = 0; v < V; ++v) sums[r][v] = _mm512_load_ps(&seen.values[r][d + v * LANES]);
@@ -226,36 +232,36 @@ struct Few {
             }
         };
         const int num_whole = tokens.count / T::STEP;
-        const value* next = queries.values + tokens.next + queries.ahead;
+        const value* next = queries.values + tokens.next_value + queries.value_ahead;
         for (int word = 0; word < num_whole; ++word) {
-            const value* first = queries.values + tokens.offsets[word * T::STEP];
-            const value* second = queries.values + tokens.offsets[word * T::STEP + T::STEP - 1];
+            const value* first = queries.values + tokens.value_offsets[word * T::STEP];
+            const value* second = queries.values + tokens.value_offsets[word * T::STEP + T::STEP - 1];
             add(word, first, second);
             if (d == 0) {
-                for (int i = 0; i < T::STEP; ++i, next += queries.ahead_stride) prefetch(next);
+                for (int i = 0; i < T::STEP; ++i, next += queries.value_ahead_stride) prefetch(next, E);
             }
         }
-        if (tokens.count % T::STEP) add(num_whole, queries.values + tokens.offsets[tokens.count - 1], nullptr);
+        if (tokens.count % T::STEP) add(num_whole, queries.values + tokens.value_offsets[tokens.count - 1], nullptr);
         for (int r = 0; r < R; ++r)
             for (int v = 0; v < V; ++v) _mm512_store_ps(&seen.values[r][d + v * LANES], sums[r][v]);
     }
 
-    void add_values(const Queries<T, D>& queries, const Tokens& tokens, Seen<D>& seen) {
-        constexpr int MOST = R <= 4 && D % 64 == 0 ? 4 : 2;
+    void add_values(const Queries<T, D>& queries, const Tokens& tokens, Seen<E>& seen) {
+        constexpr int MOST = R <= 4 && E % 64 == 0 ? 4 : 2;
         int d = 0;
-        for (; d + MOST * LANES <= D; d += MOST * LANES) add_columns<MOST>(queries, tokens, d, seen);
-        if constexpr (D % (MOST * LANES) != 0) add_columns<1>(queries, tokens, d, seen);
+        for (; d + MOST * LANES <= E; d += MOST * LANES) add_columns<MOST>(queries, tokens, d, seen);
+        if constexpr (E % (MOST * LANES) != 0) add_columns<1>(queries, tokens, d, seen);
     }
 
-    static void see(const Queries<T, D>& queries, const Tokens& tokens, float scale, Seen<D>& seen) {
+    static void see(const Queries<T, D>& queries, const Tokens& tokens, const Scores& how, Seen<E>& seen) {
         Few few;
         few.score(queries, tokens);
-        few.weigh(queries, tokens, scale, seen);
+        few.weigh(queries, tokens, how, seen);
         few.add_values(queries, tokens, seen);
     }
 };
 
-template <class T, int D>
+template <class T, int D, int E>
 struct Sequence {
     using value = typename T::value;
     const Heads& heads;
@@ -264,13 +270,27 @@ struct Sequence {
 
     int num_rows() const { return span.num_rows * heads.group; }
     int num_tokens() const { return span.position + span.num_rows; }
-    int num_segments() const { return (num_tokens() + SEGMENT - 1) / SEGMENT; }
-    int64_t offset(int64_t kv_head, int row, int64_t stride) const {
-        return (span.row + row / heads.group) * stride + (kv_head * heads.group + row % heads.group) * D;
+    // Tokens [first_block, num_tokens) have all that the queries see.
+    int first_block() const { return heads.first_seen(span.position) / BLOCK * BLOCK; }
+    int first_segment() const { return first_block() / SEGMENT; }
+    int end_segment() const { return (num_tokens() + SEGMENT - 1) / SEGMENT; }
+    int64_t head(int64_t kv_head, int row) const { return kv_head * heads.group + row % heads.group; }
+    int64_t offset(int64_t kv_head, int row, int64_t stride, int size) const {
+        return (span.row + row / heads.group) * stride + head(kv_head, row) * size;
+    }
+
+    // What queries of a head have seen before the first token: nothing, or their sinks.
+    void begin(int64_t kv_head, Seen<E>& total) const {
+        total.clear(num_rows());
+        if (!heads.sinks) return;
+        for (int row = 0; row < num_rows(); ++row) {
+            total.largest[row] = heads.sinks[head(kv_head, row)] * LOG2_E;
+            total.weight[row] = 1;
+        }
     }
 
     // What queries of KV heads [first_head, end_head) see of a segment.
-    void see(int segment, int64_t first_head, int64_t end_head, Seen<D>* seen) const {
+    void see(int segment, int64_t first_head, int64_t end_head, Seen<E>* seen) const {
         static thread_local std::vector<Queries<T, D>> queries;
         queries.resize(end_head - first_head);
         for (int64_t head = first_head; head < end_head; ++head) {
@@ -278,25 +298,30 @@ struct Sequence {
             load(head, own);
             // All heads together read a whole block, and then best in the order in which it lies.
             const bool is_whole = end_head - first_head == heads.num_kv_heads;
-            own.ahead = is_whole ? head * (BLOCK - 1) * D : 0;
-            own.ahead_stride = is_whole ? D : heads.kv_stride;
+            own.key_ahead = is_whole ? head * (BLOCK - 1) * D : 0;
+            own.key_ahead_stride = is_whole ? D : heads.key_stride;
+            own.value_ahead = is_whole ? head * (BLOCK - 1) * E : 0;
+            own.value_ahead_stride = is_whole ? E : heads.value_stride;
             seen[head - first_head].clear(MOST_FEW);
         }
         Tokens tokens;
         const Place* place = places + span.first_place;
-        int64_t skip = segment * SEGMENT;
+        const int begin = std::max(segment * SEGMENT, first_block());
+        int64_t skip = begin - span.first_token;
         while (skip >= place->num_tokens) skip -= place++->num_tokens;
         const int end = std::min((segment + 1) * SEGMENT, num_tokens());
-        for (tokens.first = segment * SEGMENT; tokens.first < end; tokens.first += BLOCK) {
+        for (tokens.first = begin; tokens.first < end; tokens.first += BLOCK) {
             tokens.count = std::min(BLOCK, end - tokens.first);
             for (int k = 0; k < tokens.count; ++k, ++skip) {
                 if (skip == place->num_tokens) {
                     ++place;
                     skip = 0;
                 }
-                tokens.offsets[k] = (place->start + skip) * heads.kv_stride;
+                tokens.key_offsets[k] = (place->start + skip) * heads.key_stride;
+                tokens.value_offsets[k] = (place->start + skip) * heads.value_stride;
             }
-            tokens.next = tokens.offsets[tokens.count - 1] + heads.kv_stride;
+            tokens.next_key = tokens.key_offsets[tokens.count - 1] + heads.key_stride;
+            tokens.next_value = tokens.value_offsets[tokens.count - 1] + heads.value_stride;
             for (int64_t head = 0; head < end_head - first_head; ++head)
                 see_block(queries[head], tokens, seen[head]);
         }
@@ -306,36 +331,38 @@ struct Sequence {
         std::memset(queries.words, 0, sizeof queries.words);
         for (int row = 0; row < MOST_FEW; ++row) {
             const int own = std::min(row, num_rows() - 1);
-            queries.num_seen[row] = span.position + own / heads.group + 1;
+            const int64_t position = span.position + own / heads.group;
+            queries.first_seen[row] = heads.first_seen(position);
+            queries.end_seen[row] = position + 1;
             std::memcpy(queries.words[row],
-                        static_cast<const value*>(heads.queries) + offset(kv_head, own, heads.query_stride),
+                        static_cast<const value*>(heads.queries) + offset(kv_head, own, heads.query_stride, D),
                         sizeof queries.words[row]);
         }
         queries.keys = static_cast<const value*>(heads.keys) + kv_head * D;
-        queries.values = static_cast<const value*>(heads.values) + kv_head * D;
+        queries.values = static_cast<const value*>(heads.values) + kv_head * E;
     }
 
-    void see_block(const Queries<T, D>& queries, const Tokens& tokens, Seen<D>& seen) const {
-        const float scale = heads.scale * LOG2_E;
+    void see_block(const Queries<T, D>& queries, const Tokens& tokens, Seen<E>& seen) const {
+        const Scores how(heads);
         switch (num_rows()) {
-            case 1: return Few<T, D, 1>::see(queries, tokens, scale, seen);
-            case 2: return Few<T, D, 2>::see(queries, tokens, scale, seen);
-            case 3: return Few<T, D, 3>::see(queries, tokens, scale, seen);
-            case 4: return Few<T, D, 4>::see(queries, tokens, scale, seen);
+            case 1: return Few<T, D, E, 1>::see(queries, tokens, how, seen);
+            case 2: return Few<T, D, E, 2>::see(queries, tokens, how, seen);
+            case 3: return Few<T, D, E, 3>::see(queries, tokens, how, seen);
+            case 4: return Few<T, D, E, 4>::see(queries, tokens, how, seen);
             case 5:
-            case 6: return Few<T, D, 6>::see(queries, tokens, scale, seen);
-            default: return Few<T, D, MOST_FEW>::see(queries, tokens, scale, seen);
+            case 6: return Few<T, D, E, 6>::see(queries, tokens, how, seen);
+            default: return Few<T, D, E, MOST_FEW>::see(queries, tokens, how, seen);
         }
     }
 
-    void store(int64_t kv_head, const Seen<D>& total) const {
+    void store(int64_t kv_head, const Seen<E>& total) const {
         for (int row = 0; row < num_rows(); ++row) {
-            alignas(64) value turned[D];
+            alignas(64) value turned[E];
             const __m512 weight = _mm512_set1_ps(total.weight[row]);
-            for (int d = 0; d < D; d += LANES)
+            for (int d = 0; d < E; d += LANES)
                 T::store(&turned[d], 0xffff, _mm512_div_ps(_mm512_load_ps(&total.values[row][d]), weight));
-            value* out = static_cast<value*>(heads.out) + offset(kv_head, row, heads.out_stride);
-            for (int d = 0; d < D; ++d) out[column_of<T, D>(d)] = turned[d];
+            value* out = static_cast<value*>(heads.out) + offset(kv_head, row, heads.out_stride, E);
+            for (int d = 0; d < E; ++d) out[column_of<T, E>(d)] = turned[d];
         }
     }
 };
@@ -343,7 +370,7 @@ struct Sequence {
 // Every segment of a sequence is work of its own, for all heads or, where that is too little work for the threads, for
 // some. Segments are added up in their order all the same; they are taken in waves, so that what they gave needs
 // little room.
-template <class T, int D>
+template <class T, int D, int E>
 void attend_few_of(const Heads& heads, const std::vector<const Span*>& spans, const Place* places, int num_threads) {
     struct Part {
         int span, segment;
@@ -353,26 +380,27 @@ void attend_few_of(const Heads& heads, const std::vector<const Span*>& spans, co
     constexpr int64_t ROOM = int64_t(16) << 20;
     const int num_spans = spans.size();
     const int64_t num_heads = heads.num_kv_heads;
-    auto sequence = [&](int i) { return Sequence<T, D>{heads, *spans[i], places}; };
-    int num_segments = 0;
-    int64_t total_segments = 0;
+    auto sequence = [&](int i) { return Sequence<T, D, E>{heads, *spans[i], places}; };
+    int64_t begin = std::numeric_limits<int64_t>::max(), end = 0, total_segments = 0;
     for (int i = 0; i < num_spans; ++i) {
-        num_segments = std::max(num_segments, sequence(i).num_segments());
-        total_segments += sequence(i).num_segments();
+        begin = std::min<int64_t>(begin, sequence(i).first_segment());
+        end = std::max<int64_t>(end, sequence(i).end_segment());
+        total_segments += sequence(i).end_segment() - sequence(i).first_segment();
     }
-    const int64_t wave = std::max<int64_t>(1, ROOM / (num_spans * num_heads * sizeof(Seen<D>)));
+    const int64_t wave = std::max<int64_t>(1, ROOM / (num_spans * num_heads * sizeof(Seen<E>)));
     const int64_t wanted_splits = (4 * std::abs(num_threads) + total_segments - 1) / total_segments;
     const int64_t splits = std::min(num_heads, wanted_splits);
-    std::vector<Seen<D>> totals(num_spans * num_heads), seen;
+    std::vector<Seen<E>> totals(num_spans * num_heads), seen;
     std::vector<Part> parts;
     std::vector<int64_t> first_seen(num_spans);
-    for (int64_t first = 0; first < num_segments; first += wave) {
+    for (int64_t first = begin; first < end; first += wave) {
         parts.clear();
         int64_t num_seen = 0;
         for (int i = 0; i < num_spans; ++i) {
             first_seen[i] = num_seen;
-            const int64_t end = std::min<int64_t>(first + wave, sequence(i).num_segments());
-            for (int64_t segment = first; segment < end; ++segment, num_seen += num_heads)
+            const int64_t last = std::min<int64_t>(first + wave, sequence(i).end_segment());
+            for (int64_t segment = std::max<int64_t>(first, sequence(i).first_segment()); segment < last;
+                 ++segment, num_seen += num_heads)
                 for (int64_t s = 0; s < splits; ++s) {
                     const int64_t head = s * num_heads / splits;
                     parts.push_back({i, int(segment), head, (s + 1) * num_heads / splits, num_seen + head});
@@ -385,12 +413,13 @@ void attend_few_of(const Heads& heads, const std::vector<const Span*>& spans, co
         });
         for_pieces(num_spans * num_heads, num_seen < 16 ? 1 : num_threads, [&](int64_t i) {
             const auto own = sequence(i / num_heads);
-            const int64_t end = std::min<int64_t>(first + wave, own.num_segments());
-            if (first == 0) totals[i].clear(own.num_rows());
-            for (int64_t segment = first; segment < end; ++segment)
-                totals[i].add(seen[first_seen[i / num_heads] + (segment - first) * num_heads + i % num_heads],
+            const int64_t from = std::max<int64_t>(first, own.first_segment());
+            const int64_t last = std::min<int64_t>(first + wave, own.end_segment());
+            if (first == begin) own.begin(i % num_heads, totals[i]);
+            for (int64_t segment = from; segment < last; ++segment)
+                totals[i].add(seen[first_seen[i / num_heads] + (segment - from) * num_heads + i % num_heads],
                               own.num_rows());
-            if (first + wave >= num_segments) own.store(i % num_heads, totals[i]);
+            if (first + wave >= end) own.store(i % num_heads, totals[i]);
         });
     }
 }
@@ -399,10 +428,10 @@ void attend_few_of(const Heads& heads, const std::vector<const Span*>& spans, co
 
 void attend_few(bool is_bfloat16, int64_t head_dim, const Heads& heads, const std::vector<const Span*>& spans,
                 const Place* places, int num_threads) {
-    with_head_dim(head_dim, [&](auto size) {
-        if (!is_bfloat16) attend_few_of<DotFloat32, size>(heads, spans, places, num_threads);
+    with_head_dims(head_dim, heads.value_dim, [&](auto size, auto value_size) {
+        if (!is_bfloat16) attend_few_of<DotFloat32, size, value_size>(heads, spans, places, num_threads);
 #ifdef __AVX512BF16__
-        if (is_bfloat16) attend_few_of<DotBfloat16, size>(heads, spans, places, num_threads);
+        if (is_bfloat16) attend_few_of<DotBfloat16, size, value_size>(heads, spans, places, num_threads);
 #endif
     });
 }

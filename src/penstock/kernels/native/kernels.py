@@ -16,7 +16,7 @@ from penstock.kernels.native.build import native_library
 from penstock.kernels.native.quantised import NativeLayers, NativeProducts
 from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttentionWork, HeadLayout, WrittenPlaces
+from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, WrittenPlaces
 from penstock.kernels.threads import native_threads
 from penstock.plan.grids import TILE
 from penstock.plan.step import KernelKind
@@ -35,10 +35,15 @@ class _Heads(ctypes.Structure):
         ("values", _pointer),
         ("query_stride", _long),
         ("out_stride", _long),
-        ("kv_stride", _long),
+        ("key_stride", _long),
+        ("value_stride", _long),
         ("num_kv_heads", _long),
         ("group", _long),
+        ("value_dim", _long),
+        ("window", _long),
+        ("sinks", _pointer),
         ("scale", _float),
+        ("soft_cap", _float),
     )
 
 
@@ -77,7 +82,7 @@ class NativeKernels(TorchKernels):
         self.libraries = Path(library._name).stem  # stands for its sources, its compiler and the processor
         products = NativeProducts(library)
         self.quantised = products if products.is_available else None
-        self._can_attend: dict[tuple[torch.dtype, int], bool] = {}
+        self._can_attend: dict[tuple[torch.dtype, int, int], bool] = {}
         self._attend = library.penstock_attend
         self._attend.argtypes = [_int, _long, _pointer, _pointer, _long, _pointer, _int]
         self._norm = library.penstock_norm
@@ -96,13 +101,14 @@ class NativeKernels(TorchKernels):
             "native" if self.can_attend(dtype, head_dim) else "torch"
         )  # what it has no code for is left to torch
 
-    def can_attend(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether the library has code for such heads."""
-        key = (dtype, head_dim)
+    def can_attend(self, dtype: torch.dtype, head_dim: int, value_dim: int | None = None) -> bool:
+        """Whether the library has code for such heads, whose values are as large as their keys unless said."""
+        key = (dtype, head_dim, value_dim or head_dim)
         if key not in self._can_attend:
             # Without spans, it does nothing but tell.
+            heads = _Heads(value_dim=key[2])
             self._can_attend[key] = dtype in _DTYPES and bool(
-                self._attend(dtype == torch.bfloat16, head_dim, ctypes.byref(_Heads()), None, 0, None, 1)
+                self._attend(dtype == torch.bfloat16, head_dim, ctypes.byref(heads), None, 0, None, 1)
             )
         return self._can_attend[key]
 
@@ -211,11 +217,11 @@ class NativeKernels(TorchKernels):
         self._place_heads(projected.dtype == torch.bfloat16, ctypes.byref(rows))
         return queries
 
-    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
-        head_dim = queries.shape[2]
-        if not self.can_attend(queries.dtype, head_dim):
-            return super().attend(queries, work, kv, scale)
-        out = torch.empty((queries.shape[0], queries.shape[1] * head_dim), dtype=queries.dtype)
+    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scoring: Scoring) -> Tensor:
+        head_dim, value_dim = queries.shape[2], kv.values.shape[2]
+        if not self.can_attend(queries.dtype, head_dim, value_dim):
+            return super().attend(queries, work, kv, scoring)
+        out = torch.empty((queries.shape[0], queries.shape[1] * value_dim), dtype=queries.dtype)
         num_kv_heads = kv.keys.shape[1]
         heads = _Heads(
             queries.data_ptr(),
@@ -225,9 +231,14 @@ class NativeKernels(TorchKernels):
             queries.stride(0),
             out.stride(0),
             kv.keys.stride(0),
+            kv.values.stride(0),
             num_kv_heads,
             queries.shape[1] // num_kv_heads,
-            scale,
+            value_dim,
+            scoring.window,
+            None if scoring.sinks is None else scoring.sinks.data_ptr(),
+            scoring.scale,
+            scoring.soft_cap,
         )
         spans, places = work.arrays
         self._attend(

@@ -139,9 +139,14 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
                           query_size,
                           query_size,
                           pass->num_kv_heads * pass->head_dim,
+                          pass->num_kv_heads * pass->head_dim,
                           pass->num_kv_heads,
                           pass->num_heads / pass->num_kv_heads,
-                          pass->scale};
+                          pass->head_dim,
+                          0,
+                          nullptr,
+                          pass->scale,
+                          0};
         clock.add(Clock::REST);
         penstock_attend(1, pass->head_dim, &heads, pass->spans, pass->num_spans, pass->places, num_threads);
         clock.add(Clock::ATTENTION);

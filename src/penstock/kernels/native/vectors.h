@@ -30,6 +30,22 @@ inline __m512 exp2_of(__m512 x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
+// The hyperbolic tangent: a polynomial where a quotient would cancel.
+inline __m512 tanh_of(__m512 x) {
+    const __m512 size = _mm512_abs_ps(x), square = _mm512_mul_ps(x, x);
+    __m512 y = _mm512_set1_ps(-5.70498873e-3f);
+    y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(2.06390888e-2f));
+    y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(-5.37397156e-2f));
+    y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(1.33314422e-1f));
+    y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(-3.33332819e-1f));
+    const __m512 near = _mm512_fmadd_ps(_mm512_mul_ps(y, square), x, x);
+    const __m512 one = _mm512_set1_ps(1.f), shrunk = exp2_of(_mm512_mul_ps(size, _mm512_set1_ps(-2.f * LOG2_E)));
+    const __m512 far = _mm512_div_ps(_mm512_sub_ps(one, shrunk), _mm512_add_ps(one, shrunk));
+    const __mmask16 is_near = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.625f), _CMP_LT_OQ);
+    const __m512 signed_far = _mm512_or_ps(far, _mm512_and_ps(x, _mm512_set1_ps(-0.f)));
+    return _mm512_mask_blend_ps(is_near, signed_far, near);
+}
+
 // Each lane's bits, rounded to nearest even at the upper 16.
 inline __m512i rounded_to_upper_half(__m512 x) {
     const __m512i bits = _mm512_castps_si512(x);
@@ -68,6 +84,7 @@ struct Place {
 };
 
 inline __mmask16 first_lanes(int64_t count) {
+    if (count <= 0) return 0;
     return count >= LANES ? __mmask16(0xffff) : __mmask16((1u << count) - 1);
 }
 

@@ -1,4 +1,5 @@
-"""The reference's attention, in plain torch: a tile of a prompt, and one query of a decode."""
+"""The reference's attention, in plain torch: a tile of a prompt, and one query of a decode; and both for layers with
+windows, sinks or soft caps, which torch's kernels have not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +8,9 @@ import torch
 from torch import Tensor
 
 from penstock.cache.tensors import KV
+from penstock.kernels.spans import AttendedSpan, Scoring
 from penstock.kernels.threads import num_threads
-from penstock.plan.grids import QUERY_GRID, SQUARE, VECTOR_BYTES
+from penstock.plan.grids import BLOCK_TOKENS, QUERY_GRID, SQUARE, VECTOR_BYTES
 
 # A query keeps its bits as long as it keeps its place modulo QUERY_GRID rows of the attention kernel's input. The
 # causal part of a tile is cut into squares: what lies left of one needs no mask, and the kernel computes a masked
@@ -43,6 +45,60 @@ def plain_attention(
         hidden = torch.ones(scores.shape[2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(hidden, -torch.inf)
     return (scores.softmax(dim=-1) @ values).to(queries.dtype), scores.logsumexp(dim=-1)
+
+
+def is_plain(scoring: Scoring, kv: KV) -> bool:
+    """Whether torch's kernels have all of such a layer's attention."""
+    has_more = scoring.window or scoring.soft_cap or scoring.sinks is not None
+    return not has_more and kv.keys.shape[2] == kv.values.shape[2]
+
+
+def attend_by_blocks(queries: Tensor, span: AttendedSpan, kv: KV, scoring: Scoring, *, out: Tensor) -> None:
+    """Attention of a span's rows, with all scores of a block of queries in memory, a KV head at a time.
+
+    A prompt's queries stand in blocks that are counted from the sequence's first token: what a block is computed with
+    has one shape and the same numbers, but for those that weigh nothing, whatever chunk the queries came in."""
+    for piece in span.tiles(BLOCK_TOKENS if span.is_prompt else 1):
+        size = BLOCK_TOKENS if span.is_prompt else 1
+        end = piece.tile_start + size
+        # What the block's first row sees may be gone, if that row is not among these.
+        origin = scoring.first_seen(piece.tile_start) // BLOCK_TOKENS * BLOCK_TOKENS
+        first = scoring.first_seen(piece.start) // BLOCK_TOKENS * BLOCK_TOKENS
+        seen = kv.read_padded(span.places_of(first, piece.end), end - first)
+        before = (0, 0, 0, 0, first - origin, 0)
+        keys, values = (torch.nn.functional.pad(part.float(), before) for part in (seen.keys, seen.values))
+        own = _padded(queries[piece.rows], piece.start - piece.tile_start, size).float()
+        attended = _attend_with_scores(own, piece.tile_start, keys, values, origin, scoring)
+        at = piece.start - piece.tile_start
+        out[piece.rows] = attended[at : at + piece.end - piece.start]
+
+
+def _attend_with_scores(
+    queries: Tensor, position: int, keys: Tensor, values: Tensor, first: int, scoring: Scoring
+) -> Tensor:
+    """Queries [n, H, D] from `position` on to keys and values of the tokens from `first` on, all in float32."""
+    num_rows, num_heads, _ = queries.shape
+    num_tokens, num_kv_heads, value_dim = values.shape
+    group = num_heads // num_kv_heads
+    rows = torch.arange(position, position + num_rows, device=queries.device)[:, None]
+    tokens = torch.arange(first, first + num_tokens, device=queries.device)
+    is_hidden = tokens > rows
+    if scoring.window:
+        is_hidden |= tokens <= rows - scoring.window
+    out = queries.new_empty((num_rows, num_heads, value_dim))
+    for kv_head in range(num_kv_heads):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        own = queries[:, heads].transpose(0, 1).reshape(group * num_rows, -1)
+        scores = (own @ keys[:, kv_head].T).mul_(scoring.scale).view(group, num_rows, num_tokens)
+        if scoring.soft_cap:
+            scores = scores.div_(scoring.soft_cap).tanh_().mul_(scoring.soft_cap)
+        scores = scores.masked_fill_(is_hidden, -torch.inf)
+        if scoring.sinks is not None:
+            sinks = scoring.sinks[heads, None, None].expand(group, num_rows, 1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :num_tokens].reshape(group * num_rows, num_tokens)
+        out[:, heads] = (weights @ values[:, kv_head]).view(group, num_rows, -1).transpose(0, 1)
+    return out
 
 
 def attend_tile(queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:

@@ -19,6 +19,7 @@ from penstock.kernels.spans import (
     AttentionWork,
     DeltaHeads,
     HeadLayout,
+    Scoring,
     StateRows,
     StateWork,
     Work,
@@ -265,18 +266,22 @@ class TorchKernels:
         each step. `kv` is a layer's whole cache, as long as the longest past; nothing is written to it."""
         return iter(())
 
-    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scale: float) -> Tensor:
+    def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scoring: Scoring) -> Tensor:
         """Attention of queries [rows, heads, head_dim] to the tokens that each sees, in `kv`, a layer's whole cache.
-        Returns [rows, heads * head_dim], with zeros where rows see nothing."""
-        if len(work.spans) == 1 == len(queries) and not work.spans[0].is_prompt:
-            return self._attend_decode(queries[0], work.spans[0], 0, kv, scale).reshape(1, -1)
-        attended = queries.new_empty(queries.shape)
+        Returns [rows, heads * value_dim], with zeros where rows see nothing."""
+        is_plain = attention.is_plain(scoring, kv)
+        if is_plain and len(work.spans) == 1 == len(queries) and not work.spans[0].is_prompt:
+            return self._attend_decode(queries[0], work.spans[0], 0, kv, scoring.scale).reshape(1, -1)
+        attended = queries.new_empty((*queries.shape[:2], kv.values.shape[2]))
         for span in work.spans:
+            if not is_plain:
+                attention.attend_by_blocks(queries, span, kv, scoring, out=attended)
+                continue
             if span.is_prompt:
-                self._attend_prompt(queries, span, kv, scale, out=attended)
+                self._attend_prompt(queries, span, kv, scoring.scale, out=attended)
                 continue
             for row in range(span.start, span.end):
-                attended[row] = self._attend_decode(queries[row], span, row - span.start, kv, scale)
+                attended[row] = self._attend_decode(queries[row], span, row - span.start, kv, scoring.scale)
         attended[work.end :] = 0
         return attended.flatten(1)
 
