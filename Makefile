@@ -9,7 +9,7 @@ LAWS := tests/engine/test_parity.py tests/engine/test_same_bits.py
 help:
 	@echo "make demo | test | lint | bench | setup | format | clean"
 	@echo "make bench-peers: environments for llama.cpp and vLLM, which make bench then compares with"
-	@echo "make soak: minutes of many clients at once, well-behaved and not, on a busy machine, for each kind of model"
+	@echo "make soak: 500,000 steps of random schedules; minutes of many clients at once, on a busy machine, for each kind of model"
 
 # torch first and alone: the packages after it accept the build that is there.
 .venv/.ready: pyproject.toml constraints.txt
@@ -64,6 +64,7 @@ bench-peers: .peers/llama.cpp/.ready .peers/vllm/.ready
 
 # Of one thread each: the models are small, and the clients need the rest of the machine.
 soak: setup
+	$(BIN)/python -m tests.plan.soak
 	status=0; for model in llama hybrid smollm2; do OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 	$(BIN)/python -m tests.server.soak --model $$model --seconds 150 --busy 2 || status=1; done; exit $$status
 
