@@ -16,10 +16,16 @@ _ONEDNN_NO_LIMIT = ("", "ALL", "DEFAULT")
 def usable_cores(allowed: Collection[int] | None = None, *, root: Path = _ROOT) -> int:
     """Physical cores that this process may run on, or that have some of the `allowed` processors; no more than a
     container's share of time is worth, and at least 1."""
-    allowed = _allowed_processors() if allowed is None else allowed
-    cores = {_core_of(processor, root) for processor in allowed}
     shares = [share for folder in _group_folders(root) if (share := _time_share(folder)) is not None]
-    return max(1, min([len(cores), *map(int, shares)]))
+    return max(1, min([len(cores(allowed, root=root)), *map(int, shares)]))
+
+
+def cores(allowed: Collection[int] | None = None, *, root: Path = _ROOT) -> list[frozenset[int]]:
+    """The processors that this process may run on, or the `allowed` ones, by physical core."""
+    found: dict[str, set[int]] = {}
+    for processor in sorted(_allowed_processors() if allowed is None else allowed):
+        found.setdefault(_core_of(processor, root), set()).add(processor)
+    return [frozenset(processors) for processors in found.values()]
 
 
 def memory_bytes(*, root: Path = _ROOT) -> int | None:

@@ -105,7 +105,7 @@ def test_it_changes_with_each_thing_that_bits_depend_on(
         patch.setattr(torch, "__version__", "99")
         seen.append(cache_fingerprint(llm))
     with monkeypatch.context() as patch:
-        patch.setattr(fingerprints, "_code_digest", lambda: "other code")
+        patch.setattr(fingerprints, "code_digest", lambda: "other code")
         seen.append(cache_fingerprint(llm))
     one_more_thread()
     seen.append(cache_fingerprint(llm))

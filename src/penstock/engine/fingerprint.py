@@ -60,16 +60,16 @@ def cache_fingerprint(llm: HasWeights) -> bytes:
         "config": asdict(model.config),
         "machine": machine,
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "features": _processor_features(),
+        "features": processor_features(),
         "libraries": kernels.libraries,
-        "code": _code_digest(),
+        "code": code_digest(),
         "canon": asdict(llm.canon),
         "block_tokens": BLOCK_TOKENS,
     }
     return sha256(json.dumps(parts, sort_keys=True).encode()).digest()
 
 
-def _processor_features() -> dict[str, str]:
+def processor_features() -> dict[str, str]:
     """What libraries choose their code by, as far as it can be seen: instructions, and variables that limit them."""
     limits = {
         name: value
@@ -83,7 +83,7 @@ def _processor_features() -> dict[str, str]:
 def weights_digest(path: Path) -> bytes:
     """A hash of the bytes of a GGUF file, or of all safetensors files in a folder. A file's hash is kept in the cache
     folder (`digests.json`) until the file changes."""
-    files = sorted(filter(Path.is_file, path.glob("*.safetensors"))) if path.is_dir() else [path]
+    files = _weight_files(path)
     memos = _read_memos()
     known = dict(memos)
     digests = [_file_digest(file.resolve(), memos) for file in files]
@@ -91,6 +91,17 @@ def weights_digest(path: Path) -> bytes:
         _write_memos(memos)
     names = [file.name if path.is_dir() else "" for file in files]
     return sha256(json.dumps(list(zip(names, digests, strict=True))).encode()).digest()
+
+
+def weights_state(path: Path) -> str:
+    """What tells, on one machine, whether weights are the same files as another process has: a hash without a look
+    into them."""
+    found = [(str(file.resolve()), _state_of(file)) for file in _weight_files(path)]
+    return sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _weight_files(path: Path) -> list[Path]:
+    return sorted(filter(Path.is_file, path.glob("*.safetensors"))) if path.is_dir() else [path]
 
 
 def _file_digest(path: Path, memos: dict[str, Any]) -> str:
@@ -135,10 +146,11 @@ def _write_memos(memos: dict[str, Any]) -> None:
 
 
 @functools.cache
-def _code_digest() -> str:
+def code_digest(*more: str) -> str:
+    """A hash of the code that bits come from, and of more of it."""
     root = Path(penstock.__file__).parent
     digest = sha256(penstock.__version__.encode())
-    for part in _CODE:
+    for part in (*_CODE, *more):
         place = root / part
         for file in sorted(place.rglob("*.py")) if place.is_dir() else [place]:
             digest.update(f"\0{file.relative_to(root)}\0".encode())

@@ -13,6 +13,7 @@ from penstock.frontends.serve import serve
 from penstock.frontends.tune import tune
 from penstock.frontends.verify import MEANINGS as VERIFY_MEANINGS
 from penstock.frontends.verify import verify
+from penstock.frontends.worker import worker
 
 app = typer.Typer(
     help="Language models on long prompts, chunk by chunk.",
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command(epilog=MEANINGS)(generate)
 app.command(epilog=MEANINGS)(serve)
+app.command(epilog=MEANINGS)(worker)
 app.command(epilog=MEANINGS)(plan)
 app.command(epilog=MEANINGS)(tune)
 app.command(epilog=VERIFY_MEANINGS)(verify)

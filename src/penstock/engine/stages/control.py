@@ -106,12 +106,15 @@ class Control:
     What it sent before can still be received; then `receive` and `send` raise `StageLostError`.
     """
 
-    def __init__(self, connected: socket.socket, peer: str, *, stage_timeout_s: float) -> None:
-        """Takes over a socket whose other end is known: after a handshake, or one end of a pair."""
+    def __init__(
+        self, connected: socket.socket, peer: str, *, stage_timeout_s: float, patience_s: float | None = None
+    ) -> None:
+        """Takes over a socket whose other end is known: after a handshake, or one end of a pair. A peer that has yet
+        to start is given `patience_s` to say anything."""
         self.peer = peer
         self.stage: int | None = None  # for messages; the driver says which
         self.stage_timeout_s = stage_timeout_s
-        connected.settimeout(stage_timeout_s)
+        connected.settimeout(patience_s or stage_timeout_s)
         # The interface by which the peer is reached: data goes the same way.
         self.local_host = "127.0.0.1"
         if connected.family != socket.AF_UNIX:
@@ -207,6 +210,7 @@ class Control:
         try:
             while True:
                 num_json, num_data = _LENGTHS.unpack(self._read_exactly(_LENGTHS.size))
+                self._socket.settimeout(self.stage_timeout_s)
                 if num_json > _MOST_JSON_BYTES or num_data > _MOST_DATA_BYTES:
                     raise ValueError(f"it announced a message of {num_json} and {num_data} bytes")
                 if not num_json:
