@@ -41,8 +41,9 @@ DEFAULT_OVERLAP = 64
 DEFAULT_TOKENS = 600
 # How far two orders of the same sums may be apart, in parts of the largest value: several times what was seen on
 # random and on real models. A router in bfloat16 may take another expert where two nearly tie: then that token's
-# result is another; float32 is the sharper look.
-TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "bfloat16 with experts": 0.5}
+# result is another; float32 is the sharper look. A GPU's delta nets round within a block: chunks off their grid
+# differ by up to 0.1 on a small random model, where a processor's differ by 0.02.
+TOLERANCES = {"float32": 1e-4, "bfloat16": 0.1, "bfloat16 with states": 0.3, "bfloat16 with experts": 0.5}
 _SEEDS = (0, 1)
 
 Say = Callable[[str], None]
@@ -126,8 +127,10 @@ def verify(llm: LLM, prompt: list[int], checks: Checks, say: Say) -> VerifyResul
         accepted = f"at most {most_overlap}, or a longer prompt"
         raise SettingError("overlap", overlap, accepted, where=f"with a prompt of {len(prompt)} tokens")
     dtype = str(model.dtype).removeprefix("torch.")
-    has_router = dtype == "bfloat16" and model.config.experts is not None
-    tolerance = checks.tolerance or TOLERANCES[f"{dtype} with experts" if has_router else dtype]
+    kind = ""
+    if dtype == "bfloat16":
+        kind = " with experts" if model.config.experts else " with states" if model.config.has_state else ""
+    tolerance = checks.tolerance or TOLERANCES[dtype + kind]
     subject = Subject(model, llm.canon, llm.tokenizer, tuple(prompt), checks.max_tokens)
     say("the whole prompt in one chunk ...")
     whole = run_chunks(subject)
