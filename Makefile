@@ -4,10 +4,11 @@ BIN := .venv/bin
 # What must hold with the reference kernels, too.
 LAWS := tests/engine/test_parity.py tests/engine/test_same_bits.py
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format bench bench-peers soak clean
+.PHONY: help setup demo test test-ray lint format bench bench-peers soak clean
 
 help:
 	@echo "make demo | test | lint | bench | setup | format | clean"
+	@echo "make test-ray: installs Ray, and tests what runs on it"
 	@echo "make bench-peers: environments for llama.cpp and vLLM, which make bench then compares with"
 	@echo "make soak: 500,000 steps of random schedules; minutes of many clients at once, on a busy machine, for each kind of model"
 
@@ -38,6 +39,11 @@ format: setup
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
 	PENSTOCK_KERNELS=torch OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(LAWS)
+
+# After `make test`, which proves that all else does without Ray. Nothing is skipped here: what is missing is an error.
+test-ray: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
+	PENSTOCK_TEST_RAY=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/ray
 
 # Every suite runs, whatever became of those before it.
 bench: setup

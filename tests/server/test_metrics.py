@@ -22,7 +22,7 @@ from penstock.engine.status import (
     SpanRecord,
     StepRecord,
 )
-from penstock.frontends.server.metrics import LatencyWindow, Telemetry
+from penstock.frontends.server.metrics import LatencyWindow, Telemetry, merged
 from penstock.plan.step import SpanKind
 
 SECONDS = st.floats(0, 500, allow_nan=False)
@@ -257,3 +257,26 @@ def test_a_window_may_be_read_while_it_is_written() -> None:
     finally:
         is_over.set()
         writer.join()
+
+
+def test_metrics_of_several_servers_are_one_text_with_a_label_for_each() -> None:
+    pages = {}
+    for number, name in enumerate(("one", "two")):
+        telemetry = Telemetry()
+        for _ in range(number):
+            telemetry.on_refusal(400)
+            telemetry.on_shrink()
+        pages[name] = telemetry.render(IDLE)
+    text = merged(pages, {"418": 3}).decode()
+    lines = text.splitlines()
+    assert 'penstock_chunk_shrinks_total{replica="one"} 0.0' in lines
+    assert 'penstock_chunk_shrinks_total{replica="two"} 1.0' in lines
+    # Answers pass the one in front, which counts them once.
+    assert 'penstock_refused_requests_total{status="418"} 3.0' in lines
+    assert 'penstock_refused_requests_total{status="400"} 0.0' in lines
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for alone in text_string_to_metric_families(pages["one"].decode()):
+        if not alone.name.startswith("penstock_refused_requests"):
+            together = families[alone.name]
+            assert (together.type, together.documentation) == (alone.type, alone.documentation)
+            assert len(together.samples) == 2 * len(alone.samples)

@@ -345,6 +345,7 @@ def test_a_folder_that_cannot_be_used_is_a_warning(start: Start, tmp_path: Path)
         (["--api-key", "one", "--api-key", "a b"], "--api-key is not accepted"),
         (["--max-running-per-key", "2"], "--max-running-per-key 2 needs --api-key or PENSTOCK_API_KEY"),
         (["--max-connections", "0"], "--max-connections 0 is not accepted"),
+        (["--replicas", "2"], "--replicas 2 needs --ray"),
         (["--stalled", "0"], "--stalled 0.0 is not accepted"),
         (["--allow-origin", "*"], "--allow-origin '*' is not accepted"),
         (["--isolate"], "--isolate needs --api-key or PENSTOCK_API_KEY"),
@@ -368,6 +369,19 @@ def test_a_bad_option_is_one_line(model_folder: Path, arguments: list[str], said
     *_, line = result.stderr.splitlines()
     assert said in line
     assert line.startswith("penstock: ")
+
+
+def test_without_ray_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    from typer.testing import CliRunner
+
+    from penstock.frontends import serve
+    from penstock.frontends.cli import app
+
+    monkeypatch.setattr(serve, "find_spec", lambda name: None)
+    result = CliRunner().invoke(app, ["serve", "--ray", "--replicas", "2"])
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "pip install 'penstock[ray]'" in result.stderr
 
 
 def test_a_port_in_use_is_known_before_the_model_is_read(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _steps = options.in_panel("Steps")
 _server = options.in_panel("Server")
+_ray = options.in_panel("Ray")
 
 _MAX_PORT = 65535
 
@@ -107,6 +109,15 @@ def serve(
     stalled: float = _server(
         10.0, "Seconds after which a client that takes nothing of its answer is hung up on."
     ),
+    ray: bool = _ray(
+        False,
+        "Serve by Ray: on the cluster that $RAY_ADDRESS names, else on one that is started here and ends with the "
+        "server. Needs pip install 'penstock[ray]'.",
+        "--ray",
+    ),
+    replicas: int = _ray(
+        1, "Servers of the model behind one address; requests that begin alike go to the same one.", min=1
+    ),
 ) -> None:
     """Serve a model by OpenAI's API, many requests at once.
 
@@ -116,6 +127,11 @@ def serve(
     with reported(serve):
         # What can be refused is refused before anything slow: first without torch, then without the model.
         plan = ServerPlan.resolve(given)
+        if ray:
+            from penstock.frontends.ray import run
+
+            run(given)
+            return
 
         from penstock.frontends.display import make_display
 
@@ -178,6 +194,11 @@ class ServerPlan:
             raise SettingError("reuse", False, contradicts={other: ...})
         if given["cache_tokens"] is not None:
             check_int("cache_tokens", given["cache_tokens"], 1)
+        if given["ray"] and find_spec("ray") is None:
+            because = "it needs Ray, which is not installed: pip install 'penstock[ray]'"
+            raise SettingError("ray", True, because=because)
+        if given["replicas"] > 1 and not given["ray"]:
+            raise SettingError("replicas", given["replicas"], needs=("ray",))
         if not 0 <= given["grace"] < math.inf:
             raise SettingError("grace", given["grace"], "a number of seconds, 0 or more")
         keys = resolve_keys(given["api_key"])

@@ -209,10 +209,14 @@ def started_lines(service: Service, settings: ServerSettings, url: str) -> list[
         limits = f", up to {format_bytes(stats.max_bytes)}, now {format_bytes(stats.bytes_on_disk)}"
         unusable = " cannot be used: nothing is kept there"
         lines.append(f"  folder {store.folder}{limits if store.is_usable else unusable}")
-    lines.append(f"  live page {url}/")
-    if not (settings.is_local or settings.api_keys):
-        lines.append(
-            f"penstock: warning: anyone who reaches {settings.host} can use this server: "
-            "set PENSTOCK_API_KEY, or leave --host away"
-        )
-    return lines
+    return [*lines, f"  live page {url}/", *open_lines(settings)]
+
+
+def open_lines(settings: ServerSettings) -> list[str]:
+    """A warning where anyone may use the server."""
+    if settings.is_local or settings.api_keys:
+        return []
+    return [
+        f"penstock: warning: anyone who reaches {settings.host} can use this server: "
+        "set PENSTOCK_API_KEY, or leave --host away"
+    ]

@@ -11,7 +11,7 @@ How to add a metric:
 import itertools
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -20,6 +20,7 @@ from typing import NamedTuple, get_args
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from penstock.engine.batcher import ENDED_EXPLAINED
@@ -347,3 +348,30 @@ class Telemetry:
         of_status = CollectorRegistry()
         of_status.register(_StateCollector(status))
         return generate_latest(self._registry) + generate_latest(of_status)
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
+def merged(pages: Mapping[str, bytes], refusals: Mapping[str, int]) -> bytes:
+    """The metrics of several servers as one text: each number with the label `replica`. Answers that are errors are
+    counted by whoever is in front of them, by status."""
+    families: dict[str, Metric] = {}
+    for replica, page in pages.items():
+        for part in text_string_to_metric_families(page.decode()):
+            whole = families.setdefault(part.name, Metric(part.name, part.documentation, part.type))
+            whole.samples += [one._replace(labels={**one.labels, "replica": replica}) for one in part.samples]
+    name = "penstock_refused_requests"
+    text = families[name].documentation if name in families else ""
+    families = {each: family for each, family in families.items() if not each.startswith(name)}
+    refused = families[name] = CounterMetricFamily(name, text, labels=["status"])
+    for status in sorted({*map(str, _REFUSALS), *refusals}):
+        refused.add_metric([status], refusals.get(status, 0))
+    registry = CollectorRegistry()
+    registry.register(_Families(families.values()))
+    return generate_latest(registry)
