@@ -24,6 +24,10 @@ class Model:
     cache_spec: CacheSpec
     device: torch.device = CPU
 
+    @property
+    def has_state(self) -> bool:
+        return self.cache_spec.recurrent is not None
+
 
 def tokens_of(layer: KV, start: int, end: int) -> torch.Tensor:
     """What a layer's keys of tokens [start, end) are in these tests; values are the next numbers."""

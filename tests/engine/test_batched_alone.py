@@ -74,7 +74,7 @@ def check_is_alone(model: Decoder, wish: Wish, job: RecordingJob, *, strict: boo
     fails=st.sets(st.integers(0, 40), max_size=4),
     runs_out=st.sets(st.integers(0, 40), max_size=3),
     looks_ahead=st.booleans(),
-    depth=st.integers(1, 3),
+    depth=st.integers(1, 5),
 )
 def test_batched_is_alone(
     name: str,

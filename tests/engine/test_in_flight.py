@@ -8,6 +8,7 @@ import torch
 from penstock.engine.run import Run
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ScheduleConfig
+from penstock.plan.step import SpanKind
 from tests.engine.batching import Wish, new_batcher, new_job
 from tests.engine.hybrids import assert_all_equal, assert_all_free, keys_and_values_of, states_of
 from tests.engine.test_batched_alone import NAMES, model_of
@@ -113,3 +114,22 @@ def test_an_overlap_is_run_again_with_steps_in_flight() -> None:
     assert_all_equal(
         finish(start(model, 3, chunk=128, overlap=32)), finish(start(model, 1, chunk=128, overlap=32))
     )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_decode_in_groups_while_others_wait_for_their_tokens(name: str) -> None:
+    model, schedule = model_of(name, torch.float32), ScheduleConfig(chunk_size=64)
+    batcher = new_batcher(model, schedule, 4096, strict=False, depth=3)
+    wishes = [Wish(tuple(random_prompt(length)), 12) for length in (20, 21, 22, 200)]
+    for index, wish in enumerate(wishes):
+        batcher.add(new_job(batcher, str(index), wish))
+    groups = []
+    while batcher.has_work:
+        record = batcher.step()
+        assert record is not None
+        batcher.check_integrity()
+        groups.append(tuple(span.request_id for span in record.spans if span.kind is SpanKind.DECODE))
+    # All four decode once the last prompt is read: two groups of two.
+    first = next(index for index, group in enumerate(groups) if "3" in group)
+    assert {len(group) for group in groups[first + 3 : first + 7]} == {2}, groups
+    assert len({*groups[first + 3 : first + 7]}) == 2, groups

@@ -49,7 +49,8 @@ def test_reasons_name_an_argument_as_its_user_does() -> None:
 
 def test_keywords_and_fields_are_the_same_settings() -> None:
     names = {field.name for field in fields(EngineSettings)} - {"kernels"}
-    keywords = set(EngineKeywords.__annotations__) - {"cache_dir", "cache_size"} | {"store"}
+    of_parts = {"cache_dir", "cache_size", "layers", "mixed", "stage_timeout", "token_file"}
+    keywords = set(EngineKeywords.__annotations__) - of_parts | {"store"}
     assert names == {name.replace("_ms", "_s") for name in keywords}
     with pytest.raises(TypeError, match="chunks"):
         EngineSettings.resolve(environ={}, chunks=1)  # type: ignore[call-arg]

@@ -19,6 +19,11 @@ class CachingModel(Protocol):
     @property
     def device(self) -> torch.device: ...
 
+    @property
+    def has_state(self) -> bool:
+        """Whether sequences have recurrent states: in these layers, or in those of another stage."""
+        ...
+
 
 @dataclass(frozen=True)
 class CacheSpace:
@@ -37,7 +42,7 @@ class CacheSpace:
         return cls(
             CacheTensors.of(spec, num_blocks, num_slots, model.device),
             tuple(map(BlockPool, num_blocks)),
-            SlotPool(num_slots) if spec.recurrent else None,
+            SlotPool(num_slots) if model.has_state else None,
         )
 
     @property

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 
 import torch
 from torch import Tensor
 
 from penstock.cache.blocks import extents_of
+from penstock.cache.sequence import TokenRange
 from penstock.cache.store.block_store import StoredBlock, StoredState
 from penstock.cache.tensors import CacheTensors, KVCache
 from penstock.plan.grids import BLOCK_TOKENS
@@ -67,6 +69,31 @@ def copy_state_in(tensors: CacheTensors, slot: int, state: StoredState) -> None:
     for layer, tail, matrix in zip(tensors.states.layers, state.tails, state.matrices, strict=True):
         layer.tail_out(slot).copy_(tail)
         layer.matrix_out(slot).copy_(matrix)
+
+
+@dataclass(frozen=True)
+class CacheDigests:
+    """Of each layer, in order: keys and values of a sequence, and its state."""
+
+    kv: tuple[str, ...]
+    states: tuple[str, ...]
+
+
+def cache_digests(tensors: CacheTensors, places: Sequence[TokenRange], slot: int | None) -> CacheDigests:
+    """Hashes of what a sequence has in a cache with one K/V group: two sequences with equal ones have equal bits."""
+    kvs = (layer.read(places) for layer in tensors.kv.layers)
+    states = () if tensors.recurrent is None or slot is None else tensors.recurrent.layers
+    return CacheDigests(
+        tuple(_digest(kv.keys, kv.values) for kv in kvs),
+        tuple(_digest(layer.tail(slot), layer.matrix(slot)) for layer in states if slot is not None),
+    )
+
+
+def _digest(*tensors: Tensor) -> str:
+    digest = sha256()
+    for tensor in tensors:
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -27,6 +28,9 @@ from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.sizing import ChunkSizer, shape_of
 from penstock.plan.step import PlannedSpan, Preemption, RequestId, SpanKind, StepPlan
+
+if TYPE_CHECKING:  # loads torch.distributed
+    from penstock.engine.stages.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -118,16 +122,16 @@ class _InFlight:
     launched: Launched | None = None
 
     @property
-    def ends_run_ahead(self) -> bool:
-        """Whether the step after it has to wait: for a token that it samples, or since it has failed."""
-        return self.step.plan.samples or (self.launched is not None and self.launched.error is not None)
+    def has_failed(self) -> bool:
+        return self.launched is not None and self.launched.error is not None
 
 
 class Batcher:
     """The requests of one model, over one cache. What is to be told of a step gathers in `notices`.
 
     Up to `depth` steps are in flight, where the device runs behind the host: the next chunks of prompts are launched
-    while it computes. A step that samples ends that, since the next one wants its tokens.
+    while it computes. A step that samples ends that, since the next one wants its tokens; unless the depth is more
+    than the device's own: then other requests go on.
     """
 
     def __init__(
@@ -146,27 +150,45 @@ class Batcher:
         lock: AbstractContextManager[object] | None = None,
         raises: bool = False,
         keeps_logits: bool = False,
+        stages: "Pipeline | None" = None,
     ) -> None:
         """Where it looks ahead, decodes are launched before the step before them is settled; by default, that and the
         depth are the device's. `lock` guards what is known of requests: it is taken for the short parts of a step.
 
         With `raises`, what a step of one request raises is raised on, and the request stands where it stood; else the
-        request ends with it."""
+        request ends with it. `stages` run the layers before the model's. One that is lost is raised as a
+        StageLostError, and every request then stands where it stood before the steps in flight."""
         self.space = space
         self.reuse = reuse
         self.notices: deque[Notice] = deque()
         self.num_shrinks = 0  # how often memory ran out, and chunks were halved
+        own_depth = device_kind(model.device).steps_in_flight
+        if depth is None:
+            depth = own_depth if stages is None else stages.depth
+        self._depth = depth
+        self._waits_for_tokens = self._depth <= own_depth
         limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.slots is None)
         self._jobs: dict[RequestId, Job] = {}  # in order of arrival
-        self._scheduler = BatchScheduler(schedule, limits, sizer, PoolLedger(space.blocks, self._jobs))
+        self._scheduler = BatchScheduler(
+            schedule,
+            limits,
+            sizer,
+            PoolLedger(space.blocks, self._jobs),
+            depth=1 if self._waits_for_tokens else self._depth,
+        )
         self._sizer = sizer
-        looks_ahead = model.can_record if looks_ahead is None else looks_ahead
+        looks_ahead = model.can_record and self._waits_for_tokens if looks_ahead is None else looks_ahead
         self._runner = StepRunner(
-            model, canon, space, strict=strict, looks_ahead=looks_ahead, keeps_logits=keeps_logits
+            model,
+            canon,
+            space,
+            strict=strict,
+            looks_ahead=looks_ahead,
+            keeps_logits=keeps_logits,
+            stages=stages,
         )
         self._observers = tuple(observers)
         self._threads = model.threads
-        self._depth = device_kind(model.device).steps_in_flight if depth is None else depth
         self._lock = nullcontext() if lock is None else lock
         self._raises = raises
         self._flight: deque[_InFlight] = deque()  # the oldest first
@@ -390,7 +412,8 @@ class Batcher:
             return True
         last, slots = self._flight[-1], self.space.slots
         has_slots = slots is None or slots.num_free >= self._scheduler.num_running
-        return len(self._flight) < self._depth and has_slots and not last.ends_run_ahead
+        has_to_wait = last.has_failed or (self._waits_for_tokens and last.step.plan.samples)
+        return len(self._flight) < self._depth and has_slots and not has_to_wait
 
     def _schedule(self) -> StepPlan | None:
         while self._suspects:

@@ -2,12 +2,16 @@
 
 import weakref
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore
 from penstock.engine.reuse import MAX_SNAPSHOTS, Reuse
 from penstock.engine.run import Run
 from penstock.models.decoder import Decoder
+
+if TYPE_CHECKING:  # loads torch.distributed
+    from penstock.engine.stages.pipeline import Pipeline
 
 # A cache over which passes are recorded has room for a multiple of so many tokens.
 _RECORDED_GRID = 4096
@@ -51,9 +55,11 @@ class RequestSpaces:
         *,
         num_slots: int,
         reuse_tokens: int,
+        stages: "Pipeline | None" = None,
     ) -> None:
         """A request needs `num_slots` recurrent states."""
         self._model = model
+        self._stages = stages
         self._num_slots = num_slots
         self._store = store
         self._fingerprint = fingerprint
@@ -96,5 +102,6 @@ class RequestSpaces:
             store=self._store,
             clean_only=True,
             max_snapshots=MAX_SNAPSHOTS,
+            stages=self._stages,
         )
         return RequestSpace(space, reuse)

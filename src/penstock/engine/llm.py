@@ -80,6 +80,7 @@ def in_own_thread(work: Callable[[], _Result]) -> _Result:
 
 if TYPE_CHECKING:
     from penstock.engine.constraint import ConstraintFactory
+    from penstock.engine.stages.pipeline import Pipeline
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
 DEFAULT_MAX_TOKENS = 512
@@ -133,6 +134,11 @@ class LLM:
     `PENSTOCK_CACHE_SIZE` apply. `reuse_tokens` is how many tokens are kept in memory from one request to the next.
     `close` (or a `with` block) waits until what was read is on disk.
 
+    `stages` cuts the model into so many parts, with workers on this machine; or it is the addresses of workers
+    (`penstock worker`), such as "10.0.0.2:7070,10.0.0.3:7070", which know the token in `token_file`. This process has
+    the last layers. `layers`, such as "10,20", says how many each stage has. A worker that is silent for
+    `stage_timeout` seconds counts as lost; with `mixed`, workers with other bits are let in. `close` ends them.
+
     `settings` says afterwards what applies and why (`chunk`, `device`, `weights` and others are its parts); `skipped`
     names what in the model's files has no use here, weights and settings; None where there is nothing.
     """
@@ -158,6 +164,7 @@ class LLM:
         torch_device = torch.device(settings.device.name)
         torch_dtype = device_kind(torch_device).dtype(settings.computes_in)
         _set_threads(settings.threads)
+        self.stages: Pipeline | None = None
         self.path = resolve_model(str(model))
         opened = open_model(self.path)
         try:
@@ -166,17 +173,29 @@ class LLM:
             ignored = opened.tokenizer.ignored and f"ignored: {opened.tokenizer.ignored}"
             self.skipped = "; ".join(filter(None, (opened.skipped.describe(), ignored))) or None
             with _memory_for(opened.source.describe(), settings.device.name):
+                if settings.stages is not None:
+                    from penstock.engine.stages.pipeline import open_pipeline  # loads torch.distributed
+
+                    self.stages = open_pipeline(self.path, opened.source.config, settings, settings.stages)
+                    weakref.finalize(self, self.stages.close)
                 self.model, self.probe, weights = in_own_thread(
-                    partial(_load, opened.source, torch_dtype, torch_device, settings)
+                    partial(_load, opened.source, torch_dtype, torch_device, settings, self.stages)
                 )
             trim_heap()  # what loading and probing had for a while
             device_kind(torch_device).release()
+        except BaseException:
+            if self.stages is not None:
+                self.stages.close()
+            raise
         finally:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
         self.canon = self.probe.bind(self.model.kernels)
         record_passes(self.model)
-        self._profile = load_profile(self)
+        if self.stages is not None:
+            self.stages.begin(self.canon)
+        # A profile is of one process that has all layers.
+        self._profile = load_profile(self) if self.stages is None else None
         best = None if self._profile is None else self._profile.best_chunk
         self.settings = replace(settings, weights=weights).tuned(best, self.device_kind.default_chunk)
         self._config = self.settings.config
@@ -200,13 +219,14 @@ class LLM:
                 about=about,
             )
             weakref.finalize(self, self.store.close)  # at the latest when the interpreter ends
-        num_slots = self._config.num_state_slots + self.device_kind.steps_in_flight - 1
+        num_slots = self._config.num_state_slots + self.steps_in_flight - 1
         self._spaces = RequestSpaces(
             self.model,
             self.store,
             self.fingerprint,
             num_slots=num_slots,
             reuse_tokens=settings.reuse_tokens,
+            stages=self.stages,
         )
         self.load_s = time.perf_counter() - started
 
@@ -252,6 +272,10 @@ class LLM:
         """What chunks' sizes follow from, where so much memory is free."""
         tuned = self.chunk.effective if self._profile and self.chunk.is_auto else None
         return self.size.rules(free_bytes=free_bytes, tuned=tuned, default=self.device_kind.default_chunk)
+
+    @property
+    def steps_in_flight(self) -> int:
+        return self.device_kind.steps_in_flight if self.stages is None else self.stages.depth
 
     @property
     def device_kind(self) -> DeviceKind:
@@ -350,6 +374,7 @@ class LLM:
             reuse=taken.reuse,
             tokenizer=self.tokenizer,
             constraint=constraint,
+            stages=self.stages,
         )
         taken.enter(run)
         return TextStream(self, run, on_progress, time.perf_counter() - started)
@@ -378,9 +403,12 @@ class LLM:
         return min(DEFAULT_MAX_TOKENS, room)
 
     def close(self) -> None:
-        """Wait until what was read is on disk. Requests may still be run; what they read is not kept there."""
+        """Wait until what was read is on disk. Requests may still be run; what they read is not kept there. Workers
+        that hold layers end, and with them all requests."""
         if self.store is not None:
             self.store.close()
+        if self.stages is not None:
+            self.stages.close()
 
     def __enter__(self) -> Self:
         return self
@@ -392,13 +420,22 @@ class LLM:
 
 
 def _load(
-    source: WeightSource, dtype: torch.dtype, device: torch.device, settings: EngineSettings
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    settings: EngineSettings,
+    stages: "Pipeline | None" = None,
 ) -> tuple[Decoder, ProbeResult, WeightsSetting]:
+    """The model, or the last of its stages while the others load theirs."""
     device_kind(device).use()
     kernels = select_kernels(device, settings.kernels.effective)
     weights = settled_weights(source, kernels, dtype, device, settings.weights)
-    model = load_decoder(source, kernels, dtype, device, weights.name)
-    return model, probe(kernels, model.probe_shapes, dtype, device), weights
+    if stages is None:
+        model = load_decoder(source, kernels, dtype, device, weights.name)
+        return model, probe(kernels, model.probe_shapes, dtype, device), weights
+    stages.load(dtype=str(dtype).removeprefix("torch."), weights=weights.name)
+    model = load_decoder(source, kernels, dtype, device, weights.name, stages.layers[-1])
+    return model, probe(kernels, stages.loaded(model), dtype, device), weights
 
 
 @contextmanager

@@ -5,6 +5,7 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from penstock.cache import BLOCK_TOKENS, Extent, SequenceCache, SequenceState
 from penstock.cache.keys import KeyChain, root_key
@@ -13,6 +14,9 @@ from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore, StoredPrefix
 from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out, copy_tokens
 from penstock.engine.status import ReuseStatus
+
+if TYPE_CHECKING:  # loads torch.distributed
+    from penstock.engine.stages.pipeline import Pipeline
 
 _log = logging.getLogger("penstock.engine")
 
@@ -38,10 +42,12 @@ class Reuse:
         store: BlockStore | None = None,
         clean_only: bool = False,
         max_snapshots: int = 0,
+        stages: "Pipeline | None" = None,
     ) -> None:
         """With `clean_only`, what decoding left is not shared: a cold engine would have read it as a prompt, whose
         last bits may differ. `fingerprint` names the model to a store; without one nobody else needs its name."""
         self.space = space
+        self.stages = stages  # that have the same blocks, of other layers
         self.store = store
         self.clean_only = clean_only
         self.has_state = space.slots is not None
@@ -294,7 +300,10 @@ class Prefix:
             if not blocks.can_allocate(1):
                 return
             cache.reserve(start, [end])
-            copy_tokens(self._reuse.space.tensors.kv, source, cache.blocks.block_ids[-1], end - start)
+            target = cache.blocks.block_ids[-1]
+            copy_tokens(self._reuse.space.tensors.kv, source, target, end - start)
+            if self._reuse.stages is not None:
+                self._reuse.stages.copy_tokens(self._reuse.space, source, target, end - start)
             cache.commit(end)
         finally:
             blocks.release(pinned)

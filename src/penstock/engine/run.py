@@ -98,9 +98,11 @@ class Run:
         tokenizer: Tokenizer | None = None,
         constraint: "TokenConstraint | None" = None,
         depth: int | None = None,
+        stages: "Pipeline | None" = None,
     ) -> None:
         """With `reuse`, which is of `space`, what is known of the prompt is not read again. `chunk_ends` cuts the
-        prompt in place of the configuration and of any sizer. Without a tokenizer events have no text."""
+        prompt in place of the configuration and of any sizer. Without a tokenizer events have no text. `stages` run
+        the layers before the model's."""
         if isinstance(prompt, GenerationRequest):
             request = prompt
         else:
@@ -113,7 +115,8 @@ class Run:
         num_prompt = len(request.token_ids)
         if chunk_ends is not None:
             sizer = _ScriptedSizer(request.token_ids, chunk_ends)
-        depth = device_kind(model.device).steps_in_flight if depth is None else depth
+        if depth is None:
+            depth = device_kind(model.device).steps_in_flight if stages is None else stages.depth
         # The last token generated is never run, so it needs no place.
         self.space = space or CacheSpace.for_tokens(
             model, num_prompt + request.max_tokens - 1, num_slots=config.num_state_slots + depth - 1
@@ -130,6 +133,7 @@ class Run:
             depth=depth,
             raises=True,
             keeps_logits=True,
+            stages=stages,
         )
         cache = self.space.new_sequence()
         self._job = Job(
@@ -274,6 +278,7 @@ def _schedule_of(
 if TYPE_CHECKING:
     from penstock.engine.constraint import TokenConstraint
     from penstock.engine.llm import LLM
+    from penstock.engine.stages.pipeline import Pipeline
 
 ProgressCallback = Callable[[Progress], None]
 

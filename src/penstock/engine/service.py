@@ -61,8 +61,9 @@ class Service:
         config = config or ServiceConfig()
         self.schedule = _resolve_schedule(config.schedule, llm)
         max_snapshots = check_int("max_snapshots", config.max_snapshots, 0) if config.reuse else 0
-        # A step reads a state and writes another.
-        num_slots = 2 * self.schedule.max_running + max_snapshots
+        # A step reads a state and writes another; each further step in flight writes one more.
+        num_in_flight = 1 if llm.stages is None else llm.stages.depth
+        num_slots = (1 + num_in_flight) * self.schedule.max_running + max_snapshots
         cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots)
         self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens)
         free_bytes = llm.device_kind.free_bytes()
@@ -90,6 +91,7 @@ class Service:
                 store=llm.store,
                 clean_only=config.strict,
                 max_snapshots=max_snapshots,
+                stages=llm.stages,
             )
             if config.reuse
             else None
@@ -106,6 +108,7 @@ class Service:
             sizer=ChunkSizer(self.rules, llm.times, self._activations.step_bytes),
             reuse=self._reuse,
             lock=self._changed,
+            stages=llm.stages,
         )
         self._is_stepping = False
         self._closes_at: float | None = None  # when what still runs is cancelled; None: not closing

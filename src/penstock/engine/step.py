@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from penstock.engine.graphs import record_passes
 from penstock.engine.job import Job
 from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.status import SpanRecord, StepRecord
-from penstock.errors import is_out_of_memory
+from penstock.errors import StageLostError, is_out_of_memory
 from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttendedSpan, AttentionWork, StateRows, StateWork, WrittenPlaces
 from penstock.layers.forward_batch import ForwardBatch
@@ -24,6 +25,9 @@ from penstock.models.decoder import Decoder
 from penstock.plan.grids import JOINED_TOKENS, RowLaw
 from penstock.plan.sizing import SizeDecision
 from penstock.plan.step import PlannedSpan, RequestId, Span, SpanKind, StepPlan
+
+if TYPE_CHECKING:  # loads torch.distributed
+    from penstock.engine.stages.pipeline import Pipeline
 
 
 @dataclass(frozen=True)
@@ -276,11 +280,13 @@ class StepOutcome:
 @dataclass(frozen=True)
 class Launched:
     """A forward pass that the device computes, or is done with: its logits, where a request samples, and how to wait
-    for it. Or the error that kept it from being launched."""
+    for it; or that other stages compute, and how to run what is left of it. Or the error that kept it from being
+    launched."""
 
     logits: Tensor | None = None
     wait: Callable[[], None] | None = None
     error: Exception | None = None
+    run: Callable[[], Tensor | None] | None = None
 
 
 class StepRunner:
@@ -299,8 +305,12 @@ class StepRunner:
         strict: bool = False,
         looks_ahead: bool = False,
         keeps_logits: bool = False,
+        stages: "Pipeline | None" = None,
     ) -> None:
+        """`stages` run the layers before the model's, which is the last of them."""
         record_passes(model)
+        self._stages = stages
+        self._space_number = 0 if stages is None else stages.open_space(space)
         self._model = model
         self._device = device_kind(model.device)
         self._canon = canon
@@ -313,6 +323,8 @@ class StepRunner:
     def launch(self, step: Step) -> Launched:
         """Start the forward pass. A GPU's is not done when this returns."""
         try:
+            if self._stages is not None:
+                return Launched(run=self._issue(self._stages, self._batch(step.inputs)))
             logits = self._ahead.take(step.inputs)
             if logits is None:
                 logits = self._forward(self._batch(step.inputs))
@@ -325,8 +337,10 @@ class StepRunner:
         """Wait for the pass, and choose a token for each of the jobs: those that sample, in the step's order."""
         if launched.error is not None:
             return StepOutcome(error=launched.error)
-        logits = launched.logits
         try:
+            if launched.run is not None:
+                launched = Launched(launched.run(), self._device.marker())
+            logits = launched.logits
             if logits is None:
                 if launched.wait is not None:
                     launched.wait()
@@ -353,9 +367,14 @@ class StepRunner:
         """The error of a step that can be undone, with its memory given back; others are raised."""
         if is_out_of_memory(error):
             self._device.release(error)
-        elif isinstance(error, torch.AcceleratorError):
-            raise error  # the device does nothing more, for anybody
+        elif isinstance(error, torch.AcceleratorError | StageLostError):
+            raise error  # the device or a stage does nothing more, for anybody
         return error
+
+    def _issue(self, stages: "Pipeline", batch: ForwardBatch) -> Callable[[], Tensor | None]:
+        """Let the other stages run a batch; then run the rest of it."""
+        issued = stages.issue(batch, self._space_number)
+        return lambda: self._model.forward(batch, self._tensors, stages.receive(issued))
 
     def _batch(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
         return build_batch(inputs, canon=self._canon, strict=self._strict)

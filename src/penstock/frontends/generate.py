@@ -38,6 +38,11 @@ def generate(
     weights: str | None = options.WEIGHTS,
     device: str | None = options.DEVICE,
     threads: int | None = options.THREADS,
+    stages: str | None = options.STAGES,
+    layers: str | None = options.LAYERS,
+    stage_timeout: float | None = options.STAGE_TIMEOUT,
+    mixed: bool = options.MIXED,
+    token_file: str | None = options.TOKEN_FILE,
     max_tokens: int | None = _answer(
         None, "Tokens to generate at most: 512, or what the context has left, by default.", min=1
     ),

@@ -98,6 +98,23 @@ CACHE_SIZE = on_cache(
 )
 
 
+_on_stages = in_panel("Several processes or machines")
+STAGES = _on_stages(
+    None,
+    "Cut the model into so many stages, with workers on this machine; or the addresses of workers (penstock worker), "
+    "such as 10.0.0.2:7070,10.0.0.3:7070. This process is the last stage.",
+    metavar="NUMBER|ADDRESSES",
+)
+LAYERS = _on_stages(
+    None, "The layers of each stage, such as 10,20; by what they take by default.", metavar="NUMBERS"
+)
+STAGE_TIMEOUT = _on_stages(None, "Seconds after which a silent worker counts as lost; 10 by default.")
+MIXED = _on_stages(
+    False, "Let workers in that may give other bits: another processor, other libraries.", "--mixed"
+)
+TOKEN_FILE = _on_stages(None, "The file with the token that workers know.", metavar="PATH")
+
+
 def engine_settings(options: Mapping[str, Any]) -> "EngineSettings":
     """The settings of an engine, out of all that a command was given."""
     from penstock.plan import EngineKeywords, EngineSettings

@@ -154,6 +154,11 @@ class Decoder:
         return CacheSpec((kv,), RecurrentSpec.of(net, self.dtype) if net else None)
 
     @property
+    def has_state(self) -> bool:
+        """Whether the model has recurrent layers, here or in another stage."""
+        return self.config.has_state
+
+    @property
     def probe_shapes(self) -> ProbeShapes:
         """The products, heads and passes whose bits must not depend on the number of rows."""
         config = self.part

@@ -57,7 +57,10 @@ class TrackedRequest:
     num_again: int = 0
     kind: SpanKind = SpanKind.CHUNK  # of its next span
     is_running: bool = False
-    turn: int = 0  # the smaller, the longer ago its last chunk was
+    turn: int = (
+        0  # the smaller, the longer ago its last chunk was, or its last decode where decodes take turns
+    )
+    num_steps_at_token: int = 0  # that were committed when its last token was sampled
     num_overtakes: int = 0
     num_preemptions: int = 0
 

@@ -106,9 +106,13 @@ class BatchScheduler:
         limits: CacheLimits,
         sizer: ChunkSizer | None = None,
         ledger: BlockLedger | None = None,
+        depth: int = 1,
     ) -> None:
+        """`depth` is how many steps are in flight though some of them sample: decodes are then dealt to one fewer
+        groups, so that others run while one waits for its tokens."""
         self.config = config
         self.limits = limits
+        self._depth = check_int("depth", depth, 1)
         self._budget = StepBudget(config, sizer)
         self._requests: dict[RequestId, TrackedRequest] = {}  # all three in order of arrival
         self._running: list[TrackedRequest] = []
@@ -116,6 +120,7 @@ class BatchScheduler:
         self._ledger: BlockLedger = ledger or PlainLedger(limits.num_blocks, self._requests)
         self._num_arrived = 0
         self._num_issued = 0
+        self._num_committed = 0
         self._flight: deque[_Issued] = deque()
         self._turns = Turns(config)
 
@@ -234,6 +239,10 @@ class BatchScheduler:
         while self._running:
             if not (chosen := self._choose(held or ())):
                 return None  # all that could run are held, or in flight
+            if 1 < self._depth <= len(self._flight) + 1 and all(
+                choice.request.kind is SpanKind.DECODE for choice in chosen
+            ):
+                return None  # there are as many groups in flight as they are dealt to: others join this one
             choices = self._place(chosen, given)
             if choices is None:
                 return None  # what lacks is held by requests in flight, perhaps
@@ -264,9 +273,12 @@ class BatchScheduler:
                     "name it as finished"
                 )
         self._flight.popleft()
+        self._num_committed += 1
         self._budget.count(plan, seconds)
         for planned in plan.spans:
             request = self._requests[planned.request_id]
+            if planned.samples:
+                request.num_steps_at_token = self._num_committed
             request.stand_at(planned.span.end, request.num_issued, request.num_tokens + planned.samples)
         for request_id in set(finished):
             self._forget(self._requests[request_id])
@@ -351,8 +363,25 @@ class BatchScheduler:
             prompts = prompts if self._turns.takes_chunks() else []
             if not self._turns.takes_decodes():
                 decodes, held = [], decodes
+        decodes = self._group_of(decodes)
         choices = [_Choice(request, request.num_tokens) for request in decodes]
         return choices + self._choose_chunks(prompts, decodes, held)
+
+    def _group_of(self, able: list[TrackedRequest]) -> list[TrackedRequest]:
+        """The decodes of one step, of those that could run: a group's part of all, those that were served longest
+        ago; and each that would wait for more than `depth` steps if this one left it out."""
+        if self._depth <= 2 or not able:
+            return able
+        num_decoding = sum(request.kind is SpanKind.DECODE for request in self._running)
+        num_group = -(-num_decoding // (self._depth - 1))
+        last = (
+            self._num_committed + len(self._flight) + 1 - self._depth
+        )  # the token of one that is due, or earlier
+        by_turn = sorted(able, key=_by_turn)
+        group = by_turn[:num_group] + [
+            each for each in by_turn[num_group:] if each.num_steps_at_token <= last
+        ]
+        return sorted(group, key=_by_arrival)
 
     def _choose_chunks(
         self,
@@ -469,7 +498,7 @@ class BatchScheduler:
             planned = PlannedSpan(request.id, span, kind, end == request.num_tokens, resumes_at)
             (decodes if is_decode else chunks).append(planned)
             request.stand_at(request.num_run, end, request.num_tokens)
-            if not is_decode:
+            if not is_decode or self._depth > 1:
                 request.turn = 2 * self._num_issued + 1
         plan = StepPlan(
             spans=(*decodes, *chunks),

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack, get_args
@@ -14,6 +14,7 @@ from penstock.plan.chunks import ChunkedPrefillConfig
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.sizing import DECODE_GAP_S, SizeRules
+from penstock.plan.stage_settings import StagesSetting, resolve_stages
 from penstock.plan.units import format_bytes, parse_bytes
 
 CHUNK_VARIABLE = "PENSTOCK_PREFILL_CHUNK"
@@ -518,6 +519,11 @@ class EngineKeywords(TypedDict, total=False):
     cache_dir: str | Path | None
     cache_size: int | str | None
     reuse_tokens: int
+    stages: int | str | None
+    layers: str | Sequence[int] | None
+    stage_timeout: float | None
+    mixed: bool
+    token_file: str | Path | None
 
 
 @dataclass(frozen=True)
@@ -539,6 +545,7 @@ class EngineSettings:
     threads: ThreadsSetting
     store: StoreSettings | None
     reuse_tokens: int
+    stages: StagesSetting | None = None
 
     @classmethod
     def resolve(
@@ -572,8 +579,19 @@ class EngineSettings:
             threads=resolve_threads(given("threads"), environ=environ),
             store=resolve_store(given("cache_dir"), given("cache_size"), environ=environ),
             reuse_tokens=check_int("reuse_tokens", given("reuse_tokens", 0), 0),
+            stages=resolve_stages(
+                given("stages"),
+                given("layers"),
+                timeout_s=given("stage_timeout"),
+                mixed=given("mixed", False),
+                token_file=given("token_file"),
+            ),
         )
         ChunkedPrefillConfig(chunk.effective, settings.overlap)
+        if settings.stages is not None and settings.store is not None:
+            raise SettingError(
+                "cache_dir", str(settings.store.folder), contradicts={"stages": settings.stages.num_stages}
+            )
         if settings.overlap and (settings.store or settings.reuse_tokens):
             other = "cache_dir" if settings.store else "reuse_tokens"
             raise SettingError("overlap", settings.overlap, contradicts={other: ...})

@@ -1,0 +1,230 @@
+"""Residuals on their way from one stage to the next, over torch.distributed: a group of two processes for each hop.
+
+gloo carries them between processors, and between GPUs through pinned memory. NCCL carries them where each of two
+stages has a GPU of its own; it has not been run on two cards. The group's rendezvous is told through the driver
+(`LinkStore`), so nothing listens but the two ends of a hop, each on the one interface that it reaches its driver by.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from penstock.errors import StageLostError
+from penstock.kernels.device import device_kind
+
+LinkKind = Literal["gloo", "nccl"]
+
+# Step and status, before the residual. A residual begins where torch's allocator would have put it.
+_HEAD_BYTES = 64
+_FINE, _FAILED = 0, 1
+# How long a stage computes has no bound: that a peer is gone is seen on the control connection.
+_NEVER = timedelta(days=7)
+
+
+class LinkStore(dist.Store):  # type: ignore[name-defined, misc]
+    """What the two ends of a hop tell each other before they are connected. `tell` takes it to the other end, which
+    has it from `put`."""
+
+    def __init__(self, tell: Callable[[str, bytes], None], timeout_s: float) -> None:
+        super().__init__()
+        self._tell = tell
+        self._timeout_s = timeout_s
+        self._known: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+
+    def put(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._known[key] = value
+            self._changed.notify_all()
+
+    def fail(self, error: Exception) -> None:
+        """Nothing more will come."""
+        with self._changed:
+            self._error = error
+            self._changed.notify_all()
+
+    # What groups call.
+
+    def set(self, key: str, value: bytes) -> None:
+        self.put(key, bytes(value))
+        self._tell(key, bytes(value))
+
+    def get(self, key: str) -> bytes:
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._known or self._error is not None, self._timeout_s)
+            if key not in self._known:
+                raise RuntimeError(
+                    f"the other end of a link has not said {key}: {self._error or 'timed out'}"
+                )
+            return self._known[key]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        with self._changed:
+            return all(key in self._known for key in keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        pass
+
+
+class Receipt:
+    """A residual that is awaited."""
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._found: Tensor | None = None
+        self._error: Exception | None = None
+
+    def settle(self, found: Tensor | None, error: Exception | None = None) -> None:
+        if not self._done.is_set():
+            self._found, self._error = found, error
+            self._done.set()
+
+    def wait(self) -> Tensor | None:
+        """The residual [rows, hidden]; None where a stage before this one failed. Raises StageLostError."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+        found, self._found = self._found, None  # no other name for what may be written over
+        return found
+
+
+class Link:
+    """One end of a hop. Either sends or receives; what is sent in one order is received in that order.
+
+    A residual that is awaited is asked for at once (`expect`), so that it is transferred while the stage computes.
+    """
+
+    def __init__(
+        self,
+        store: LinkStore,
+        *,
+        sends: bool,
+        host: str,
+        hidden_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kind: LinkKind = "gloo",
+    ) -> None:
+        """Returns when both ends are there."""
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._device = device
+        self._wire = device if kind == "nccl" else torch.device("cpu")
+        self._pins = kind == "gloo" and device_kind(device).copies_pinned
+        self._peer = 1 if sends else 0
+        self._group = _new_group(store, 1 - self._peer, host, kind)
+        self._sent: deque[tuple[Any, Tensor]] = deque()  # until they are gone
+        self._lock = threading.Lock()
+        self._awaited: deque[tuple[int, Any, Tensor, Receipt]] = deque()
+        self._changed = threading.Condition()
+        self._error: Exception | None = None
+        if not sends:
+            threading.Thread(target=self._receive, name="stage-receive", daemon=True).start()
+
+    def send(self, step: int, num_rows: int, residual: Tensor | None) -> None:
+        """Hand on a residual [rows, hidden], or say that there is none, since the step failed."""
+        buffer = self._buffer(num_rows)
+        head = torch.tensor([step, _FINE if residual is not None else _FAILED])
+        buffer[: 2 * head.itemsize].view(torch.int64).copy_(head)
+        if residual is not None:
+            self._residual_of(buffer).copy_(residual)
+        try:
+            while self._sent and (len(self._sent) > _MOST_SENT or self._sent[0][0].is_completed()):
+                self._sent.popleft()[0].wait(_NEVER)
+            self._sent.append((self._group.send([buffer], self._peer, 0), buffer))
+        except RuntimeError as error:
+            raise StageLostError(None, "the next stage", _first_line(error)) from error
+
+    def expect(self, step: int, num_rows: int) -> Receipt:
+        """Ask for the residual of a step."""
+        receipt, buffer = Receipt(), self._buffer(num_rows)
+        with self._changed:
+            if self._error is not None:
+                receipt.settle(None, self._error)
+                return receipt
+            try:
+                work = self._group.recv([buffer], self._peer, 0)
+            except RuntimeError as error:
+                receipt.settle(None, _lost(error))
+                return receipt
+            self._awaited.append((step, work, buffer, receipt))
+            self._changed.notify_all()
+        return receipt
+
+    def close(self, error: Exception) -> None:
+        """Nothing is awaited any more: whoever waits has this error."""
+        with self._changed:
+            self._error = self._error or error
+            for *_, receipt in self._awaited:
+                receipt.settle(None, self._error)
+            self._changed.notify_all()
+        self._sent.clear()
+        self._group = None
+
+    def _receive(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._awaited or self._error is not None)
+                if self._error is not None:
+                    return
+                step, work, buffer, receipt = self._awaited[0]
+            try:
+                work.wait(_NEVER)
+                sent, status = buffer[:16].view(torch.int64).tolist()
+                if sent != step:
+                    raise RuntimeError(f"step {sent} came in place of step {step}")
+            except RuntimeError as error:
+                self.close(_lost(error))
+                return
+            found = self._residual_of(buffer) if status == _FINE else None
+            if found is not None and found.device != self._device:
+                found = found.to(self._device, non_blocking=True)
+            with self._changed:
+                if self._awaited:
+                    self._awaited.popleft()
+            receipt.settle(found)
+            del work, buffer, receipt, found
+
+    def _buffer(self, num_rows: int) -> Tensor:
+        num_bytes = _HEAD_BYTES + num_rows * self._hidden_size * self._dtype.itemsize
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._wire, pin_memory=self._pins)
+
+    def _residual_of(self, buffer: Tensor) -> Tensor:
+        return buffer[_HEAD_BYTES:].view(self._dtype).view(-1, self._hidden_size)
+
+
+# Residuals that are on their way before the next is handed on.
+_MOST_SENT = 8
+
+
+def _new_group(store: LinkStore, rank: int, host: str, kind: LinkKind) -> Any:
+    try:
+        if kind == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            return dist.ProcessGroupNCCL(store, rank, 2, options)
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._timeout = _NEVER
+        options._devices = [gloo.create_device(hostname=host)]
+        return gloo(store, rank, 2, options)
+    except RuntimeError as error:
+        raise _lost(error) from error
+
+
+def _lost(error: Exception) -> StageLostError:
+    return StageLostError(None, "a neighbour", _first_line(error))
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

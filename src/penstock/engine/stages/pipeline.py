@@ -1,0 +1,501 @@
+"""The driver's side of a model in stages. The driver is the last stage: it samples, so logits do not travel.
+
+A step is issued to all workers at once; what is handed on between neighbours is the residual. Each stage runs steps
+in the order in which they were issued, so a step that is undone needs no message: it runs on, and is forgotten.
+A worker that is gone ends the *generation*: whatever waits has its StageLostError, and so has all that is issued,
+until `begin_generation` has made another group.
+"""
+
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.cache import SequenceCache
+from penstock.cache.space import CacheSpace
+from penstock.cache.transfer import CacheDigests, cache_digests
+from penstock.engine.stages.control import DEFAULT_STAGE_TIMEOUT_S, Control, Message, read_token
+from penstock.engine.stages.header import write_header
+from penstock.engine.stages.link import Link, LinkKind, LinkStore, Receipt
+from penstock.engine.stages.worker import config_digest
+from penstock.engine.stages.workers import ListeningWorker, LocalWorker, WorkerPlace, divide_machine
+from penstock.errors import PenstockError, StageLostError, StageRefusedError
+from penstock.kernels.probe import ProbeShapes, ProductShape
+from penstock.layers.forward_batch import ForwardBatch
+from penstock.models.decoder import Decoder
+from penstock.plan.grids import BLOCK_TOKENS, RowLaw
+from penstock.plan.model import ModelConfig
+from penstock.plan.settings import EngineSettings
+from penstock.plan.stage_settings import StagesSetting
+
+
+def open_pipeline(
+    path: Path, config: ModelConfig, settings: EngineSettings, stages: StagesSetting
+) -> "Pipeline":
+    """Start the workers of a model, or connect to them. Raises StageLostError, StageRefusedError."""
+    places: list[WorkerPlace] = []
+    if stages.addresses:
+        token = read_token(stages.token_file or "")
+        places += [ListeningWorker(address, token) for address in stages.addresses]
+    else:
+        share, *shares = divide_machine(stages.num_stages, settings.threads.count)
+        torch.set_num_threads(share.threads)
+        places += [LocalWorker(own, device=settings.device.name) for own in shares]
+    return Pipeline(str(path), places, stages.cut(config), stage_timeout_s=stages.timeout_s)
+
+
+# How long a worker's own reason is waited for, where a link has ended.
+_REASON_S = 0.5
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """What a worker says of its layers."""
+
+    layers: range
+    weight_bytes: int
+    bytes_per_token: int
+    bytes_per_slot: int
+    free_bytes: int | None
+    device: str
+
+
+@dataclass
+class StageTimes:
+    """Of one stage, in seconds, since it was loaded."""
+
+    num_steps: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0  # for a residual
+    link_s: float = 0.0  # to hand a residual on
+
+    def count(self, about: Mapping[str, Any]) -> None:
+        self.num_steps += 1
+        self.busy_s += float(about["busy_s"])
+        self.waited_s += float(about["waited_s"])
+        self.link_s += float(about["link_s"])
+
+
+@dataclass(frozen=True)
+class Issued:
+    """A step that the workers run."""
+
+    number: int
+    receipt: Receipt
+
+
+@dataclass(eq=False)
+class _Peer:
+    """A worker, as the driver knows it."""
+
+    stage: int
+    control: Control
+    layers: range
+    replies: "queue.SimpleQueue[Message | StageLostError]" = field(default_factory=queue.SimpleQueue)
+    loaded: LoadedStage | None = None
+    times: StageTimes = field(default_factory=StageTimes)
+    shapes: ProbeShapes | None = None
+
+    def reply(self, kind: str) -> Message:
+        """The answer to what was asked of it last."""
+        while True:
+            message = self.replies.get()
+            if isinstance(message, StageLostError):
+                self.replies.put(message)
+                raise message
+            if message.kind == "failed":
+                raise StageRefusedError(self.stage, self.control.peer, str(message.about.get("error")))
+            if message.kind == kind:
+                return message
+
+
+class Pipeline:
+    """Workers that hold the layers before the driver's own."""
+
+    def __init__(
+        self,
+        model: str,
+        places: Sequence[WorkerPlace],
+        layers: Sequence[range],
+        *,
+        stage_timeout_s: float = DEFAULT_STAGE_TIMEOUT_S,
+    ) -> None:
+        """`model` is what workers know it by; `layers` are of all stages, the driver's last."""
+        assert len(places) + 1 == len(layers)
+        self.layers = tuple(layers)
+        self.places = tuple(places)
+        self._model_name = model
+        self.generation = 0
+        self.same_bits = True  # False: stages differ, and were let in all the same
+        self._stage_timeout_s = stage_timeout_s
+        self._model: Decoder | None = None
+        self._law: RowLaw | None = None
+        self._num_issued = 0
+        self._num_spaces = 0
+        self._spaces: dict[int, tuple[int, weakref.finalize[..., Any]]] = {}  # by id of their tensors
+        self._space_sizes: dict[int, dict[str, int]] = {}
+        self._dropped: deque[int] = deque()
+        self._errors: dict[int, Exception] = {}  # of steps that workers failed in
+        self._changed = threading.Condition()
+        self._lost: StageLostError | None = None
+        self._incoming: Link | None = None
+        self._store: LinkStore | None = None
+        self._peers: list[_Peer] = []
+        try:
+            for stage, place in enumerate(places):
+                self._peers.append(_Peer(stage, self._open(stage, place), self.layers[stage]))
+        except BaseException:
+            self.close()
+            raise
+        for peer in self._peers:
+            self._listen(peer)
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.layers)
+
+    @property
+    def depth(self) -> int:
+        """Steps in flight: one for each stage, and one that waits for the first."""
+        return self.num_stages + 1
+
+    @property
+    def stages(self) -> tuple[LoadedStage, ...]:
+        """Those that were loaded by workers."""
+        return tuple(peer.loaded for peer in self._peers if peer.loaded is not None)
+
+    @property
+    def times(self) -> tuple[StageTimes, ...]:
+        """Of the workers' stages."""
+        return tuple(replace(peer.times) for peer in self._peers)
+
+    @property
+    def lost(self) -> StageLostError | None:
+        """What ended the generation, if something did."""
+        return self._lost
+
+    # Loading
+
+    def load(self, *, dtype: str, weights: str) -> None:
+        """Tell the workers to load their layers. They do so while the driver loads its own."""
+        self._load_about = {"model": self._model_name, "dtype": dtype, "weights": weights}
+        for peer in self._peers:
+            self._tell_load(peer)
+
+    def loaded(self, model: Decoder) -> ProbeShapes:
+        """Wait for the workers, once the driver has loaded its own layers: what is to be probed of all of them."""
+        self._model = model
+        for peer in self._peers:
+            self._take_ready(peer)
+        return joined_shapes(
+            [model.probe_shapes, *(peer.shapes for peer in self._peers if peer.shapes)], model
+        )
+
+    def begin(self, law: RowLaw) -> None:
+        """Tell the workers by which law rows are padded, and connect all stages."""
+        self._law = law
+        for peer in self._peers:
+            peer.control.send("law", asdict(law))
+        self.begin_generation()
+
+    def reopen(self, stage: int) -> None:
+        """A worker that was lost is connected to once more, or started again: it loads the same layers, and has the
+        same caches, empty. Then `begin_generation` goes on. Raises StageLostError."""
+        control = self._open(stage, self.places[stage])
+        peer = self._peers[stage] = _Peer(stage, control, self.layers[stage], times=self._peers[stage].times)
+        self._listen(peer)
+        self._tell_load(peer)
+        self._take_ready(peer)
+        assert self._law is not None
+        control.send("law", asdict(self._law))
+        for number, sizes in self._space_sizes.items():
+            control.send("space", {"space": number, **sizes})
+
+    def begin_generation(self) -> None:
+        """Connect the stages anew. Steps of the generation before are forgotten. Raises StageLostError."""
+        assert self._model is not None
+        self._end(StageLostError(None, "a neighbour", "another group was made"))
+        with self._changed:
+            self.generation += 1
+            self._lost = None
+            self._errors.clear()
+            last_hop = len(self._peers) - 1
+            tell = partial(self._tell_meet, last_hop)
+            self._store = LinkStore(tell, self._stage_timeout_s)
+        if gone := next((peer for peer in self._peers if not peer.control.is_alive), None):
+            error = StageLostError(gone.stage, gone.control.peer, "it is not connected")
+            self._lose(error)
+            raise error
+        kinds = self._link_kinds()
+        for peer in self._peers:
+            about: dict[str, object] = {"generation": self.generation}
+            if peer.stage:
+                about["incoming"] = {"number": peer.stage - 1, "kind": kinds[peer.stage - 1]}
+            about["outgoing"] = {"number": peer.stage, "kind": kinds[peer.stage]}
+            peer.control.send("group", about)
+        model = self._model
+        host = self._peers[-1].control.local_host
+        self._incoming = Link(
+            self._store,
+            sends=False,
+            host=host,
+            hidden_size=model.config.hidden_size,
+            dtype=model.dtype,
+            device=model.device,
+            kind=kinds[-1],
+        )
+        for peer in self._peers:
+            while peer.reply("joined").about["generation"] != self.generation:
+                pass
+
+    def close(self) -> None:
+        """End the workers. More than once is allowed."""
+        for peer in self._peers:
+            with suppress(PenstockError):
+                peer.control.send("stop")
+        for place in self.places:
+            place.close()
+        self._lose(StageLostError(None, "the driver", "it has ended"))
+
+    def _open(self, stage: int, place: WorkerPlace) -> Control:
+        return place.open(stage, timeout_s=self._stage_timeout_s, stage_timeout_s=self._stage_timeout_s)
+
+    # Caches
+
+    def open_space(self, space: CacheSpace) -> int:
+        """The number of a cache among the workers' own, which have as many blocks and slots."""
+        tensors = space.tensors
+        known = self._spaces.get(id(tensors))
+        if known is not None and known[1].alive:
+            return known[0]
+        self._drop_spaces()
+        self._num_spaces += 1
+        number = self._num_spaces
+        sizes = {
+            "num_blocks": space.blocks.num_blocks,
+            "num_slots": space.slots.num_slots if space.slots else 0,
+            "block_tokens": BLOCK_TOKENS,
+        }
+        self._space_sizes[number] = sizes
+        for peer in self._peers:
+            peer.control.send("space", {"space": number, **sizes})
+        # A cache may end on any thread, also on one that is about to send: its workers are told before the next step.
+        dropped = weakref.finalize(tensors, self._dropped.append, number)
+        dropped.atexit = False
+        self._spaces[id(tensors)] = number, dropped
+        return number
+
+    def copy_tokens(self, space: CacheSpace, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first tokens of one block of a cache to another, as the driver has done with its own."""
+        about = {"source": source, "target": target, "num_tokens": num_tokens}
+        for peer in self._peers:
+            peer.control.send("copy", {"space": self.open_space(space), **about})
+
+    def digests(self, space: CacheSpace, cache: SequenceCache) -> CacheDigests:
+        """Of what all stages have of a sequence, in the order of layers."""
+        places = cache.blocks.locate(0, cache.num_tokens)
+        slot = None if cache.state is None else cache.state.slot
+        about = {"space": self.open_space(space), "places": [(each.start, each.end) for each in places]}
+        for peer in self._peers:
+            peer.control.send("digest", {**about, "slot": slot})
+        found = [CacheDigests(**peer.reply("digests").about) for peer in self._peers]
+        found.append(cache_digests(space.tensors, places, slot))
+        return CacheDigests(
+            tuple(digest for part in found for digest in part.kv),
+            tuple(digest for part in found for digest in part.states),
+        )
+
+    def _drop_spaces(self) -> None:
+        while self._dropped:
+            number = self._dropped.popleft()
+            del self._space_sizes[number]
+            for peer in self._peers:
+                peer.control.send("drop", {"space": number})
+
+    # Steps
+
+    def issue(self, batch: ForwardBatch, space: int) -> Issued:
+        """Tell all workers of a step. Raises StageLostError."""
+        if self._lost is not None:
+            raise self._lost
+        assert self._incoming is not None
+        self._drop_spaces()
+        self._num_issued += 1
+        number, header = self._num_issued, write_header(batch)
+        about = {"generation": self.generation, "step": number, "space": space}
+        for peer in self._peers:
+            peer.control.send("step", about, header)
+        return Issued(number, self._incoming.expect(number, len(batch.token_ids)))
+
+    def receive(self, issued: Issued) -> Tensor:
+        """The residual that a step leaves the last worker with. Raises StageLostError, or what a worker failed
+        with."""
+        try:
+            residual = issued.receipt.wait()
+        except StageLostError as error:
+            # A neighbour of the one that is gone sees it first, and not why.
+            with self._changed:
+                self._changed.wait_for(lambda: self._lost is not None, _REASON_S)
+            self._lose(error)
+            raise self._lost or error from error
+        if residual is not None:
+            return residual
+        with self._changed:
+            self._changed.wait_for(
+                lambda: issued.number in self._errors or self._lost is not None, self._stage_timeout_s
+            )
+            if issued.number in self._errors:
+                raise self._errors.pop(issued.number)
+            raise self._lost or RuntimeError("a stage failed, and did not say why")
+
+    # What workers say
+
+    def _listen(self, peer: _Peer) -> None:
+        peer.control.stage = peer.stage
+        threading.Thread(target=self._read, args=(peer,), name=f"stage-{peer.stage}", daemon=True).start()
+
+    def _read(self, peer: _Peer) -> None:
+        try:
+            while True:
+                self._take(peer, peer.control.receive())
+        except StageLostError as error:
+            peer.replies.put(error)
+            if self._peers[peer.stage] is peer:
+                self._lose(error)
+
+    def _take(self, peer: _Peer, message: Message) -> None:
+        about = message.about
+        match message.kind:
+            case "done":
+                peer.times.count(about)
+            case "failed":
+                peer.replies.put(message)
+                self._lose(StageLostError(peer.stage, peer.control.peer, str(about.get("error"))))
+            case "error":
+                error = _error_of(peer.stage, about)
+                with self._changed:
+                    if about["generation"] == self.generation:
+                        self._errors[int(about["step"])] = error
+                        self._changed.notify_all()
+            case "meet":
+                if about["generation"] != self.generation:
+                    return
+                # From one end of the hop to the other.
+                hop = int(about["hop"])
+                target = hop if hop != peer.stage else hop + 1
+                if target < len(self._peers):
+                    self._peers[target].control.send("meet", about, bytes(message.data))
+                elif self._store is not None:
+                    self._store.put(str(about["key"]), bytes(message.data))
+            case _:
+                peer.replies.put(message)
+
+    def _tell_meet(self, hop: int, key: str, value: bytes) -> None:
+        about = {"generation": self.generation, "hop": hop, "key": key}
+        self._peers[hop].control.send("meet", about, value)
+
+    def _lose(self, error: StageLostError) -> None:
+        with self._changed:
+            self._lost = self._lost or error
+            self._changed.notify_all()
+        self._end(error)
+
+    def _end(self, error: StageLostError) -> None:
+        """Whoever waits for the group has this error."""
+        link, store, self._incoming = self._incoming, self._store, None
+        if store is not None:
+            store.fail(error)
+        if link is not None:
+            link.close(error)
+
+    def _tell_load(self, peer: _Peer) -> None:
+        peer.control.send("load", {**self._load_about, "layers": [peer.layers.start, peer.layers.stop]})
+
+    def _take_ready(self, peer: _Peer) -> None:
+        assert self._model is not None
+        model, about = self._model, peer.reply("ready").about
+        for what, own in (
+            ("kernels", model.kernels.name),
+            ("libraries", model.kernels.libraries),
+            ("config", config_digest(model.config)),
+        ):
+            if about[what] != own:
+                raise StageRefusedError(
+                    peer.stage, peer.control.peer, f"its {what} are {about[what]}, the driver's {own}"
+                )
+        peer.shapes = _shapes_of(about["shapes"], model)
+        peer.loaded = LoadedStage(
+            peer.layers,
+            int(about["weight_bytes"]),
+            int(about["bytes_per_token"]),
+            int(about["bytes_per_slot"]),
+            about["free_bytes"],
+            str(about["device"]),
+        )
+
+    def _link_kinds(self) -> list[LinkKind]:
+        """Of each hop. NCCL needs a GPU at either end, and not the same one: only remote workers are sure to have
+        another."""
+        devices = [*(stage.device for stage in self.stages), str(self._model.device if self._model else "")]
+        hosts = [*(peer.control.peer.rpartition(":")[0] for peer in self._peers), "driver"]
+        both = list(zip(devices, hosts, strict=True))
+        return [
+            "nccl"
+            if one[0].startswith("cuda")
+            and other[0].startswith("cuda")
+            and one[1] != other[1]
+            and _has_nccl()
+            else "gloo"
+            for one, other in pairwise(both)
+        ]
+
+
+def joined_shapes(parts: Sequence[ProbeShapes], model: Decoder) -> ProbeShapes:
+    """What is probed of a whole model, from what is of its stages; the first is the last stage's, which has the
+    head."""
+
+    def union(name: str) -> tuple[Any, ...]:
+        return tuple(sorted({each for part in parts for each in getattr(part, name)}, key=_by_fields))
+
+    config = model.config
+    return replace(
+        parts[0],
+        products=union("products"),
+        mlp_widths=union("mlp_widths"),
+        expert_products=union("expert_products"),
+        delta_net=config.delta_net,
+        num_experts=config.experts.num_experts if config.experts else 0,
+    )
+
+
+def _by_fields(item: Any) -> Any:
+    return item if isinstance(item, int) else tuple(asdict(item).values())
+
+
+def _shapes_of(about: Mapping[str, Any], model: Decoder) -> ProbeShapes:
+    """What a worker said of its products; all else is the model's."""
+    return replace(
+        model.probe_shapes,
+        products=tuple(ProductShape(**each) for each in about["products"]),
+        mlp_widths=tuple(int(width) for width in about["mlp_widths"]),
+        expert_products=tuple(ProductShape(**each) for each in about["expert_products"]),
+    )
+
+
+def _error_of(stage: int, about: Mapping[str, Any]) -> Exception:
+    text = f"stage {stage}: {about['text']}"
+    return torch.OutOfMemoryError(text) if about["is_memory"] else RuntimeError(text)
+
+
+def _has_nccl() -> bool:
+    return torch.distributed.is_nccl_available()

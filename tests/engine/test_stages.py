@@ -1,0 +1,262 @@
+"""A model in stages has the bits of one process, for any number of them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.cache import TokenRange
+from penstock.cache.space import CacheSpace
+from penstock.cache.transfer import cache_digests
+from penstock.engine.events import Finished, GenerationRequest, TokenGenerated
+from penstock.engine.llm import LLM
+from penstock.engine.run import Run
+from penstock.engine.service import Service, ServiceConfig
+from penstock.engine.stages.header import HeaderError, HeaderLimits, read_header, write_header
+from penstock.engine.step import build_batch
+from penstock.errors import SettingError, StageLostError
+from penstock.layers.forward_batch import ForwardBatch
+from penstock.models.decoder import Decoder
+from penstock.plan import ChunkedPrefillConfig, ScheduleConfig, Span
+from penstock.plan.stage_settings import resolve_stages
+from tests.byte_models import byte_backend
+from tests.engine.hybrids import Tape
+from tests.engine.stages.threads import ThreadWorker, workers_as_threads
+from tests.engine.test_batched_alone import NAMES, model_of
+from tests.oracle import canon_of, make_oracle, random_prompt
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 4},
+    "qwen3_5_text": {},
+    "qwen3_moe": {"num_hidden_layers": 4, "mlp_only_layers": (1,)},
+}
+PROMPT = random_prompt(300)
+
+
+@cache
+def folder_of(family: str) -> Path:
+    folder = make_oracle(family, vocab_size=256, **FAMILIES[family]).folder
+    byte_backend().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    with workers_as_threads():
+        yield
+
+
+def staged(family: str, stages: int, **settings: Any) -> LLM:
+    return LLM(folder_of(family), stages=stages, device="cpu", **{"dtype": "bfloat16", **settings})
+
+
+def digest(llm: LLM, chunk: int) -> str:
+    """Of keys and values of all layers, states and logits, after a prompt and some decodes."""
+    run = Run(
+        llm.model,
+        PROMPT,
+        config=ChunkedPrefillConfig(chunk),
+        canon=llm.canon,
+        max_tokens=6,
+        stages=llm.stages,
+    )
+    while len(run.generated) < 5:
+        run.step()
+    found = None
+    if llm.stages is None:
+        slot = run.cache.state.slot if run.cache.state else None
+        found = cache_digests(run.space.tensors, run.cache.blocks.locate(0, run.cache.num_tokens), slot)
+    else:
+        found = llm.stages.digests(run.space, run.cache)
+    assert len(found.kv) + len(found.states) == llm.model.config.num_layers
+    assert run.logits is not None
+    run.cancel()
+    return sha256(repr((found, run.generated, run.logits.tolist())).encode()).hexdigest()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_hash_for_any_number_of_stages(family: str) -> None:
+    found = set()
+    for stages in (1, 2, 3, 4):
+        with staged(family, stages) as llm:
+            found |= {digest(llm, chunk) for chunk in (64, 128, 0)}
+            if family == "llama":
+                found.add(digest(llm, 100))
+    assert len(found) == 1
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_quantised_weights_in_stages(weights: str) -> None:
+    if model_of("llama", torch.float32).kernels.quantised is None:
+        pytest.skip("needs quantised weights")
+    found = set()
+    for settings in ({}, {"layers": "1,3"}, {"layers": [3, 1]}):
+        stages = 2 if settings else 1
+        with staged("llama", stages, weights=weights, **settings) as llm:
+            found.add(digest(llm, 64))
+    assert len(found) == 1
+
+
+def texts(llm: LLM, requests: list[GenerationRequest], **config: Any) -> list[tuple[int, ...]]:
+    """The tokens of requests that run at once."""
+    with Service(llm, ServiceConfig(strict=True, **config)) as service:
+        tokens: dict[int, list[int]] = {index: [] for index in range(len(requests))}
+        ends: list[str] = []
+
+        def listen(index: int, event: object) -> None:
+            if isinstance(event, TokenGenerated):
+                tokens[index].append(event.token)
+            elif isinstance(event, Finished):
+                ends.append(event.reason)
+
+        for index, request in enumerate(requests):
+            service.submit(request, partial(listen, index))
+        service.close(grace_s=60)
+        service.check_integrity()
+        assert ends == ["length"] * len(requests)
+    return [tuple(each) for each in tokens.values()]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_at_once_have_the_same_text(family: str) -> None:
+    """With prefix hits, also of a prompt that ends with a block; and so little room that some are preempted."""
+    begin = random_prompt(256, vocab_size=256)
+    requests = [
+        GenerationRequest((*begin, *random_prompt(num, vocab_size=256, seed=num)), 32, ignore_eos=True)
+        for num in (3, 50, 64, 64, 20)
+    ]
+    schedule = ScheduleConfig(chunk_size=128, grid=64)
+    for blocks in (64, 9):
+        found = []
+        for stages in (1, 2, 3):
+            with staged(family, stages, chunk=128) as llm:
+                found.append(texts(llm, requests, schedule=schedule, cache_tokens=64 * blocks))
+        assert found[0] == found[1] == found[2]
+
+
+def test_a_step_that_fails_on_a_worker_is_undone_and_run_again() -> None:
+    """Memory that runs out halves the chunk; anything else fails the one request at fault."""
+    with staged("llama", 2, chunk=128) as llm, staged("llama", 1, chunk=128) as alone:
+        expected = alone.generate(PROMPT, max_tokens=4).token_ids
+        forward, num_calls = Decoder.forward, 0
+
+        def fail_twice(self: Decoder, *parts: Any) -> torch.Tensor | None:
+            nonlocal num_calls
+            if self.first_layer == 0:
+                num_calls += 1
+                if num_calls in (2, 5):
+                    raise torch.OutOfMemoryError("injected")
+            return forward(self, *parts)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Decoder, "forward", fail_twice)
+            result = llm.generate(PROMPT, max_tokens=4)
+        assert result.token_ids == expected
+        assert "memory" in result.prefill.reason
+        with pytest.MonkeyPatch.context() as patch:
+            num_calls = 1
+            patch.setattr(Decoder, "forward", fail_twice)
+            patch.setattr(torch, "OutOfMemoryError", RuntimeError)
+            with pytest.raises(RuntimeError, match="stage 0: RuntimeError: injected"):
+                llm.generate(PROMPT, max_tokens=4)
+        assert llm.generate(PROMPT, max_tokens=4).token_ids == expected
+
+
+def test_a_worker_that_is_gone_ends_the_generation_and_can_be_replaced() -> None:
+    with staged("llama", 3, chunk=64, stage_timeout=5) as llm:
+        stages = llm.stages
+        assert stages is not None
+        expected = llm.generate(PROMPT, max_tokens=4).token_ids
+        ThreadWorker.opened[0].kill()
+        with pytest.raises(StageLostError):
+            llm.generate(PROMPT, max_tokens=4)
+        assert stages.lost is not None
+        stages.reopen(0)
+        stages.begin_generation()
+        assert llm.generate(PROMPT, max_tokens=4).token_ids == expected
+
+
+def batch() -> ForwardBatch:
+    model = model_of(NAMES[-1], torch.float32)
+    space = CacheSpace.for_tokens(model, 64 * 64, num_slots=8)
+    reading, decoding = (Tape(model, random_prompt(length), space=space) for length in (70, 5))
+    decoding.run(5)
+    decoding.tokens.append(3)
+    items = [reading.reserve(Span(0, 70), is_prompt=True), decoding.reserve(Span(5, 6), is_prompt=False)]
+    return build_batch([replace(items[0], wants_logits=False), items[1]], canon=canon_of(model))
+
+
+LIMITS = HeaderLimits(vocab_size=211, max_position=4096, num_places=64 * 64, num_slots=8)
+
+
+def test_a_header_is_the_batch() -> None:
+    written = batch()
+    read = read_header(write_header(written), LIMITS)
+    assert write_header(read) == write_header(written)
+    assert (read.num_tokens, read.num_logits, read.is_canonical) == (71, 1, True)
+    assert np.array_equal(read.token_ids, written.token_ids)
+    assert read.states == written.states
+    assert [list(span.places) for span in read.last_layer.spans] == [[TokenRange(0, 6)]]
+
+
+def test_other_headers_are_refused() -> None:
+    data = bytearray(write_header(batch()))
+    for length in range(0, len(data), 40):
+        with pytest.raises(HeaderError):
+            read_header(data[:length], LIMITS)
+    with pytest.raises(HeaderError):
+        read_header(data + bytes(8), LIMITS)
+    for limits in (
+        replace(LIMITS, vocab_size=3),
+        replace(LIMITS, max_position=60),
+        replace(LIMITS, num_places=64),
+        replace(LIMITS, num_slots=1),
+    ):
+        with pytest.raises(HeaderError):
+            read_header(data, limits)
+    numbers = np.frombuffer(data, dtype=np.int64)
+    for index in range(len(numbers)):
+        for value in (-2, 1 << 40):
+            changed = numbers.copy()
+            changed[index] = value
+            try:
+                read_header(changed.tobytes(), LIMITS)
+            except HeaderError:
+                continue
+            # Nothing that a kernel would take for a place.
+            assert index < 0 or value > 0, (index, value)
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers"),
+    [
+        (0, None),
+        ("two", None),
+        (True, None),
+        ("", None),
+        ("host", None),
+        (2, "1,2,3"),
+        (2, "1,x"),
+        (2, "0,4"),
+    ],
+)
+def test_other_stages_are_refused(stages: Any, layers: Any) -> None:
+    with pytest.raises(SettingError):
+        resolve_stages(stages, layers)
+    with pytest.raises(SettingError) as error:
+        resolve_stages("10.0.0.1:7070")
+    assert error.value.needs == ("token_file",)
+    with pytest.raises(SettingError):
+        resolve_stages(2, timeout_s=0)
+
+
+def test_one_stage_is_none() -> None:
+    assert resolve_stages() is None
+    assert resolve_stages(1) is None
+    assert resolve_stages("1") is None
