@@ -9,7 +9,7 @@ from penstock.engine.run import Run
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ScheduleConfig
 from penstock.plan.step import SpanKind
-from tests.engine.batching import Wish, new_batcher, new_job
+from tests.engine.batching import Sharing, Wish, new_batcher, new_job
 from tests.engine.hybrids import assert_all_equal, assert_all_free, keys_and_values_of, states_of
 from tests.engine.test_batched_alone import NAMES, model_of
 from tests.oracle import canon_of, random_prompt
@@ -133,3 +133,31 @@ def test_requests_decode_in_groups_while_others_wait_for_their_tokens(name: str)
     first = next(index for index, group in enumerate(groups) if "3" in group)
     assert {len(group) for group in groups[first + 3 : first + 7]} == {2}, groups
     assert len({*groups[first + 3 : first + 7]}) == 2, groups
+
+
+@pytest.mark.parametrize("num_steps", [1, 4, 9, 14])
+@pytest.mark.parametrize("name", NAMES)
+def test_requests_go_on_after_all_caches_are_lost(name: str, num_steps: int) -> None:
+    model, schedule = model_of(name, torch.float32), ScheduleConfig(chunk_size=64)
+    generated = []
+    for is_lost in (False, True):
+        batcher = new_batcher(model, schedule, 64 * 12, strict=True, depth=3, sharing=Sharing())
+        begin = random_prompt(64)
+        jobs = [
+            new_job(batcher, str(length), Wish((*begin, *random_prompt(length)), 12))
+            for length in (20, 100, 300)
+        ]
+        for job in jobs:
+            batcher.add(job)
+        for _ in range(num_steps):
+            batcher.step()
+        if is_lost:
+            batcher.restart()
+            for tensor in (part for kv in batcher.space.tensors.kv.layers for part in (kv.keys, kv.values)):
+                tensor.fill_(7)
+            batcher.check_integrity()
+        while batcher.has_work:
+            batcher.step()
+            batcher.check_integrity()
+        generated.append([job.generated for job in jobs])
+    assert generated[0] == generated[1]

@@ -321,6 +321,19 @@ class Batcher:
         """Undo all steps in flight."""
         self._abort_all(self._scheduler.abort)
 
+    def restart(self) -> None:
+        """All that the caches hold is lost, with a stage: every request keeps its tokens, and reads them again."""
+        self.abandon()
+        for job in self._jobs.values():
+            job.pause()
+            if job.prefix is not None:
+                job.prefix.leave()
+                job.prefix.close()
+            job.cache.cut(0)
+        if self.reuse is not None:
+            self.reuse.index.clear()
+        self._scheduler.restart()
+
     def cancel_all(self) -> None:
         for request_id in tuple(self._jobs):
             self.cancel(request_id)

@@ -295,6 +295,14 @@ class BatchScheduler:
             if issued.plan is plan:
                 return
 
+    def restart(self) -> None:
+        """All that was in the cache is lost: every request reads its known tokens again. No step is in flight."""
+        if self._flight:
+            raise StepOrderError("requests cannot begin again while a step is in flight: abort it first")
+        for request in self._requests.values():
+            request.num_again = 0
+            request.stand_at(0, 0, request.num_tokens)
+
     def shrink(self, plan: StepPlan) -> bool:
         """Abort the step since memory ran out in it: the next 64 committed steps read at most half as many tokens,
         on the grid where that is above it, and none twice. False if there is nothing to halve."""
