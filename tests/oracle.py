@@ -7,38 +7,20 @@ from tempfile import mkdtemp
 from typing import Any
 
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    Qwen2Config,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    Qwen3NextConfig,
-)
+import transformers
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.engine.run import Run
 from penstock.engine.sampler import SamplingParams
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe import measure
 from penstock.models.decoder import Decoder
+from penstock.models.hf.families import MULTIMODAL
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig
 from penstock.plan.grids import RowLaw
 
-_CONFIGS = {
-    "llama": LlamaConfig,
-    "mistral": MistralConfig,
-    "qwen2": Qwen2Config,
-    "qwen3": Qwen3Config,
-    "qwen3_moe": Qwen3MoeConfig,
-    "qwen3_next": Qwen3NextConfig,
-    "qwen3_5_text": Qwen3_5TextConfig,
-    "qwen3_5_moe_text": Qwen3_5MoeTextConfig,
-}
 _SMALL = {
     "vocab_size": 211,
     "hidden_size": 96,
@@ -55,6 +37,8 @@ _SMALL = {
 }
 
 
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2}
+
 _DELTA_NET = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -64,7 +48,52 @@ _DELTA_NET = {
 }
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_OWN = {
+_ZERO_CENTRED = (*HYBRIDS, "gemma", "nemotron")
+_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.2,
+    "logits_scaling": 2.0,
+}
+_LOCAL_EXPERTS = {"num_local_experts": 6, "num_experts_per_tok": 3}
+_SIGMOID_EXPERTS = {
+    "num_hidden_layers": 3,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "first_k_dense_replace": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+}
+_MROPE = {"rope": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+_OWN: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "mixtral": _LOCAL_EXPERTS,
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 56},
+    "qwen2_vl": _MROPE,
+    "qwen2_5_vl": _MROPE,
+    "qwen3_vl": _MROPE,
+    "qwen3_vl_moe": {**_EXPERTS, **_MROPE},
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layer_interval": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 3},
+    "granite": _MULTIPLIERS,
+    "granitemoe": {**_MULTIPLIERS, **_LOCAL_EXPERTS},
+    "granitemoeshared": {**_MULTIPLIERS, **_LOCAL_EXPERTS, "shared_intermediate_size": 56},
+    "glm4_moe": {**_SIGMOID_EXPERTS, "use_qk_norm": True},
+    "dots1": {**_SIGMOID_EXPERTS, "sliding_window": None},
+    "starcoder2": {"sliding_window": None},
+    "ernie4_5_moe": {
+        "num_hidden_layers": 3,
+        "moe_num_experts": 6,
+        "moe_k": 3,
+        "moe_intermediate_size": 40,
+        "moe_num_shared_experts": 2,
+    },
+    "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": 3},
+    "cohere": {"logit_scale": 0.25},
     "qwen3_moe": _EXPERTS,
     "qwen3_next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56},
     "qwen3_5_text": _DELTA_NET,
@@ -97,18 +126,24 @@ class Oracle:
 def make_oracle(family: str, **overrides: Any) -> Oracle:
     """A random model of a family. Weights are drawn wide enough that attention and norms all matter."""
     torch.manual_seed(7)
-    rope = dict(overrides.pop("rope", ()))
     overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
     settings = {**_SMALL, **_OWN.get(family, {}), **overrides}
-    if rope:
+    if rope := dict(settings.pop("rope", ())):
         settings["rope_parameters"] = {"rope_theta": 10_000.0, **rope}
-    if family == "mistral":
-        settings["sliding_window"] = None
-    model = AutoModelForCausalLM.from_config(_CONFIGS[family](**settings), dtype=torch.float32).eval()
+    config_class = transformers.CONFIG_MAPPING[family]
+    if family in MULTIMODAL:
+        config = config_class(text_config=settings, tie_word_embeddings=settings["tie_word_embeddings"])
+        config.vision_config.update(_VISION)
+        model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    else:
+        model = AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32).eval()
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith(".e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
         for name, parameter in model.named_parameters():
-            if "norm" in name:
-                is_zero_centred = family in HYBRIDS and "linear_attn" not in name
+            if name.endswith("norm.weight"):
+                is_zero_centred = family in _ZERO_CENTRED and "linear_attn" not in name
                 parameter.uniform_(-0.5, 0.5) if is_zero_centred else parameter.uniform_(0.5, 1.5)
             elif "A_log" in name or "dt_bias" in name:
                 # Some heads remember a few tokens, some hundreds.

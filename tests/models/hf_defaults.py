@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig
 
 import penstock.models.hf
-from penstock.models.hf.config import DEFAULT_KEYS, FAMILIES, hf_model_config
+from penstock.models.hf.config import DEFAULT_KEYS, hf_model_config
+from penstock.models.hf.families import FAMILIES
 from penstock.models.reading import Fields
 
 TABLE = Path(penstock.models.hf.__file__).with_name("defaults.json")
@@ -35,6 +36,14 @@ SMALL = {
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "moe_k": 2,
+    "moe_topk": 2,
+    "n_shared_experts": 1,
+    "shared_intermediate_size": 16,
+    "pad_token_id": 0,
 }
 # What a model reads, and what changes nothing of a prompt's logits.
 WITHOUT_EFFECT = {
@@ -46,6 +55,8 @@ WITHOUT_EFFECT = {
         "output_router_logits",
         "pretraining_tp",
     ),
+    *("resid_pdrop", "embd_pdrop", "residual_dropout", "embedding_dropout", "hidden_dropout"),
+    *("router_jitter_noise", "input_jitter_noise"),
     *("id2label", "label2id", "num_labels", "problem_type", "gradient_checkpointing"),
     # What is returned beside the logits, and the way of computing.
     *(
@@ -58,22 +69,28 @@ WITHOUT_EFFECT = {
     ),
     # Names, of the model and of tokens that nobody puts anywhere.
     *("architectures", "transformers_version", "name_or_path", "auto_map", "bos_token_id", "pad_token_id"),
+    *("eod_token_id", "sep_token_id"),
+    # Layers that predict several tokens at once, which are left in the file.
+    *("num_mtp_layers", "num_nextn_predict_layers"),
 }
 
 
 def table() -> str:
     """A line for each family. `defaults` are the class's own attributes, before an object of it derives some from
     others. `fixed` is what the class or its model reads and Penstock does not, with the one value it may have."""
-    lines = []
-    for family in FAMILIES:
-        config = transformers.CONFIG_MAPPING[family]
-        defaults = {key: getattr(config, key) for key in DEFAULT_KEYS if hasattr(config, key)}
-        entry = {"defaults": defaults, "fixed": fixed(family, config)}
-        lines.append(f'"{family}": {json.dumps(entry)}')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    entries = {family: {"defaults": defaults(family), "fixed": fixed(family)} for family in FAMILIES}
+    return (
+        "{\n" + ",\n".join(f'"{family}": {json.dumps(entry)}' for family, entry in entries.items()) + "\n}\n"
+    )
 
 
-def fixed(family: str, config: type[PreTrainedConfig]) -> dict[str, Any]:
+def defaults(family: str) -> dict[str, Any]:
+    config = transformers.CONFIG_MAPPING[family]
+    return {key: getattr(config, key) for key in DEFAULT_KEYS if hasattr(config, key)}
+
+
+def fixed(family: str) -> dict[str, Any]:
+    config = transformers.CONFIG_MAPPING[family]
     found = {field.name: _of_class(config, field.name) for field in fields(config)}
     found |= model_reads(config)
     read = {*DEFAULT_KEYS, *WITHOUT_EFFECT, *reads_here(family)}
@@ -105,10 +122,17 @@ def model_reads(config: type[PreTrainedConfig]) -> dict[str, Any]:
             reads.setdefault(name, _of_class(config, name))
         return value
 
-    made = config(**{key: value for key, value in SMALL.items() if hasattr(config, key)})
+    renamed = getattr(config, "attribute_map", {})
+    small: dict[str, Any] = {
+        key: value for key, value in SMALL.items() if hasattr(config, key) and key not in renamed
+    }
+    if "vl" in config.model_type:
+        small["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+    made = config(**small)
     setattr(config, "__getattribute__", noting)  # noqa: B010
     try:
-        model = AutoModelForCausalLM.from_config(made).eval()
+        is_alone = type(made) in AutoModelForCausalLM._model_mapping
+        model = (AutoModelForCausalLM if is_alone else AutoModel).from_config(made).eval()
         with torch.no_grad():
             past = model(torch.arange(6)[None], use_cache=True).past_key_values
             model(torch.arange(1)[None], past_key_values=past)
@@ -129,6 +153,12 @@ def _literal_default(file: str, name: str) -> Any:
     return None
 
 
+def sound(family: str) -> dict[str, Any]:
+    """The least that a configuration needs, where all defaults are the class's."""
+    unset = {key: SMALL[key] for key, value in defaults(family).items() if value is None and key in SMALL}
+    return {**unset, "model_type": family, "max_position_embeddings": 64, "head_dim": 64}
+
+
 def reads_here(family: str) -> set[str]:
     reads: set[str] = set()
 
@@ -137,10 +167,13 @@ def reads_here(family: str) -> set[str]:
             reads.add(key)
             return super().get(key, default)
 
-    values = Noting(model_type=family, max_position_embeddings=4096)
+    values = Noting(sound(family))
     hf_model_config(Fields("config.json", values), Fields("generation_config.json", {}))
     return reads
 
 
 if __name__ == "__main__":
+    # A new family is read with its defaults, to see what is read.
+    entries = {family: {"defaults": defaults(family), "fixed": {}} for family in FAMILIES}
+    TABLE.write_text(json.dumps(entries))
     TABLE.write_text(table())

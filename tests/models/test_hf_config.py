@@ -17,7 +17,7 @@ from penstock.models.hf.folder import read_folder_config
 from penstock.models.reading import Fields
 from penstock.plan.model import RotaryConfig
 from tests.models.builders import CLASSES, hf_config
-from tests.models.hf_defaults import TABLE, table
+from tests.models.hf_defaults import TABLE, sound, table
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 50_000.0},
@@ -93,12 +93,12 @@ def test_the_table_of_defaults_is_that_of_transformers_classes() -> None:
 def test_what_transformers_models_read_and_this_one_does_not_is_refused_by_name(family: str) -> None:
     fixed = json.loads(TABLE.read_text())[family]["fixed"]
     assert "is_causal" in fixed
-    sound = {"model_type": family, "max_position_embeddings": 64}
+    values = sound(family)
     for key, value in fixed.items():
-        assert normalise({**sound, key: value}) == normalise({**sound, key: None}) == normalise(sound)
+        assert normalise({**values, key: value}) == normalise({**values, key: None}) == normalise(values)
         for other in (7, {"a": 1}, not value):
             with pytest.raises(ModelError, match=f"{key} of .* is not supported"):
-                normalise({**sound, key: other})
+                normalise({**values, key: other})
 
 
 @pytest.mark.parametrize("family", CLASSES)
@@ -145,7 +145,7 @@ def test_silu_has_two_names() -> None:
         ({"model_type": "mistral"}, "sliding window of 4096"),
         ({"model_type": "mistral", "sliding_window": 10, "max_position_embeddings": 11}, "sliding window"),
         ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}, "sliding window"),
-        ({"model_type": "llama", "hidden_act": "gelu"}, "gelu"),
+        ({"model_type": "llama", "hidden_act": "quick_gelu"}, "quick_gelu"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "part of each head"),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantised"),

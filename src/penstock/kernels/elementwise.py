@@ -7,6 +7,7 @@ whose exponential differs in the last bit. Here every run is whole vectors:
             one call, all threads                                            one thread each
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from math import gcd
@@ -63,6 +64,11 @@ def even_shares(num_rows: int, width: int, num_threads: int) -> list[slice]:
 # Activations, by transformers' names
 
 
+def _gelu(x: Tensor, out: Tensor) -> Tensor:
+    """By its formula: torch's own takes one library or another by how x lies in memory."""
+    return out.copy_(torch.erf(x * math.sqrt(0.5)).add_(1).mul_(x).mul_(0.5))
+
+
 def _relu2(x: Tensor, out: Tensor) -> Tensor:
     return torch.clamp_min(x, 0, out=out).square_()
 
@@ -81,9 +87,10 @@ _gelu_tanh = partial(torch.ops.aten.gelu.out, approximate="tanh")
 ACTIVATIONS: dict[str, ElementWise] = {
     "silu": torch.ops.aten.silu.out,
     "swish": torch.ops.aten.silu.out,
-    "gelu": torch.ops.aten.gelu.out,
+    "gelu": _gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
     "relu2": _relu2,
     "xielu": xielu(),  # as it is before training
 }

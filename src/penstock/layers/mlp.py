@@ -1,5 +1,6 @@
 """Feed-forward blocks: one for all tokens, and a mixture of such experts."""
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -111,12 +112,12 @@ class ExpertMLP:
 
 
 def _of_best_groups(choice: Tensor, config: ExpertsConfig) -> Tensor:
-    """Those of the groups whose best two experts are best together; 0 for the others."""
+    """Those of the groups whose best two experts are best together; the others are out of reach."""
     groups = choice.view(len(choice), config.num_groups, -1)
     best = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(dim=-1)  # [rows, groups]
     chosen = best.topk(config.num_active_groups, dim=-1).indices
     is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
-    return groups.masked_fill(~is_chosen[..., None], 0.0).flatten(1)
+    return groups.masked_fill(~is_chosen[..., None], -math.inf).flatten(1)
 
 
 def _run_expert(expert: MLP, x: Tensor, step: ForwardPass) -> Tensor:

@@ -317,8 +317,9 @@ class _Loader:
         config = self._config
         if weights.weight is None:
             return Norm()
-        bias = self._tensor(weights.bias) if weights.bias else None
-        return Norm(config.norm_eps, self._norm_weight(weights.weight), bias, config.layer_norm)
+        weight = self._norm_weight(weights.weight)
+        bias = self._tensor(weights.bias, weight.dtype) if weights.bias else None
+        return Norm(config.norm_eps, weight, bias, config.layer_norm)
 
     def _norm_weight(self, stored: Stored) -> Tensor:
         """A norm's weight. A zero-centred one is close to 1 once 1 is added, and would lose what matters of it in a

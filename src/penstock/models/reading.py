@@ -74,9 +74,14 @@ class Fields:
     origin: str  # the file's name, for messages
     values: Mapping[str, object]
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that no other default is given for
+    keys: Mapping[str, str] = field(default_factory=dict)  # what the file calls some of them
+
+    def knows(self, key: str) -> bool:
+        """Whether the key has a default, be it null."""
+        return self.keys.get(key, key) in self.defaults
 
     def has(self, key: str) -> bool:
-        return self.values.get(key) is not None
+        return self.values.get(self.keys.get(key, key)) is not None
 
     def integer(self, key: str, default: int | None = None, *, low: int = 0, high: int = 1 << 31) -> int:
         """An integer in [low, high]."""
@@ -163,6 +168,7 @@ class Fields:
         return tuple(ids)
 
     def error(self, key: str, value: object, accepted: str) -> ModelFileError:
+        key = self.keys.get(key, key)
         return ModelFileError(
             f"{self.origin}: {key} is {shortened(repr(value), 60)}, but {accepted} is needed"
         )
@@ -173,6 +179,7 @@ class Fields:
         return ModelError(f"{self.origin}: {shortened(key)} of {value} is not supported, {instead}")
 
     def _get(self, key: str, default: object) -> object:
+        key = self.keys.get(key, key)
         value = self.values.get(key)
         if value is None:
             value = self.defaults.get(key) if default is None else default
@@ -221,6 +228,12 @@ def check_experts(origin: str, experts: ExpertsConfig) -> None:
     if experts.num_active > experts.num_experts:
         raise ModelFileError(
             f"{origin}: a token cannot go to {experts.num_active} experts where there are {experts.num_experts}"
+        )
+    active, count = experts.num_active, experts.num_experts
+    groups, chosen = experts.num_groups, experts.num_active_groups
+    if count % groups or not groups >= chosen >= active * groups / count:
+        raise ModelFileError(
+            f"{origin}: {active} of {count} experts cannot be chosen from {chosen} of {groups} groups"
         )
     if (num := experts.num_experts * len(experts.layers)) > Most.EXPERTS_IN_ALL:
         raise ModelFileError(f"{origin}: {num} experts in all layers together exceed {Most.EXPERTS_IN_ALL}")

@@ -27,7 +27,10 @@ from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig
 _SHOWN = 4
 _NAME_LENGTH = 80
 _LAYER = re.compile(r"(?:model\.layers|blk)\.([0-9]{1,9})\.")
-_VISION = ("model.visual.", "visual.", "v.", "mm.")
+_VISION = (
+    *("model.visual.", "visual.", "v.", "mm.", "vision_tower.", "model.vision_tower."),
+    *("multi_modal_projector.", "model.multi_modal_projector."),
+)
 
 Shape = tuple[int, ...]
 

@@ -129,6 +129,8 @@ class TorchKernels:
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         """The norm of x [rows, size] without its mean, computed in float32."""
+        if weight.dtype != x.dtype:
+            return self.layer_norm(x.float(), weight, bias, eps).to(x.dtype)
         return torch.nn.functional.layer_norm(x, weight.shape, weight, bias, eps)
 
     def add_norm(

@@ -2,41 +2,24 @@
 
 The defaults are those of transformers' own classes. Importing one takes a second, so they stand in `defaults.json`,
 which `tests/models/hf_defaults.py` writes and a test compares. Beside them stands what transformers' models read and
-Penstock does not: a file that has another value there is refused. A plain new family is a row of `FAMILIES`, and a
-line that is written there.
+Penstock does not: a file that has another value there is refused. A plain new family is a row of `FAMILIES` in
+`families.py`, and a line that is written there.
 """
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from penstock.errors import ModelError, ModelFileError
+from penstock.kernels.elementwise import ACTIVATIONS
+from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
 from penstock.models.reading import Fields, Most, check_experts, check_heads, delta_net_of, recurrent_layers
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig
 
-
-@dataclass(frozen=True)
-class _Family:
-    """What a family has beyond what its configuration says; which keys that has, its defaults tell."""
-
-    qkv_bias: bool = False
-    head_norm: bool = False
-    count_key: str = "num_experts"  # the key that wins where both this and num_experts are given
-
-
-FAMILIES = {
-    "llama": _Family(),
-    "mistral": _Family(),
-    "qwen2": _Family(qkv_bias=True),
-    "qwen3": _Family(head_norm=True),
-    "qwen3_moe": _Family(head_norm=True, count_key="num_local_experts"),
-    "qwen3_next": _Family(head_norm=True),
-    "qwen3_5_text": _Family(head_norm=True),
-    "qwen3_5_moe_text": _Family(head_norm=True),
-}
 DEFAULT_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
@@ -45,41 +28,59 @@ DEFAULT_KEYS = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
+    # What some families call these, or have besides.
+    *("num_local_experts", "n_routed_experts", "moe_num_experts", "moe_k", "moe_topk"),
+    *("shared_intermediate_size", "n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"),
+    *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
+    *("routed_scaling_factor", "n_group", "topk_group"),
+    *("norm_epsilon", "norm_eps", "layer_norm_eps", "use_qk_norm"),
+    *("use_bias", "qkv_bias", "use_qkv_bias", "attention_out_bias"),
+    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar"),
+    *("logits_scaling", "logit_scale", "final_logit_softcapping"),
+    *("no_rope_layer_interval", "default_theta", "original_max_position_embeddings"),
 )
 _KINDS = ("default", "linear", "llama3", "yarn")
+_SHARED = "shared_expert_intermediate_size"
+_MULTIPLIERS = {
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "attention_scale": "attention_multiplier",
+    "logit_scale": "logit_scale",
+}
 _LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attention"
-
-
-# Models of text and pictures, whose text model is described under `text_config`.
-_MULTIMODAL = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
 
 
 def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     """`file` is config.json, `generation` is generation_config.json (empty where there is none)."""
     name, config = file.text("model_type"), file
-    if name in _MULTIMODAL:
-        name, config = _MULTIMODAL[name], file.nested("text_config")
+    if name in MULTIMODAL:  # older files have the text model's keys beside the others
+        config = file.nested("text_config") if file.has("text_config") else file
+        name = config.text("model_type", MULTIMODAL[name])
+        name = MULTIMODAL.get(name, name)
     family = FAMILIES.get(name)
     if family is None:
-        supported = ", ".join((*FAMILIES, *_MULTIMODAL))
+        supported = ", ".join((*FAMILIES, *MULTIMODAL))
         raise ModelError(
             f"{file.origin}: the model type {name!r} is not supported; supported are {supported}"
         )
-    config = replace(config, defaults=_table()[name]["defaults"])
+    config = replace(config, defaults=_table()[name]["defaults"], keys=family.keys)
     if file.has("quantization_config") or config.has("quantization_config"):
         raise ModelError(
             f"{file.origin}: quantised safetensors are not supported; use the original weights or a GGUF file"
         )
-    if (activation := config.text("hidden_act")) not in ("silu", "swish"):  # two names of one function
-        raise ModelError(f"{config.origin}: the activation {activation!r} is not supported, only silu is")
+    is_hybrid = config.knows("linear_num_key_heads")  # gates, norms around 1, a part of each head rotated
+    known = ["silu", "swish"] if is_hybrid else ACTIVATIONS
+    if (activation := config.text("hidden_act")) not in known:
+        raise ModelError(
+            f"{config.origin}: the activation {activation!r} is not supported, only {', '.join(known)} are"
+        )
 
-    fixed = _table()[name]["fixed"]
+    fixed = {**_table()[name]["fixed"], **family.only}
     for key, value in config.values.items():
         if key in fixed and value not in (None, fixed[key]):
             raise config.unsupported(key, f"only {json.dumps(fixed[key])} is")
 
     defaults = config.defaults
-    is_hybrid = "linear_num_key_heads" in defaults  # gates, norms around 1, a part of each head rotated
     hidden = config.size("hidden_size", Most.WIDTH)
     num_layers = config.size("num_hidden_layers", Most.LAYERS)
     num_heads = config.size("num_attention_heads", Most.HEADS)
@@ -92,13 +93,20 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     kinds = _layer_kinds(config, num_layers, is_hybrid=is_hybrid)
     _refuse_sliding_window(config, max_position, num_layers, kinds)
 
-    experts = _experts(config, family.count_key, num_layers) if "num_experts" in defaults else None
+    experts = _experts(config, family, num_layers) if config.knows("num_experts") else None
     if "intermediate_size" in defaults:
         intermediate = config.size("intermediate_size", Most.WIDTH)
     else:
         assert experts is not None
         intermediate = experts.intermediate_size  # of no dense layer, since there is none
-    bias = "attention_bias" in defaults and config.boolean("attention_bias")
+    if experts and activation == "xielu":
+        raise ModelError(f"{config.origin}: the activation xielu is not supported for experts")
+
+    def says(key: str) -> bool:
+        """Whether the family has such a switch, and it is on."""
+        return config.knows(key) and config.boolean(key)
+
+    bias, unrotated = says("attention_bias"), _unrotated_layers(config, num_layers)
     ends = config.token_ids("eos_token_id") + file.token_ids("eos_token_id")
     return ModelConfig(
         family=name,
@@ -111,19 +119,27 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         head_dim=head_dim,
         max_position=max_position,
         norm_eps=config.number("rms_norm_eps"),
-        # A multimodal model ties its head by the outer key, and writes both.
-        tied_head=file.boolean("tie_word_embeddings", config.boolean("tie_word_embeddings")),
-        rotary=_rotary(config, max_position),
-        rotary_dim=_rotary_dim(config, head_dim, 0.25 if is_hybrid else None),
-        qkv_bias=bias or family.qkv_bias,
-        out_bias=bias,
-        mlp_bias="mlp_bias" in defaults and config.boolean("mlp_bias"),
-        head_norm=family.head_norm,
+        # A multimodal model ties its head by the outer key, and writes both. Some text models have none.
+        tied_head=file.boolean(
+            "tie_word_embeddings",
+            config.boolean("tie_word_embeddings", None if config.knows("tie_word_embeddings") else True),
+        ),
+        rotary=_rotary(config, family, max_position, head_dim),
+        rotary_dim=_rotary_dim(config, head_dim, family.partial_rotary),
+        other_rotary=RotaryConfig(kind="none") if unrotated else None,
+        other_rotary_layers=unrotated,
+        qkv_bias=bias or family.qkv_bias or says("qkv_bias"),
+        out_bias=says("attention_out_bias")
+        if config.knows("attention_out_bias")
+        else bias and family.out_bias,
+        mlp_bias=says("mlp_bias"),
+        head_norm=family.head_norm or says("head_norm"),
         gated_attention=is_hybrid,
-        zero_centred_norm=is_hybrid,
         delta_net=_delta_net(config, num_layers, kinds) if is_hybrid else None,
         experts=experts,
+        activation={"swish": "silu"}.get(activation, activation),  # two names of one function
         eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
+        **{"zero_centred_norm": is_hybrid, **family.model, **_scales(config, family, hidden)},
     )
 
 
@@ -132,6 +148,36 @@ def _table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
     found: dict[str, dict[str, dict[str, Any]]]
     found = json.loads(Path(__file__).with_name("defaults.json").read_text())
     return found
+
+
+def _scales(config: Fields, family: Family, hidden: int) -> dict[str, float | None]:
+    """What multiplies embeddings, attention's scores, what blocks add, and logits."""
+    scales: dict[str, float | None] = {
+        name: config.number(key) for name, key in _MULTIPLIERS.items() if config.knows(key)
+    }
+    if family.embedding_is_scaled:
+        scales["embedding_scale"] = math.sqrt(hidden)
+    if config.knows("logits_scaling"):
+        scales["logit_scale"] = 1.0 / config.number("logits_scaling")
+    if config.knows("query_pre_attn_scalar"):
+        scales["attention_scale"] = config.number("query_pre_attn_scalar") ** -0.5
+    cap = "final_logit_softcapping"
+    if config.knows(cap) and config.values.get(cap, config.defaults[cap]) is not None:
+        scales["logit_softcap"] = config.number(cap)
+    return scales
+
+
+def _unrotated_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
+    """The layers without rotary embedding: every so many, or those that a file has a 0 for."""
+    if not config.knows("no_rope_layer_interval"):
+        return ()
+    interval = config.size("no_rope_layer_interval", Most.LAYERS)
+    rotated = config.integers("no_rope_layers", high=1)
+    if not rotated:
+        rotated = tuple(int((index + 1) % interval > 0) for index in range(num_layers))
+    if len(rotated) != num_layers:
+        raise config.error("no_rope_layers", list(rotated), f"a 0 or a 1 for each of the {num_layers} layers")
+    return tuple(index for index in range(num_layers) if not rotated[index])
 
 
 def _refuse_sliding_window(
@@ -163,7 +209,9 @@ def _layer_kinds(config: Fields, num_layers: int, *, is_hybrid: bool) -> tuple[s
     known = [_FULL]
     if is_hybrid:
         known.append(_LINEAR)
-    elif "max_window_layers" in config.defaults and config.boolean("use_sliding_window"):
+    elif config.knows("max_window_layers") and (
+        not config.knows("use_sliding_window") or config.boolean("use_sliding_window")
+    ):
         known.append(_SLIDING)  # with a window as long as the context
     for kind in kinds:
         if kind not in known:
@@ -187,35 +235,62 @@ def _delta_net(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> Delta
     )
 
 
-def _experts(config: Fields, count_key: str, num_layers: int) -> ExpertsConfig | None:
+def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig | None:
     """None where all layers have one dense feed-forward block."""
-    defaults = config.defaults
-    # Some families say which layers have experts, and whether their weights are normalised.
-    has_options = "decoder_sparse_step" in defaults
-    num_experts = config.integer("num_experts", low=0 if has_options else 1, high=Most.EXPERTS)
-    num_experts = config.integer(count_key, num_experts, low=0 if has_options else 1, high=Most.EXPERTS)
-    layers, normalised = tuple(range(num_layers)), True
-    if has_options:
-        step = config.integer("decoder_sparse_step", low=1)
-        dense = set(config.integers("mlp_only_layers", high=Most.LAYERS))
-        layers = tuple(index for index in layers if (index + 1) % step == 0 and index not in dense)
-        normalised = config.boolean("norm_topk_prob")
+    least = 0 if config.knows("decoder_sparse_step") else 1
+    num_experts = config.integer("num_experts", low=least, high=Most.EXPERTS)
+    if family.count_key:
+        num_experts = config.integer(family.count_key, num_experts, low=least, high=Most.EXPERTS)
+    layers = _expert_layers(config, num_layers)
     if not num_experts or not layers:
         return None
+    own = config.knows("moe_intermediate_size")
+    inner = config.size("moe_intermediate_size" if own else "intermediate_size", Most.WIDTH)
     shared = 0
-    if "shared_expert_intermediate_size" in defaults:
-        shared = config.size("shared_expert_intermediate_size", Most.WIDTH)
+    if config.knows("shared_expert_intermediate_size"):
+        least = int(config.defaults[config.keys.get(_SHARED, _SHARED)] > 0)
+        shared = config.integer(_SHARED, low=least, high=Most.WIDTH)
+    elif config.knows("n_shared_experts"):
+        shared = inner * config.size("n_shared_experts", Most.EXPERTS)
+    elif config.knows("moe_num_shared_experts"):
+        shared = inner * config.integer("moe_num_shared_experts", high=Most.EXPERTS)
+    grouping: dict[str, Any] = {}
+    if config.knows("n_group"):
+        grouping = {
+            "num_groups": config.size("n_group", Most.EXPERTS),
+            "num_active_groups": config.size("topk_group", Most.EXPERTS),
+            "scale": config.number("routed_scaling_factor"),
+        }
     experts = ExpertsConfig(
         num_layers=len(layers),
         num_experts=num_experts,
         num_active=config.size("num_experts_per_tok", Most.EXPERTS),
-        intermediate_size=config.size("moe_intermediate_size", Most.WIDTH),
+        intermediate_size=inner,
         shared_intermediate_size=shared,
-        normalised=normalised,
+        normalised=config.boolean("norm_topk_prob") if config.knows("norm_topk_prob") else True,
         layers=layers,
+        **{**grouping, **family.experts},
     )
     check_experts(config.origin, experts)
     return experts
+
+
+def _expert_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
+    """All, but for what some families say."""
+    layers = tuple(range(num_layers))
+    if config.knows("decoder_sparse_step"):
+        step = config.integer("decoder_sparse_step", low=1)
+        dense = set(config.integers("mlp_only_layers", high=Most.LAYERS))
+        return tuple(index for index in layers if (index + 1) % step == 0 and index not in dense)
+    if config.knows("first_k_dense_replace"):
+        return layers[config.integer("first_k_dense_replace") :]
+    if config.knows("moe_layer_interval"):
+        interval, start = config.integer("moe_layer_interval", low=1), config.integer("moe_layer_start_index")
+        end = config.integer("moe_layer_end_index", low=-1)
+        return tuple(
+            index for index in layers[start : None if end < 0 else end + 1] if (index + 1) % interval == 0
+        )
+    return layers
 
 
 # Rotary embedding
@@ -243,18 +318,23 @@ def _rotary_dim(config: Fields, head_dim: int, default_factor: float | None) -> 
     return rotated if rotated < head_dim else None
 
 
-def _rotary(config: Fields, max_position: int) -> RotaryConfig:
+def _rotary(config: Fields, family: Family, max_position: int, head_dim: int) -> RotaryConfig:
     """From `rope_parameters`, or `rope_scaling` and `rope_theta` as older files have them.
 
     A multimodal model's `mrope_section` is of no consequence: it divides the angles among three grids of
     positions, and in text a token has the same position in all three."""
     rope = _rope(config)
+    if not rope.values:
+        rope = replace(rope, values=family.rope)
 
     def optional_scale(key: str) -> float | None:
         return rope.scale(key) if rope.has(key) else None
 
-    theta = rope.theta("rope_theta", config.theta("rope_theta", 10_000.0))
+    theta = rope.theta("rope_theta", config.theta("rope_theta", config.defaults["default_theta"]))
     kind = rope.text("rope_type", rope.text("type", "default"))
+    kind = family.rope_kinds.get(kind, kind)
+    if kind == "ntk_alpha" and rope.has("alpha"):  # the base alone is stretched
+        return RotaryConfig(theta=theta * rope.scale("alpha") ** (head_dim / (head_dim - 2)))
     if kind not in _KINDS:
         raise ModelError(
             f"{rope.origin}: the rope type {kind!r} is not supported; supported are {', '.join(_KINDS)}"

@@ -1,6 +1,7 @@
 """Weights in a Hugging Face folder: safetensors, in one file or in shards."""
 
 import json
+import math
 import struct
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
 from penstock.models.hf.config import hf_model_config
+from penstock.models.hf.families import FAMILIES
 from penstock.models.reading import Fields, first_line, reading, shortened
 from penstock.models.weights import FileSource, require_shape
 from penstock.plan.model import ModelConfig
@@ -28,7 +30,12 @@ _INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 16 << 20  # in memory an empty object takes many times its two letters
 _MAX_TENSORS = 1 << 19
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
-_TEXT_PREFIX = "model.language_model."  # of the text model within a multimodal one
+# Of the text model within a multimodal one, and what they would be alone.
+_TEXT_PREFIXES = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,12 @@ class HfFolder(FileSource):
 
     def _add(self, stored_name: str, stored: _Stored) -> None:
         name = stored_name
-        if name.startswith(_TEXT_PREFIX):
-            name = "model." + name.removeprefix(_TEXT_PREFIX)
+        for prefix, alone in _TEXT_PREFIXES.items():
+            if name.startswith(prefix):
+                name = alone + name.removeprefix(prefix)
+        name = FAMILIES[self.config.family].tensor_name(name)
+        if name.endswith(".e_score_correction_bias"):  # some have a dimension of 1 more
+            stored = replace(stored, shape=(math.prod(stored.shape),))
         if len(self._tensors) >= _MAX_TENSORS:
             raise ModelFileError(f"{stored.file.path}: more than {_MAX_TENSORS} tensors are absurd")
         if name in self._tensors:

@@ -1,0 +1,178 @@
+"""Families of models: what each has beyond what its configuration says, by transformers' `model_type`.
+
+Which keys a family's configuration has, its defaults tell (`defaults.json`). Names of tensors that differ from
+Llama's and Qwen's are given as those.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from penstock.models.weights import MIXER_EXIT, MLP_EXIT
+
+
+@dataclass(frozen=True)
+class Family:
+    """A row of the table. `keys` and `names` map Llama's and Qwen's to the family's, and the family's to those."""
+
+    qkv_bias: bool = False
+    out_bias: bool = True  # where `attention_bias` says that there are biases
+    head_norm: bool = False
+    partial_rotary: float | None = None  # the rotated part of a head where a file is silent; None: always all
+    rope: Mapping[str, Any] = field(default_factory=dict)  # where a file is silent
+    rope_kinds: Mapping[str, str] = field(default_factory=dict)  # what it means by some
+    embedding_is_scaled: bool = False  # by the root of the hidden size
+    keys: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = field(default_factory=dict)  # of parts of a layer's tensors
+    model: Mapping[str, Any] = field(default_factory=dict)  # fields of `ModelConfig`
+    experts: Mapping[str, Any] = field(default_factory=dict)  # fields of `ExpertsConfig`
+    only: Mapping[str, Any] = field(default_factory=dict)  # the one value that a key may have
+    count_key: str = ""  # the key that wins where both this and num_experts are given
+
+    @cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        parts = "|".join(re.escape(name) for name in self.names)
+        return re.compile(rf"(?<=\.)(?:{parts})(?=\.|$)")
+
+    def tensor_name(self, name: str) -> str:
+        """Our name of a tensor that the family calls so."""
+        if not self.names or not name.startswith("model.layers."):
+            return name
+        return self._pattern.sub(lambda found: self.names[found[0]], name)
+
+
+_NORMS_AFTER = {"post_attention_layernorm": MIXER_EXIT, "post_feedforward_layernorm": MLP_EXIT}
+_GLM_NORMS = {"post_self_attn_layernorm": MIXER_EXIT, "post_mlp_layernorm": MLP_EXIT}
+_BLOCK_SPARSE = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_GRANITE_EXPERTS = {
+    "block_sparse_moe.input_linear.weight": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj",
+    "block_sparse_moe.router.layer": "mlp.gate",
+    "shared_mlp.input_linear": "mlp.shared_expert.gate_up_proj",
+    "shared_mlp.output_linear": "mlp.shared_expert.down_proj",
+}
+_SHARED = {"shared_experts": "shared_expert"}
+_SIGMOID = {"scores": "sigmoid", "choice_bias": True, "shared_gate": False}
+_LATE_NORMS = {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
+_NTK = {"dynamic": "ntk_alpha"}
+_BIASES = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+_ONLY_AFTER = {"pre_norm": False, "post_norm": True}
+
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(head_norm=True),
+    "qwen3_moe": Family(head_norm=True, count_key="num_local_experts"),
+    "qwen3_next": Family(head_norm=True, partial_rotary=0.25),
+    "qwen3_5_text": Family(head_norm=True, partial_rotary=0.25),
+    "qwen3_5_moe_text": Family(head_norm=True, partial_rotary=0.25),
+    "mixtral": Family(keys={"num_experts": "num_local_experts"}, names=_BLOCK_SPARSE),
+    "qwen2_moe": Family(),
+    "qwen2_vl_text": Family(qkv_bias=True, rope_kinds={"mrope": "default"}),
+    "qwen2_5_vl_text": Family(qkv_bias=True, rope_kinds={"mrope": "default"}),
+    "qwen3_vl_text": Family(head_norm=True),
+    "qwen3_vl_moe_text": Family(head_norm=True, count_key="num_local_experts"),
+    "seed_oss": Family(),
+    "phi3": Family(partial_rotary=1.0, rope_kinds={"su": "longrope", "yarn": "longrope"}),
+    "smollm3": Family(),
+    "olmo2": Family(head_norm=True, names=_NORMS_AFTER, model={"norm_all_heads": True, **_ONLY_AFTER}),
+    "olmoe": Family(head_norm=True, model={"norm_all_heads": True}),
+    "granite": Family(),
+    "granitemoe": Family(keys={"num_experts": "num_local_experts"}, names=_GRANITE_EXPERTS),
+    "granitemoeshared": Family(
+        keys={
+            "num_experts": "num_local_experts",
+            "shared_expert_intermediate_size": "shared_intermediate_size",
+        },
+        names=_GRANITE_EXPERTS,
+        experts={"shared_gate": False},
+    ),
+    "glm": Family(out_bias=False, partial_rotary=0.5, model={"interleaved_rotary": True}),
+    "glm4": Family(
+        out_bias=False,
+        partial_rotary=0.5,
+        names=_GLM_NORMS,
+        model={"interleaved_rotary": True, "post_norm": True},
+    ),
+    "glm4_moe": Family(
+        out_bias=False,
+        partial_rotary=0.5,
+        keys={"num_experts": "n_routed_experts", "head_norm": "use_qk_norm"},
+        names=_SHARED,
+        experts=_SIGMOID,
+    ),
+    "dots1": Family(
+        head_norm=True, keys={"num_experts": "n_routed_experts"}, names=_SHARED, experts=_SIGMOID
+    ),
+    "starcoder2": Family(
+        keys={"rms_norm_eps": "norm_epsilon", **_BIASES},
+        names={"c_fc": "up_proj", "c_proj": "down_proj"},
+        model={"layer_norm": True, "norm_bias": True, "gated_mlp": False},
+    ),
+    "ernie4_5": Family(keys=_BIASES, model={"interleaved_rotary": True}),
+    "ernie4_5_moe": Family(
+        keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k", **_BIASES},
+        names={"moe_statics": "gate", **_SHARED},
+        model={"interleaved_rotary": True},
+        experts={"choice_bias": True, "shared_gate": False},
+    ),
+    "hunyuan_v1_dense": Family(
+        head_norm=True, rope_kinds=_NTK, names=_LATE_NORMS, model={"norm_after_rotary": True}
+    ),
+    "hunyuan_v1_moe": Family(
+        head_norm=True,
+        rope_kinds=_NTK,
+        keys={"num_experts_per_tok": "moe_topk", "shared_expert_intermediate_size": "intermediate_size"},
+        names={"shared_mlp": "shared_expert", "gate.wg": "gate", **_LATE_NORMS},
+        model={"norm_after_rotary": True},
+        experts={"shared_gate": False},
+    ),
+    "apertus": Family(
+        head_norm=True,
+        rope={
+            "rope_type": "llama3",
+            "rope_theta": 12_000_000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 8192,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+        },
+        names={
+            "attention_layernorm": "input_layernorm",
+            "feedforward_layernorm": "post_attention_layernorm",
+        },
+        model={"gated_mlp": False},
+    ),
+    "arcee": Family(model={"gated_mlp": False}),
+    "gemma": Family(embedding_is_scaled=True, model={"zero_centred_norm": True}),
+    "cohere": Family(
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        only={"use_qk_norm": False},
+        model={"layer_norm": True, "parallel_blocks": True, "interleaved_rotary": True},
+    ),
+    "helium": Family(out_bias=False, model={"interleaved_rotary": True}),
+    "nemotron": Family(
+        keys={"rms_norm_eps": "norm_eps"},
+        partial_rotary=0.5,
+        model={"layer_norm": True, "norm_bias": True, "zero_centred_norm": True, "gated_mlp": False},
+    ),
+    "stablelm": Family(
+        keys={"rms_norm_eps": "layer_norm_eps", "qkv_bias": "use_qkv_bias"},
+        partial_rotary=0.25,
+        model={"layer_norm": True, "norm_bias": True},
+    ),
+}
+
+# Models of text and pictures, whose text model is described under `text_config`; what it is if that does not say.
+MULTIMODAL = {
+    "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen2_vl": "qwen2_vl_text",
+    "qwen2_5_vl": "qwen2_5_vl_text",
+    "qwen3_vl": "qwen3_vl_text",
+    "qwen3_vl_moe": "qwen3_vl_moe_text",
+    "mistral3": "mistral",
+}

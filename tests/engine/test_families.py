@@ -1,0 +1,85 @@
+"""Every family's answer is transformers', in whatever chunks its prompt is read."""
+
+from typing import Any
+
+import pytest
+
+from tests.engine.test_parity import relative_error
+from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
+
+NUM_TOKENS, NUM_GENERATED = 170, 12
+CHUNKS: tuple[dict[str, Any], ...] = (
+    {"chunk_size": 0},
+    {"chunk_size": 1},
+    {"chunk_size": 7},
+    {"chunk_size": 64},
+    {"chunk_size": 100},
+    {"chunk_ends": (3, 64, 65, 131, NUM_TOKENS)},
+)
+
+# By transformers' name, with what differs from `tests.oracle`.
+MODELS: list[tuple[str, dict[str, Any]]] = [
+    ("mixtral", {}),
+    ("qwen2_moe", {}),
+    ("qwen2_moe", {"qkv_bias": False, "num_hidden_layers": 3, "mlp_only_layers": (1,)}),
+    ("qwen2_vl", {}),
+    ("qwen2_5_vl", {}),
+    ("qwen3_vl", {"num_key_value_heads": 3}),
+    ("qwen3_vl_moe", {}),
+    ("mistral3", {}),
+    ("seed_oss", {}),
+    ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
+    ("phi3", {}),
+    ("phi3", {"rope": (("rope_type", "default"), ("partial_rotary_factor", 0.5)), "intermediate_size": 100}),
+    ("smollm3", {}),
+    ("smollm3", {"no_rope_layers": (0, 1, 1, 0), "tie_word_embeddings": True}),
+    ("olmo2", {}),
+    ("olmo2", {"num_key_value_heads": 6, "attention_bias": True}),
+    ("olmoe", {}),
+    ("olmoe", {"norm_topk_prob": True, "num_key_value_heads": 6}),
+    ("granite", {}),
+    ("granite", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
+    ("granitemoe", {}),
+    ("granitemoeshared", {}),
+    ("granitemoeshared", {"shared_intermediate_size": 0}),
+    ("glm", {}),
+    ("glm4", {}),
+    ("glm4", {"attention_bias": False, "rope": (("rope_type", "default"), ("partial_rotary_factor", 1.0))}),
+    ("glm4_moe", {}),
+    ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}),
+    ("dots1", {}),
+    ("starcoder2", {}),
+    ("starcoder2", {"use_bias": False, "hidden_act": "gelu", "intermediate_size": 100}),
+    ("ernie4_5", {}),
+    ("ernie4_5", {"use_bias": True}),
+    ("ernie4_5_moe", {}),
+    ("ernie4_5_moe", {"moe_num_shared_experts": 0, "moe_layer_interval": 2, "moe_layer_start_index": 0}),
+    ("hunyuan_v1_dense", {}),
+    ("hunyuan_v1_dense", {"rope": (("rope_type", "dynamic"), ("alpha", 50.0), ("factor", 1.0))}),
+    ("hunyuan_v1_moe", {}),
+    ("apertus", {}),
+    ("arcee", {}),
+    ("arcee", {"mlp_bias": True}),
+    ("gemma", {}),
+    ("gemma", {"hidden_act": "gelu", "tie_word_embeddings": True}),
+    ("cohere", {}),
+    ("cohere", {"tie_word_embeddings": True, "attention_bias": True}),
+    ("helium", {}),
+    ("nemotron", {}),
+    ("stablelm", {}),
+    ("stablelm", {"use_qkv_bias": True}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes"), MODELS, ids=lambda value: str(value))
+def test_a_family_is_transformers(family: str, changes: dict[str, Any]) -> None:
+    oracle, prompt = make_oracle(family, **changes), random_prompt(NUM_TOKENS)
+    logits, tokens = oracle.logits(prompt), oracle.greedy(prompt, NUM_GENERATED)
+    model = load_model(oracle.folder)
+    for chunks in CHUNKS:
+        run = run_prompt(model, prompt, **chunks, max_tokens=NUM_GENERATED)
+        assert run.logits is not None
+        assert relative_error(run.logits, logits) < 1e-4, chunks
+        while run.finish_reason is None:
+            run.step()
+        assert run.generated == tokens, chunks
