@@ -20,11 +20,13 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import unified_diff
 from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
+from queue import SimpleQueue
 
 import pytest
 from hypothesis import Phase, settings
@@ -309,6 +311,7 @@ def main() -> int:
     parser.add_argument(
         "--files", nargs="*", default=[], help="only in these files of the layer, as patterns"
     )
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time")
     parser.add_argument("--list", action="store_true", help="say which they would be, run nothing")
     options = parser.parse_args()
     known = equivalents()
@@ -324,18 +327,28 @@ def main() -> int:
     if options.list:
         print(*sample, sep="\n")
         return 0
-    with tempfile.TemporaryDirectory() as folder:
-        tests = Tests(options.layer, Path(folder), options.seed)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        free: SimpleQueue[Tests] = SimpleQueue()
+        for job in range(options.jobs):
+            free.put(Tests(options.layer, Path(folder, str(job)), options.seed))
         started = time.monotonic()
-        if (failed := tests.run()) is not None:
+        if (failed := (tests := free.get()).run()) is not None:
             raise SystemExit(f"the tests fail without a fault: {failed}")
+        free.put(tests)
         timeout_s = 60 + 3 * (time.monotonic() - started)
+
+        def notice(mutant: Mutant) -> str | None:
+            tests = free.get()
+            try:
+                return tests.notice(mutant, timeout_s)
+            finally:
+                free.put(tests)
+
         survivors = []
-        for number, mutant in enumerate(sample, 1):
-            notice = tests.notice(mutant, timeout_s)
-            verdict = f"caught by {notice}" if notice else "SURVIVED"
+        for number, (mutant, noticed) in enumerate(zip(sample, pool.map(notice, sample), strict=True), 1):
+            verdict = f"caught by {noticed}" if noticed else "SURVIVED"
             print(f"[{number}/{len(sample)}] {mutant}\n    {verdict}", flush=True)
-            if notice is None:
+            if noticed is None:
                 survivors.append(mutant)
     num_caught = len(sample) - len(survivors)
     print(f"\n{num_caught} of {len(sample)} caught in {options.layer}, seed {options.seed}")
