@@ -33,6 +33,7 @@ SUITES = {
     "targets": ("targets:TARGETS", "automatic chunks and latency targets against fixed chunks"),
     "cache": ("cache:CACHE", "prompts that were read before"),
     "busy": ("busy:BUSY", "a machine that does other work, and another checkout in turns"),
+    "stages": ("stages:STAGES_SUITE", "several stages on one machine, and over slow links"),
     "peers": ("peers:PEERS", "llama.cpp, vLLM and transformers beside Penstock"),
     "gpu": ("gpu.suite:GPU", "an NVIDIA GPU, with random weights of published shapes"),
 }
