@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
 from penstock.engine.constraint import NUM_KEPT, ConstraintFactory, TokenConstraint
-from penstock.engine.events import JsonFormat
+from penstock.engine.events import Grammar, JsonFormat
+from penstock.engine.grammar import MAX_GRAMMAR_BYTES
 from penstock.errors import ModelError, SettingError
 from penstock.models.opened import open_model
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
@@ -381,9 +382,10 @@ def counting(factory: ConstraintFactory) -> list[Schema]:
     compiled: list[Schema] = []
     compile_ = factory._compile
 
-    def counted(schema: Schema) -> Any:
-        compiled.append(schema)
-        return compile_(schema)
+    def counted(grammar: str, setting: str) -> Any:
+        schema = json.loads(grammar.partition("%json ")[2])
+        compiled.append({name: value for name, value in schema.items() if name != "x-guidance"})
+        return compile_(grammar, setting)
 
     factory._compile = counted  # type: ignore[method-assign]
     return compiled
@@ -500,16 +502,17 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "not a number": ({"const": float("nan")}, "not JSON"),
     "half a character": ({"enum": ["\ud800"]}, "not accepted"),
     "deep": (nested(200), "recursion"),
+    "much deeper": (nested(600), "too deeply|recursion"),
     "deeper": (nested(2_000), "nested too deeply"),
     "deepest": (nested(200_000), "bytes"),
     "as long as a book": ({"enum": list(range(3_000_000))}, "bytes"),
     "long": ({"enum": ["x" * 100_000]}, "bytes"),
     "wide": ({"type": "object", "properties": {f"k{n}": {} for n in range(2000)}}, "properties"),
     "many objects": (
-        {"anyOf": choices(900, lambda n: {"type": "object", "properties": {f"k{n % 7}": {}}})},
+        {"anyOf": choices(900, lambda n: {"properties": {f"k{n % 7}": {}}, "additionalProperties": True})},
         "too complex",
     ),
-    "loop": ({"$ref": "#"}, "no JSON that fits"),
+    "loop": ({"$ref": "#"}, "no answer that fits"),
     "loop of two": (
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
         "fits",
@@ -625,6 +628,87 @@ def test_any_value_as_a_schema_works_or_is_refused(schema: Any) -> None:
     except SettingError as error:
         refusal = str(error)
     assert byte_vocabulary().allowed(constraint) if refusal is None else "\n" not in refusal
+
+
+def takes(wanted: Grammar, text: str) -> bool:
+    """Whether an answer of this text may end there."""
+    vocabulary = merged_vocabulary()
+    constraint = vocabulary.factory.new(wanted)
+    ids = {vocabulary.bytes_of([token]): token for token in reversed(range(vocabulary.size))}
+    try:
+        for byte in text.encode():
+            constraint.accept(ids[bytes([byte])])
+    except SettingError:
+        return False
+    return constraint.is_finished or bool(vocabulary.eos_ids & set(vocabulary.allowed(constraint)))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "right", "wrong"),
+    [
+        (Grammar.regex(r"[a-c]+/\d{2}"), ["a/12", "abc/00"], ["a/1", "d/12", "a/123"]),
+        (Grammar.regex("a\nb?"), ["a\n", "a\nb"], ["a", "anb"]),
+        (Grammar.choice(["yes", "no", 'é "x"\n']), ["yes", "no", 'é "x"\n'], ["ye", "yesno", "maybe"]),
+        (Grammar('start: "a" NUMBER ("," NUMBER)*\nNUMBER: /[0-9]/'), ["a1", "a1,2"], ["a", "a1,"]),
+        (Grammar('%llguidance {"allow_initial_skip": true}\nstart: "x"'), ["x"], [" x"]),
+        (Grammar('root ::= "x" digit+\ndigit ::= [0-9]'), ["x1", "x12"], ["x", "1"]),
+        (Grammar('start: "<" %json {"enum": [1, 2]} ">"'), ["<1>"], ["<3>"]),
+    ],
+    ids=lambda value: str(getattr(value, "text", ""))[:24],
+)
+def test_grammars_of_every_form(wanted: Grammar, right: list[str], wrong: list[str]) -> None:
+    assert [text for text in right if not takes(wanted, text)] == []
+    assert [text for text in wrong if takes(wanted, text)] == []
+
+
+DEEP = "(" * 20_000
+NO_GRAMMAR: dict[str, tuple[Grammar, str]] = {
+    "prose": (Grammar("please answer politely"), "rules"),
+    "empty": (Grammar(""), "rules"),
+    "long": (Grammar("start: " + "x" * MAX_GRAMMAR_BYTES), "bytes"),
+    "no rule": (Grammar("start: nothing_here"), "grammar"),
+    "loop": (Grammar("start: start"), "grammar"),
+    "regex": (Grammar.regex("(a"), "grammar"),
+    "deep regex": (Grammar.regex(DEEP), "grammar"),
+    "look-ahead": (Grammar.regex("(?=a)b"), "look"),
+    "deep rules": (Grammar("start: " + DEEP), "grammar"),
+    "GBNF": (Grammar("root ::= ("), "GBNF"),
+    "deep GBNF": (Grammar("root ::= " + DEEP), "GBNF"),
+    "a schema of many": (
+        Grammar("start: %json " + json.dumps({"properties": {f"k{n}": {} for n in range(1500)}})),
+        "properties",
+    ),
+    "no schema": (Grammar("start: %json {"), "schema"),
+}
+
+
+@pytest.mark.parametrize("name", NO_GRAMMAR)
+def test_what_is_no_grammar_is_refused_in_one_line(name: str) -> None:
+    wanted, reason = NO_GRAMMAR[name]
+    started = time.process_time()
+    with pytest.raises(SettingError, match=reason) as caught:
+        merged_vocabulary().factory.new(wanted)
+    assert time.process_time() - started < 2
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_open"),
+    [
+        ({"properties": {"a": {}}}, False),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "integer"}}, True),
+        ({"type": "object"}, True),
+        ({"allOf": [{"properties": {"a": {}}}, {"properties": {"b": {"type": "integer"}}}]}, True),
+        ({"anyOf": [{"properties": {"a": {}}}, {"properties": {"c": {}}}]}, False),
+        ({"properties": {"a": {}}, "patternProperties": {"^b$": {}}}, True),
+    ],
+    ids=str,
+)
+def test_objects_that_list_properties_have_no_others(schema: Schema, is_open: bool) -> None:
+    wanted = {"type": "object", **schema}
+    assert takes_bytes(byte_vocabulary(), wanted, b'{"b": 1}') == is_open
+    assert takes_bytes(byte_vocabulary(), {"type": "array", "items": wanted}, b'[{"b": 1}]') == is_open
 
 
 def test_without_llguidance_the_error_says_what_to_install() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -299,6 +300,28 @@ def test_what_is_no_schema_is_refused(generate: Generate, given: str) -> None:
     done = generate("--prompt", "hello", "--json-schema", given)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("penstock: --json-schema ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (("--regex", "[xy]{3}/"), "[xy]{3}/"),
+        (("--choice", "up", "--choice", "down"), "up|down"),
+        (("--grammar", 'root ::= "x" [0-9]'), "x[0-9]"),
+        (("--grammar", "FILE"), "zz"),
+    ],
+    ids=str,
+)
+def test_an_answer_by_a_grammar(
+    generate: Generate, tmp_path: Path, arguments: tuple[str, ...], pattern: str
+) -> None:
+    file = tmp_path / "grammar.lark"
+    file.write_text('start: "z" "z"\n')
+    given = [str(file) if argument == "FILE" else argument for argument in arguments]
+    result = generate("--prompt", "x", "--max-tokens", "20", *given)
+    assert re.fullmatch(pattern + "\n", result.stdout), result.stdout
+    assert generate("--prompt", "x", *given, "--json-schema", "{}").exit_code == 2
+    assert generate("--prompt", "x", "--grammar", str(tmp_path / "none")).exit_code == 2
 
 
 def test_log_probabilities_are_in_the_json(generate: Generate) -> None:

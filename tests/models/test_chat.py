@@ -254,4 +254,4 @@ def test_long_conversations_are_within_bounds() -> None:
 
 def test_messages_of_anything_else_are_refused() -> None:
     with pytest.raises(PromptError, match="messages"):
-        ChatTemplate("x", {}).render([{"role": "user", "content": object()}])  # type: ignore[dict-item]
+        ChatTemplate("x", {}).render([{"role": "user", "content": object()}])

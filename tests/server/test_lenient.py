@@ -1,7 +1,9 @@
 """What other servers' clients send is taken: unknown names are ignored and told, slips and what changes an answer's
 meaning are refused."""
 
+import json
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -155,3 +157,54 @@ def test_what_servers_tell_of_themselves(server: Running) -> None:
     ]
     assert "messages" in paths["components"]["schemas"][chat["$ref"].rpartition("/")[2]]["properties"]
     assert server.ask("HEAD", "/").status == 200
+
+
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 9}
+OBJECT = {"type": "object", "properties": {"a": NUMBER}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "pattern"),
+    [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": OBJECT}}}, r'\{.*"a".*\}'),
+        ({"response_format": {"type": "json_schema", "schema": OBJECT}}, r'\{.*"a".*\}'),
+        ({"response_format": {"type": "json_object", "schema": OBJECT}}, r'\{.*"a".*\}'),
+        ({"response_format": {"type": "grammar", "grammar": 'root ::= "xy"'}}, "xy"),
+        ({"structured_outputs": {"json": OBJECT, "disable_any_whitespace": True}}, r'\{.*"a".*\}'),
+        ({"structured_outputs": {"regex": "a{3}"}}, "aaa"),
+        ({"structured_outputs": {"choice": ["up", "down"]}}, "up|down"),
+        ({"structured_outputs": {"grammar": 'start: "z" "z"'}}, "zz"),
+        ({"guided_json": json.dumps(OBJECT)}, r'\{.*"a".*\}'),
+        ({"guided_regex": "[bc]{4}"}, "[bc]{4}"),
+        ({"guided_choice": ["up", "down"]}, "up|down"),
+        ({"guided_grammar": 'root ::= "xy" [0-9]'}, "xy[0-9]"),
+        ({"grammar": 'root ::= "xy"'}, "xy"),
+        ({"json_schema": NUMBER, "max_tokens": 1}, "[0-9]"),
+    ],
+    ids=lambda value: str(value)[:48],
+)
+def test_answers_are_held_to_every_form_of_grammar(server: Running, fields: Any, pattern: str) -> None:
+    for ask in (server.chat, server.completion):
+        reply = ask(**{"max_tokens": 60, "temperature": 1.0, "seed": 3} | fields)
+        assert reply.status == 200, reply.body
+        [choice] = reply.json["choices"]
+        text = choice.get("text", choice.get("message", {}).get("content"))
+        assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "a", "guided_choice": ["b"]},
+        {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+        {"response_format": {"type": "json_object"}, "grammar": 'root ::= "xy"'},
+        {"guided_choice": []},
+        {"guided_json": "{"},
+        {"guided_regex": "(a"},
+        {"grammar": "prose"},
+        {"response_format": {"type": "grammar"}},
+    ],
+    ids=str,
+)
+def test_formats_that_contradict_or_are_none(server: Running, fields: Any) -> None:
+    assert server.chat(**fields).status == 400

@@ -1,40 +1,26 @@
-"""Answers that are JSON: which tokens may come next, by llguidance."""
+"""Answers that are of a grammar: which tokens may come next, by llguidance."""
 
-import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.events import JsonFormat
-from penstock.engine.schema_limits import check_counts, schema_text
+from penstock.engine.events import AnswerFormat, Grammar
+from penstock.engine.grammar import grammar_text
 from penstock.errors import ModelError, SettingError
 from penstock.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Schemas that are kept compiled: the choices of a request have one schema, and many requests the same.
+# Grammars that are kept compiled: the choices of a request have one, and many requests the same.
 NUM_KEPT = 16
-# Between two parts of JSON: nothing, one space, or a new line and its indent. Without a bound, small models go on
-# with white space for ever.
-WHITESPACE = r" |\n[ \t]{0,32}"
-_OPTIONS = {
-    "whitespace_pattern": WHITESPACE,
-    "item_separator": ",",
-    "key_separator": ":",
-    "lenient": False,  # keywords that are not supported are errors
-    "coerce_one_of": False,
-}
-_OPTIONS_KEY = "x-guidance"
-# No text is forced into certain tokens: every token whose bytes fit is allowed.
-_HEADER = '%llguidance {"no_forcing": true}\nstart: %json '
 _TOO_COMPLEX = re.compile(
     r"\(limit|schema too large|DNF too large|too many (states|expressions)|fuel exhausted|Current row has|^panic:"
 )
@@ -43,32 +29,32 @@ _MAX_REASON = 300
 
 @dataclass(frozen=True)
 class _Start:
-    """A schema that was compiled: the matcher at the start of an answer, which is only ever copied, and what it
+    """A grammar that was compiled: the matcher at the start of an answer, which is only ever copied, and what it
     allows there, a bit for each token, the lowest first."""
 
     matcher: "LLMatcher"
     bits: bytes
+    setting: str  # what an error calls it
 
 
 class ConstraintFactory:
     """Makes constraints for one model. `vocab_size` is the number of its logits; the vocabulary is built when the
-    first constraint is made. The last schemas are kept as they were compiled. Any thread may ask."""
+    first constraint is made. The last grammars are kept as they were compiled. Any thread may ask."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._vocabulary: LLTokenizer | None = None
-        self._starts: OrderedDict[str, _Start] = OrderedDict()  # by the schema's JSON, the last used last
+        self._starts: OrderedDict[str, _Start] = OrderedDict()  # by the grammar's text, the last used last
         self._lock = threading.Lock()
 
-    def new(self, wanted: JsonFormat) -> "TokenConstraint":
-        """A constraint at the start of its answer; an error for a schema that is not accepted."""
-        schema = {"type": "object"} if wanted.schema is None else wanted.schema
-        text = schema_text(schema)
+    def new(self, wanted: AnswerFormat) -> "TokenConstraint":
+        """A constraint at the start of its answer; an error for a grammar that is not accepted."""
+        text = grammar_text(wanted)
         constraint = self._known(text)
         if constraint is None:
-            start = self._compile(schema)
+            start = self._compile(text, "grammar" if isinstance(wanted, Grammar) else "json_format")
             with self._lock:
                 self._starts[text] = start
                 while len(self._starts) > NUM_KEPT:
@@ -85,18 +71,17 @@ class ConstraintFactory:
             return self._begin(self._starts[text])
 
     def _begin(self, start: _Start) -> "TokenConstraint":
-        return TokenConstraint(start.matcher.deep_copy(), start.bits, self._vocab_size, self._eos_ids)
+        return TokenConstraint(start, self._vocab_size, self._eos_ids)
 
-    def _compile(self, schema: dict[str, Any]) -> _Start:
-        grammar = _grammar(schema)
+    def _compile(self, grammar: str, setting: str) -> _Start:
         vocabulary = self._build()
         from llguidance import LLMatcher
 
         matcher = LLMatcher(vocabulary, LLMatcher.grammar_from_lark(grammar), log_level=0, limits=_limits())
         if matcher.is_error():
-            raise SettingError("json_format", ..., because=_reason(matcher.get_error()))
-        # Some schemas fail only here.
-        return _Start(matcher, _allowed_bits(matcher))
+            raise SettingError(setting, ..., because=_reason(matcher.get_error()))
+        # Some grammars fail only here.
+        return _Start(matcher, _allowed_bits(matcher, setting), setting)
 
     def _build(self) -> "LLTokenizer":
         with self._lock:
@@ -122,16 +107,17 @@ class ConstraintFactory:
 class TokenConstraint:
     """One answer's constraint: `mask` the logits, choose a token, `accept` it."""
 
-    def __init__(self, matcher: "LLMatcher", bits: bytes, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        self._matcher = matcher
-        self._bits: bytes | None = bits  # what is allowed next; None: not computed yet
+    def __init__(self, start: _Start, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._matcher = start.matcher.deep_copy()
+        self._setting = start.setting
+        self._bits: bytes | None = start.bits  # what is allowed next; None: not computed yet
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._has_ended = False
 
     @property
     def is_finished(self) -> bool:
-        """The JSON is complete, and nothing may follow but the end."""
+        """The answer is complete, and nothing may follow but the end."""
         return self._has_ended or self._matcher.is_stopped()
 
     def mask(self, logits: Tensor) -> Tensor:
@@ -149,31 +135,36 @@ class TokenConstraint:
         bits = self._allowed()
         if not 0 <= token < self._vocab_size or not bits[token >> 3] >> (token & 7) & 1:
             raise SettingError(
-                f"token {token} is not allowed here: the answer would not be the JSON asked for"
+                f"token {token} is not allowed here: the answer would not be of the format asked for"
             )
         self._bits = None
         if token in self._eos_ids:
             self._has_ended = True
         elif not self._matcher.consume_token(token):
-            raise _failure(self._matcher)
+            raise _failure(self._matcher, self._setting)
 
     def _allowed(self) -> bytes:
         if self._has_ended:
-            raise SettingError("the answer in JSON has ended: no token may follow")
+            raise SettingError("the answer has ended: no token may follow")
         if self._bits is None:
-            self._bits = _allowed_bits(self._matcher)
+            self._bits = _allowed_bits(self._matcher, self._setting)
         return self._bits
 
 
 class _Vocabulary:
-    """A vocabulary as llguidance reads it. A token without bytes is never allowed."""
+    """A vocabulary as llguidance reads it. A token without bytes is never allowed; a special one only where a grammar
+    names it, which a byte that is in no text says."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        # Special tokens have no bytes, nor have ids that the model has and the tokenizer has not.
-        self.tokens = [b"" if token in eos_ids else tokenizer.pieces.of(token) for token in range(vocab_size)]
+        # Ids that the model has and the tokenizer has not have no bytes.
+        pieces = tokenizer.pieces
+        self.tokens = [b"" if token in eos_ids else pieces.of(token) for token in range(vocab_size)]
+        for token in pieces.special:
+            if token < vocab_size and token not in eos_ids:
+                self.tokens[token] = b"\xff" + pieces.of(token, skip_special=False)
         if not eos_ids:
             # There must be an end: one beyond the logits, which nobody can choose.
             eos_ids = frozenset([vocab_size])
@@ -185,30 +176,21 @@ class _Vocabulary:
         raise NotImplementedError("text is not turned into tokens where none is forced")
 
 
-def _allowed_bits(matcher: "LLMatcher") -> bytes:
+def _allowed_bits(matcher: "LLMatcher", setting: str) -> bytes:
     bits = matcher.compute_bitmask()
     if matcher.is_error():
-        raise _failure(matcher)
+        raise _failure(matcher, setting)
     if not any(bits):
-        raise ModelError("the model has no token with which the JSON asked for could go on")
+        raise ModelError("the model has no token with which an answer of the format asked for could go on")
     return bits
 
 
-def _failure(matcher: "LLMatcher") -> SettingError:
-    return SettingError(
-        "json_format", ..., because=f"the schema cannot be followed: {_reason(matcher.get_error())}"
-    )
-
-
-def _grammar(schema: dict[str, Any]) -> str:
-    check_counts(schema)
-    if _OPTIONS_KEY in schema:
-        raise SettingError("json_format", ..., because=f"the schema has {_OPTIONS_KEY}: leave it out")
-    return _HEADER + json.dumps({_OPTIONS_KEY: _OPTIONS, **schema})
+def _failure(matcher: "LLMatcher", setting: str) -> SettingError:
+    return SettingError(setting, ..., because=f"it cannot be followed: {_reason(matcher.get_error())}")
 
 
 def _limits() -> "LLParserLimits":
-    """Bounds for schemas of strangers: about 0.1 s to begin, 0.02 s and 65 MB on the way."""
+    """Bounds for grammars of strangers: about 0.1 s to begin, 0.02 s and 65 MB on the way."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(max_grammar_size=20_000, max_lexer_states=100_000, verbose_errors=False)
@@ -220,7 +202,7 @@ def _reason(message: str) -> str:
     message = re.sub(r"^at \d+\(\d+\): ", "", message)
     message = re.sub(r"^failed to (compile JSON schema|parse \"%json\"): ", "", message)
     if message.startswith("NoExtension"):
-        return "there is no JSON that fits it"
+        return "there is no answer that fits it"
     if _TOO_COMPLEX.search(message):
         return "it is too complex: give a simpler one"
     # Patterns are quoted in full before the error in them.

@@ -1,11 +1,13 @@
 """What goes into the engine and what comes out of it: a request, events until one that ends it, and reports."""
 
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from penstock.engine.sampler import SamplingParams, StopMatcher, TokenLogprobs
-from penstock.errors import ContextLengthError, PenstockError, PromptError
+from penstock.errors import ContextLengthError, PenstockError, PromptError, SettingError
 from penstock.plan.checks import check_bool, check_int, check_type
 from penstock.plan.model import ModelConfig
 from penstock.plan.progress import Progress
@@ -149,6 +151,31 @@ class JsonFormat:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """The answer is to be of a grammar: rules of Lark, of which `start` is the first, or of GBNF (`root ::= ...`)."""
+
+    text: str
+
+    @classmethod
+    def regex(cls, pattern: str) -> "Grammar":
+        """Answers that match a regular expression, from end to end."""
+        if not isinstance(pattern, str) or not pattern:
+            raise SettingError("regex", pattern, "a regular expression")
+        escaped = re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.DOTALL)
+        return cls("start: /" + escaped.replace("\n", r"\n") + "/")
+
+    @classmethod
+    def choice(cls, texts: Sequence[str]) -> "Grammar":
+        """Answers that are one of these texts."""
+        if isinstance(texts, str) or not texts or not all(isinstance(text, str) and text for text in texts):
+            raise SettingError("choice", ..., "a list of texts of at least one character")
+        return cls("start: " + " | ".join(map(json.dumps, dict.fromkeys(texts))))
+
+
+AnswerFormat = JsonFormat | Grammar
+
+
+@dataclass(frozen=True)
 class GenerationRequest:
     """Token ids, and how to go on from them."""
 
@@ -157,10 +184,11 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: tuple[str, ...] = ()
     num_logprobs: int | None = None  # None: none; n: of the token that was chosen, and of the n most likely
-    json_format: JsonFormat | None = None
+    json_format: AnswerFormat | None = None
     ignore_eos: bool = False  # go on to max_tokens
     cache_salt: str = field(default="", repr=False)  # only requests with the same one share what was read
     owner: str = field(default="", repr=False)  # owners of requests that wait take turns
+    shown_special: frozenset[int] = frozenset()  # special tokens that are a part of the answer's text
 
     def check(self, model: ModelConfig) -> None:
         """Refuse what a model cannot run, before any work."""
@@ -186,7 +214,7 @@ class GenerationRequest:
         check_type("sampling", self.sampling, SamplingParams, "a SamplingParams")
         self.sampling.check_vocab(model.vocab_size)
         check_bool("ignore_eos", self.ignore_eos)
-        check_type("json_format", self.json_format, JsonFormat | None, "a JsonFormat")
+        check_type("json_format", self.json_format, AnswerFormat | None, "a JsonFormat or a Grammar")
         check_type("cache_salt", self.cache_salt, str, "a text")
         StopMatcher(self.stop)
 

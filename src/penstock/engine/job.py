@@ -59,7 +59,7 @@ class Job:
         self._eos_ids = frozenset() if request.ignore_eos else eos_ids
         self.sampler = Sampler(request.sampling)
         self._constraint = constraint
-        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        self._decoder = None if tokenizer is None else StreamDecoder(tokenizer, request.shown_special)
         self._stops = StopMatcher(request.stop)
         self._clock = PrefillClock(self.num_prompt, 0)
         self._arrived_s = time.perf_counter()

@@ -16,7 +16,7 @@ import torch
 
 from penstock.cache.store.block_store import BlockStore
 from penstock.engine.cache_choice import RequestSpaces
-from penstock.engine.events import Generation, GenerationRequest, JsonFormat
+from penstock.engine.events import AnswerFormat, Generation, GenerationRequest, Grammar, JsonFormat
 from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.graphs import record_passes
 from penstock.engine.profile import load_profile
@@ -98,7 +98,8 @@ class GenerateSettings(TypedDict, total=False):
     max_tokens: int | None
     sampling: SamplingParams | None
     stop: Sequence[str]
-    json_format: JsonFormat | Mapping[str, Any] | None
+    json_format: AnswerFormat | Mapping[str, Any] | None
+    grammar: Grammar | str | None
     num_logprobs: int | None
     ignore_eos: bool
     on_progress: ProgressCallback | None
@@ -330,7 +331,8 @@ class LLM:
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         stop: Sequence[str] = (),
-        json_format: JsonFormat | Mapping[str, Any] | None = None,
+        json_format: AnswerFormat | Mapping[str, Any] | None = None,
+        grammar: Grammar | str | None = None,
         num_logprobs: int | None = None,
         ignore_eos: bool = False,
         on_progress: ProgressCallback | None = None,
@@ -338,16 +340,22 @@ class LLM:
         """Text as it is generated. `on_progress` is called after each chunk of the prompt. What cannot be run is
         refused here, before any work.
 
-        `json_format` makes the answer JSON: of a schema, or any object with `JsonFormat()`. `num_logprobs` asks for
+        `json_format` makes the answer JSON: of a schema, or any object with `JsonFormat()`. `grammar` holds it to
+        rules of Lark or GBNF; `Grammar.regex` and `Grammar.choice` make some. `num_logprobs` asks for
         log-probabilities in the result: of each token, and of so many of the most likely. With `ignore_eos` the
         answer goes on to `max_tokens`."""
         started = time.perf_counter()
         if on_progress is not None and not callable(on_progress):
             raise SettingError("on_progress", on_progress, "what can be called")
         token_ids = self.tokenize(prompt, system=system, raw=raw)
-        if json_format is not None and not isinstance(json_format, JsonFormat):
+        if json_format is not None and not isinstance(json_format, AnswerFormat):
             check_type("json_format", json_format, Mapping, "a JSON schema or a JsonFormat")
             json_format = JsonFormat(dict(json_format))
+        if grammar is not None:
+            if json_format is not None:
+                raise SettingError("grammar", ..., contradicts={"json_format": ...})
+            check_type("grammar", grammar, str | Grammar, "a text or a Grammar")
+            json_format = Grammar(grammar) if isinstance(grammar, str) else grammar
         request = GenerationRequest(
             token_ids,
             self._default_max_tokens(len(token_ids)) if max_tokens is None else max_tokens,
@@ -388,8 +396,8 @@ class LLM:
 
     @cached_property
     def constraints(self) -> "ConstraintFactory":
-        """Makes what holds an answer to a JSON schema."""
-        from penstock.engine.constraint import ConstraintFactory  # loads what compiles schemas
+        """Makes what holds an answer to a schema or a grammar."""
+        from penstock.engine.constraint import ConstraintFactory  # loads what compiles grammars
 
         return ConstraintFactory(self.tokenizer, self.model.config.vocab_size, self.eos_ids)
 

@@ -29,9 +29,7 @@ def schema_text(schema: object) -> str:
         try:
             text = json.dumps(schema, allow_nan=False)
         except RecursionError as error:
-            raise SettingError(
-                "json_format", ..., "a flatter one", because="the schema is nested too deeply"
-            ) from error
+            raise too_deep() from error
         except (TypeError, ValueError) as error:
             raise SettingError("json_format", ..., because=f"the schema is not JSON: {error}") from error
         if len(text) <= MAX_BYTES:
@@ -39,6 +37,10 @@ def schema_text(schema: object) -> str:
     raise SettingError(
         "json_format", ..., "a smaller one", because=f"the schema has more than {MAX_BYTES} bytes"
     )
+
+
+def too_deep() -> SettingError:
+    return SettingError("json_format", ..., "a flatter one", because="the schema is nested too deeply")
 
 
 def _least_bytes(root: object) -> int:

@@ -100,6 +100,19 @@ def read_schema(text: str) -> dict[str, Any]:
     raise SettingError("json_schema", shortened(text), "a JSON schema, or a file with one", because=because)
 
 
+def read_grammar(text: str) -> str:
+    """A grammar, or that of the file that holds one."""
+    if "\n" in text or ":" in text:
+        return text
+    try:
+        return Path(text).expanduser().read_text()
+    except (OSError, ValueError, RuntimeError) as error:
+        because = getattr(error, "strerror", None) or str(error)
+        raise SettingError(
+            "grammar", shortened(text), "a grammar, or a file with one", because=because
+        ) from None
+
+
 def fetch(model: str, display: Display) -> Path:
     """Where the model lies, downloaded where it must be."""
     if not display.shows_bars:

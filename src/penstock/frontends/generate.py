@@ -67,6 +67,13 @@ def generate(
     json_schema: str | None = _answer(
         None, "Answer with JSON of this schema: its text, or a file with it.", metavar="FILE|JSON"
     ),
+    regex: str | None = _answer(None, "Answer with what this regular expression matches.", metavar="PATTERN"),
+    choice: list[str] | None = _answer(
+        None, "Answer with one of these texts. May be given several times.", metavar="TEXT"
+    ),
+    grammar: str | None = _answer(
+        None, "Answer by this grammar of Lark or GBNF: its text, or a file with it.", metavar="FILE|TEXT"
+    ),
     num_logprobs: int | None = _answer(
         None,
         "Log-probabilities of each token and of the N likeliest in its place, in the output of --json.",
@@ -94,6 +101,7 @@ def generate(
             check_text,
             loaded,
             read_bias,
+            read_grammar,
             read_prompt,
             read_schema,
             write,
@@ -109,11 +117,16 @@ def generate(
             raise SettingError("system", ..., because="put it into the prompt itself", beside={"raw": True})
         for option, text in [("--system", system or ""), *(("--stop", text) for text in stop or ())]:
             check_text(option, text)
+        formats = [name for name in ("json_schema", "regex", "choice", "grammar") if given[name]]
+        if len(formats) > 1:
+            raise SettingError(formats[0], ..., contradicts={formats[1]: ...})
         schema = None if json_schema is None else read_schema(json_schema)
+        rules = None if grammar is None else read_grammar(grammar)
         whole_prompt = read_prompt(prompt, prompt_file)
 
         display = make_display(quiet)
         with display.busy("starting"):
+            from penstock.engine.events import Grammar
             from penstock.engine.sampler import SamplingParams, StopMatcher
             from penstock.kernels.device import find_devices
 
@@ -121,6 +134,7 @@ def generate(
             given["logit_bias"] = read_bias(logit_bias or ())
             sampling = SamplingParams(**{field.name: given[field.name] for field in fields(SamplingParams)})
             StopMatcher(stop or ())
+            held = Grammar.regex(regex) if regex else Grammar.choice(choice) if choice else rules
         with loaded(model, display, settings) as llm:
             result = answer(
                 llm,
@@ -133,6 +147,7 @@ def generate(
                 sampling=sampling,
                 stop=stop or (),
                 json_format=schema,
+                grammar=held,
                 num_logprobs=num_logprobs,
                 ignore_eos=ignore_eos,
             )

@@ -33,9 +33,8 @@ from penstock.frontends.server.pages import page_router
 from penstock.frontends.server.requests import BodyReader, PreparedRequest, RequestBuilder, no_model
 from penstock.frontends.server.responses import (
     Answer,
-    AnswerFormat,
-    ChatFormat,
-    CompletionFormat,
+    ChatAnswer,
+    CompletionAnswer,
     EventStreamResponse,
     JsonResponse,
     ResponseWriter,
@@ -144,11 +143,11 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
 
     @post("/completions", CompletionBody)
     async def completions(request: Request) -> Response:
-        return await generate(request, CompletionBody, builder.completion, CompletionFormat())
+        return await generate(request, CompletionBody, builder.completion, CompletionAnswer)
 
     @post("/chat/completions", ChatBody)
     async def chat(request: Request) -> Response:
-        return await generate(request, ChatBody, builder.chat, ChatFormat())
+        return await generate(request, ChatBody, builder.chat, ChatAnswer)
 
     @post("/tokenize", TokenizeBody)
     async def tokenize(request: Request) -> Response:
@@ -159,7 +158,7 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
         request: Request,
         kind: type[_Asked],
         prepare: Callable[[_Asked, str | None], PreparedRequest],
-        form: AnswerFormat,
+        answer_kind: type[Answer],
     ) -> Response:
         events = EventStream(service)
         drain.add(events)
@@ -172,7 +171,9 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
 
         try:
             prepared = await read(request, kind, work)
-            answer = Answer(prepared, events, form, settings.model_name, service)
+            answer = answer_kind(prepared, events, settings.model_name, service)
+            if prepared.is_unheld:
+                request.state.ignored.names["tools.parameters"] = None
             ids.add(events.ids, answer=answer.id, header=request_id.get())
             if prepared.streams:
                 return EventStreamResponse(answer.stream(), at_end=events.cancel)

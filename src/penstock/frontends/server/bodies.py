@@ -5,7 +5,8 @@ import codecs
 import difflib
 import re
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -23,7 +24,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, from_json
 
-from penstock.engine.events import JsonFormat
+from penstock.engine.events import AnswerFormat, Grammar, JsonFormat
 from penstock.frontends.server.errors import ApiError
 from penstock.models.reading import shortened
 
@@ -37,6 +38,7 @@ MAX_SALT_CHARACTERS = 256
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
 MAX_ENTRIES = 1024  # of logit_bias, and of metadata
+MAX_TOOLS = 512
 MAX_IGNORED = 64  # names in a body that are not known
 # Lists and objects of a whole body: the smallest take three bytes as JSON, and a hundred as values of Python.
 MAX_CONTAINERS = 2**16
@@ -49,15 +51,14 @@ _TO_BRACKET = re.compile(
 # nothing. Those are accepted, and so is null.
 Unsupported = Mapping[str, tuple[str, tuple[Any, ...]]]
 _IN_BODIES: Unsupported = {
-    "tools": ("calling tools", ([],)),
-    "tool_choice": ("calling tools", ("none", "auto")),
-    "parallel_tool_calls": ("calling tools", (True, False)),
+    "tools": ("calling tools but in a chat", ([],)),
+    "tool_choice": ("calling tools but in a chat", ("none", "auto")),
+    "parallel_tool_calls": ("calling tools but in a chat", (True, False)),
     "functions": ("calling functions", ([],)),
     "function_call": ("calling functions", ("none", "auto")),
     "audio": ("sound", ()),
     "modalities": ("anything but text", (["text"],)),
     "prediction": ("predicted output", ()),
-    "reasoning_effort": ("a choice of reasoning effort", ("none",)),
     "verbosity": ("a choice of verbosity", ("medium",)),
     "web_search_options": ("searching the web", ()),
     "moderation": ("moderation", ()),
@@ -70,7 +71,6 @@ _IN_BODIES: Unsupported = {
     "documents": ("documents beside messages; put them into a message", ([],)),
 }
 _IN_MESSAGES: Unsupported = {
-    "tool_calls": ("calling tools", ([],)),
     "function_call": ("calling functions", ()),
     "audio": ("sound", ()),
     "refusal": ("refusals", ()),
@@ -187,12 +187,12 @@ def _at_most(limit: int) -> BeforeValidator:
 
 
 def _role(value: object) -> object:
-    if value in ("tool", "function"):
-        raise ValueError("messages of tools and functions are not supported")
+    if value == "function":
+        raise ValueError("messages of functions are OpenAI's old form: use the role tool")
     return "system" if value == "developer" else value  # OpenAI's newer name for it; templates know the older
 
 
-def _text(content: object) -> str:
+def text_of(content: object) -> str:
     """A text, or the texts of its parts on lines of their own."""
     if isinstance(content, str):
         return content
@@ -203,26 +203,156 @@ def _text(content: object) -> str:
 
 def _text_part(part: object) -> str:
     match part:
-        case {"type": "text", "text": str(text)}:
+        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+            return text
+        case {"type": "refusal", "refusal": str(text)}:
             return text
         case {"type": str(kind)} if kind != "text":
             raise ValueError(f"parts of type {kind[:40]!r} are not supported: this server takes text only")
     raise ValueError("give parts {'type': 'text', 'text': ...}")
 
 
+def _arguments(value: object) -> object:
+    """Those of a call: an object, or its JSON."""
+    if isinstance(value, str):
+        try:
+            value = from_json(value or "{}", allow_inf_nan=False)
+        except ValueError as error:
+            raise ValueError(f"they are no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("give a JSON object")
+    return value
+
+
+Name = Annotated[str, Field(pattern=r"^[^\s\"'<>{}\[\]()\\]{1,128}$")]
+
+
+class CalledFunction(Part):
+    name: Name
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+
+
+class ToolCall(Part):
+    function: CalledFunction
+    id: str | None = None
+    type: Literal["function"] | None = None
+    index: int | None = None
+
+    def plain(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id or "", "type": "function", "function": function}
+
+
 class Message(Part):
     unsupported = _IN_MESSAGES
+    aliases: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content"}
 
     role: Annotated[str, Field(min_length=1, max_length=_MAX_NAME), BeforeValidator(_role)]
-    content: Annotated[str, BeforeValidator(_text)]
+    content: Annotated[str | None, BeforeValidator(lambda value: value and text_of(value))] = None
     name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True), _at_most(MAX_TOOLS)] = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
-    def plain(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not self.tool_calls:
+            raise _wrong("content", "give a text, or a list of parts {'type': 'text', 'text': ...}")
+        return self
+
+    def plain(self) -> dict[str, Any]:
         """What the model's template gets."""
-        message = {"role": str(self.role), "content": self.content}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": str(self.role), "content": self.content or ""}
+        if self.tool_calls:
+            message["tool_calls"] = [call.plain() for call in self.tool_calls]
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if (value := getattr(self, name)) is not None:
+                message[name] = value
+        return message
 
 
+class Function(Part):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None  # the schema is always kept to
+
+    def plain(self) -> dict[str, Any]:
+        """As the model's template knows tools."""
+        parameters = self.parameters or {"type": "object", "properties": {}}
+        function = {"name": self.name, "description": self.description or "", "parameters": parameters}
+        return {"type": "function", "function": function}
+
+
+class Tool(Part):
+    type: Literal["function"]
+    function: Function
+
+
+def known_tools(value: object, info: ValidationInfo) -> object:
+    """Those of types that this server has no use for, such as searching the web, are ignored."""
+    ignored: Ignored = info.context or _STRICT
+    if not isinstance(value, list) or ignored.is_strict:
+        return value
+    known = []
+    for tool in value:
+        kind = tool.get("type") if isinstance(tool, dict) else None
+        if isinstance(kind, str) and kind not in ("function", "custom"):
+            ignored.add(f"tools.{kind}")
+        else:
+            known.append(tool)
+    return known
+
+
+ToolChoice = Literal["none", "auto", "required"]
+
+
+class ChosenFunction(Part):
+    name: str
+
+
+class ChosenTool(Part):
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """What a template is given, whatever the API: messages, tools as OpenAI's chat has them, and which of these may
+    be called: none, any, one at least, or the one of a name."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    choice: str = "auto"
+    is_named: bool = False  # `choice` is a tool's name
+    is_parallel: bool = True
+    variables: dict[str, Any] = field(default_factory=dict)
+    continues: bool = False  # the last message, which is the beginning of the answer
+    adds_prompt: bool = True  # the answer's beginning, as the template has it
+
+    def __post_init__(self) -> None:
+        names = [tool["function"]["name"] for tool in self.tools]
+        if len(set(names)) < len(names):
+            raise _wrong("tools", "tools have names of their own")
+        if self.is_named and self.choice not in names:
+            raise _wrong("tool_choice", f"there is no tool {self.choice[:100]!r} among tools")
+        if self.choice == "required" and not names:
+            raise _wrong("tool_choice", "tool_choice 'required' needs tools")
+
+
+def thinking(effort: str | None, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Variables of a template that say how much to think; those that are given by name go first."""
+    found: dict[str, Any] = {}
+    if effort is not None:
+        found = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
+    for name in _FIXED & (variables or {}).keys():
+        raise _wrong(
+            "chat_template_kwargs", f"{name} is not for chat_template_kwargs: it has a place of its own"
+        )
+    return {**found, **(variables or {})}
+
+
+_FIXED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 Prompt = str | list[int | str]  # a text, ids, or texts and ids in a row
 Tokens = Annotated[int, Field(ge=1, le=MAX_INT)]
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MAX_MESSAGES)]
@@ -299,27 +429,80 @@ class StreamOptions(Part):
     include_obfuscation: Literal[False] | None = None  # there is none
 
 
+Schema = dict[str, Any]
+
+
+def _schema(value: object) -> object:
+    """Some servers take a schema as text, too."""
+    if isinstance(value, str):
+        try:
+            return from_json(value, allow_inf_nan=False)
+        except ValueError as error:
+            raise ValueError(f"it is text, but no JSON: {error}") from None
+    return value
+
+
+GivenSchema = Annotated[Schema, BeforeValidator(_schema)]
+Choices = Annotated[list[str], Field(min_length=1), _at_most(MAX_ENTRIES)]
+
+
 class JsonSchema(Part):
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    schema_: Annotated[Schema, Field(alias="schema")]
+    name: str | None = None
     description: str | None = None
     strict: bool | None = None  # the schema is always kept to
 
 
 class ResponseFormat(Part):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "grammar"]
     json_schema: JsonSchema | None = None
+    schema_: Annotated[Schema | None, Field(alias="schema")] = None
+    grammar: str | None = None
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            raise ValueError("json_schema goes with type 'json_schema', and is needed there")
+        if self.type == "json_schema" and self.json_schema is None and self.schema_ is None:
+            raise ValueError("json_schema is needed with type 'json_schema'")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise ValueError("json_schema goes with type 'json_schema'")
+        if (self.type == "grammar") != (self.grammar is not None):
+            raise ValueError("grammar goes with type 'grammar', and is needed there")
         return self
 
-    def json_format(self) -> JsonFormat | None:
+    def answer_format(self) -> AnswerFormat | None:
         if self.type == "text":
             return None
-        return JsonFormat(None if self.json_schema is None else self.json_schema.schema_)
+        if self.grammar is not None:
+            return Grammar(self.grammar)
+        return JsonFormat(self.schema_ if self.json_schema is None else self.json_schema.schema_)
+
+
+class StructuredOutputs(Part):
+    """One of them; vLLM has its settings of how in the same place."""
+
+    json_: Annotated[GivenSchema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+
+    def answer_format(self) -> AnswerFormat | None:
+        return _only_one(
+            ("json", self.json_, JsonFormat),
+            ("json_object", self.json_object or None, lambda _: JsonFormat()),
+            ("regex", self.regex, Grammar.regex),
+            ("choice", self.choice, Grammar.choice),
+            ("grammar", self.grammar, Grammar),
+        )
+
+
+def _only_one(*formats: tuple[str, Any, Callable[[Any], AnswerFormat | None]]) -> AnswerFormat | None:
+    """What the one that is given makes of itself."""
+    made = [(name, make(value)) for name, value, make in formats if value is not None]
+    given = [(name, wanted) for name, wanted in made if wanted is not None]
+    if len(given) > 1:
+        raise _wrong(given[1][0], f"{given[1][0]} contradicts {given[0][0]}: give one of them")
+    return given[0][1] if given else None
 
 
 class GenerationBody(Body):
@@ -344,6 +527,13 @@ class GenerationBody(Body):
     logit_bias: Annotated[dict[str, float], AfterValidator(_biases), _at_most(MAX_ENTRIES)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: GivenSchema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    json_schema: GivenSchema | None = None  # llama.cpp's, as is the next
+    grammar: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
@@ -362,6 +552,19 @@ class GenerationBody(Body):
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are reported with each token; None: no log-probabilities."""
 
+    def answer_format(self) -> AnswerFormat | None:
+        """What the answer is held to, by whatever name."""
+        return _only_one(
+            ("response_format", self.response_format, ResponseFormat.answer_format),
+            ("structured_outputs", self.structured_outputs, StructuredOutputs.answer_format),
+            ("guided_json", self.guided_json, JsonFormat),
+            ("guided_regex", self.guided_regex, Grammar.regex),
+            ("guided_choice", self.guided_choice, Grammar.choice),
+            ("guided_grammar", self.guided_grammar, Grammar),
+            ("json_schema", self.json_schema, JsonFormat),
+            ("grammar", self.grammar, Grammar),
+        )
+
     @property
     def answer_tokens(self) -> int | None:
         """The most tokens of the answer, where the body says so."""
@@ -376,6 +579,7 @@ class GenerationBody(Body):
                 f"max_tokens={self.max_tokens} contradicts max_completion_tokens={self.max_completion_tokens}: "
                 "give one of them",
             )
+        self.answer_format()
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 raise _wrong(name, f"{name} is accepted only with 'stream': true")
@@ -395,12 +599,27 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class ChatBody(GenerationBody):
+class TalkBody(GenerationBody):
+    """A body with a conversation in it, of whatever API."""
+
+    @abstractmethod
+    def conversation(self) -> Conversation: ...
+
+
+class ChatBody(TalkBody):
     prompt_param = "messages"
 
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    tools: Annotated[list[Tool] | None, BeforeValidator(known_tools), _at_most(MAX_TOOLS)] = None
+    tool_choice: ToolChoice | ChosenTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, _at_most(MAX_ENTRIES)] = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -410,7 +629,27 @@ class ChatBody(GenerationBody):
     def _has_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise _wrong("top_logprobs", "top_logprobs is accepted only with 'logprobs': true")
+        if self.continue_final_message and (self.add_generation_prompt or not self.messages[-1].content):
+            raise _wrong(
+                "continue_final_message", "it needs a last message with text, and no add_generation_prompt"
+            )
+        self.conversation()
         return self
+
+    def conversation(self) -> Conversation:
+        choice, variables = self.tool_choice, self.chat_template_kwargs
+        if self.enable_thinking is not None:
+            variables = {"enable_thinking": self.enable_thinking, **(variables or {})}
+        return Conversation(
+            [message.plain() for message in self.messages],
+            [tool.function.plain() for tool in self.tools or ()],
+            choice.function.name if isinstance(choice, ChosenTool) else choice or "auto",
+            isinstance(choice, ChosenTool),
+            self.parallel_tool_calls is not False,
+            thinking(self.reasoning_effort, variables),
+            bool(self.continue_final_message),
+            self.add_generation_prompt is not False and not self.continue_final_message,
+        )
 
 
 class TokenizeBody(Body):

@@ -2,32 +2,37 @@
 tokenized on a thread."""
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from heapq import heappop, heappush
 from typing import Any, TypeVar, cast
 
 from fastapi import Request
 
-from penstock.engine.events import GenerationRequest
+from penstock.engine.events import AnswerFormat, GenerationRequest
+from penstock.engine.grammar import CallGrammar, after_thoughts
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.service import Service
-from penstock.errors import ContextLengthError, QueueFullError
+from penstock.errors import ContextLengthError, QueueFullError, SettingError
 from penstock.frontends.server.bodies import (
     MAX_SEED,
-    ChatBody,
     CompletionBody,
+    Conversation,
     GenerationBody,
-    Message,
     Prompt,
+    TalkBody,
     TokenizeBody,
 )
 from penstock.frontends.server.errors import RETRY_AFTER_S, ApiError, client_gone
 from penstock.frontends.server.lifecycle import Drain, disconnected, run_unless
 from penstock.frontends.server.settings import ServerSettings
+from penstock.frontends.server.turns import TurnParser
+from penstock.models.text.calls import HERMES_TOOLS, CallFormat
 
 # Parsing and tokenizing short bodies; long ones have a thread of their own, one at a time. The cores are the model's.
 NUM_THREADS = 2
@@ -268,11 +273,23 @@ class PreparedRequest:
     include_usage: bool
     returns_progress: bool
     counts_usage: bool = False  # in every chunk of a stream
+    parser: Callable[[], TurnParser] = TurnParser  # takes the answer's text apart
+    is_unheld: bool = False  # the tools' schemas are too complex: calls are not held to them
 
     def num_cached(self, of_requests: Sequence[int]) -> int:
         """Prompt tokens found in the cache: those that none of a prompt's choices had to read."""
         starts = range(0, len(of_requests), self.num_choices)
         return sum(min(of_requests[start : start + self.num_choices]) for start in starts)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """What an answer is held to, the special tokens of its text, and how that is taken apart."""
+
+    grammar: AnswerFormat | None
+    shown: frozenset[int]
+    parser: Callable[[], TurnParser]
+    is_unheld: bool = False
 
 
 class RequestBuilder:
@@ -288,16 +305,53 @@ class RequestBuilder:
         self._max_prompt_tokens = settings.max_prompt_tokens or service.max_request_tokens
         self._max_requests = service.schedule.max_running + service.schedule.max_waiting
 
-    def chat(self, body: ChatBody, tenant: str | None) -> PreparedRequest:
-        def encode() -> list[Sequence[int]]:
-            if len(body.messages) > self._max_prompt_tokens:  # each has a token at least
-                raise ContextLengthError(
-                    f"the chat has {len(body.messages)} messages, and this server takes prompts of up to "
-                    f"{self._max_prompt_tokens} tokens: shorten the chat"
-                )
-            return [self._encode(self._render(body.messages), adds_special=False)]
+    def chat(self, body: TalkBody, tenant: str | None) -> PreparedRequest:
+        told = body.conversation()
+        if len(told.messages) > self._max_prompt_tokens:  # each has a token at least
+            raise ContextLengthError(
+                f"the chat has {len(told.messages)} messages, and this server takes prompts of up to "
+                f"{self._max_prompt_tokens} tokens: shorten the chat"
+            )
+        prompt = self.render(told)
+        held = self._held(told, prompt, body.answer_format())
+        prepared = self._prepare(
+            body, tenant, 1, lambda: [self._encode(prompt, adds_special=False)], None, held
+        )
+        return replace(prepared, parser=held.parser, is_unheld=held.is_unheld)
 
-        return self._prepare(body, tenant, 1, encode, None)
+    def _held(self, told: Conversation, prompt: str, wanted: AnswerFormat | None) -> "_Held":
+        """What the answer is held to, and how it is taken apart."""
+        tokenizer = self._llm.tokenizer
+        thoughts = tokenizer.chat.thoughts
+        is_thinking = thoughts is not None and not told.continues and thoughts.is_open_after(prompt)
+        marks = () if thoughts is None else (thoughts.opening, thoughts.closing)
+        shown = {part for mark in marks for part in tokenizer.split_special(mark) if isinstance(part, int)}
+        if not told.tools or told.choice == "none":
+            if wanted is not None and thoughts is not None and is_thinking:
+                wanted = after_thoughts(wanted, thoughts, tokenizer)
+            parser = partial(TurnParser, None, thoughts, is_thinking=is_thinking)
+            return _Held(wanted, frozenset(shown), parser)
+        form = tokenizer.chat.calls
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in told.tools}
+        parser = partial(TurnParser, form, thoughts, is_thinking=is_thinking, schemas=schemas)
+        is_required = told.is_named or told.choice == "required"
+        try:
+            rules = CallGrammar(
+                form, {told.choice: schemas[told.choice]} if told.is_named else schemas, tokenizer
+            )
+            grammar = rules.grammar(
+                is_required=is_required,
+                is_parallel=told.is_parallel and not told.is_named,
+                thoughts=thoughts if is_thinking or is_required else None,
+                is_thinking=is_thinking,
+                text=wanted,
+            )
+            self._llm.constraints.new(grammar)
+        except SettingError as error:
+            if is_required:
+                raise SettingError("tools", ..., because=error.because or str(error)) from error
+            return _Held(None, frozenset(shown), parser, is_unheld=True)
+        return _Held(grammar, rules.special | shown, parser)
 
     def completion(self, body: CompletionBody, tenant: str | None) -> PreparedRequest:
         def encode() -> list[Sequence[int]]:
@@ -308,7 +362,8 @@ class RequestBuilder:
     def tokenize(self, body: TokenizeBody) -> list[int]:
         self.check_model(body.model)
         if body.messages is not None:
-            return self._llm.tokenizer.encode(self._render(body.messages), add_special_tokens=False)
+            told = Conversation([message.plain() for message in body.messages])
+            return self._llm.tokenizer.encode(self.render(told), add_special_tokens=False)
         text = body.content if body.prompt is None else body.prompt
         adds_special = body.prompt is not None if body.add_special is None else body.add_special
         return self._llm.tokenizer.encode(text or "", add_special_tokens=adds_special)
@@ -327,6 +382,7 @@ class RequestBuilder:
         num_prompts: int,
         encode: Callable[[], Sequence[Sequence[int]]],
         default_tokens: int | None,
+        held: "_Held | None" = None,
     ) -> PreparedRequest:
         self.check_model(body.model, is_needed=True)
         num_choices = body.n or 1
@@ -347,7 +403,8 @@ class RequestBuilder:
                 sampling=_of_choice(sampling, index),
                 stop=tuple(body.stop or ()),
                 num_logprobs=body.num_logprobs,
-                json_format=None if body.response_format is None else body.response_format.json_format(),
+                json_format=body.answer_format() if held is None else held.grammar,
+                shown_special=frozenset() if held is None else held.shown,
                 ignore_eos=bool(body.ignore_eos),
                 cache_salt=salt_of(tenant if self._isolates else None, body.cache_salt or ""),
                 owner=tenant if tenant is not None and self._has_tenants else "",
@@ -378,8 +435,23 @@ class RequestBuilder:
             return room if default is None else min(default, room)
         return body.answer_tokens if self._settings.strict_parameters else min(body.answer_tokens, room)
 
-    def _render(self, messages: Sequence[Message]) -> str:
-        return self._llm.tokenizer.render_chat([message.plain() for message in messages])
+    def render(self, told: Conversation) -> str:
+        """A conversation as the model reads it, up to where the answer begins."""
+        tokenizer = self._llm.tokenizer
+        tools = told.tools if told.choice != "none" else []
+        messages = told.messages
+        if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
+            form = tokenizer.chat.calls
+            messages = written(messages, form, tools)
+            tools = tools if form.is_native else []
+        text = tokenizer.render_chat(
+            messages, add_generation_prompt=told.adds_prompt, tools=tools, variables=told.variables
+        )
+        if told.continues:
+            last = messages[-1]["content"].rstrip()
+            before, found, _ = text.rpartition(last)
+            text = before + found if found else text
+        return text
 
     def _encode_parts(self, prompt: Prompt) -> Sequence[int]:
         """A text, ids, or texts and ids in a row, which begins as a text does where its first part is one."""
@@ -406,6 +478,48 @@ class RequestBuilder:
                     "prompt"
                 )
         return encode(text, add_special_tokens=adds_special)
+
+
+def written(
+    messages: Sequence[Mapping[str, Any]], form: CallFormat, tools: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Messages as a template takes calls and results; where it knows of none, as text."""
+    told: list[dict[str, Any]] = []
+    for message in map(dict, messages):
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        if not form.is_native and message["role"] == "tool":
+            answer = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if told and told[-1].get("is_result"):
+                told[-1]["content"] += "\n" + answer
+                continue
+            message = {"role": "user", "content": answer, "is_result": True}
+        elif not form.is_native and calls:
+            texts = [
+                json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False)
+                for call in calls
+            ]
+            blocks = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+            message = {
+                "role": message["role"],
+                "content": "\n".join(filter(None, [message["content"], *blocks])),
+            }
+        elif form.takes_text and calls:
+            message["tool_calls"] = [
+                {
+                    **call,
+                    "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])},
+                }
+                for call in message["tool_calls"]
+            ]
+        told.append(message)
+    if tools and not form.is_native:
+        lines = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+        block = HERMES_TOOLS.format(tools=lines)
+        if told and told[0]["role"] == "system":
+            told[0] = {**told[0], "content": f"{told[0]['content']}\n\n{block}"}
+        else:
+            told.insert(0, {"role": "system", "content": block})
+    return told
 
 
 def no_model(name: str, model_name: str) -> ApiError:

@@ -1,25 +1,36 @@
-"""Answers: from the engine's events to OpenAI's two formats, whole or as server-sent events, and to JSON."""
+"""Answers: from the engine's events to an API's format, whole or as server-sent events, and to JSON. OpenAI's chat
+and completions are here; other APIs have files of their own."""
 
 import asyncio
 import codecs
 import json
 import time
+from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock import __version__
-from penstock.engine.events import Failed, Finished, PromptProgress, TokenGenerated
+from penstock.engine.events import Event, Failed, Finished, FinishReason, PromptProgress, TokenGenerated
 from penstock.engine.sampler import RankedToken
 from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
 from penstock.frontends.server.errors import ApiError, as_failure, cancelled, internal
 from penstock.frontends.server.lifecycle import disconnected, run_unless
 from penstock.frontends.server.requests import PreparedRequest
+from penstock.frontends.server.turns import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Piece,
+    Text,
+    Thought,
+    Turn,
+)
 from penstock.models.text.tokenizer import TokenPieces
 from penstock.plan.progress import Progress
 
@@ -195,150 +206,180 @@ def _token_text(piece: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
 
 
-class ChatFormat:
-    """The objects of a chat's answer. A choice is an object in `choices`."""
-
-    prefix, whole_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
-    logprobs = ChatLogprobs
-
-    def whole(self, index: int, text: str, logprobs: Logprobs, reason: str) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """A choice's first chunk, where it has one before its text."""
-        delta = {"role": "assistant", "content": "", "refusal": None}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def chunk(
-        self, index: int, text: str | None = None, logprobs: Logprobs = None, reason: str | None = None
-    ) -> dict[str, Any]:
-        """A piece of a choice's text. Without text: progress of the prompt, or the choice's end."""
-        delta = {} if text is None else {"content": text}
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-
-
-class CompletionFormat:
-    """The same of a completion's answer."""
-
-    prefix, whole_name, chunk_name = "cmpl", "text_completion", "text_completion"
-    logprobs = CompletionLogprobs
-
-    def whole(self, index: int, text: str, logprobs: Logprobs, reason: str) -> dict[str, Any]:
-        return self.chunk(index, text, logprobs, reason)
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return None
-
-    def chunk(
-        self, index: int, text: str | None = None, logprobs: Logprobs = None, reason: str | None = None
-    ) -> dict[str, Any]:
-        return {"index": index, "text": text or "", "logprobs": logprobs, "finish_reason": reason}
-
-
-AnswerFormat = ChatFormat | CompletionFormat
-
-
 class Answer:
-    """The answer to one HTTP request, made from the events of its requests. The token that ends a text is not among
-    its log-probabilities."""
+    """The answer to one HTTP request, made from the events of its requests: each text is taken apart by a parser, and
+    what an API calls the parts is a subclass's. The token that ends a text is not among its log-probabilities."""
+
+    prefix: ClassVar[str]  # of its id
 
     def __init__(
-        self,
-        prepared: PreparedRequest,
-        events: EventStream,
-        form: AnswerFormat,
-        model_name: str,
-        service: Service,
+        self, prepared: PreparedRequest, events: EventStream, model_name: str, service: Service
     ) -> None:
         # The id ends as that of its first request does, by which the live page knows it.
-        self.id = f"{form.prefix}-{events.ids[0].rpartition('-')[2]}"
+        self.id = f"{self.prefix}-{events.ids[0].rpartition('-')[2]}"
         self._prepared = prepared
         self._events = events
-        self._form = form
         self._model_name = model_name
         self._created = int(time.time())
         self._pieces = service.llm.tokenizer.pieces
         self._eos_ids = service.llm.eos_ids
+        self._parsers = [prepared.parser() for _ in prepared.requests]
+        self._turns = [Turn() for _ in prepared.requests]
+        self._reasons: list[FinishReason] = ["stop"] * len(prepared.requests)
+        self._ends: list[Finished | None] = [None] * len(prepared.requests)
         self._num_answer = 0  # tokens of all choices
+        self._num_thought = 0  # of them, tokens of thoughts
         self._num_cached = [0] * len(prepared.requests)
 
     async def whole(self, writer: ResponseWriter) -> Response:
-        num_choices = len(self._prepared.requests)
-        texts: list[list[str]] = [[] for _ in range(num_choices)]
-        tokens: list[list[TokenGenerated]] = [[] for _ in range(num_choices)]
-        reasons = [""] * num_choices
-        async for index, event in self._events:
-            match event:
-                case TokenGenerated():
-                    self._num_answer += 1
-                    texts[index].append(event.text)
-                    if event.logprobs is not None:
-                        tokens[index].append(event)
-                case Finished():
-                    texts[index].append(event.text)
-                    reasons[index] = self._finish(index, event)
-                case Failed():
-                    raise as_failure(event.error)
-
-        def make() -> dict[str, Any]:
-            choices = [
-                self._form.whole(
-                    index, "".join(texts[index]), self._logprobs(index, tokens[index]), reasons[index]
-                )
-                for index in range(num_choices)
-            ]
-            return {**self._head(self._form.whole_name), "choices": choices, "usage": self._usage()}
-
-        return await writer.write(make)
+        tokens: list[list[TokenGenerated]] = [[] for _ in self._turns]
+        async for index, event, _ in self._parts():
+            if isinstance(event, TokenGenerated) and event.logprobs is not None:
+                tokens[index].append(event)
+        return await writer.write(lambda: self._content(tokens))
 
     async def stream(self) -> AsyncIterator[bytes]:
         """Server-sent events. If something goes wrong on the way, the last one is the error."""
         try:
             async for chunk in self._chunks():
-                yield _sent(to_json(chunk))
+                yield self._sent(chunk)
         except ApiError as error:
-            yield _sent(to_json(error.content))
+            yield self._sent(self._error(error))
         except Exception as error:
-            yield _sent(to_json(internal(error).content))
+            yield self._sent(self._error(internal(error)))
         else:
-            yield _sent(b"[DONE]")
+            if end := self._end():
+                yield end
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        form, prepared = self._form, self._prepared
-        writers = [form.logprobs(self._pieces) for _ in prepared.requests]
-        for index in range(len(prepared.requests)):
-            opening = form.opening(index)
-            if opening is not None:
-                yield self._chunk(opening)
+    @abstractmethod
+    def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
+        """The whole answer, when all have ended. `tokens` are those with log-probabilities, by choice."""
+
+    @abstractmethod
+    def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        """The data of a stream's events, made of `_parts`."""
+
+    def _sent(self, chunk: dict[str, Any]) -> bytes:
+        """An event, which says its own name where it has one."""
+        name = f"event: {chunk['type']}\n".encode()
+        return name + _sent(to_json(chunk))
+
+    def _error(self, error: ApiError) -> dict[str, Any]:
+        return error.content
+
+    def _end(self) -> bytes:
+        """What follows the last chunk."""
+        return b""
+
+    async def _parts(self) -> AsyncIterator[tuple[int, Event, list[Piece]]]:
+        """Each event with the index of its choice, and the parts of the answer that are known by it."""
         async for index, event in self._events:
+            parser, pieces = self._parsers[index], list[Piece]()
             match event:
-                case PromptProgress():
-                    if prepared.returns_progress:
-                        progress = _prompt_progress(event.progress)
-                        yield self._chunk(form.chunk(index), prompt_progress=progress)
                 case TokenGenerated():
                     self._num_answer += 1
-                    has_logprobs = event.logprobs is not None and not self._is_end(index, event)
-                    if has_logprobs or event.text:
-                        logprobs = writers[index].write([event]) if has_logprobs else None
-                        yield self._chunk(form.chunk(index, event.text, logprobs))
+                    self._num_thought += parser.is_thinking
+                    pieces = parser.push(event.text)
                 case Finished():
-                    reason = self._finish(index, event)
-                    if event.text:
-                        yield self._chunk(form.chunk(index, event.text))
-                    yield self._chunk(form.chunk(index, reason=reason))
+                    if event.reason == "cancelled":
+                        raise cancelled()
+                    pieces = parser.push(event.text) + parser.finish()
+                    self._num_cached[index] = event.usage.cached_tokens
+                    self._reasons[index], self._ends[index] = event.reason, event
                 case Failed():
                     raise as_failure(event.error)
-        if prepared.include_usage:
-            yield {**self._head(self._form.chunk_name), "choices": [], "usage": self._usage()}
+            for piece in pieces:
+                self._turns[index].add(piece)
+            yield index, event, pieces
 
-    def _chunk(self, choice: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def _calls(self, index: int) -> bool:
+        """Whether a choice ended with calls of tools."""
+        return self._reasons[index] == "stop" and bool(self._turns[index].whole_calls)
+
+    def _is_end(self, index: int, event: TokenGenerated) -> bool:
+        return event.token in self._eos_ids and not self._prepared.requests[index].ignore_eos
+
+    @property
+    def _num_prompt_cached(self) -> int:
+        return self._prepared.num_cached(self._num_cached)
+
+
+class OpenAIAnswer(Answer):
+    """What a chat's answer and a completion's have in common. A choice is an object in `choices`."""
+
+    whole_name: ClassVar[str]
+    chunk_name: ClassVar[str]
+    logprobs: ClassVar[type[ChatLogprobs | CompletionLogprobs]]
+
+    @abstractmethod
+    def _whole(self, index: int, logprobs: Logprobs, reason: str) -> dict[str, Any]:
+        """A choice that has ended."""
+
+    @abstractmethod
+    def _delta(self, piece: Piece | None) -> dict[str, Any] | None:
+        """What a part adds to a choice, if anything; without one: progress, log-probabilities alone, or the end."""
+
+    def _opening(self) -> dict[str, Any] | None:
+        """What is in a choice's first chunk, where it has one before its text."""
+        return None
+
+    def _reason(self, index: int) -> str:
+        return "tool_calls" if self._calls(index) else self._reasons[index]
+
+    def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
+        choices = []
+        for index in range(len(self._turns)):
+            logprobs: Logprobs = None
+            if self._prepared.requests[index].num_logprobs is not None:
+                told = [event for event in tokens[index] if not self._is_end(index, event)]
+                logprobs = self.logprobs(self._pieces).write(told)
+            choices.append(self._whole(index, logprobs, self._reason(index)))
+        return {**self._head(self.whole_name), "choices": choices, "usage": self._usage()}
+
+    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        prepared = self._prepared
+        writers = [self.logprobs(self._pieces) for _ in prepared.requests]
+        opening = self._opening()
+        for index in range(len(prepared.requests) if opening is not None else 0):
+            yield self._chunk(index, opening)
+        async for index, event, pieces in self._parts():
+            if isinstance(event, PromptProgress) and prepared.returns_progress:
+                progress = _prompt_progress(event.progress)
+                yield self._chunk(index, self._delta(None), prompt_progress=progress)
+            logprobs: Logprobs = None
+            if isinstance(event, TokenGenerated) and event.logprobs and not self._is_end(index, event):
+                logprobs = writers[index].write([event])
+            deltas = [delta for piece in pieces if (delta := self._delta(piece)) is not None]
+            if logprobs is not None and not deltas:
+                deltas = [self._delta(Text("")) or {}]
+            for delta in deltas:
+                yield self._chunk(index, delta, logprobs)
+                logprobs = None
+            if isinstance(event, Finished):
+                yield self._chunk(index, self._delta(None), reason=self._reason(index))
+        if prepared.include_usage:
+            yield {**self._head(self.chunk_name), "choices": [], "usage": self._usage()}
+
+    def _chunk(
+        self,
+        index: int,
+        delta: dict[str, Any] | None,
+        logprobs: Logprobs = None,
+        reason: str | None = None,
+        **more: Any,
+    ) -> dict[str, Any]:
         if self._prepared.counts_usage:
             more["usage"] = self._usage()
         elif self._prepared.include_usage:
             more["usage"] = None
-        return {**self._head(self._form.chunk_name), "choices": [choice], **more}
+        choice = {"index": index, **(delta or {}), "logprobs": logprobs, "finish_reason": reason}
+        return {**self._head(self.chunk_name), "choices": [choice], **more}
+
+    def _sent(self, chunk: dict[str, Any]) -> bytes:
+        return _sent(to_json(chunk))
+
+    def _end(self) -> bytes:
+        return _sent(b"[DONE]")
 
     def _head(self, name: str) -> dict[str, Any]:
         return {
@@ -349,29 +390,76 @@ class Answer:
             "system_fingerprint": FINGERPRINT,
         }
 
-    def _finish(self, index: int, event: Finished) -> str:
-        if event.reason == "cancelled":
-            raise cancelled()
-        self._num_cached[index] = event.usage.cached_tokens
-        return event.reason
-
     def _usage(self) -> dict[str, Any]:
         num_prompt = self._prepared.num_prompt_tokens
-        return {
+        usage: dict[str, Any] = {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_answer,
             "total_tokens": num_prompt + self._num_answer,
-            "prompt_tokens_details": {"cached_tokens": self._prepared.num_cached(self._num_cached)},
+            "prompt_tokens_details": {"cached_tokens": self._num_prompt_cached},
+        }
+        if self._num_thought:
+            usage["completion_tokens_details"] = {"reasoning_tokens": self._num_thought}
+        return usage
+
+
+class ChatAnswer(OpenAIAnswer):
+    prefix, whole_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    logprobs = ChatLogprobs
+
+    def _whole(self, index: int, logprobs: Logprobs, reason: str) -> dict[str, Any]:
+        turn = self._turns[index]
+        message: dict[str, Any] = {"role": "assistant", "content": turn.text, "refusal": None}
+        if turn.thought:
+            message |= {"reasoning_content": turn.thought, "reasoning": turn.thought}
+        if turn.whole_calls:
+            message["content"] = turn.text or None
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in turn.whole_calls
+            ]
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _opening(self) -> dict[str, Any]:
+        return {"delta": {"role": "assistant", "content": "", "refusal": None}}
+
+    def _delta(self, piece: Piece | None) -> dict[str, Any] | None:
+        call: dict[str, Any]
+        match piece:
+            case Text(text):
+                return {"delta": {"content": text}}
+            case Thought(text):
+                return {"delta": {"reasoning_content": text, "reasoning": text}}
+            case CallBegun(index, call_id, name):
+                function = {"name": name, "arguments": ""}
+                call = {"index": index, "id": call_id, "type": "function", "function": function}
+                return {"delta": {"tool_calls": [call]}}
+            case CallArguments(index, text):
+                call = {"index": index, "function": {"arguments": text}}
+                return {"delta": {"tool_calls": [call]}}
+            case CallEnded():
+                return None
+        return {"delta": {}}
+
+
+class CompletionAnswer(OpenAIAnswer):
+    prefix, whole_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    logprobs = CompletionLogprobs
+
+    def _whole(self, index: int, logprobs: Logprobs, reason: str) -> dict[str, Any]:
+        return {
+            "index": index,
+            "text": self._turns[index].text,
+            "logprobs": logprobs,
+            "finish_reason": reason,
         }
 
-    def _logprobs(self, index: int, events: list[TokenGenerated]) -> Logprobs:
-        if self._prepared.requests[index].num_logprobs is None:
-            return None
-        writer = self._form.logprobs(self._pieces)
-        return writer.write([event for event in events if not self._is_end(index, event)])
-
-    def _is_end(self, index: int, event: TokenGenerated) -> bool:
-        return event.token in self._eos_ids and not self._prepared.requests[index].ignore_eos
+    def _delta(self, piece: Piece | None) -> dict[str, Any] | None:
+        return {"text": piece.text if isinstance(piece, Text) else ""}
 
 
 def _prompt_progress(progress: Progress) -> dict[str, int]:

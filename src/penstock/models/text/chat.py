@@ -9,9 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
 
 from penstock.errors import ModelError, ModelFileError, PromptError
 from penstock.models.reading import first_line
+from penstock.models.text.calls import CallFormat, ThoughtMarks, read_format, read_thoughts
 
 MAX_TEMPLATE_BYTES = 1 << 20
 LIMIT_S = 5.0
@@ -31,10 +34,19 @@ class ChatTemplate:
         self.source = source
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """`variables` are more of those that a template may look at, such as `enable_thinking`."""
         values = {
+            **(variables or {}),
             "messages": [dict(message) for message in messages],
-            "tools": None,
+            "tools": list(tools) or None,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **self._special_tokens,
@@ -44,6 +56,18 @@ class ChatTemplate:
         except (TypeError, ValueError, RecursionError) as error:
             raise PromptError(f"a chat's messages are text, or lists and objects of it: {error}") from error
         return _process.render(self.source, given)
+
+    @cached_property
+    def calls(self) -> CallFormat:
+        """How it writes calls of tools."""
+        return read_format(self.source, self._probe, [*self._special_tokens.values()])
+
+    @cached_property
+    def thoughts(self) -> ThoughtMarks | None:
+        return read_thoughts(self.source, self._probe)
+
+    def _probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        return self.render(messages, tools=tools, add_generation_prompt=False)
 
 
 class _TemplateProcess:

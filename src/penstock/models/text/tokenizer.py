@@ -2,6 +2,7 @@
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -21,7 +22,7 @@ class TokenPieces:
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
-        self._special = frozenset(
+        self.special = frozenset(
             token for token, added in backend.get_added_tokens_decoder().items() if added.special
         )
         self._cache: dict[int, bytes] = {}
@@ -36,7 +37,7 @@ class TokenPieces:
 
     def of(self, token: int, *, skip_special: bool = True) -> bytes:
         """The token's bytes; none for an unknown one, and none for a special one that is skipped."""
-        if skip_special and token in self._special:
+        if skip_special and token in self.special:
             return b""
         piece = self._cache.get(token)
         if piece is None:
@@ -161,12 +162,30 @@ class Tokenizer:
         text = b"".join(self.pieces.of(token, skip_special=skip_special) for token in ids)
         return text.removeprefix(self.pieces.leading).decode(errors="replace")
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
+    @property
+    def chat(self) -> ChatTemplate:
         if self._chat is None:
             raise ModelError("this model has no chat template; give it a raw prompt instead")
-        return self._chat.render(messages, add_generation_prompt=add_generation_prompt)
+        return self._chat
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        return self.chat.render(
+            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
+        )
+
+    def split_special(self, text: str) -> list[str | int]:
+        """The text, with the special tokens in it as ids."""
+        ids = {self.pieces.of(token, skip_special=False).decode(): token for token in self.pieces.special}
+        names = sorted((name for name in ids if name and name in text), key=len, reverse=True)
+        parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
+        return [ids.get(part, part) for part in parts if part]
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
@@ -176,16 +195,18 @@ class Tokenizer:
 class StreamDecoder:
     """Turns tokens into text without ever emitting a part of a character.
 
-    The pieces, with `finish()`'s, add up to `tokenizer.decode` of all tokens. Each token costs its bytes."""
+    The pieces, with `finish()`'s, add up to `tokenizer.decode` of all tokens. Each token costs its bytes. Special
+    tokens have no text, but for those that are `shown`."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, shown: frozenset[int] = frozenset()) -> None:
         self._pieces = tokenizer.pieces
+        self._shown = shown
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._at_start = True
 
     def push(self, token: int) -> str:
         """The characters that this token completes; often a word, sometimes none."""
-        piece = self._pieces.of(token)
+        piece = self._pieces.of(token, skip_special=token not in self._shown)
         if self._at_start and piece:
             piece = piece.removeprefix(self._pieces.leading)
             self._at_start = False

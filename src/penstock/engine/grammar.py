@@ -1,0 +1,254 @@
+"""What an answer may be, as one text: a grammar in llguidance's form of Lark. Schemas, GBNF and calls of tools become
+that text; what compiles it is `constraint.py`."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.engine.events import AnswerFormat, Grammar, JsonFormat
+from penstock.engine.schema_limits import check_counts, schema_text, too_deep
+from penstock.errors import SettingError
+from penstock.models.text.calls import (
+    HERMES,
+    ID,
+    ID_PATTERN,
+    INDEX,
+    INDEX_PATTERN,
+    CallFormat,
+    ThoughtMarks,
+)
+from penstock.models.text.tokenizer import Tokenizer
+
+MAX_GRAMMAR_BYTES = 256 * 1024
+# Between two parts of JSON: nothing, one space, or a new line and its indent. Without a bound, small models go on
+# with white space for ever.
+WHITESPACE = r" |\n[ \t]{0,32}"
+_OPTIONS = {"whitespace_pattern": WHITESPACE, "item_separator": ",", "key_separator": ":"}
+# Keywords that are not supported are errors; but not in tools, which nobody wrote for a grammar.
+_STRICT = {**_OPTIONS, "lenient": False, "coerce_one_of": False}
+_LENIENT = {**_OPTIONS, "lenient": True, "coerce_one_of": True}
+_OPTIONS_KEY = "x-guidance"
+# No text is forced into certain tokens: every token whose bytes fit is allowed.
+_HEADER = '%llguidance {"no_forcing": true}\n'
+_ALIKE_TO_LARK = re.compile(r"^\s*[A-Za-z_][\w.-]*\s*(\[[^\]]*\])?\s*:", re.MULTILINE)
+
+# Where a schema has schemas in it.
+_ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+# An object that says one of these says itself what else it may have.
+_OPENS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
+_JOINS = ("anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef")
+_SAID_ONLY = ("description", "title", "examples", "default", "$comment", "deprecated")
+
+
+def grammar_text(wanted: AnswerFormat) -> str:
+    """The grammar of an answer; what is too large, or no grammar, is refused."""
+    if isinstance(wanted, JsonFormat):
+        schema = {"type": "object"} if wanted.schema is None else wanted.schema
+        return f"{_HEADER}start: {json_rule(schema)}"
+    text = wanted.text
+    if len(text) > MAX_GRAMMAR_BYTES:
+        raise SettingError(
+            "grammar", ..., "a smaller one", because=f"it has more than {MAX_GRAMMAR_BYTES} bytes"
+        )
+    if "::=" in text:
+        text = _from_gbnf(text)
+    elif not _ALIKE_TO_LARK.search(text):
+        raise SettingError("grammar", ..., "rules of Lark ('start: ...') or of GBNF ('root ::= ...')")
+    for found in re.finditer(r"%json\b\s*", text):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text, found.end())
+        except (ValueError, RecursionError) as error:
+            raise SettingError("grammar", ..., because=f"what follows %json is no schema: {error}") from error
+        if isinstance(schema, dict):
+            check_counts(schema)
+    return _HEADER + re.sub(r"^\s*%llguidance\b.*$", "", text, flags=re.MULTILINE)
+
+
+def json_rule(schema: object, *, is_lenient: bool = False) -> str:
+    """JSON of a schema, as a part of a rule."""
+    schema_text(schema)
+    assert isinstance(schema, dict)
+    check_counts(schema)
+    if _OPTIONS_KEY in schema:
+        raise SettingError("json_format", ..., because=f"the schema has {_OPTIONS_KEY}: leave it out")
+    try:
+        closed = _closed(schema, closes=not _joins(schema), drops=_SAID_ONLY if is_lenient else ())
+    except RecursionError as error:
+        raise too_deep() from error
+    return "%json " + json.dumps({_OPTIONS_KEY: _LENIENT if is_lenient else _STRICT, **closed})
+
+
+class CallGrammar:
+    """Makes grammars of answers with calls of tools, in the format of a model. `tools` are the schemas of their
+    arguments, by name."""
+
+    def __init__(self, form: CallFormat, tools: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+        self._form = form
+        self._tokenizer = tokenizer
+        self._rules = [r"TEXT: /(.|\n)*/"]
+        self._calls = [
+            f"{json.dumps(name)} {self._literal(form.middle)} {self._arguments(index, schema)}"
+            for index, (name, schema) in enumerate(tools.items())
+        ]
+
+    def grammar(
+        self,
+        *,
+        is_required: bool,
+        is_parallel: bool = True,
+        thoughts: ThoughtMarks | None = None,
+        is_thinking: bool = False,  # the prompt has opened thoughts
+        text: AnswerFormat | None = None,  # what an answer without calls is held to
+    ) -> Grammar:
+        """In an answer that may be text, calls are held to from their mark on; else from the first token, or from
+        the end of thoughts."""
+        form, rules = self._form, [*self._rules]
+        more = "" if form.between is None or not is_parallel else f"({self._literal(form.between)} call)*"
+        rules += [f"call: {' | '.join(self._calls)}", f"after: call {more} {self._literal(form.closing)}"]
+        whole = f"{self._literal(form.opening)} after"
+        start = whole
+        if not is_required and isinstance(text, JsonFormat):
+            start = f"{json_rule(text.schema or {'type': 'object'})} | {whole}"
+        elif not is_required and form.trigger:
+            triggered = self._until("trigger", form.trigger, rules)
+            start = f"TEXT | {triggered} {self._literal(form.opening.removeprefix(form.trigger))} after"
+        elif not is_required:
+            rules.append(f"OTHER: TEXT & ~/{_escaped(form.opening)}(.|\\n)*/")
+            start = f"OTHER | {whole}"
+        if thoughts is not None:
+            ended = f"{self._until('thoughts', thoughts.closing, rules)} /[ \\n]{{0,4}}/"
+            rules.append(f"answer: {start}")
+            opened = f"{self._literal(thoughts.opening)} {ended} answer"
+            start = f"{ended} answer" if is_thinking else f"{opened} | answer"
+        return Grammar("\n".join([f"start: {start}", *rules]))
+
+    @property
+    def special(self) -> frozenset[int]:
+        """The special tokens that calls are written with."""
+        form = self._form
+        tags = () if form.tags is None else (form.tags.key, form.tags.value, form.tags.end)
+        texts = (form.opening, form.middle, form.closing, form.between or "", *tags)
+        parts = (part for text in texts for part in self._tokenizer.split_special(text))
+        return frozenset(part for part in parts if isinstance(part, int))
+
+    def _literal(self, text: str) -> str:
+        """A text as a part of a rule, in which special tokens are themselves and any id fits."""
+        parts = []
+        for part in self._tokenizer.split_special(text):
+            if isinstance(part, int):
+                parts.append(f"<[{part}]>")
+                continue
+            for piece in re.split(f"([{ID}{INDEX}])", part):
+                pattern = {ID: ID_PATTERN, INDEX: INDEX_PATTERN}.get(piece)
+                parts.append(f"/{pattern}/" if pattern else json.dumps(piece) if piece else "")
+        return " ".join(filter(None, parts))
+
+    def _until(self, name: str, mark: str, rules: list[str]) -> str:
+        """Any text, up to a mark and with it."""
+        match self._tokenizer.split_special(mark):
+            case [int(), *_]:
+                return f"TEXT {self._literal(mark)}"
+            case [str(first), *_]:
+                rules.append(f"{name}[lazy]: TEXT {json.dumps(first)}")
+                return f"{name} {self._literal(mark.removeprefix(first))}"
+        raise AssertionError(f"{mark!r} is no mark")
+
+    def _arguments(self, index: int, schema: Any) -> str:
+        if self._form.tags is None:
+            return json_rule(schema, is_lenient=True)
+        schema_text(schema)
+        check_counts(schema)
+        tags, properties = self._form.tags, schema.get("properties")
+        required = schema.get("required")
+        units = []
+        for place, (key, value) in enumerate(properties.items() if isinstance(properties, dict) else ()):
+            unit = f"{self._literal(tags.key)} {json.dumps(key)} {self._literal(tags.value)} "
+            unit += self._value(f"value_{index}_{place}", value, schema)
+            is_needed = isinstance(required, list) and key in required
+            units.append(unit if is_needed else f"({unit})?")
+        return " ".join(units)
+
+    def _value(self, name: str, schema: Any, whole: Mapping[str, Any]) -> str:
+        """A tagged value and its end: text as it is, of other types JSON."""
+        assert self._form.tags is not None
+        end = self._form.tags.end
+        kind = schema.get("type") if isinstance(schema, dict) else None
+        options = schema.get("enum") if isinstance(schema, dict) else None
+        if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
+            return f"({' | '.join(map(json.dumps, options))}) {self._literal(end)}"
+        if kind in ("integer", "number", "boolean", "null", "object", "array"):
+            defined = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
+            return f"{json_rule({**defined, **schema}, is_lenient=True)} {self._literal(end)}"
+        return self._until(name, end, self._rules)
+
+
+def after_thoughts(wanted: AnswerFormat, thoughts: ThoughtMarks, tokenizer: Tokenizer) -> Grammar:
+    """The same answer, after thoughts that the prompt has opened."""
+    rules = CallGrammar(HERMES, {}, tokenizer)
+    ended = rules._until("thoughts", thoughts.closing, rules._rules)
+    text = grammar_text(wanted).removeprefix(_HEADER)
+    answer = re.sub(r"^start\b", "answer", text, flags=re.MULTILINE)
+    return Grammar("\n".join([f"start: {ended} /[ \\n]{{0,4}}/ answer", answer, *rules._rules]))
+
+
+def _escaped(text: str) -> str:
+    return re.escape(text).replace("/", r"\/").replace("\n", "n")
+
+
+def _from_gbnf(text: str) -> str:
+    from llguidance.gbnf_to_lark import gbnf_to_lark
+
+    try:
+        lark: str = gbnf_to_lark(text)
+    except Exception as error:  # it is a stranger's text, and a converter that is small
+        line = " ".join(str(error).split())[:200]
+        raise SettingError("grammar", ..., because=f"it is no GBNF: {line}") from error
+    return lark
+
+
+def _parts(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Each keyword that holds schemas, and a list of them."""
+    parts: list[tuple[str, Any]] = [
+        (name, [schema[name]]) for name in _ONE if isinstance(schema.get(name), dict)
+    ]
+    parts += [(name, schema[name]) for name in _LISTS if isinstance(schema.get(name), list)]
+    parts += [(name, [*schema[name].values()]) for name in _NAMED if isinstance(schema.get(name), dict)]
+    return parts
+
+
+def _joins(schema: dict[str, Any]) -> bool:
+    """Whether some object may have to hold to several schemas at once: then no part can say what it has not."""
+    stack: list[Any] = [schema]
+    while stack:
+        node = stack.pop()
+        if isinstance(node, dict):
+            if "allOf" in node or ("properties" in node and any(name in node for name in _JOINS)):
+                return True
+            stack += [inner for _, inners in _parts(node) for inner in inners]
+    return False
+
+
+def _closed(schema: Any, *, closes: bool, drops: Sequence[str]) -> Any:
+    """A copy in which objects that list properties have no others, unless they say so; without what only people
+    read."""
+    if not isinstance(schema, dict):
+        return schema
+
+    def inner(part: Any) -> Any:
+        return _closed(part, closes=closes, drops=drops)
+
+    copy = {name: value for name, value in schema.items() if name not in drops}
+    for name in {*_ONE, *_LISTS, *_NAMED} & copy.keys():
+        value = copy[name]
+        if name in _NAMED and isinstance(value, dict):
+            copy[name] = {key: inner(part) for key, part in value.items()}
+        elif name in _LISTS and isinstance(value, list):
+            copy[name] = [inner(part) for part in value]
+        elif name in _ONE and isinstance(value, dict):
+            copy[name] = inner(value)
+    if closes and isinstance(copy.get("properties"), dict) and not any(name in copy for name in _OPENS):
+        copy["additionalProperties"] = False
+    return copy

@@ -1,0 +1,204 @@
+"""How a model writes calls of tools, and its thoughts: read from its chat template, by rendering probes and looking
+where their names and values come out."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from typing import Any
+
+from penstock.errors import PenstockError
+
+# In a literal: a call's id, and a call's number.
+ID, INDEX = "\ue000", "\ue001"
+ID_PATTERN, INDEX_PATTERN = "[a-zA-Z0-9_-]{1,64}", "[0-9]{1,3}"
+_IDS = ("pRoBe0001", "pRoBe0002")  # some templates want nine letters and digits
+_NAMES = ("prb_alpha", "prb_beta")
+_ARGUMENTS = {"prb_key": "prb text", "prb_count": 7}
+_ANSWER, _THOUGHT = "prb answer", "prb thought"
+_USER = {"role": "user", "content": "prb question"}
+_MARK = r"(?:<[^<>\s]+>|\[[A-Z_/]+\])"
+
+Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
+
+
+@dataclass(frozen=True)
+class Tags:
+    """Arguments that are written one by one: what comes before a key, between it and its value, after the value. A
+    value that is text is written as it is, others as JSON."""
+
+    key: str
+    value: str
+    end: str
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Calls as literals: `opening` NAME `middle` ARGUMENTS, then `between` and the next, or `closing`."""
+
+    opening: str
+    middle: str
+    closing: str
+    between: str | None  # None: one call at a time
+    tags: Tags | None = None  # None: arguments are a JSON object
+    takes_text: bool = False  # the template wants arguments of past calls as text
+    is_native: bool = True  # the template knows tools; else they are told in the system message
+
+    @property
+    def trigger(self) -> str:
+        """The mark by which a call can be told from text; empty where a call is the whole answer."""
+        found = re.match(rf"{_MARK}|[^\s{{\[]\S*?(?=\s|\{{|$)", self.opening)
+        return found[0] if found else ""
+
+
+@dataclass(frozen=True)
+class ThoughtMarks:
+    """What thoughts are written between."""
+
+    opening: str
+    closing: str
+
+    def is_open_after(self, prompt: str) -> bool:
+        """Whether a prompt ends within thoughts."""
+        return prompt.rstrip().endswith(self.opening)
+
+
+# For templates that say nothing of tools.
+HERMES = CallFormat(
+    opening='<tool_call>\n{"name": "',
+    middle='", "arguments": ',
+    closing="}\n</tool_call>",
+    between='}\n</tool_call>\n<tool_call>\n{"name": "',
+    is_native=False,
+)
+# What a probe cannot see, by a mark of the template's source: the history is written otherwise than the answer, or
+# the format is told in words.
+_KNOWN: dict[str, CallFormat] = {
+    "<|channel|>commentary": CallFormat(
+        "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>", None
+    ),
+}
+_KNOWN_THOUGHTS = {"<|channel|>analysis": ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>")}
+HERMES_TOOLS = (
+    "You may call functions. These are their names, what they do, and their parameters as JSON schemas:\n"
+    "<tools>\n{tools}\n</tools>\n"
+    "To call one, write its name and arguments as JSON, in this form, and end your turn:\n"
+    '<tool_call>\n{{"name": NAME, "arguments": {{...}}}}\n</tool_call>\n'
+    "What it returns comes in <tool_response></tool_response>."
+)
+
+
+def read_format(source: str, render: Render, ends: Sequence[str] = ()) -> CallFormat:
+    """The format in which a template writes calls; `ends` are the texts of tokens that end an answer."""
+    for mark, known in _KNOWN.items():
+        if mark in source:
+            return known
+    for takes_text in (False, True):
+        try:
+            if (found := _read(render, ends, takes_text)) is not None:
+                return found
+        except PenstockError:  # a template that cannot take such messages
+            continue
+    return HERMES
+
+
+def read_thoughts(source: str, render: Render) -> ThoughtMarks | None:
+    """The marks of thoughts, where a template knows of them."""
+    for mark, known in _KNOWN_THOUGHTS.items():
+        if mark in source:
+            return known
+    try:
+        text = render([_USER, {"role": "assistant", "content": _ANSWER, "reasoning_content": _THOUGHT}], ())
+    except PenstockError:
+        text = ""
+    found = re.search(rf"({_MARK})\s*{_THOUGHT}\s*({_MARK})", text)
+    if found:
+        return ThoughtMarks(found[1], found[2])
+    return ThoughtMarks("<think>", "</think>") if "</think>" in source else None
+
+
+def _tool(name: str) -> dict[str, Any]:
+    properties = {"prb_key": {"type": "string"}, "prb_count": {"type": "integer"}}
+    parameters = {"type": "object", "properties": properties, "required": [*properties]}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": "prb tool", "parameters": parameters},
+    }
+
+
+def _call(index: int, takes_text: bool) -> dict[str, Any]:
+    arguments = json.dumps(_ARGUMENTS) if takes_text else _ARGUMENTS
+    return {
+        "id": _IDS[index],
+        "type": "function",
+        "function": {"name": _NAMES[index], "arguments": arguments},
+    }
+
+
+def _read(render: Render, ends: Sequence[str], takes_text: bool) -> CallFormat | None:
+    tools = [*map(_tool, _NAMES)]
+    head, _, end = render([_USER, {"role": "assistant", "content": _ANSWER}], tools).rpartition(_ANSWER)
+
+    def written(num_calls: int) -> str:
+        """What the answer is, from its first letter to its last."""
+        calls = [_call(index, takes_text) for index in range(num_calls)]
+        text = render([_USER, {"role": "assistant", "content": "", "tool_calls": calls}], tools)
+        shared = re.sub(r"[<\[][^<>\[\]\s]*$", "", _shared(head, text))  # no mark is cut
+        text = text[len(shared) :].removesuffix(end)
+        for each in ends:
+            text = text.partition(each)[0] if each else text
+        for each in _IDS:
+            text = text.replace(each, ID)
+        return text
+
+    opening, name, rest = written(1).partition(_NAMES[0])
+    one = _split(rest)
+    if not name or one is None:
+        return None
+    between = None
+    try:
+        two = _split(written(2).partition(_NAMES[0])[2])
+    except PenstockError:  # it refuses two calls
+        two = None
+    if two is not None and _NAMES[1] in two.closing:
+        between, _, rest = two.closing.partition(_NAMES[1])
+        last = _split(rest)
+        if last is not None and last.middle != one.middle:  # calls are numbered
+            one, last = _numbered(one), _numbered(last)
+            between = re.sub(r"\d+", INDEX, between)
+        if last is None or (last.middle, last.closing) != (one.middle, one.closing):
+            between = None
+    return replace(one, opening=opening.lstrip(), between=between, takes_text=takes_text)
+
+
+def _shared(one: str, other: str) -> str:
+    """What two texts begin with."""
+    pairs = zip(one, other, strict=False)
+    return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
+
+
+def _numbered(form: CallFormat) -> CallFormat:
+    return replace(form, middle=re.sub(r"\d+", INDEX, form.middle))
+
+
+def _split(text: str) -> CallFormat | None:
+    """What follows a name, taken apart: arguments are found by their values. `closing` is all that comes after."""
+    for found in re.finditer(r"\{", text):
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, found.start())
+        except ValueError:
+            continue
+        if value == _ARGUMENTS:
+            return CallFormat("", text[: found.start()], text[end:], None)
+    found_tags = re.search(r"prb_key(.*?)prb text(.*?)prb_count(.*?)7(.*)", text, re.DOTALL)
+    if found_tags is None or found_tags[1] != found_tags[3]:
+        return None
+    head, (value_mark, next_key, _, tail) = text[: found_tags.start()], found_tags.groups()
+    shared = _shared(next_key, tail)
+    end_mark = shared[: shared.rfind(">") + 1]
+    key = next_key[len(end_mark) :]
+    if not end_mark or not key or not head.endswith(key):
+        return None
+    tags = Tags(key, value_mark, end_mark)
+    return CallFormat("", head.removesuffix(key), tail[len(end_mark) :], None, tags)

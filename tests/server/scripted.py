@@ -1,0 +1,31 @@
+"""A model that says what it is told to: only its logits are a double, all that comes after them is real."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
+from penstock.engine.job import Job
+from penstock.engine.llm import LLM
+from penstock.engine.sampling import Choice
+
+
+@contextmanager
+def scripted(llm: LLM, text: str) -> Iterator[None]:
+    """While it lasts, the script's next token is the likeliest, where it is allowed; after the script, an end."""
+    script = llm.tokenizer.encode(text, add_special_tokens=False)
+    ends = sorted(llm.eos_ids)
+    choose = Job.choose
+
+    def told(job: Job, logits: torch.Tensor) -> Choice:
+        wanted = script[job.num_generated] if job.num_generated < len(script) else next(iter(ends), 0)
+        logits = logits.clone()
+        logits[wanted] = 1e9
+        return choose(job, logits)
+
+    with (
+        mock.patch.object(Job, "choose", told),
+        mock.patch.object(Job, "needs_logits", property(lambda job: True)),
+    ):
+        yield
