@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache, partial
-from hashlib import sha256
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,16 @@ import torch
 
 from penstock.cache import TokenRange
 from penstock.cache.space import CacheSpace
-from penstock.cache.transfer import cache_digests
-from penstock.engine.events import Finished, GenerationRequest, TokenGenerated
+from penstock.engine.events import GenerationRequest
 from penstock.engine.llm import LLM
-from penstock.engine.run import Run
-from penstock.engine.service import Service, ServiceConfig
+from penstock.engine.service import ServiceConfig
 from penstock.engine.stages.header import HeaderError, HeaderLimits, read_header, write_header
 from penstock.engine.step import build_batch
 from penstock.errors import SettingError, StageLostError
 from penstock.layers.forward_batch import ForwardBatch
+from penstock.measure.stages import run_digest, tokens_at_once, verify_stages
 from penstock.models.decoder import Decoder
-from penstock.plan import ChunkedPrefillConfig, ScheduleConfig, Span
+from penstock.plan import EngineSettings, ScheduleConfig, Span
 from penstock.plan.stage_settings import resolve_stages
 from tests.byte_models import byte_backend
 from tests.engine.hybrids import Tape
@@ -56,38 +54,12 @@ def staged(family: str, stages: int, **settings: Any) -> LLM:
     return LLM(folder_of(family), stages=stages, device="cpu", **{"dtype": "bfloat16", **settings})
 
 
-def digest(llm: LLM, chunk: int) -> str:
-    """Of keys and values of all layers, states and logits, after a prompt and some decodes."""
-    run = Run(
-        llm.model,
-        PROMPT,
-        config=ChunkedPrefillConfig(chunk),
-        canon=llm.canon,
-        max_tokens=6,
-        stages=llm.stages,
-    )
-    while len(run.generated) < 5:
-        run.step()
-    found = None
-    if llm.stages is None:
-        slot = run.cache.state.slot if run.cache.state else None
-        found = cache_digests(run.space.tensors, run.cache.blocks.locate(0, run.cache.num_tokens), slot)
-    else:
-        found = llm.stages.digests(run.space, run.cache)
-    assert len(found.kv) + len(found.states) == llm.model.config.num_layers
-    assert run.logits is not None
-    run.cancel()
-    return sha256(repr((found, run.generated, run.logits.tolist())).encode()).hexdigest()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_hash_for_any_number_of_stages(family: str) -> None:
     found = set()
     for stages in (1, 2, 3, 4):
         with staged(family, stages) as llm:
-            found |= {digest(llm, chunk) for chunk in (64, 128, 0)}
-            if family == "llama":
-                found.add(digest(llm, 100))
+            found |= {run_digest(llm, PROMPT, chunk) for chunk in (64, 100, 0)}
     assert len(found) == 1
 
 
@@ -99,28 +71,8 @@ def test_quantised_weights_in_stages(weights: str) -> None:
     for settings in ({}, {"layers": "1,3"}, {"layers": [3, 1]}):
         stages = 2 if settings else 1
         with staged("llama", stages, weights=weights, **settings) as llm:
-            found.add(digest(llm, 64))
+            found.add(run_digest(llm, PROMPT, 64))
     assert len(found) == 1
-
-
-def texts(llm: LLM, requests: list[GenerationRequest], **config: Any) -> list[tuple[int, ...]]:
-    """The tokens of requests that run at once."""
-    with Service(llm, ServiceConfig(strict=True, **config)) as service:
-        tokens: dict[int, list[int]] = {index: [] for index in range(len(requests))}
-        ends: list[str] = []
-
-        def listen(index: int, event: object) -> None:
-            if isinstance(event, TokenGenerated):
-                tokens[index].append(event.token)
-            elif isinstance(event, Finished):
-                ends.append(event.reason)
-
-        for index, request in enumerate(requests):
-            service.submit(request, partial(listen, index))
-        service.close(grace_s=60)
-        service.check_integrity()
-        assert ends == ["length"] * len(requests)
-    return [tuple(each) for each in tokens.values()]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -136,7 +88,8 @@ def test_requests_at_once_have_the_same_text(family: str) -> None:
         found = []
         for stages in (1, 2, 3):
             with staged(family, stages, chunk=128) as llm:
-                found.append(texts(llm, requests, schedule=schedule, cache_tokens=64 * blocks))
+                config = ServiceConfig(schedule, cache_tokens=64 * blocks, strict=True)
+                found.append(tokens_at_once(llm, requests, config))
         assert found[0] == found[1] == found[2]
 
 
@@ -260,3 +213,26 @@ def test_one_stage_is_none() -> None:
     assert resolve_stages() is None
     assert resolve_stages(1) is None
     assert resolve_stages("1") is None
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_verify_compares_stages(differs: bool) -> None:
+    """And notices a stage that hands on other bits."""
+    forward = Decoder.forward
+
+    def change(self: Decoder, *parts: Any) -> torch.Tensor | None:
+        out = forward(self, *parts)
+        return out if out is None or self.is_whole or self.first_layer else out + out * 2**-7
+
+    with pytest.MonkeyPatch.context() as patch:
+        if differs:
+            patch.setattr(Decoder, "forward", change)
+        results = verify_stages(
+            lambda settings: LLM(folder_of("llama"), settings=settings),
+            EngineSettings.resolve(device="cpu", threads=1),
+            (1, 2),
+            lambda llm: PROMPT,
+        )
+    assert results.passed != differs
+    assert len(results.hashes) == 8
+    assert ("BITS DIFFER" in results.render()) == differs

@@ -31,6 +31,7 @@ _OF_LAWS = [
     "json",
     "plot",
 ]
+_NOT_OF_STAGES = ["memory", "max_tokens", "overlap", "strict", "reference", "tolerance", "plot"]
 _OF_MEMORY = ["families", "prompts", "kernels", "quick", "full", "output"]
 
 
@@ -72,6 +73,12 @@ def verify(
     ),
     device: str | None = options.DEVICE,
     threads: int | None = options.THREADS,
+    stages: str | None = options.on_model(
+        None,
+        "Compare these numbers of stages instead, such as 1,2,4: keys, values, states and logits of all layers must "
+        "be the same bits, in chunks of 64, 100, 256 and whole by default.",
+        metavar="N,N",
+    ),
     json: Path | None = options.on_output(None, "Write everything that was found, as JSON.", metavar="FILE"),
     plot: Path | None = options.on_output(
         None, "Draw the differences by token (needs matplotlib).", metavar="FILE"
@@ -112,7 +119,13 @@ def verify(
         from penstock.frontends.answer import loaded, read_text, write
         from penstock.frontends.display import make_display
 
-        settings = options.engine_settings({**given, "chunk": 0, "dtype": dtype or "auto", "overlap": 0})
+        counts = _counts("stages", stages)
+        for name in _NOT_OF_STAGES if counts else ():
+            if given[name] is not None and given[name] is not False:
+                raise SettingError(name, ..., contradicts={"stages": stages})
+        settings = options.engine_settings(
+            {**given, "chunk": 0, "dtype": dtype or "auto", "overlap": 0, "stages": None}
+        )
         text = None if prompt_file is None else read_text(str(prompt_file))
         display = make_display()
         with display.busy("starting"):
@@ -139,6 +152,22 @@ def verify(
             cases = verify_memory(jobs, display.note)
             passed, page = all(case.is_met for case in cases), report.render_memory(cases)
             found = memory_json(cases, time.perf_counter() - started)
+        elif counts:
+            from penstock.engine.llm import LLM
+            from penstock.frontends.answer import fetch
+            from penstock.measure.stages import DEFAULT_STAGE_CHUNKS, TOKENS_AT_ONCE, verify_stages
+
+            require_outputs({"json": json})
+            path = fetch(model or options.DEFAULT_MODEL, display)
+            compared = verify_stages(
+                lambda engine: LLM(path, settings=engine),
+                settings,
+                counts,
+                lambda llm: prompt_of(llm, text, tokens, TOKENS_AT_ONCE),
+                (*sizes, 0) if sizes else DEFAULT_STAGE_CHUNKS,
+                display.note,
+            )
+            passed, page, found = compared.passed, compared.render(), compared.to_json()
         else:
             require_outputs({"json": json, "plot": plot})
             checks = Checks(
