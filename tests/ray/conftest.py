@@ -1,8 +1,12 @@
 """Servers on real clusters of Ray's: `make test-ray` runs these, and there they must not be skipped."""
 
 import os
+from pathlib import Path
 
 import pytest
+
+from tests.byte_models import model_of_bytes
+from tests.ray.running import NAME
 
 WANTED = "PENSTOCK_TEST_RAY"
 
@@ -12,3 +16,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "tests/ray/" in item.path.as_posix():
                 item.add_marker(pytest.mark.skip(reason="make test-ray runs it, with Ray installed"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return model_of_bytes("llama", tmp_path_factory.mktemp("models") / NAME)

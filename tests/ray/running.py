@@ -5,10 +5,14 @@ import ipaddress
 import json
 import os
 import re
+import secrets
+import signal
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -92,6 +96,51 @@ def listening(pids: set[int]) -> set[str]:
 
 
 @contextmanager
+def two_nodes() -> Iterator[dict[str, str]]:
+    """A cluster of two nodes with a processor each, by `ray start`: the environment of those who use it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    token = secrets.token_hex(32)
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "PYTHONUNBUFFERED": "1"}
+    start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "1"]
+    start += ["--dashboard-agent-listen-port", "0", "--disable-usage-stats"]
+    nodes: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: str) -> str:
+        """All that a node says until it is up."""
+        node = subprocess.Popen(
+            [*start, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        nodes.append(node)
+        assert node.stdout is not None
+        said = ""
+        for line in node.stdout:
+            said += line
+            if "forever until terminated" in line:
+                threading.Thread(target=node.stdout.read, daemon=True).start()
+                return said
+        raise AssertionError(said)
+
+    try:
+        said = begin("--head", "--port", str(port), "--include-dashboard", "false")
+        found = re.search(r"--address='(\S+)'", said)
+        assert found is not None, said
+        begin("--address", found[1])
+        yield {**environment, "RAY_ADDRESS": found[1]}
+    finally:
+        for pid in {pid for node in nodes for pid in (node.pid, *descendants(node.pid))}:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for node in nodes:
+            node.wait()
+
+
+@contextmanager
 def served(model: Path, *arguments: str, **environment: str) -> Iterator[Served]:
     """A server, from its first answer to its end; whatever it started is killed with it."""
     code = f"{INTERRUPTIBLE}\nfrom penstock.frontends.cli import main\nmain()"
@@ -114,6 +163,7 @@ def served(model: Path, *arguments: str, **environment: str) -> Iterator[Served]
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # a group of processes, as a terminal would make one
             env={**os.environ, "PENSTOCK_API_KEY": KEY, **environment},
         )
     )
@@ -129,9 +179,19 @@ def served(model: Path, *arguments: str, **environment: str) -> Iterator[Served]
         server.end()
 
 
-def check_end(server: Served, started: dict[int, str]) -> None:
-    """A server that was told to end does so well, and nothing is left of what it had started."""
-    assert any("/raylet/raylet " in line for line in started.values())
+def check_end(server: Served, started: Collection[int]) -> None:
+    """A server that was told to end does so well, and nothing is left of these processes."""
+    assert started
     assert server.end() == 0
     wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in started), TIMEOUT_S)
-    assert "Traceback" not in "".join(server.said)
+    own = [line for line in server.said if " pid=" not in line]  # not what actors say
+    assert "Traceback" not in "".join(own)
+
+
+def stream(client: openai.OpenAI, prompt: str, max_tokens: int) -> Any:
+    """A stream that has begun."""
+    events = client.completions.create(
+        model=NAME, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True
+    )
+    next(events)
+    return events

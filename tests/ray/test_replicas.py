@@ -12,31 +12,16 @@ import openai
 import pytest
 
 from penstock.plan.grids import BLOCK_TOKENS
-from tests.byte_models import model_of_bytes
-from tests.ray.running import KEY, NAME, Served, check_end, listening, served
+from tests.ray.running import KEY, NAME, Served, check_end, listening, served, stream
 from tests.server.running import wait_for
 
 REPLICA = "ray::ServeReplica:penstock:Replica"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return model_of_bytes("llama", tmp_path_factory.mktemp("models") / NAME)
-
-
-@pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Served]:
     with served(model, "--replicas", "2", "--grace", "5") as started:
         yield started
-
-
-def stream(client: openai.OpenAI, prompt: str, max_tokens: int) -> Any:
-    """A stream that has begun."""
-    events = client.completions.create(
-        model=NAME, prompt=prompt, max_tokens=max_tokens, temperature=0, stream=True
-    )
-    next(events)
-    return events
 
 
 def test_the_official_client_is_answered(server: Served) -> None:
@@ -138,6 +123,7 @@ def test_nothing_is_open_to_others_and_nothing_is_sent_home(server: Served) -> N
 def test_it_ends_when_its_answers_have_and_leaves_nothing(server: Served) -> None:
     """The last of this server."""
     running, started = stream(server.client(), "z", 1500), server.processes()
+    assert any("/raylet/raylet " in line for line in started.values())
     threading.Timer(0.2, lambda: server.popen.send_signal(signal.SIGTERM)).start()
     *_, last = running
     assert last.choices[0].finish_reason == "length"
@@ -152,3 +138,14 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["serve", "--ray", "--model", str(tmp_path / "no"), "--port", "0"])
     assert result.exit_code == 3
     assert result.stderr.count("\n") == 1
+
+
+def test_a_config_file_names_options_as_the_command_does(model: Path) -> None:
+    from penstock.errors import SettingError
+    from penstock.frontends.ray import application
+
+    assert application({"model": str(model), "replicas": 2, "stages": 2, "threads": 8})
+    with pytest.raises(SettingError, match="num_replicas"):
+        application({"model": str(model), "num_replicas": 2})
+    with pytest.raises(SettingError, match="a number"):
+        application({"model": str(model), "stages": "10.0.0.2:7070", "token_file": "token"})

@@ -1,6 +1,7 @@
-"""`penstock serve --ray`: replicas of a server behind Ray Serve. The only file that imports Ray.
+"""`penstock serve --ray`: replicas of a server behind Ray Serve, stages as actors. The only file that imports Ray.
 
     Serve's proxy > Front: reads a body, learns its keys > PrefixRouter > Replica: the service and its application
+                                                                            > StageWorker: layers before its own
 
 Ray Serve starts and restarts them, and passes streams and disconnects on. Its config files name
 `penstock.frontends.ray:application`.
@@ -12,10 +13,12 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -26,7 +29,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock import __version__
 from penstock.cache.keys import BlockKey, KeyChain, root_key
-from penstock.errors import PenstockError, SettingError
+from penstock.engine.stages.control import Address, Listener, new_token
+from penstock.engine.stages.workers import run_worker
+from penstock.errors import PenstockError, SettingError, StageLostError
 from penstock.frontends.affinity import PrefixAffinity
 from penstock.frontends.answer import fetch
 from penstock.frontends.display import make_display
@@ -44,7 +49,10 @@ from penstock.frontends.server.requests import BodyReader, RequestBuilder
 from penstock.frontends.server.responses import LIVE_HEADERS, JsonResponse, error_response, to_json
 from penstock.kernels.interface import KernelsUnavailableError
 from penstock.kernels.native.build import native_library
+from penstock.machine import usable_cores
 from penstock.models.reading import shortened
+from penstock.plan import EngineSettings
+from penstock.plan.stage_settings import StagesSetting
 
 # Of Ray, which is told before it is imported. Nothing is sent home; and a cluster of this process is nobody else's:
 # so Ray listens on the loopback only, which it is otherwise said to do on a desktop's systems alone.
@@ -54,6 +62,7 @@ if _ADDRESS not in os.environ:
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 try:
     import ray
+    import ray.util.scheduling_strategies
     from ray import serve
     from ray.exceptions import RayActorError, RayError
     from ray.serve.config import RequestRouterConfig
@@ -74,6 +83,8 @@ _SPARE_REQUESTS = 64
 _CHECK_S = 2.0
 _POLL_S = 0.2
 _LAST_WORDS_S = 10.0
+# A worker that is started again has to import torch.
+_START_S = 60.0
 _LOGGING: dict[str, Any] = {"log_level": "ERROR", "enable_access_log": False}
 
 
@@ -104,6 +115,54 @@ class Whole:
         return response
 
 
+class StageWorker:
+    """What `penstock worker` runs, in an actor of Ray's, which starts it again where it dies."""
+
+    def __init__(self, token: bytes, device: str | None, threads: int | None) -> None:
+        self._listener = Listener(Address(ray.util.get_node_ip_address(), 0), token)
+        options: dict[str, Any] = {"device": device, "threads": threads}
+        threading.Thread(target=run_worker, args=(self._listener,), kwargs=options, daemon=True).start()
+
+    def address(self) -> str:
+        return str(self._listener.address)
+
+
+def with_workers(engine: EngineSettings, stages: StagesSetting, closing: ExitStack) -> EngineSettings:
+    """The settings of a driver whose workers are actors: in the replica's placement group, whose first bundle has the
+    replica itself. They end with it."""
+    token, group = new_token(), ray.util.get_current_placement_group()
+    folder = closing.enter_context(TemporaryDirectory(prefix="penstock-"))
+    token_file = Path(folder) / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_bytes(token)
+    actor = ray.remote(StageWorker)
+
+    def address_of(stage: int) -> Callable[[], str]:
+        place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, stage + 1)
+        worker = actor.options(
+            **_resources(engine), max_restarts=-1, max_task_retries=-1, scheduling_strategy=place
+        ).remote(token, engine.device.requested, engine.threads.count)
+        closing.callback(ray.kill, worker)
+
+        def address() -> str:  # of the one that lives, or is started
+            try:
+                return str(ray.get(worker.address.remote(), timeout=max(stages.timeout_s, _START_S)))
+            except RayError as error:
+                reason = str(error).strip().partition("\n")[0]
+                raise StageLostError(stage, "an actor of Ray's", reason) from None
+
+        return address
+
+    addresses = tuple(address_of(stage) for stage in range(stages.num_stages - 1))
+    return replace(engine, stages=replace(stages, addresses=addresses, token_file=token_file))
+
+
+def _resources(engine: EngineSettings) -> dict[str, float]:
+    """What a stage asks Ray for."""
+    uses_gpu = str(engine.device.requested).startswith("cuda")
+    return {"num_cpus": engine.threads.count or 1, "num_gpus": int(uses_gpu)}
+
+
 class Replica:
     """A service and its application, in an actor of Ray's."""
 
@@ -111,6 +170,9 @@ class Replica:
         listen_on_one_interface()
         self._name: str = serve.get_replica_context().replica_id.unique_id
         self._closing = ExitStack()
+        if plan.engine.stages is not None:
+            engine = with_workers(plan.engine, plan.engine.stages, self._closing)
+            plan = replace(plan, engine=engine)
         telemetry = Telemetry()
         self._service = self._closing.enter_context(started(plan, make_display(), telemetry))
         self._app = create_app(self._service, plan.settings, telemetry)
@@ -365,11 +427,10 @@ def application(args: Mapping[str, Any]) -> Any:
 
 
 def _application(plan: ServerPlan, given: Mapping[str, Any]) -> Any:
-    schedule, num_replicas = plan.schedule, given["replicas"]
-    num_cpus = plan.engine.threads.count or 1
-    resources = {"num_cpus": num_cpus}
-    if (plan.engine.device.requested or "").startswith("cuda"):
-        resources["num_gpus"] = 1
+    schedule, num_replicas, num_stages = plan.schedule, given["replicas"], _num_stages(plan)
+    resources = _resources(plan.engine)
+    bundle = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+    placing = {"placement_group_bundles": [bundle] * num_stages} if num_stages > 1 else {}
     most = schedule.max_running + schedule.max_waiting + _SPARE_REQUESTS
     common = {
         "graceful_shutdown_timeout_s": given["grace"],
@@ -382,6 +443,7 @@ def _application(plan: ServerPlan, given: Mapping[str, Any]) -> Any:
         num_replicas=num_replicas,
         ray_actor_options=resources,
         max_ongoing_requests=most,
+        **placing,
         request_router_config=RequestRouterConfig(
             request_router_class=PrefixRouter, request_router_kwargs={"most_load": 2 * schedule.max_running}
         ),
@@ -397,14 +459,21 @@ def _application(plan: ServerPlan, given: Mapping[str, Any]) -> Any:
     return front.bind(plan, num_replicas, replica.bind(plan))
 
 
+def _num_stages(plan: ServerPlan) -> int:
+    stages = plan.engine.stages
+    if stages is not None and stages.addresses:
+        raise SettingError("stages", ",".join(map(str, stages.addresses)), "a number", beside={"ray": True})
+    return 1 if stages is None else stages.num_stages
+
+
 def run(given: Mapping[str, Any]) -> None:
     """Serve until SIGTERM or SIGINT, on the cluster of RAY_ADDRESS, else on one that ends with this process. Answers
     then have the grace to end. A signal after the first ends it at once."""
     display = make_display()
     plan = ServerPlan.resolve(given)
-    if (
-        _ADDRESS not in os.environ
-    ):  # what is wrong here is known before anything slow; and replicas do not compile twice
+    num_parts = given["replicas"] * _num_stages(plan)
+    if _ADDRESS not in os.environ:
+        # What is wrong here is known before anything slow, and no replica compiles while another waits for it.
         fetch(plan.model, display)
         with display.warnings("penstock.kernels"), suppress(KernelsUnavailableError):
             native_library()
@@ -422,9 +491,8 @@ def run(given: Mapping[str, Any]) -> None:
 
     with ExitStack() as closing:
         with display.busy("starting Ray"):
-            num_cpus = closing.enter_context(_cluster(given["replicas"] * (plan.engine.threads.count or 1)))
-            if plan.engine.threads.source == "default":
-                plan = ServerPlan.resolve({**given, "threads": max(1, num_cpus // given["replicas"])})
+            threads = closing.enter_context(_cluster(plan, num_parts))
+            plan = ServerPlan.resolve({**given, "threads": threads})
             # After Ray, which has its own ways.
             closing.enter_context(on_signals([signal.SIGINT, signal.SIGTERM], handle))
             serve.start(
@@ -443,20 +511,31 @@ def run(given: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _cluster(num_cpus: int) -> Iterator[int]:
-    """How many processors there are. A cluster of our own is said to have as many as asked for."""
+def _cluster(plan: ServerPlan, num_parts: int) -> Iterator[int]:
+    """A connection to Ray: how many threads each stage of each replica has. A cluster of our own is said to have the
+    processors for that, if need be."""
     logging.getLogger("ray.serve").setLevel(_LOGGING["log_level"])
     quiet = {"namespace": NAME, "log_to_driver": True, "logging_level": "error"}
+    wanted = plan.engine.threads
+    threads = None if wanted.source == "default" else wanted.count or 1
+    is_own = _ADDRESS not in os.environ
     try:
-        if _ADDRESS in os.environ:
-            ray.init(**quiet)
+        if is_own:
+            num_cpus = max(usable_cores(), num_parts * (threads or 1))
+            ray.init(address="local", num_cpus=num_cpus, include_dashboard=False, **quiet)
         else:
-            count = max(num_cpus, os.cpu_count() or 1)
-            ray.init(address="local", num_cpus=count, include_dashboard=False, **quiet)
+            ray.init(**quiet)
     except (ConnectionError, RayError, RuntimeError, ValueError) as error:
         raise PenstockError(f"Ray cannot be reached or started: {' '.join(str(error).split())}") from None
     try:
-        yield int(ray.cluster_resources().get("CPU", 1))
+        num_cpus = int(ray.cluster_resources().get("CPU", 0))
+        threads = threads or max(1, num_cpus // num_parts)
+        if num_parts * threads > num_cpus:
+            because = f"replicas and stages of {threads} threads want {num_parts * threads}"
+            raise SettingError(
+                f"the cluster has {num_cpus} processors, and {because}: give fewer, or less --threads"
+            )
+        yield threads
     finally:
         ray.shutdown()
 
@@ -481,11 +560,11 @@ def _delete(grace_s: float) -> None:
 
 
 def _started_lines(plan: ServerPlan, num_replicas: int, url: str) -> list[str]:
-    settings = plan.settings
+    settings, stages = plan.settings, _num_stages(plan)
     lines = [
         f"penstock {__version__} serves {settings.model_name} at {url}/v1",
-        f"  on Ray {ray.__version__}: replicas {num_replicas}, threads of each {plan.engine.threads.count}; "
-        "requests that begin alike go to the same one",
+        f"  on Ray {ray.__version__}: {num_replicas} x {stages} x {plan.engine.threads.count} (replicas x stages x "
+        "threads); requests that begin alike go to the same replica",
         f"  live page {url}/",
     ]
     return lines + open_lines(settings)

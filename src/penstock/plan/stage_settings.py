@@ -1,7 +1,7 @@
 """Stages as a user asks for them: how many, where their workers are, and which layers each has."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +22,7 @@ class StagesSetting:
     listen at `addresses`."""
 
     num_stages: int
-    addresses: tuple[str, ...] = ()
+    addresses: tuple[str | Callable[[], str], ...] = ()  # a function is asked at each connection
     layers: tuple[int, ...] | None = None  # of each stage; None: by what they take
     timeout_s: float = DEFAULT_STAGE_TIMEOUT_S
     mixed: bool = False  # workers with other bits are let in
