@@ -11,6 +11,7 @@ from penstock.engine.status import CacheStatus, ServiceStatus
 from penstock.frontends.cli import app
 from penstock.frontends.server.bodies import ChatBody, CompletionBody
 from penstock.frontends.server.metrics import Telemetry
+from tests import families
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
@@ -100,6 +101,11 @@ def test_every_parameter_and_metric_of_the_server_is_told() -> None:
     idle = ServiceStatus((), (), CacheStatus(0, 8, 64, 0, 0), 0, 0, 1.0)
     metrics = re.findall(r"^# TYPE penstock_(\w+)", Telemetry().render(idle).decode(), re.MULTILINE)
     assert {name for name in metrics if not name.endswith("_created")} <= names
+
+
+def test_the_table_of_families_is_current() -> None:
+    """Where this fails, `python -m tests.families` writes it anew."""
+    assert families.PAGE.read_text() == families.page()
 
 
 def test_the_readme_is_short() -> None:

@@ -1,10 +1,16 @@
 """Every family's answer is transformers', in whatever chunks its prompt is read."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from penstock.kernels.interface import select_kernels
+from penstock.models.gguf.file import GgufFile
+from penstock.models.loading import load_decoder
 from tests.engine.test_parity import relative_error
+from tests.models.family_gguf import ARCHITECTURES, write_family_gguf
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
 
 NUM_TOKENS, NUM_GENERATED = 170, 12
@@ -83,3 +89,23 @@ def test_a_family_is_transformers(family: str, changes: dict[str, Any]) -> None:
         while run.finish_reason is None:
             run.step()
         assert run.generated == tokens, chunks
+
+
+# What files do not say.
+KNOWN_TO_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "smollm3": {"no_rope_layer_interval": 4},
+    "gemma": {"tie_word_embeddings": True},
+    "cohere": {"tie_word_embeddings": True},
+}
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_gguf_file_is_its_folder(family: str, tmp_path: Path) -> None:
+    oracle = make_oracle(family, **KNOWN_TO_LLAMA_CPP.get(family, {}))
+    file = GgufFile(write_family_gguf(oracle.model, oracle.folder, tmp_path / "model.gguf"))
+    cpu, prompt = torch.device("cpu"), random_prompt(40)
+    model = load_decoder(file, select_kernels(cpu), torch.float32, cpu)
+    ours, theirs = run_prompt(model, prompt).logits, run_prompt(load_model(oracle.folder), prompt).logits
+    assert ours is not None
+    assert theirs is not None
+    assert relative_error(ours, theirs) < 1e-5

@@ -201,7 +201,7 @@ def test_token_ids(tmp_path: Path) -> None:
     [
         ({"llama.attention.sliding_window": 128}, "sliding window of 128"),
         ({"llama.attention.causal": False}, "attention.causal of false is not supported"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.expert_count": 8}, "expert_used_count is missing"),
         ({"llama.rope.dimension_count": 8}, "only a part of each head"),
         ({"llama.attention.value_length": 8}, "values of another size"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),

@@ -1,16 +1,24 @@
 """The weights that Penstock runs, in transformers' own model."""
 
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from penstock.errors import ModelError
 from penstock.layers.rotary import rotary_frequencies
+from penstock.models.hf.families import MULTIMODAL
+from penstock.models.hf.folder import HfFolder, read_json
 from penstock.models.weights import WeightSource, check_source, expected_shapes
 from penstock.plan.model import ModelConfig
 
+# Families whose configuration `transformers_config` gives.
+_DESCRIBED = (
+    *("llama", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+)
 _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 
@@ -18,6 +26,14 @@ def load_transformers(source: WeightSource, dtype: torch.dtype, device: torch.de
     """A causal language model of transformers with `sdpa` attention, filled one tensor at a time."""
     check_source(source)
     config = source.config
+    if config.family not in _DESCRIBED:
+        if not isinstance(source, HfFolder):
+            raise ModelError(
+                f"{source.describe()}: its family is compared with transformers' from a folder of safetensors alone"
+            )
+        kind = AutoModelForImageTextToText if _is_within(source.path) else AutoModelForCausalLM
+        found = kind.from_pretrained(source.path, dtype=dtype, attn_implementation="sdpa")
+        return found.to(device).eval()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             transformers_config(config), dtype=dtype, attn_implementation="sdpa"
@@ -35,6 +51,11 @@ def load_transformers(source: WeightSource, dtype: torch.dtype, device: torch.de
         _load(source, present, name, parameter)
     _fill_rotary(model.model.rotary_emb, config)
     return model
+
+
+def _is_within(folder: Path) -> bool:
+    """Whether the model is the text part of a multimodal one."""
+    return read_json(folder / "config.json")["model_type"] in MULTIMODAL
 
 
 def transformers_config(config: ModelConfig) -> PreTrainedConfig:

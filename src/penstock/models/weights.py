@@ -2,7 +2,7 @@
 
 Names and layouts are those of Hugging Face's Llama and Qwen, whatever the file; others give their own as these. A
 family that differs from Llama by settings that `ModelConfig` has needs no line here: it is a row of `FAMILIES` in
-`hf/config.py`, and one of `_ARCHITECTURES` in `gguf/config.py`. One with other tensors changes the table, and a layer
+`hf/config.py`, and one of `ARCHITECTURES` in `gguf/config.py`. One with other tensors changes the table, and a layer
 that takes them.
 """
 
@@ -78,7 +78,7 @@ class FileSource(WeightSource):
     format: str
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._files: list[ByteFile] = []
         self._kinds: list[str] = []
         try:
@@ -93,7 +93,7 @@ class FileSource(WeightSource):
 
     def describe(self) -> str:
         common = max(set(self._kinds), key=self._kinds.count) if self._kinds else "empty"
-        return f"{self._path.name} ({self.format}, {self.config.family}, {common})"
+        return f"{self.path.name} ({self.format}, {self.config.family}, {common})"
 
     def close(self) -> None:
         for file in self._files:

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.errors import ModelError
-from penstock.models.gguf.header import GgufHeader
+from penstock.models.gguf.header import GgufHeader, GgufTensor
+from penstock.models.hf.config import family_defaults
+from penstock.models.hf.families import FAMILIES
 from penstock.models.reading import (
     MAX_SCALE,
     MIN_SCALE,
@@ -23,25 +25,53 @@ from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, Rota
 
 @dataclass(frozen=True)
 class _Architecture:
-    """What an architecture's name says beyond the metadata."""
+    """What an architecture's name says beyond the metadata, and beyond what its family has (`hf/families.py`)."""
 
     family: str  # transformers' model_type
-    qkv_bias: bool = False
-    head_norm: bool = False
-    experts: bool = False  # in every layer
+    experts: bool = False
+    normalised: bool = True  # the weights of active experts, where a file is silent
     # Delta-net layers, gated attention, zero-centred norms, a shared expert beside experts.
     hybrid: bool = False
+    unrotated_step: int = 0  # every so many layers one has no rotary embedding
 
 
-_ARCHITECTURES = {
+ARCHITECTURES = {
     "llama": _Architecture("llama"),
-    "qwen2": _Architecture("qwen2", qkv_bias=True),
-    "qwen3": _Architecture("qwen3", head_norm=True),
-    "qwen3moe": _Architecture("qwen3_moe", head_norm=True, experts=True),
-    "qwen3next": _Architecture("qwen3_next", head_norm=True, experts=True, hybrid=True),
-    "qwen35": _Architecture("qwen3_5_text", head_norm=True, hybrid=True),
-    "qwen35moe": _Architecture("qwen3_5_moe_text", head_norm=True, experts=True, hybrid=True),
+    "qwen2": _Architecture("qwen2"),
+    "qwen3": _Architecture("qwen3"),
+    "qwen3moe": _Architecture("qwen3_moe", experts=True),
+    "qwen3next": _Architecture("qwen3_next", experts=True, hybrid=True),
+    "qwen35": _Architecture("qwen3_5_text", hybrid=True),
+    "qwen35moe": _Architecture("qwen3_5_moe_text", experts=True, hybrid=True),
+    "qwen2moe": _Architecture("qwen2_moe", experts=True, normalised=False),
+    "qwen2vl": _Architecture("qwen2_5_vl_text"),
+    "qwen3vl": _Architecture("qwen3_vl_text"),
+    "qwen3vlmoe": _Architecture("qwen3_vl_moe_text", experts=True),
+    "phi3": _Architecture("phi3"),
+    "smollm3": _Architecture("smollm3", unrotated_step=4),
+    "olmo2": _Architecture("olmo2"),
+    "olmoe": _Architecture("olmoe", experts=True, normalised=False),
+    "granite": _Architecture("granite"),
+    "granitemoe": _Architecture("granitemoeshared", experts=True),
+    "chatglm": _Architecture("glm"),
+    "glm4": _Architecture("glm4"),
+    "glm4moe": _Architecture("glm4_moe", experts=True),
+    "dots1": _Architecture("dots1", experts=True),
+    "starcoder2": _Architecture("starcoder2"),
+    "seed_oss": _Architecture("seed_oss"),
+    "ernie4_5": _Architecture("ernie4_5"),
+    "ernie4_5-moe": _Architecture("ernie4_5_moe", experts=True),
+    "hunyuan-dense": _Architecture("hunyuan_v1_dense"),
+    "hunyuan-moe": _Architecture("hunyuan_v1_moe", experts=True),
+    "arcee": _Architecture("arcee"),
+    "gemma": _Architecture("gemma"),
+    "command-r": _Architecture("cohere"),
+    "nemotron": _Architecture("nemotron"),
+    "stablelm": _Architecture("stablelm"),
 }
+_MIXTRAL = _Architecture("mixtral", experts=True)  # is called llama, too
+_GRANITE = ("granite", "granitemoeshared")
+_LONG_FACTORS = "rope_factors_long.weight"
 # Families whose files hold value heads as (value head of a key head, key head), where transformers has
 # (key head, value head of it).
 TILED_VALUE_HEADS = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -55,13 +85,15 @@ def gguf_model_config(
     """`frequency_divisors` are the contents of rope_freqs.weight, where the file has it."""
     metadata, tensors = header.metadata, header.tensors
     name = Fields(origin, metadata).text("general.architecture")
-    architecture = _ARCHITECTURES.get(name)
+    architecture = ARCHITECTURES.get(name)
     if architecture is None:
         raise ModelError(
-            f"{origin} has the architecture {name!r}; supported in GGUF are {', '.join(_ARCHITECTURES)}"
+            f"{origin} has the architecture {name!r}; supported in GGUF are {', '.join(ARCHITECTURES)}"
         )
-    family = architecture.family
     fields = Fields(origin, _without_prefix(metadata, f"{name}."))
+    if name == "llama" and fields.integer("expert_count", 0) > 0:
+        architecture = _MIXTRAL
+    family, row = architecture.family, FAMILIES[architecture.family]
     tokens = Fields(origin, _without_prefix(metadata, "tokenizer.ggml."))
     if not architecture.experts and fields.integer("expert_count", 0) > 0:
         raise ModelError(f"{origin} is a mixture of experts, which is not supported for {name}")
@@ -78,13 +110,15 @@ def gguf_model_config(
     if fields.integer("attention.value_length", head_dim, high=Most.WIDTH) != head_dim:
         raise ModelError(f"{origin} has values of another size than keys, which is not supported")
     rotary_dim = fields.integer("rope.dimension_count", head_dim, high=Most.WIDTH)
-    if rotary_dim != head_dim and not architecture.hybrid:
+    if rotary_dim != head_dim and row.partial_rotary is None:
         raise ModelError(f"{origin} rotates only a part of each head, which is not supported for {name}")
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise fields.error("rope.dimension_count", rotary_dim, f"an even number from 2 to {head_dim}")
     window = fields.integer("attention.sliding_window", 0)
     if 0 < window < max_position:
         raise ModelError(f"{origin} has a sliding window of {window} tokens, which is not supported")
+    if _LONG_FACTORS in tensors:
+        raise ModelError(f"{origin} has rotary factors for long and short prompts, which are not supported")
     if not fields.boolean("attention.causal", True):
         raise fields.unsupported("attention.causal", "only true is")
 
@@ -93,13 +127,17 @@ def gguf_model_config(
         delta_net = _delta_net(fields, num_layers, num_blocks, family in TILED_VALUE_HEADS)
         _check_rotary_sections(fields, rotary_dim // 2)
     if architecture.experts:
-        experts = _experts(fields, num_layers, shared=architecture.hybrid)
+        experts = _experts(fields, architecture, num_layers, tensors)
     recurrent = delta_net.layers if delta_net else ()
     attention = next(f"blk.{index}" for index in range(num_layers) if index not in recurrent)
 
     embedding = tensors.get("token_embd.weight")
     vocab_size = fields.size("vocab_size", Most.VOCABULARY, embedding.shape[0] if embedding else None)
     ends = [token for key in END_KEYS if (token := token_id(tokens, key)) is not None]
+    step = architecture.unrotated_step or num_layers + 1
+    unrotated = tuple(range(step - 1, num_layers, step))
+    switches = {"zero_centred_norm": architecture.hybrid, **row.model}
+    eps = "attention.layer_norm_epsilon" if switches.get("layer_norm") else "attention.layer_norm_rms_epsilon"
     return ModelConfig(
         family=family,
         vocab_size=vocab_size,
@@ -112,20 +150,37 @@ def gguf_model_config(
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position=max_position,
-        norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+        norm_eps=fields.number(eps),
         tied_head="output.weight" not in tensors,
         rotary=_rotary(fields, max_position, rotary_dim, frequency_divisors),
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
-        qkv_bias=architecture.qkv_bias or f"{attention}.attn_q.bias" in tensors,
+        other_rotary=RotaryConfig(kind="none") if unrotated else None,
+        other_rotary_layers=unrotated,
+        qkv_bias=row.qkv_bias or f"{attention}.attn_q.bias" in tensors,
         out_bias=f"{attention}.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
-        head_norm=architecture.head_norm,
+        head_norm=row.head_norm or f"{attention}.attn_q_norm.weight" in tensors,
         gated_attention=architecture.hybrid,
-        zero_centred_norm=architecture.hybrid,
+        activation=family_defaults(family)["hidden_act"],
         delta_net=delta_net,
         experts=experts,
         eos_token_ids=tuple(dict.fromkeys(ends)),
+        **{**switches, **_scales(fields, family, hidden)},
     )
+
+
+def _scales(fields: Fields, family: str, hidden: int) -> dict[str, float]:
+    """What multiplies embeddings, attention's scores, what blocks add, and logits."""
+    if FAMILIES[family].embedding_is_scaled:
+        return {"embedding_scale": math.sqrt(hidden)}
+    if family == "cohere":
+        return {"logit_scale": fields.number("logit_scale")}
+    if family not in _GRANITE:
+        return {}
+    keys = {"embedding_scale": "embedding_scale", "residual_scale": "residual_scale"}
+    keys["attention_scale"] = "attention.scale"
+    found = {name: fields.number(key) for name, key in keys.items() if fields.has(key)}
+    return {**found, "logit_scale": 1.0 / fields.number("logit_scale", 1.0)}
 
 
 def token_id(fields: Fields, key: str) -> int | None:
@@ -239,23 +294,43 @@ def _check_rotary_sections(fields: Fields, num_pairs: int) -> None:
         )
 
 
-def _experts(fields: Fields, num_layers: int, shared: bool) -> ExpertsConfig:
-    # Of other architectures: groups of experts, a factor on their output, weights that are no softmax.
-    for key in ("expert_group_count", "expert_weights_scale", "expert_gating_func"):
-        if (value := fields.number(key, 1.0, above=-1.0)) not in (0.0, 1.0):
-            raise ModelError(f"{fields.origin}: {key} is {value:g}, which is not supported; only 1 is")
-    shared_size = 0
-    if shared:
-        shared_size = fields.size("expert_shared_feed_forward_length", Most.WIDTH)
+def _experts(
+    fields: Fields, architecture: _Architecture, num_layers: int, tensors: Mapping[str, GgufTensor]
+) -> ExpertsConfig:
+    row = FAMILIES[architecture.family]
+    has_groups = "n_group" in family_defaults(architecture.family)
+    # Of other architectures: groups of experts, a factor on their output, other weights.
+    gating = 2.0 if row.experts.get("scores") == "sigmoid" else 1.0
+    others = {} if has_groups else {"expert_group_count": 1.0, "expert_weights_scale": 1.0}
+    for key, only in {**others, "expert_gating_func": gating}.items():
+        if (value := fields.number(key, only, above=-1.0)) not in (0.0, only):
+            raise ModelError(f"{fields.origin}: {key} is {value:g}, which is not supported; only {only:g} is")
+    first = fields.integer("leading_dense_block_count", 0, high=num_layers)
+    step = fields.size("interleave_moe_layer_step", Most.LAYERS, 1)
+    layers = tuple(index for index in range(first, num_layers) if (index + 1) % step == 0)
+    if not layers:
+        raise ModelError(f"{fields.origin} has no layer with experts, which is not supported")
+    shared = tensors.get(f"blk.{layers[0]}.ffn_up_shexp.weight")
+    shared_key = "expert_shared_feed_forward_length"
+    size = shared.shape[0] if shared is not None else 0
     experts = ExpertsConfig(
-        num_layers=num_layers,
+        num_layers=len(layers),
         num_experts=fields.size("expert_count", Most.EXPERTS),
         num_active=fields.size("expert_used_count", Most.EXPERTS),
-        intermediate_size=fields.size("expert_feed_forward_length", Most.WIDTH),
-        shared_intermediate_size=shared_size,
-        # llama.cpp's converter does not write it for these architectures, and llama.cpp normalises.
-        normalised=fields.boolean("expert_weights_norm", True),
-        layers=tuple(range(num_layers)),
+        intermediate_size=fields.size(
+            "expert_feed_forward_length",
+            Most.WIDTH,
+            fields.size("feed_forward_length", Most.WIDTH) if fields.has("feed_forward_length") else None,
+        ),
+        shared_intermediate_size=fields.size(shared_key, Most.WIDTH) if architecture.hybrid else size,
+        normalised=fields.boolean("expert_weights_norm", architecture.normalised),
+        layers=layers,
+        **{
+            "num_groups": fields.integer("expert_group_count", 1, high=Most.EXPERTS) or 1,
+            "num_active_groups": fields.integer("expert_group_used_count", 1, high=Most.EXPERTS) or 1,
+            "scale": fields.number("expert_weights_scale", 1.0, above=-1.0) or 1.0,
+            **row.experts,
+        },
     )
     check_experts(fields.origin, experts)
     return experts

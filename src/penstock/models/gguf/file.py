@@ -42,7 +42,7 @@ class GgufFile(FileSource):
     format = "GGUF"
 
     def _open(self) -> None:
-        path = self._path
+        path = self.path
         header = read_header(path)
         self.metadata: dict[str, GgufValue] = header.metadata
         if Fields(str(path), header.metadata).integer("split.count", 1) > 1:
@@ -127,7 +127,7 @@ class GgufFile(FileSource):
 
     def _read_divisors(self, tensor: GgufTensor) -> tuple[float, ...]:
         if tensor.kind is not GGMLQuantizationType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 16:
-            raise ModelFileError(f"{self._path}: {_ROTARY_DIVISORS} is not a short row of F32")
+            raise ModelFileError(f"{self.path}: {_ROTARY_DIVISORS} is not a short row of F32")
         values = torch.empty(tensor.shape)
         copy_plain(self._file, tensor.start, torch.float32, values)
         return tuple(values.tolist())
@@ -136,7 +136,7 @@ class GgufFile(FileSource):
         if tensor.kind not in ACCEPTED_KINDS:
             accepted = ", ".join(kind.name for kind in ACCEPTED_KINDS)
             raise ModelFileError(
-                f"{self._path}: tensor {tensor.name} is {tensor.kind.name}; accepted are {accepted}"
+                f"{self.path}: tensor {tensor.name} is {tensor.kind.name}; accepted are {accepted}"
             )
 
 

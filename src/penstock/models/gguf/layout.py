@@ -11,6 +11,7 @@ from torch import Tensor
 from penstock.errors import ModelFileError
 from penstock.models.gguf.config import TILED_VALUE_HEADS
 from penstock.models.gguf.header import GgufTensor
+from penstock.models.weights import MIXER_EXIT, MLP_EXIT
 from penstock.plan.model import DeltaNetConfig, ModelConfig
 
 _GLOBAL = {
@@ -23,6 +24,7 @@ _LAYER = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_qkv": "self_attn.qkv_proj",
     "attn_output": "self_attn.o_proj",
     "attn_q_norm": "self_attn.q_norm",
     "attn_k_norm": "self_attn.k_norm",
@@ -30,6 +32,12 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+# Families whose rows of queries and keys llama.cpp's converter permutes, so that rotated pairs lie side by side.
+_PERMUTED = ("llama", "mixtral", "smollm3", "granite", "granitemoeshared", "arcee")
+# Gate and up as one.
+_FUSED = ("phi3", "glm", "glm4")
+# Files of these name the norm before the feed-forward block for where it is, not for what it serves.
+_NORMED_AFTER_ATTENTION = ("qwen3_next", *TILED_VALUE_HEADS, "seed_oss", "glm4_moe")
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -147,7 +155,7 @@ def _restore(name: str, config: ModelConfig, tensor: GgufTensor) -> Callable[[Te
 
 def _order(name: str, config: ModelConfig) -> Order | None:
     module, _, part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")
-    if config.family == "llama" and part in ("q_proj", "k_proj"):
+    if config.family in _PERMUTED and part in ("q_proj", "k_proj"):
         num_heads = config.num_heads if part == "q_proj" else config.num_kv_heads
         return _interleaved_halves(name, num_heads, config.head_dim)
     net = config.delta_net
@@ -219,11 +227,16 @@ def hugging_face_name(name: str, config: ModelConfig) -> str | None:
     prefix = f"model.layers.{index}."
     if config.delta_net and index in config.delta_net.layers and rest in _DELTA_NET:
         return f"{prefix}linear_attn.{_DELTA_NET[rest]}"
-    # The norm before the feed-forward block has two names; the hybrids' tells where it is, not what it serves.
-    second_norm = "post_attention_norm" if config.zero_centred_norm else "ffn_norm"
-    names = _LAYER | {second_norm: "post_attention_layernorm"}
+    is_after = config.family in _NORMED_AFTER_ATTENTION
+    names = _LAYER | {"post_attention_norm" if is_after else "ffn_norm": "post_attention_layernorm"}
+    if config.post_norm:
+        names |= {"post_attention_norm": MIXER_EXIT, "post_ffw_norm": MLP_EXIT}
+    if config.family in _FUSED:
+        names |= {"ffn_up": "mlp.gate_up_proj"}
     if config.experts:
         names |= _EXPERTS
+        if rest == "exp_probs_b.bias":
+            return f"{prefix}mlp.gate.e_score_correction_bias"
     found = _with_ending(rest, names)
     return prefix + found if found else None
 

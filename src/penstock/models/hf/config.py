@@ -63,7 +63,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         raise ModelError(
             f"{file.origin}: the model type {name!r} is not supported; supported are {supported}"
         )
-    config = replace(config, defaults=_table()[name]["defaults"], keys=family.keys)
+    config = replace(config, defaults=family_defaults(name), keys=family.keys)
     if file.has("quantization_config") or config.has("quantization_config"):
         raise ModelError(
             f"{file.origin}: quantised safetensors are not supported; use the original weights or a GGUF file"
@@ -141,6 +141,11 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
         **{"zero_centred_norm": is_hybrid, **family.model, **_scales(config, family, hidden)},
     )
+
+
+def family_defaults(name: str) -> Mapping[str, Any]:
+    """Of the keys that a family's configuration has."""
+    return _table()[name]["defaults"]
 
 
 @cache

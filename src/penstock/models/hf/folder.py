@@ -66,10 +66,10 @@ class HfFolder(FileSource):
     format = "safetensors"
 
     def _open(self) -> None:
-        self.config = read_folder_config(self._path)
+        self.config = read_folder_config(self.path)
         self._tensors: dict[str, _Stored] = {}
-        with reading(self._path):
-            shards = _weight_files(self._path)
+        with reading(self.path):
+            shards = _weight_files(self.path)
         for shard in shards:
             self._add_file(shard)
         self._resolve_head()

@@ -1,0 +1,139 @@
+"""Models of transformers as GGUF files: names are the `gguf` package's own, the rest is what llama.cpp's converter
+does."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+from safetensors.numpy import load_file
+
+from tests.models.builders import permute, write_gguf
+
+Array = np.ndarray[Any, Any]
+
+# By transformers' names: llama.cpp's.
+ARCHITECTURES = {
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen2_5_vl": "qwen2vl",
+    "qwen3_vl": "qwen3vl",
+    "qwen3_vl_moe": "qwen3vlmoe",
+    "phi3": "phi3",
+    "smollm3": "smollm3",
+    "olmo2": "olmo2",
+    "olmoe": "olmoe",
+    "granite": "granite",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
+    "glm": "chatglm",
+    "glm4": "glm4",
+    "glm4_moe": "glm4moe",
+    "dots1": "dots1",
+    "starcoder2": "starcoder2",
+    "seed_oss": "seed_oss",
+    "ernie4_5": "ernie4_5",
+    "ernie4_5_moe": "ernie4_5-moe",
+    "hunyuan_v1_dense": "hunyuan-dense",
+    "hunyuan_v1_moe": "hunyuan-moe",
+    "arcee": "arcee",
+    "gemma": "gemma",
+    "cohere": "command-r",
+    "nemotron": "nemotron",
+    "stablelm": "stablelm",
+}
+_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+
+
+def write_family_gguf(model: Any, folder: Path, path: Path) -> Path:
+    """A model that was saved to a folder, in F32."""
+    architecture = ARCHITECTURES[model.config.model_type]
+    config = getattr(model.config, "text_config", model.config)
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    stored = {}
+    for name, data in _tensors(load_file(folder / "model.safetensors"), config, architecture).items():
+        short = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert short is not None, name
+        stored[short] = (np.ascontiguousarray(data, dtype=np.float32), Kind.F32)
+    values = {f"{architecture}.{key}": value for key, value in _metadata(config).items() if value is not None}
+    return write_gguf(path, values, stored, architecture)
+
+
+def _tensors(saved: dict[str, Array], config: Any, architecture: str) -> dict[str, Array]:
+    tensors: dict[str, Array] = {}
+    stacks: dict[str, dict[int, Array]] = {}
+    for name, data in saved.items():
+        name = name.replace("model.language_model.", "model.").replace("language_model.", "")
+        if "visual" in name:
+            continue
+        if expert := _EXPERT.fullmatch(name):
+            stacks.setdefault(f"{expert[1]}.{expert[3]}", {})[int(expert[2])] = data
+            continue
+        part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        if architecture in _PERMUTED and part in ("q_proj", "k_proj"):
+            heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
+            data = permute(data, heads)
+        if config.model_type in ("gemma", "nemotron") and name.endswith("norm.weight"):
+            data = data + np.float32(1)
+        if name.endswith("e_score_correction_bias"):
+            name, data = name.removesuffix("_correction_bias") + "_correction.bias", data.reshape(-1)
+        if part == "input_linear" or name.endswith(
+            ".experts.gate_up_proj"
+        ):  # gates and what they gate, as one
+            gate, up = np.split(data, 2, axis=-2)
+            index, is_shared = name.split(".")[2], "shared_mlp" in name
+            stem = f"model.layers.{index}." + ("mlp.shared_experts." if is_shared else "mlp.experts.")
+            tensors |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
+            continue
+        tensors[name + ".weight" if name.endswith(".experts.down_proj") else name] = data
+    tensors |= {
+        name: np.stack([experts[index] for index in sorted(experts)]) for name, experts in stacks.items()
+    }
+    return tensors
+
+
+def _metadata(config: Any) -> dict[str, Any]:
+    def key(*names: str) -> Any:
+        return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+    rope = config.rope_parameters
+    head_dim = key("head_dim") or config.hidden_size // config.num_attention_heads
+    is_sigmoid = config.model_type in ("glm4_moe", "dots1")
+    values = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_dim,
+        "attention.value_length": head_dim,
+        "attention.layer_norm_rms_epsilon": key("rms_norm_eps"),
+        "attention.layer_norm_epsilon": key("layer_norm_eps", "norm_epsilon", "norm_eps"),
+        "rope.freq_base": rope["rope_theta"],
+        "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "attention.scale": key("attention_multiplier"),
+        "embedding_scale": key("embedding_multiplier"),
+        "residual_scale": key("residual_multiplier"),
+        "logit_scale": key("logits_scaling", "logit_scale"),
+    }
+    if num_experts := key("num_local_experts", "n_routed_experts", "moe_num_experts", "num_experts"):
+        values |= {
+            "expert_count": num_experts,
+            "expert_used_count": key("num_experts_per_tok", "moe_k", "moe_topk"),
+            "expert_feed_forward_length": key("moe_intermediate_size"),
+            "expert_shared_feed_forward_length": key("shared_expert_intermediate_size"),
+            "leading_dense_block_count": key("first_k_dense_replace", "moe_layer_start_index"),
+            "interleave_moe_layer_step": key("moe_layer_interval"),
+            "expert_weights_scale": key("routed_scaling_factor"),
+            "expert_weights_norm": key("norm_topk_prob") if is_sigmoid else None,
+            "expert_gating_func": 2 if is_sigmoid else None,
+            "expert_group_count": key("n_group"),
+            "expert_group_used_count": key("topk_group"),
+        }
+    return values
