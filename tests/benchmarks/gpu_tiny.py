@@ -60,4 +60,5 @@ TINY = replace(
     tiles=PrefillCase(BIG, 200, 64),
     sweeps=(PrefillCase(BIG, 200, 32), PrefillCase(BIG, 200, 128), PrefillCase(MIXED_LAYERS, 200, 128)),
     swept_peer_chunks=(128,),
+    stages=(PrefillCase(BIG, 200, 64), PrefillCase(MIXED_LAYERS, 200, 64)),
 )

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.cli import main
 from benchmarks.harness import Bench, Results, read_results, write_results
-from benchmarks.suites.gpu import prompts, suite
+from benchmarks.suites.gpu import prompts, stages, suite
 from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.models import Subject, load_untiled
 from benchmarks.suites.gpu.plan import BIG, HYBRID, LARGE, LITTLE, MIXED_LAYERS, PLAN, SECTIONS, SMALL
@@ -332,3 +332,10 @@ def test_sections_run_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     suite.measure(asked, bench, TINY, torch.device("cpu"))
     assert ran == ["8b", "tiles", "sweep"]
     assert bench.results.machine["card"]["name"] == "cpu"
+
+
+def test_two_stages_on_one_card() -> None:
+    results = measured("stages")
+    names = {figure.name for figure in results.figures}
+    for case in TINY.stages:
+        assert {f"{case.label}, {stages.OVER_ONE}", f"{case.label}, {stages.PREDICTED}"} <= names

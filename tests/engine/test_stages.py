@@ -12,12 +12,13 @@ import torch
 
 from penstock.cache import TokenRange
 from penstock.cache.space import CacheSpace
-from penstock.engine.events import GenerationRequest
+from penstock.engine.capacity import cache_tokens_elsewhere, cache_tokens_that_fit
+from penstock.engine.events import Generation, GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import ServiceConfig
 from penstock.engine.stages.header import HeaderError, HeaderLimits, read_header, write_header
 from penstock.engine.step import build_batch
-from penstock.errors import SettingError, StageLostError
+from penstock.errors import MemoryExhaustedError, SettingError, StageLostError
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.measure.stages import run_digest, tokens_at_once, verify_stages
 from penstock.models.decoder import Decoder
@@ -236,3 +237,46 @@ def test_verify_compares_stages(differs: bool) -> None:
     assert results.passed != differs
     assert len(results.hashes) == 8
     assert ("BITS DIFFER" in results.render()) == differs
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_stage_keeps_its_part_on_disk(family: str, stages: int, tmp_path: Path) -> None:
+    """What all stages have is not read again, to the same bits; where one has lost a file, what is before it."""
+
+    def generate() -> Generation:
+        with staged(family, stages, chunk=128, cache_dir=tmp_path) as llm:
+            return llm.generate(PROMPT, max_tokens=8, ignore_eos=True)
+
+    with staged(family, 1, chunk=128) as llm:
+        alone = llm.generate(PROMPT, max_tokens=8, ignore_eos=True)
+    first, second = generate(), generate()
+    assert alone.token_ids == first.token_ids == second.token_ids
+    assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 256)
+    lost = [file for file in tmp_path.rglob("00000002-*") if not file.name.endswith(".state.safetensors")]
+    assert len(lost) == stages
+    lost[0].unlink()
+    third = generate()
+    assert third.token_ids == alone.token_ids
+    assert third.usage.cached_tokens == (0 if llm.model.has_state else 128)
+
+
+def test_a_stage_of_two_holds_half_of_weights_and_cache() -> None:
+    """Embedding and head aside; and what fits of a cache is what fits all stages."""
+    with staged("llama", 1) as whole, staged("llama", 2) as llm:
+        assert llm.stages is not None
+        (first,) = llm.stages.stages
+        config = whole.model.config
+        vocabulary = 2 * config.vocab_size * config.hidden_size
+        most = 0.55 * (whole.model.num_weight_bytes - 2 * vocabulary)
+        assert first.weight_bytes - vocabulary <= most
+        assert llm.model.num_weight_bytes - vocabulary <= most
+        spec = whole.model.cache_spec
+        assert first.bytes_per_token == llm.model.cache_spec.bytes_per_token == spec.bytes_per_token // 2
+        arguments = (4, 1 << 60, torch.device("cpu"))
+        together = cache_tokens_that_fit(llm.model.cache_spec, *arguments, beside=[first])
+        assert together == pytest.approx(cache_tokens_that_fit(spec, *arguments), rel=0.2)
+        tight = [first, replace(first, free_bytes=2 * 100 * 64 * first.bytes_per_token)]
+        assert cache_tokens_elsewhere(tight, 4, 1 << 60) == 6400
+        with pytest.raises(MemoryExhaustedError):
+            cache_tokens_elsewhere([replace(first, free_bytes=64)], 4, 1 << 60)

@@ -8,7 +8,7 @@ from penstock.measure.random_weights import FAMILIES
 
 # Sections, in the order in which they run.
 LARGE, SMALL, HYBRID = "8b", "0.6b", "hybrid"
-_OTHERS = ("decode", "memory", "start", "bits", "tiles", "mixed", "profile", "sweep")
+_OTHERS = ("decode", "memory", "start", "bits", "tiles", "mixed", "stages", "profile", "sweep")
 SECTIONS = (LARGE, SMALL, HYBRID, *_OTHERS)
 # Models of published shapes, by what they are called in the results.
 BIG, LITTLE, MIXED_LAYERS = "8B", "0.6B", "9B hybrid"
@@ -87,6 +87,7 @@ class Plan:
     sweeps: tuple[PrefillCase, ...]  # beside those of `prefills`
     sweep_repeats: int
     swept_peer_chunks: tuple[int, ...]  # of a sweep, those that transformers reads too
+    stages: tuple[PrefillCase, ...] = ()  # through two stages on the one card
 
 
 _MODELS: Mapping[str, Mapping[str, Any]] = {
@@ -145,4 +146,5 @@ PLAN = Plan(
     ),
     sweep_repeats=3,
     swept_peer_chunks=(512, CHUNK, 8192, 0),
+    stages=_cases(BIG, (LONG, 512), (LONG, CHUNK)),
 )

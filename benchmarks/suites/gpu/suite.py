@@ -13,7 +13,7 @@ import torch
 from benchmarks.harness import Bar, Bench, Results, SectionRun, Series, bar_of
 from benchmarks.show import Picture
 from benchmarks.suite import Suite, number, some_of, switch, value
-from benchmarks.suites.gpu import prompts, steps
+from benchmarks.suites.gpu import prompts, stages, steps
 from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.plan import (
     BIG,
@@ -75,6 +75,14 @@ TARGETS = (
     Target("memory", f"{PLAN.memory.label}, {prompts.ACTIVATIONS}", 0.30),
     Target("memory", f"{PLAN.memory.label}, {prompts.OFF_BY}", 0.10),
     Target("start", f"{PLAN.start}, {prompts.READY}", 15.0),
+    *(
+        target
+        for case in PLAN.stages
+        for target in (
+            Target("stages", f"{case.label}, {stages.OVER_ONE}", 1.03),
+            Target("stages", f"{case.label}, {stages.PREDICTED}", 1 / 1.8),
+        )
+    ),
     Target("tiles", f"{PLAN.tiles.label}, {prompts.TILES_COST}", 0.03),
 )
 
@@ -168,6 +176,7 @@ _WORK: Mapping[str, Callable[[Job, list[str]], None]] = {
     "bits": steps.measure_bits,
     "tiles": prompts.measure_tiles,
     "mixed": steps.measure_mixed,
+    "stages": stages.measure_stages,
     "profile": prompts.measure_profile,
     "sweep": prompts.measure_sweep,
 }

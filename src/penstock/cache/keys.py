@@ -8,6 +8,7 @@ from hashlib import sha256
 from penstock.plan.grids import BLOCK_TOKENS
 
 BlockKey = bytes
+KEY_BYTES = 32
 
 _TOKEN = "I"  # four bytes
 assert array(_TOKEN).itemsize == 4

@@ -1,5 +1,8 @@
 """How large a service's cache may be, where nobody says it: what is free, less what steps were measured to need."""
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
 from penstock.cache import BLOCK_TOKENS, SequenceCache
@@ -23,12 +26,44 @@ _SHARE_ON_GPU = 0.9
 _STEP_MARGIN, _MARGIN_BYTES = 1.25, 256 << 20
 
 
+class StageMemory(Protocol):
+    """What another stage of the model says of its memory, and of its part of a cache."""
+
+    @property
+    def free_bytes(self) -> int | None: ...
+
+    @property
+    def bytes_per_token(self) -> int: ...
+
+    @property
+    def bytes_per_slot(self) -> int: ...
+
+
+def cache_tokens_elsewhere(stages: Sequence[StageMemory], num_slots: int, most_tokens: int) -> int:
+    """Places in half of the memory that is free on the machine of each of these stages: those of the tightest."""
+    for stage in stages:
+        if stage.free_bytes is not None and stage.bytes_per_token:
+            room_bytes = int(stage.free_bytes * _SHARE) - num_slots * stage.bytes_per_slot
+            fitting = max(room_bytes, 0) // (BLOCK_TOKENS * stage.bytes_per_token) * BLOCK_TOKENS
+            most_tokens = min(most_tokens, fitting)
+    if most_tokens < BLOCK_TOKENS:
+        raise MemoryExhaustedError(
+            "there is no memory for a cache on the machine of a stage: free some there"
+        )
+    return most_tokens
+
+
 def cache_tokens_that_fit(
-    spec: CacheSpec, num_slots: int, most_tokens: int, device: torch.device, step_bytes: int = 0
+    spec: CacheSpec,
+    num_slots: int,
+    most_tokens: int,
+    device: torch.device,
+    step_bytes: int = 0,
+    beside: Sequence[StageMemory] = (),
 ) -> int:
     """Places for keys and values in half of the memory that is free, beside the states; no more than are of use. On a
-    GPU, in most of what steps leave that were measured to need `step_bytes`."""
-    states_bytes = spec.num_bytes(0, num_slots)
+    GPU, in most of what steps leave that were measured to need `step_bytes`. Stages `beside` share the memory."""
+    states_bytes = spec.num_bytes(0, num_slots) + num_slots * sum(each.bytes_per_slot for each in beside)
     free_bytes = device_kind(device).free_bytes()
     if free_bytes is None:
         return most_tokens
@@ -36,7 +71,8 @@ def cache_tokens_that_fit(
     needed_bytes = int(_STEP_MARGIN * step_bytes) + _MARGIN_BYTES if is_gpu else 0
     share = _SHARE_ON_GPU if is_gpu else _SHARE
     room_bytes = int(max(free_bytes - needed_bytes, 0) * share) - states_bytes
-    num_blocks = room_bytes // (spec.num_bytes(1, 0))
+    block_bytes = spec.num_bytes(1, 0) + BLOCK_TOKENS * sum(each.bytes_per_token for each in beside)
+    num_blocks = room_bytes // block_bytes
     if num_blocks < 1:
         needed = f" beside {format_bytes(needed_bytes)} that a step needs" if needed_bytes else ""
         raise MemoryExhaustedError(
@@ -84,7 +120,11 @@ def _span(cache: SequenceCache, num_tokens: int, *, is_prompt: bool) -> SpanInpu
 
 
 def _run(model: Decoder, canon: RowLaw, space: CacheSpace, inputs: list[SpanInput]) -> None:
-    logits = model.forward(build_batch(inputs, canon=canon), space.tensors)
+    batch = build_batch(inputs, canon=canon)
+    # What another stage would hand on.
+    shape = len(batch.token_ids), model.config.hidden_size
+    residual = torch.zeros(shape, dtype=model.dtype, device=model.device) if model.first_layer else None
+    logits = model.forward(batch, space.tensors, residual)
     assert logits is not None
     sampler = Sampler(SamplingParams(temperature=1.0, top_p=0.9))  # the way that takes the most
     sample_rows(logits, [PlainRow(sampler)] * len(inputs))

@@ -212,9 +212,14 @@ class LLM:
                 "dtype": str(torch_dtype).removeprefix("torch."),
                 "kernels": self.model.kernels.name,
             }
+            own = self.fingerprint
+            if self.stages is not None:
+                own = self.stages.open_store(
+                    stored.folder, self.fingerprint, max_bytes=stored.max_bytes, about=about
+                )
             self.store = BlockStore(
                 stored.folder,
-                self.fingerprint,
+                own,
                 self.model.cache_spec,
                 max_bytes=stored.max_bytes,
                 about=about,

@@ -8,15 +8,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from penstock.cache import BLOCK_TOKENS, Extent, SequenceCache, SequenceState
-from penstock.cache.keys import KeyChain, root_key
+from penstock.cache.keys import BlockKey, KeyChain, root_key
 from penstock.cache.prefix import PrefixHit, PrefixIndex
 from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore, StoredPrefix
 from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out, copy_tokens
 from penstock.engine.status import ReuseStatus
+from penstock.errors import StageLostError
 
 if TYPE_CHECKING:  # loads torch.distributed
     from penstock.engine.stages.pipeline import Pipeline
+    from penstock.engine.stages.store import Ticket
 
 _log = logging.getLogger("penstock.engine")
 
@@ -54,7 +56,7 @@ class Reuse:
         self.index = PrefixIndex(space.blocks, space.slots, max_snapshots=max_snapshots)
         self.stored_every = _stored_every(space) if store is not None else SNAPSHOT_TOKENS
         self.block_bytes = BLOCK_TOKENS * space.tensors.kv.spec.bytes_per_token
-        self.piece_blocks = max(PIECE_BYTES // self.block_bytes, 1)
+        self.piece_blocks = max(PIECE_BYTES // max(self.block_bytes, 1), 1)
         self.memory_tokens = self.disk_tokens = self.missed_tokens = 0
         self._fingerprint = fingerprint or os.urandom(32)
         self._has_failed = False
@@ -66,6 +68,31 @@ class Reuse:
         chain = KeyChain(root_key(self._fingerprint, salt))
         chain.extend(prompt)
         return Prefix(self, cache, chain, len(prompt))
+
+    def find_stored(
+        self, keys: Sequence[BlockKey], start: int
+    ) -> tuple[StoredPrefix | None, "Ticket | None"]:
+        """What is on disk of the blocks from `start` on: as far as all stages have it, where there are several."""
+        assert self.store is not None
+        if self.stages is None:
+            return self.store.find(keys, start, needs_state=self.has_state), None
+        needs_state, ticket = self.space.tensors.recurrent is not None, None
+        end = len(keys)
+        try:
+            while end > start and (
+                stored := self.store.find(keys[:end], start, needs_state=needs_state and self.has_state)
+            ):
+                end = start + stored.num_blocks
+                ticket, counts = self.stages.find_stored(ticket, keys[:end], start)
+                if min(counts) == stored.num_blocks:
+                    return stored, ticket
+                end = start + min(counts)
+                stored.close()
+        except StageLostError:
+            return None, None
+        if ticket is not None:
+            self.stages.forget(ticket)
+        return None, None
 
     def count(self, num_cached: int) -> None:
         """A request begins to read its prompt, of which so much was there."""
@@ -129,6 +156,7 @@ class Prefix:
         self.num_prompt = num_prompt
         self.keep_states: set[int] = set()  # positions that others will go on from
         self._stored: StoredPrefix | None = None  # found on disk, to be copied into the cache
+        self._ticket: Ticket | None = None  # by which other stages hold their part of it
         self._num_clean: int | None = None
         self._num_noted = 0
         self._num_stored = 0
@@ -184,7 +212,7 @@ class Prefix:
         end = min(self.num_shareable, num_known + MOST_FOUND)
         self._has_more = end < self.num_shareable
         keys = self._chain.keys[:end]
-        self._stored = self._reuse.store.find(keys, num_known, needs_state=self._reuse.has_state)
+        self._stored, self._ticket = self._reuse.find_stored(keys, num_known)
 
     def states_to_keep(self, start: int, end: int, num_free: int) -> list[int]:
         """Positions in (start, end) at which the state of the prompt is worth a slot, of `num_free`; ascending."""
@@ -234,6 +262,9 @@ class Prefix:
         if self._stored is not None:
             self._stored.close()
             self._stored = None
+        if self._ticket is not None and self._reuse.stages is not None:
+            self._reuse.stages.forget(self._ticket)
+            self._ticket = None
 
     @property
     def _last_blocks(self) -> tuple[int, int]:
@@ -321,8 +352,9 @@ class Prefix:
         first = start // BLOCK_TOKENS
         num_blocks = stored.start + stored.num_blocks - first
         follows = start % BLOCK_TOKENS == 0 and stored.start <= first and num_blocks > 0
-        if not follows or not reuse.space.blocks.can_allocate(num_blocks):
-            self._needs_search = stored.start > first  # memory has given up what was before it
+        is_lost = self._ticket is not None and not (reuse.stages and reuse.stages.is_current(self._ticket))
+        if is_lost or not follows or not reuse.space.blocks.can_allocate(num_blocks):
+            self._needs_search = is_lost or stored.start > first  # memory has given up what was before it
             self.close()
             return
         most_blocks = num_blocks
@@ -333,9 +365,12 @@ class Prefix:
         try:
             blocks = cache.blocks.block_ids[first : first + most_blocks]
             copy_in(reuse.space.tensors, [blocks], stored.blocks[first - stored.start :][:most_blocks])
-            if step is not None:
+            slot = None if step is None else step.writes[0].slot
+            if slot is not None and reuse.space.tensors.recurrent is not None:
                 assert stored.state is not None
-                copy_state_in(reuse.space.tensors, step.writes[0].slot, stored.state)
+                copy_state_in(reuse.space.tensors, slot, stored.state)
+            if self._ticket is not None and reuse.stages is not None:
+                reuse.stages.fetch(self._ticket, reuse.space, first - stored.start, blocks, slot)
         except Exception as error:
             _log.warning("what is on disk of a prompt could not be used: it is read again", exc_info=error)
             cache.abort()
@@ -372,8 +407,10 @@ class Prefix:
             if not store.has_room((stop - start) * reuse.block_bytes):
                 return
             with reuse.unharmed():
-                copied = copy_out(reuse.space.tensors, [self._cache.blocks.block_ids[start:stop]])
-                store.put_blocks(start, self._chain.keys[start:stop], copied)
+                blocks, keys = self._cache.blocks.block_ids[start:stop], self._chain.keys[start:stop]
+                store.put_blocks(start, keys, copy_out(reuse.space.tensors, [blocks]))
+                if reuse.stages is not None:
+                    reuse.stages.keep_blocks(reuse.space, start, keys, blocks)
             self._num_stored = stop
 
     def _publish_states(self, state: SequenceState) -> None:
@@ -387,7 +424,11 @@ class Prefix:
                 reuse.index.snapshot(keys, slot)
             if reuse.store is not None and (is_wanted or position % reuse.stored_every == 0):
                 with reuse.unharmed():
-                    reuse.store.put_state(len(keys), keys[-1], *copy_state_out(reuse.space.tensors, slot))
+                    if reuse.space.tensors.recurrent is not None:
+                        copied = copy_state_out(reuse.space.tensors, slot)
+                        reuse.store.put_state(len(keys), keys[-1], *copied)
+                    if reuse.stages is not None:
+                        reuse.stages.keep_state(reuse.space, len(keys), keys[-1], slot)
         state.keep_last()
 
 

@@ -14,7 +14,7 @@ import torch
 from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.batcher import Batcher, Notice
-from penstock.engine.capacity import cache_tokens_that_fit, measured_step_bytes
+from penstock.engine.capacity import cache_tokens_elsewhere, cache_tokens_that_fit, measured_step_bytes
 from penstock.engine.events import ChunkRecord, Event, Failed, Finished, GenerationRequest, Listener
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
@@ -321,7 +321,11 @@ def _resolve_cache_tokens(
         return check_int("cache_tokens", cache_tokens, 1)
     most = schedule.max_running * llm.context_length
     model = llm.model
-    return cache_tokens_that_fit(model.cache_spec, num_slots, most, model.device, _step_bytes(llm, schedule))
+    beside = () if llm.stages is None else llm.stages.stages
+    if llm.settings.stages is not None and llm.settings.stages.addresses:
+        most, beside = cache_tokens_elsewhere(beside, num_slots, most), ()
+    step_bytes = _step_bytes(llm, schedule)
+    return cache_tokens_that_fit(model.cache_spec, num_slots, most, model.device, step_bytes, beside)
 
 
 def _step_bytes(llm: LLM, schedule: ScheduleConfig) -> int:
@@ -333,4 +337,4 @@ def _step_bytes(llm: LLM, schedule: ScheduleConfig) -> int:
     measured = measured_step_bytes(model, llm.canon, num_tokens, schedule.max_running)
     llm.device_kind.release()
     kv = model.cache_spec.kv
-    return measured + longest * kv.bytes_per_token // kv.num_layers
+    return measured + longest * kv.bytes_per_token // max(kv.num_layers, 1)

@@ -588,10 +588,6 @@ class EngineSettings:
             ),
         )
         ChunkedPrefillConfig(chunk.effective, settings.overlap)
-        if settings.stages is not None and settings.store is not None:
-            raise SettingError(
-                "cache_dir", str(settings.store.folder), contradicts={"stages": settings.stages.num_stages}
-            )
         if settings.overlap and (settings.store or settings.reuse_tokens):
             other = "cache_dir" if settings.store else "reuse_tokens"
             raise SettingError("overlap", settings.overlap, contradicts={other: ...})

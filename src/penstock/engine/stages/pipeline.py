@@ -22,11 +22,13 @@ import torch
 from torch import Tensor
 
 from penstock.cache import SequenceCache
+from penstock.cache.keys import BlockKey
 from penstock.cache.space import CacheSpace
 from penstock.cache.transfer import CacheDigests, cache_digests
 from penstock.engine.stages.control import DEFAULT_STAGE_TIMEOUT_S, Control, Message, read_token
 from penstock.engine.stages.header import write_header
 from penstock.engine.stages.link import Link, LinkKind, LinkStore, Receipt
+from penstock.engine.stages.store import Ticket, joined_keys, stage_fingerprint
 from penstock.engine.stages.worker import config_digest
 from penstock.engine.stages.workers import ListeningWorker, LocalWorker, WorkerPlace, divide_machine
 from penstock.errors import PenstockError, StageLostError, StageRefusedError
@@ -56,6 +58,8 @@ def open_pipeline(
 
 # How long a worker's own reason is waited for, where a link has ended.
 _REASON_S = 0.5
+# How long a worker has to write what it was to keep.
+_WRITE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,22 @@ class _Peer:
     control: Control
     layers: range
     replies: "queue.SimpleQueue[Message | StageLostError]" = field(default_factory=queue.SimpleQueue)
+    found: "queue.SimpleQueue[Message]" = field(default_factory=queue.SimpleQueue)
     loaded: LoadedStage | None = None
     times: StageTimes = field(default_factory=StageTimes)
     shapes: ProbeShapes | None = None
+
+    def count_found(self, round_number: int) -> int:
+        """The answer to a question for what is on disk."""
+        while True:
+            try:
+                about = self.found.get(timeout=_REASON_S).about
+            except queue.Empty:
+                if not self.control.is_alive:
+                    raise StageLostError(self.stage, self.control.peer, "it is not connected") from None
+                continue
+            if about["round"] == round_number:
+                return int(about["num_blocks"])
 
     def reply(self, kind: str) -> Message:
         """The answer to what was asked of it last."""
@@ -145,6 +162,10 @@ class Pipeline:
         self._spaces: dict[int, tuple[int, weakref.finalize[..., Any]]] = {}  # by id of their tensors
         self._space_sizes: dict[int, dict[str, int]] = {}
         self._dropped: deque[int] = deque()
+        self._fingerprint: bytes | None = None  # of the whole model, where blocks are kept on disk
+        self._store_about: dict[str, object] = {}
+        self._asking = threading.Lock()
+        self._num_asked = 0
         self._errors: dict[int, Exception] = {}  # of steps that workers failed in
         self._changed = threading.Condition()
         self._lost: StageLostError | None = None
@@ -218,6 +239,7 @@ class Pipeline:
         self._take_ready(peer)
         assert self._law is not None
         control.send("law", asdict(self._law))
+        self._tell_store(peer)
         for number, sizes in self._space_sizes.items():
             control.send("space", {"space": number, **sizes})
 
@@ -263,6 +285,8 @@ class Pipeline:
         for peer in self._peers:
             with suppress(PenstockError):
                 peer.control.send("stop")
+        for peer in self._peers if self._fingerprint is not None else ():
+            peer.control.wait_closed(_WRITE_S)  # what waits is written
         for place in self.places:
             place.close()
         self._lose(StageLostError(None, "the driver", "it has ended"))
@@ -297,9 +321,70 @@ class Pipeline:
 
     def copy_tokens(self, space: CacheSpace, source: int, target: int, num_tokens: int) -> None:
         """Copy the first tokens of one block of a cache to another, as the driver has done with its own."""
-        about = {"source": source, "target": target, "num_tokens": num_tokens}
+        self._tell("copy", space, {"source": source, "target": target, "num_tokens": num_tokens})
+
+    def _tell(
+        self, kind: str, space: CacheSpace | None, about: Mapping[str, object], data: bytes = b""
+    ) -> None:
+        """Tell all workers. One that is gone has lost what it is told of, too: the next step says so."""
+        with suppress(StageLostError):
+            own = {} if space is None else {"space": self.open_space(space)}
+            for peer in self._peers:
+                peer.control.send(kind, {**own, **about}, data)
+
+    # What is on disk: each stage has a part of every block
+
+    def open_store(
+        self, folder: Path, fingerprint: bytes, *, max_bytes: int, about: Mapping[str, str]
+    ) -> bytes:
+        """Let workers keep their part in this folder, too. The fingerprint of the driver's."""
+        self._store_about = {"folder": str(folder), "max_bytes": max_bytes, "about": dict(about)}
+        self._fingerprint = fingerprint
         for peer in self._peers:
-            peer.control.send("copy", {"space": self.open_space(space), **about})
+            self._tell_store(peer)
+        return stage_fingerprint(fingerprint, self.layers[-1])
+
+    def _tell_store(self, peer: _Peer) -> None:
+        if self._fingerprint is not None:
+            own = stage_fingerprint(self._fingerprint, peer.layers)
+            peer.control.send("store", self._store_about, own)
+
+    def find_stored(
+        self, ticket: Ticket | None, keys: Sequence[BlockKey], start: int
+    ) -> tuple[Ticket, list[int]]:
+        """How many blocks from `start` on each worker has on disk; by a ticket they hold them. On any thread."""
+        with self._asking:
+            self._num_asked += 1
+            round_number = self._num_asked
+            ticket = ticket or Ticket(round_number, self.generation)
+            about = {"ticket": ticket.number, "start": start, "round": round_number}
+            for peer in self._peers:
+                peer.control.send("find", about, joined_keys(keys))
+            return ticket, [peer.count_found(round_number) for peer in self._peers]
+
+    def is_current(self, ticket: Ticket) -> bool:
+        return ticket.generation == self.generation
+
+    def forget(self, ticket: Ticket) -> None:
+        """Give up what was found."""
+        if self.is_current(ticket):
+            self._tell("forget", None, {"ticket": ticket.number})
+
+    def fetch(
+        self, ticket: Ticket, space: CacheSpace, first: int, blocks: Sequence[int], slot: int | None
+    ) -> None:
+        """Copy what was found, from its block `first` on, into these blocks of a cache, and its state into a slot."""
+        about = {"ticket": ticket.number, "first": first, "blocks": list(blocks), "slot": slot}
+        self._tell("fetch", space, about)
+
+    def keep_blocks(
+        self, space: CacheSpace, start: int, keys: Sequence[BlockKey], blocks: Sequence[int]
+    ) -> None:
+        """Blocks [start, start + len(keys)) of a sequence are to go to disk."""
+        self._tell("keep", space, {"start": start, "blocks": list(blocks)}, joined_keys(keys))
+
+    def keep_state(self, space: CacheSpace, index: int, key: BlockKey, slot: int) -> None:
+        self._tell("keep_state", space, {"index": index, "slot": slot}, key)
 
     def digests(self, space: CacheSpace, cache: SequenceCache) -> CacheDigests:
         """Of what all stages have of a sequence, in the order of layers."""
@@ -376,6 +461,8 @@ class Pipeline:
     def _take(self, peer: _Peer, message: Message) -> None:
         about = message.about
         match message.kind:
+            case "found":
+                peer.found.put(message)
             case "done":
                 peer.times.count(about)
             case "failed":

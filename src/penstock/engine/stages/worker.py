@@ -9,6 +9,9 @@ Messages of the driver, each answered where it says so:
     meet    generation, hop: how the other end of a hop is reached, as torch.distributed says it
     space   number, blocks, slots: a cache; drop: it is not needed any more
     copy    space, source, target, tokens: from one block to another
+    store   folder, size; and a fingerprint: blocks are kept there
+    find    ticket, start; and keys                  > found (how many blocks), until forget
+    fetch   ticket, space, blocks: what was found is copied; keep, keep_state: the other way
     digest  space, places, slot                      > digests
     step    generation, number, space; and a header  > done (times), error
     stop
@@ -34,6 +37,7 @@ from penstock.engine.stages.control import Control, Message
 from penstock.engine.stages.header import HeaderLimits, read_header
 from penstock.engine.stages.joining import read_law
 from penstock.engine.stages.link import Link, LinkStore, Receipt
+from penstock.engine.stages.store import StageStore
 from penstock.errors import StageLostError, is_out_of_memory
 from penstock.kernels.device import DeviceKind, device_kind, find_devices
 from penstock.kernels.interface import select_kernels
@@ -70,6 +74,7 @@ class Worker:
         self._control = control
         self._settings = settings.on(find_devices())
         self._failure: Exception | None = None
+        self._store_part = StageStore(control)
         self._model: Decoder | None = None
         self._spaces: dict[int, CacheTensors] = {}
         self._limits: dict[int, HeaderLimits] = {}
@@ -92,6 +97,7 @@ class Worker:
                     self._leave(error)
         finally:
             self._leave(StageLostError(None, self._control.peer, "the driver is gone"))
+            self._store_part.close()
         if self._failure is not None:
             raise self._failure
 
@@ -117,6 +123,8 @@ class Worker:
                 case "meet":
                     place = (int(message.about["generation"]), int(message.about["hop"]))
                     self._store(*place).put(str(message.about["key"]), bytes(message.data))
+                case "find":
+                    self._store_part.find(message)
                 case "step":
                     self._items.put(self._asked_for(message))
                 case "space" | "drop":
@@ -184,6 +192,13 @@ class Worker:
             case "copy":
                 kv = self._spaces[int(about["space"])].kv
                 copy_tokens(kv, int(about["source"]), int(about["target"]), int(about["num_tokens"]))
+            case "store":
+                assert self._model is not None
+                self._store_part.open(about, item.message.data, self._model.cache_spec)
+            case "forget":
+                self._store_part.forget(int(about["ticket"]))
+            case "fetch" | "keep" | "keep_state":
+                self._store_part.handle(item.message, self._spaces[int(about["space"])])
             case "digest":
                 places = [TokenRange(start, end) for start, end in about["places"]]
                 found = cache_digests(self._spaces[int(about["space"])], places, about["slot"])
