@@ -18,7 +18,7 @@ from penstock.models.reading import shortened
 
 if TYPE_CHECKING:
     from penstock.engine.events import Generation
-    from penstock.engine.llm import LLM
+    from penstock.engine.llm import LLM, Prompt
     from penstock.plan import EngineSettings
     from penstock.plan.progress import Progress
 
@@ -53,9 +53,9 @@ def check_text(option: str, text: str) -> None:
             raise PromptError(f"{option} is not accepted: it is not UTF-8 text") from None
 
 
-def read_text(file: str) -> str:
+def read_text(file: str, option: str = "--prompt-file") -> str:
     """A file's text, as it is; of `-`, standard input's."""
-    name = "standard input" if file == "-" else f"--prompt-file {shortened(file)}"
+    name = "standard input" if file == "-" else f"{option} {shortened(file)}"
     if file == "-" and sys.stdin is None:
         raise PromptError("standard input is closed: give --prompt or --prompt-file")
     try:
@@ -146,7 +146,7 @@ def loaded(model: str, display: Display, settings: "EngineSettings | None" = Non
 
 
 def answer(
-    llm: "LLM", prompt: str, display: Display, *, shows_text: bool = True, **request: Any
+    llm: "LLM", prompt: "Prompt", display: Display, *, shows_text: bool = True, **request: Any
 ) -> "Generation":
     """Read the prompt and answer it, both in view. Ctrl-C ends it between two steps."""
     is_told = False

@@ -6,6 +6,7 @@ from penstock import __version__
 from penstock.frontends import options
 from penstock.frontends.bench import PASS_ON, bench
 from penstock.frontends.cache import app as cache
+from penstock.frontends.chat import chat
 from penstock.frontends.exits import MEANINGS, reported, run_main
 from penstock.frontends.generate import generate
 from penstock.frontends.plan import plan
@@ -23,6 +24,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(epilog=MEANINGS)(generate)
+app.command(epilog=MEANINGS)(chat)
+app.command("run", epilog=MEANINGS, help="The same as chat.")(chat)
 app.command(epilog=MEANINGS)(serve)
 app.command(epilog=MEANINGS)(worker)
 app.command(epilog=MEANINGS)(plan)

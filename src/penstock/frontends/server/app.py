@@ -28,6 +28,7 @@ from penstock.frontends.server.errors import errors_about, request_id
 from penstock.frontends.server.explain import AnswerIds, explain_router
 from penstock.frontends.server.facts import fact_router, openapi_of
 from penstock.frontends.server.lifecycle import Drain, disconnected, run_unless
+from penstock.frontends.server.messages_api import MessagesAnswer, MessagesBody
 from penstock.frontends.server.metrics import Telemetry
 from penstock.frontends.server.pages import page_router
 from penstock.frontends.server.requests import BodyReader, PreparedRequest, RequestBuilder, no_model
@@ -39,6 +40,7 @@ from penstock.frontends.server.responses import (
     JsonResponse,
     ResponseWriter,
 )
+from penstock.frontends.server.responses_api import ResponsesAnswer, ResponsesBody
 from penstock.frontends.server.settings import ServerSettings
 
 _Body = TypeVar("_Body", bound=Body)
@@ -148,6 +150,18 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
     @post("/chat/completions", ChatBody)
     async def chat(request: Request) -> Response:
         return await generate(request, ChatBody, builder.chat, ChatAnswer)
+
+    @post("/responses", ResponsesBody)
+    async def responses(request: Request) -> Response:
+        return await generate(request, ResponsesBody, builder.chat, ResponsesAnswer)
+
+    @post("/messages", MessagesBody)
+    async def messages(request: Request) -> Response:
+        return await generate(request, MessagesBody, builder.chat, MessagesAnswer)
+
+    @post("/messages/count_tokens", MessagesBody)
+    async def count_tokens(request: Request) -> Response:
+        return JsonResponse({"input_tokens": await read(request, MessagesBody, builder.count)})
 
     @post("/tokenize", TokenizeBody)
     async def tokenize(request: Request) -> Response:

@@ -101,7 +101,7 @@ class Ignored:
 
     def add(self, name: str) -> None:
         if len(self.names) == MAX_IGNORED:
-            raise _wrong(name, f"it is not known, and so are {MAX_IGNORED} others", "unknown_parameter")
+            raise wrong(name, f"it is not known, and so are {MAX_IGNORED} others", "unknown_parameter")
         self.names[name] = None
 
     @property
@@ -120,7 +120,8 @@ class Part(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     unsupported: ClassVar[Unsupported] = {}
-    aliases: ClassVar[Mapping[str, str]] = {}
+    own_names: ClassVar[Mapping[str, str]] = {}  # an API's own for what is known here by another
+    aliases: ClassVar[Mapping[str, str]] = {}  # other servers', for those that are not strict
 
     @model_validator(mode="before")
     @classmethod
@@ -130,19 +131,20 @@ class Part(BaseModel):
         ignored: Ignored = info.context or _STRICT
         known, accepted = _names(cls), dict[str, Any]()
         for given, value in values.items():
-            name = given if ignored.is_strict else cls.aliases.get(given, given)
+            name = cls.own_names.get(given, given)
+            name = name if ignored.is_strict else cls.aliases.get(name, name)
             if name in known:
                 if accepted.get(name) not in (None, value):
-                    raise _wrong(given, f"{given} contradicts another name of {name}: give one of them")
+                    raise wrong(given, f"{given} contradicts another name of {name}: give one of them")
                 if value is not None or name not in accepted:
                     accepted[name] = value
             elif name in cls.unsupported:
                 cls._check_unsupported(name, value, ignored)
             elif ignored.is_strict:
-                raise _wrong(name, "", "unknown_parameter")
+                raise wrong(name, "", "unknown_parameter")
             elif name not in ignored.names:
                 if meant := _meant(cls, name):
-                    raise _wrong(name, f"did you mean {meant}?", "unknown_parameter")
+                    raise wrong(name, f"did you mean {meant}?", "unknown_parameter")
                 ignored.add(name)
         return accepted
 
@@ -153,7 +155,7 @@ class Part(BaseModel):
         if value is None or any(type(value) is type(item) and value == item for item in neutral):
             return
         if ignored.is_strict or name not in _WITHOUT_MEANING:
-            raise _wrong(name, f"this server does not do {what}; leave it away", "unsupported_parameter")
+            raise wrong(name, f"this server does not do {what}; leave it away", "unsupported_parameter")
         ignored.add(name)
 
 
@@ -170,12 +172,12 @@ def _meant(kind: type[Part], name: str) -> str | None:
     return alike[0] if alike else None
 
 
-def _wrong(name: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
+def wrong(name: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
     """An error about the parameter `name` of the object that is validated."""
     return PydanticCustomError(code, "{reason}", {"name": name, "reason": reason})
 
 
-def _at_most(limit: int) -> BeforeValidator:
+def at_most(limit: int) -> BeforeValidator:
     """Refuses lists and objects that have more, before anything in them is looked at."""
 
     def check(value: object) -> object:
@@ -212,7 +214,7 @@ def _text_part(part: object) -> str:
     raise ValueError("give parts {'type': 'text', 'text': ...}")
 
 
-def _arguments(value: object) -> object:
+def arguments_of(value: object) -> dict[str, Any]:
     """Those of a call: an object, or its JSON."""
     if isinstance(value, str):
         try:
@@ -229,7 +231,7 @@ Name = Annotated[str, Field(pattern=r"^[^\s\"'<>{}\[\]()\\]{1,128}$")]
 
 class CalledFunction(Part):
     name: Name
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments)]
+    arguments: Annotated[dict[str, Any], BeforeValidator(arguments_of)]
 
 
 class ToolCall(Part):
@@ -250,14 +252,14 @@ class Message(Part):
     role: Annotated[str, Field(min_length=1, max_length=_MAX_NAME), BeforeValidator(_role)]
     content: Annotated[str | None, BeforeValidator(lambda value: value and text_of(value))] = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True), _at_most(MAX_TOOLS)] = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True), at_most(MAX_TOOLS)] = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
         if self.content is None and not self.tool_calls:
-            raise _wrong("content", "give a text, or a list of parts {'type': 'text', 'text': ...}")
+            raise wrong("content", "give a text, or a list of parts {'type': 'text', 'text': ...}")
         return self
 
     def plain(self) -> dict[str, Any]:
@@ -333,11 +335,11 @@ class Conversation:
     def __post_init__(self) -> None:
         names = [tool["function"]["name"] for tool in self.tools]
         if len(set(names)) < len(names):
-            raise _wrong("tools", "tools have names of their own")
+            raise wrong("tools", "tools have names of their own")
         if self.is_named and self.choice not in names:
-            raise _wrong("tool_choice", f"there is no tool {self.choice[:100]!r} among tools")
+            raise wrong("tool_choice", f"there is no tool {self.choice[:100]!r} among tools")
         if self.choice == "required" and not names:
-            raise _wrong("tool_choice", "tool_choice 'required' needs tools")
+            raise wrong("tool_choice", "tool_choice 'required' needs tools")
 
 
 def thinking(effort: str | None, variables: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -346,7 +348,7 @@ def thinking(effort: str | None, variables: Mapping[str, Any] | None) -> dict[st
     if effort is not None:
         found = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
     for name in _FIXED & (variables or {}).keys():
-        raise _wrong(
+        raise wrong(
             "chat_template_kwargs", f"{name} is not for chat_template_kwargs: it has a place of its own"
         )
     return {**found, **(variables or {})}
@@ -355,7 +357,7 @@ def thinking(effort: str | None, variables: Mapping[str, Any] | None) -> dict[st
 _FIXED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 Prompt = str | list[int | str]  # a text, ids, or texts and ids in a row
 Tokens = Annotated[int, Field(ge=1, le=MAX_INT)]
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), _at_most(MAX_MESSAGES)]
+Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
 _PROMPT_KINDS = (
     "give a text, a list of texts, a list of token ids (texts may be among them), or a list of such lists"
 )
@@ -443,7 +445,7 @@ def _schema(value: object) -> object:
 
 
 GivenSchema = Annotated[Schema, BeforeValidator(_schema)]
-Choices = Annotated[list[str], Field(min_length=1), _at_most(MAX_ENTRIES)]
+Choices = Annotated[list[str], Field(min_length=1), at_most(MAX_ENTRIES)]
 
 
 class JsonSchema(Part):
@@ -501,7 +503,7 @@ def _only_one(*formats: tuple[str, Any, Callable[[Any], AnswerFormat | None]]) -
     made = [(name, make(value)) for name, value, make in formats if value is not None]
     given = [(name, wanted) for name, wanted in made if wanted is not None]
     if len(given) > 1:
-        raise _wrong(given[1][0], f"{given[1][0]} contradicts {given[0][0]}: give one of them")
+        raise wrong(given[1][0], f"{given[1][0]} contradicts {given[0][0]}: give one of them")
     return given[0][1] if given else None
 
 
@@ -515,7 +517,7 @@ class GenerationBody(Body):
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     max_tokens: Annotated[Tokens | None, BeforeValidator(_no_limit)] = None
     max_completion_tokens: Annotated[Tokens | None, BeforeValidator(_no_limit)] = None
-    stop: Annotated[list[str] | None, _at_most(MAX_STOPS), BeforeValidator(_stops)] = None
+    stop: Annotated[list[str] | None, at_most(MAX_STOPS), BeforeValidator(_stops)] = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, BeforeValidator(_no_limit)] = None
@@ -524,7 +526,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], AfterValidator(_biases), _at_most(MAX_ENTRIES)] | None = None
+    logit_bias: Annotated[dict[str, float], AfterValidator(_biases), at_most(MAX_ENTRIES)] | None = None
     ignore_eos: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -541,7 +543,7 @@ class GenerationBody(Body):
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
     # Accepted, without effect.
     user: str | None = None
-    metadata: Annotated[dict[str, Any] | None, _at_most(MAX_ENTRIES)] = None
+    metadata: Annotated[dict[str, Any] | None, at_most(MAX_ENTRIES)] = None
     store: bool | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -574,7 +576,7 @@ class GenerationBody(Body):
     def _agrees_with_itself(self) -> Self:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
-            raise _wrong(
+            raise wrong(
                 "max_tokens",
                 f"max_tokens={self.max_tokens} contradicts max_completion_tokens={self.max_completion_tokens}: "
                 "give one of them",
@@ -582,7 +584,7 @@ class GenerationBody(Body):
         self.answer_format()
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
-                raise _wrong(name, f"{name} is accepted only with 'stream': true")
+                raise wrong(name, f"{name} is accepted only with 'stream': true")
         return self
 
 
@@ -605,6 +607,10 @@ class TalkBody(GenerationBody):
     @abstractmethod
     def conversation(self) -> Conversation: ...
 
+    def about(self) -> dict[str, Any]:
+        """What an answer says of its request."""
+        return {}
+
 
 class ChatBody(TalkBody):
     prompt_param = "messages"
@@ -612,12 +618,12 @@ class ChatBody(TalkBody):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool] | None, BeforeValidator(known_tools), _at_most(MAX_TOOLS)] = None
+    tools: Annotated[list[Tool] | None, BeforeValidator(known_tools), at_most(MAX_TOOLS)] = None
     tool_choice: ToolChoice | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, _at_most(MAX_ENTRIES)] = None
+    chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_ENTRIES)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 
@@ -628,9 +634,9 @@ class ChatBody(TalkBody):
     @model_validator(mode="after")
     def _has_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
-            raise _wrong("top_logprobs", "top_logprobs is accepted only with 'logprobs': true")
+            raise wrong("top_logprobs", "top_logprobs is accepted only with 'logprobs': true")
         if self.continue_final_message and (self.add_generation_prompt or not self.messages[-1].content):
-            raise _wrong(
+            raise wrong(
                 "continue_final_message", "it needs a last message with text, and no add_generation_prompt"
             )
         self.conversation()
@@ -669,7 +675,7 @@ class TokenizeBody(Body):
         if sum(part is not None for part in (self.content, self.prompt, self.messages)) != 1:
             raise ValueError("give one of content, prompt and messages")
         if self.messages is not None and self.add_special is not None:
-            raise _wrong(
+            raise wrong(
                 "add_special", "add_special is not accepted with messages: the model's template has them"
             )
         return self

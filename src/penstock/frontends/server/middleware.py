@@ -25,7 +25,7 @@ from penstock.frontends.server.errors import (
     request_id,
 )
 from penstock.frontends.server.metrics import Telemetry
-from penstock.frontends.server.responses import error_response
+from penstock.frontends.server.responses import JsonResponse, error_response
 from penstock.frontends.server.settings import ServerSettings, is_loopback
 
 _ID_HEADER = "x-request-id"
@@ -35,6 +35,8 @@ _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # They tell nothing of anybody's requests: the live page's own files, and whether the server is up.
 _OPEN_PATHS = ("/", "/health")
 _OPEN_FOLDER = "/page/"
+# Where errors say that they are some, as Anthropic's do.
+_MESSAGES = ("/v1/messages", "/messages")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -58,6 +60,9 @@ def install(app: FastAPI, settings: ServerSettings, telemetry: Telemetry) -> Non
 async def _answer_error(request: Request, error: Exception) -> Response:
     match error:
         case ApiError():
+            if request.url.path.startswith(_MESSAGES):
+                content = {"type": "error", **error.content}
+                return JsonResponse(content, status_code=error.status, headers=error.headers)
             return error_response(error)
         case PenstockError():
             return error_response(as_api_error(error))

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from heapq import heappop, heappush
 from typing import Any, TypeVar, cast
@@ -274,6 +274,7 @@ class PreparedRequest:
     returns_progress: bool
     counts_usage: bool = False  # in every chunk of a stream
     parser: Callable[[], TurnParser] = TurnParser  # takes the answer's text apart
+    about: Mapping[str, Any] = field(default_factory=dict)  # what the answer says of the request
     is_unheld: bool = False  # the tools' schemas are too complex: calls are not held to them
 
     def num_cached(self, of_requests: Sequence[int]) -> int:
@@ -317,7 +318,7 @@ class RequestBuilder:
         prepared = self._prepare(
             body, tenant, 1, lambda: [self._encode(prompt, adds_special=False)], None, held
         )
-        return replace(prepared, parser=held.parser, is_unheld=held.is_unheld)
+        return replace(prepared, parser=held.parser, about=body.about(), is_unheld=held.is_unheld)
 
     def _held(self, told: Conversation, prompt: str, wanted: AnswerFormat | None) -> "_Held":
         """What the answer is held to, and how it is taken apart."""
@@ -352,6 +353,10 @@ class RequestBuilder:
                 raise SettingError("tools", ..., because=error.because or str(error)) from error
             return _Held(None, frozenset(shown), parser, is_unheld=True)
         return _Held(grammar, rules.special | shown, parser)
+
+    def count(self, body: TalkBody) -> int:
+        """The tokens of a conversation."""
+        return len(self._encode(self.render(body.conversation()), adds_special=False))
 
     def completion(self, body: CompletionBody, tenant: str | None) -> PreparedRequest:
         def encode() -> list[Sequence[int]]:
@@ -540,9 +545,9 @@ def salt_of(tenant: str | None, cache_salt: str) -> str:
 def _sampling(body: GenerationBody) -> SamplingParams:
     """By the names that SamplingParams and the body share; what is left out has the default."""
     given: dict[str, Any] = {"temperature": _TEMPERATURE}
-    for field in fields(SamplingParams):
-        if (value := getattr(body, field.name)) is not None:
-            given[field.name] = value
+    for each in fields(SamplingParams):
+        if (value := getattr(body, each.name)) is not None:
+            given[each.name] = value
     biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
     return SamplingParams(**{**given, "logit_bias": biases})
 

@@ -226,7 +226,7 @@ class Answer:
         self._parsers = [prepared.parser() for _ in prepared.requests]
         self._turns = [Turn() for _ in prepared.requests]
         self._reasons: list[FinishReason] = ["stop"] * len(prepared.requests)
-        self._ends: list[Finished | None] = [None] * len(prepared.requests)
+        self._last: TokenGenerated | None = None
         self._num_answer = 0  # tokens of all choices
         self._num_thought = 0  # of them, tokens of thoughts
         self._num_cached = [0] * len(prepared.requests)
@@ -276,7 +276,10 @@ class Answer:
         async for index, event in self._events:
             parser, pieces = self._parsers[index], list[Piece]()
             match event:
+                case PromptProgress():
+                    self._num_cached[index] = event.progress.num_cached
                 case TokenGenerated():
+                    self._last = event
                     self._num_answer += 1
                     self._num_thought += parser.is_thinking
                     pieces = parser.push(event.text)
@@ -285,7 +288,7 @@ class Answer:
                         raise cancelled()
                     pieces = parser.push(event.text) + parser.finish()
                     self._num_cached[index] = event.usage.cached_tokens
-                    self._reasons[index], self._ends[index] = event.reason, event
+                    self._reasons[index] = event.reason
                 case Failed():
                     raise as_failure(event.error)
             for piece in pieces:

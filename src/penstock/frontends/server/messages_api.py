@@ -1,0 +1,231 @@
+"""Anthropic's API: `/v1/messages`, and the tokens that one would have."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from penstock.engine.events import AnswerFormat, JsonFormat, TokenGenerated
+from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
+from penstock.frontends.server.bodies import (
+    MAX_ENTRIES,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Conversation,
+    Function,
+    Name,
+    Part,
+    TalkBody,
+    at_most,
+    text_of,
+    thinking,
+    wrong,
+)
+from penstock.frontends.server.errors import ApiError
+
+# A block that Claude Code begins with, which may differ from request to request and would spoil the prefix.
+_BILLING = "x-anthropic-billing-header"
+
+
+class _Tool(Part):
+    name: Name
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    type: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return Function(name=self.name, description=self.description, parameters=self.input_schema).plain()
+
+
+class _Choice(Part):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Message(Part):
+    role: Literal["user", "assistant", "system"]
+    content: str | Annotated[list[dict[str, Any]], at_most(MAX_ENTRIES)]
+
+    def plain(self) -> list[dict[str, Any]]:
+        """A message for each result of a tool, then one for the rest."""
+        if isinstance(self.content, str):
+            return [{"role": self.role, "content": self.content}]
+        results: list[dict[str, Any]] = []
+        texts: list[str] = []
+        message: dict[str, Any] = {"role": self.role}
+        for block in self.content:
+            match block:
+                case {"type": "text", "text": str(text)}:
+                    texts.append(text)
+                case {"type": "tool_use", "id": str(call_id), "name": str(name), "input": dict(given)}:
+                    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
+                    message.setdefault("tool_calls", []).append(call)
+                case {"type": "tool_result", "tool_use_id": str(call_id)}:
+                    content = block.get("content") or ""
+                    text = text_of(content)
+                    results.append({"role": "tool", "tool_call_id": call_id, "content": text})
+                case {"type": "thinking", "thinking": str(text)}:
+                    message["reasoning_content"] = message.get("reasoning_content", "") + text
+                case {"type": "redacted_thinking"}:
+                    pass
+                case {"type": str(kind)}:
+                    raise wrong(
+                        "content", f"blocks of type {kind[:40]!r} are not supported, or not as this one is"
+                    )
+                case _:
+                    raise wrong("content", "give blocks with a type, such as {'type': 'text', 'text': ...}")
+        if texts or not results:
+            results.append({**message, "content": "\n".join(texts)})
+        return results
+
+
+class _Thinking(Part):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: int | None = None
+    display: str | None = None
+
+
+class _OutputFormat(Part):
+    type: Literal["json_schema"]
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+
+
+class _OutputConfig(Part):
+    effort: str | None = None
+    format: _OutputFormat | None = None
+
+
+class MessagesBody(TalkBody):
+    prompt_param = "messages"
+    own_names: ClassVar[dict[str, str]] = {"stop_sequences": "stop"}
+
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: Annotated[list[_Tool] | None, at_most(MAX_TOOLS)] = None
+    tool_choice: _Choice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return None
+
+    @model_validator(mode="after")
+    def _is_a_conversation(self) -> "MessagesBody":
+        self.conversation()
+        return self
+
+    def answer_format(self) -> AnswerFormat | None:
+        if self.output_config is not None and self.output_config.format is not None:
+            return JsonFormat(self.output_config.format.schema_)
+        return super().answer_format()
+
+    def conversation(self) -> Conversation:
+        system = self.system if isinstance(self.system, str) else ""
+        if isinstance(self.system, list):
+            texts = (text_of([block]) for block in self.system)
+            system = "\n".join(text for text in texts if not text.startswith(_BILLING))
+        messages = [{"role": "system", "content": system}] if system else []
+        for message in (plain for each in self.messages for plain in each.plain()):
+            # Templates know one system message, the first.
+            is_late = message["role"] == "system" and messages
+            messages.append({**message, "role": "user"} if is_late else message)
+        choice, last = self.tool_choice, messages[-1]
+        names = {"any": "required", "tool": (choice and choice.name) or ""}
+        effort = self.output_config.effort if self.output_config is not None else None
+        if self.thinking is not None:
+            effort = "none" if self.thinking.type == "disabled" else effort
+        continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+        return Conversation(
+            messages,
+            [tool.plain() for tool in self.tools or () if tool.input_schema is not None],
+            "auto" if choice is None else names.get(choice.type, choice.type),
+            choice is not None and choice.type == "tool",
+            choice is None or not choice.disable_parallel_tool_use,
+            thinking(effort, None),
+            continues,
+            not continues,
+        )
+
+
+class MessagesAnswer(BlockAnswer):
+    prefix = "msg"
+
+    def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
+        content = [self._block(block) for block in blocks_of(self._turns[0])]
+        return {**self._message(), "content": content, **self._stop(), "usage": self._usage()}
+
+    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        is_begun = False
+        async for change in self._changes():
+            block = change.block
+            if not is_begun:
+                is_begun = True
+                stop = {"stop_reason": None, "stop_sequence": None}
+                message = {**self._message(), "content": [], **stop, "usage": self._usage()}
+                yield {"type": "message_start", "message": message}
+            if change.what == "wait":
+                yield {"type": "ping"}
+            elif change.what == "open":
+                yield {
+                    "type": "content_block_start",
+                    "index": block.index,
+                    "content_block": self._block(block),
+                }
+            elif change.what == "add":
+                yield {
+                    "type": "content_block_delta",
+                    "index": block.index,
+                    "delta": _delta(block, change.text),
+                }
+            else:
+                yield {"type": "content_block_stop", "index": block.index}
+        yield {"type": "message_delta", "delta": self._stop(), "usage": self._usage()}
+        yield {"type": "message_stop"}
+
+    def _error(self, error: ApiError) -> dict[str, Any]:
+        return {"type": "error", **error.content}
+
+    def _message(self) -> dict[str, Any]:
+        return {"id": self.id, "type": "message", "role": "assistant", "model": self._model_name}
+
+    def _block(self, block: Block) -> dict[str, Any]:
+        match block.kind:
+            case "thought":
+                return {"type": "thinking", "thinking": block.text, "signature": ""}
+            case "text":
+                return {"type": "text", "text": block.text, "citations": None}
+        given = json.loads(block.text) if block.text else {}
+        return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
+
+    def _stop(self) -> dict[str, Any]:
+        request = self._prepared.requests[0]
+        stops = request.stop if request.json_format is None else ()
+        reason, found = "end_turn", None
+        if self._calls(0):
+            reason = "tool_use"
+        elif self._reasons[0] == "length":
+            reason = "max_tokens"
+        elif stops and self._last is not None and not self._is_end(0, self._last):
+            reason, found = "stop_sequence", stops[0] if len(stops) == 1 else None
+        return {"stop_reason": reason, "stop_sequence": found}
+
+    def _usage(self) -> dict[str, Any]:
+        cached = self._num_prompt_cached
+        return {
+            "input_tokens": self._prepared.num_prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._num_answer,
+        }
+
+
+def _delta(block: Block, text: str) -> dict[str, Any]:
+    match block.kind:
+        case "thought":
+            return {"type": "thinking_delta", "thinking": text}
+        case "text":
+            return {"type": "text_delta", "text": text}
+    return {"type": "input_json_delta", "partial_json": text}

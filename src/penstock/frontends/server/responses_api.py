@@ -1,0 +1,272 @@
+"""OpenAI's newer API: `/v1/responses`, without a memory of its own: each request has the whole conversation."""
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from penstock.engine.events import AnswerFormat, TokenGenerated
+from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
+from penstock.frontends.server.bodies import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    Conversation,
+    Function,
+    Part,
+    ResponseFormat,
+    TalkBody,
+    ToolChoice,
+    Unsupported,
+    arguments_of,
+    at_most,
+    known_tools,
+    text_of,
+    thinking,
+    wrong,
+)
+from penstock.frontends.server.errors import ApiError
+
+
+class _Tool(Function):
+    type: Literal["function"]
+
+
+class _Choice(Part):
+    type: Literal["function"]
+    name: str
+
+
+class _Reasoning(Part):
+    effort: str | None = None
+
+
+class _Format(ResponseFormat):
+    """Here a schema's name is beside it."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class _Text(Part):
+    format: _Format | None = None
+
+
+_REFUSED: Unsupported = {
+    "previous_response_id": ("conversations of its own: send the whole input", ()),
+    "conversation": ("conversations of its own: send the whole input", ()),
+    "background": ("answers in the background", (False,)),
+    "prompt": ("prompts of its own", ()),
+}
+
+
+class ResponsesBody(TalkBody):
+    prompt_param = "input"
+    unsupported: ClassVar[Unsupported] = {**TalkBody.unsupported, **_REFUSED}
+    own_names: ClassVar[dict[str, str]] = {"max_output_tokens": "max_tokens"}
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1), at_most(MAX_MESSAGES)]
+    instructions: str | None = None
+    tools: Annotated[list[_Tool] | None, BeforeValidator(known_tools), at_most(MAX_TOOLS)] = None
+    tool_choice: ToolChoice | _Choice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: _Reasoning | None = None
+    text: _Text | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return None
+
+    @model_validator(mode="after")
+    def _is_a_conversation(self) -> "ResponsesBody":
+        self.conversation()
+        return self
+
+    def answer_format(self) -> AnswerFormat | None:
+        if self.text is not None and self.text.format is not None:
+            return self.text.format.answer_format()
+        return super().answer_format()
+
+    def conversation(self) -> Conversation:
+        messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        for item in items:
+            _add(item, messages)
+        if not messages:
+            raise wrong("input", "give a message at least")
+        choice = self.tool_choice
+        return Conversation(
+            messages,
+            [tool.plain() for tool in self.tools or ()],
+            choice.name if isinstance(choice, _Choice) else choice or "auto",
+            isinstance(choice, _Choice),
+            self.parallel_tool_calls is not False,
+            thinking(None if self.reasoning is None else self.reasoning.effort, None),
+        )
+
+    def about(self) -> dict[str, Any]:
+        choice = self.tool_choice
+        tools = [
+            {"type": "function", **tool.plain()["function"], "strict": True} for tool in self.tools or ()
+        ]
+        return {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
+            "store": False,
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": choice.model_dump() if isinstance(choice, _Choice) else choice or "auto",
+            "tools": tools,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+        }
+
+
+def _add(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+    """An item of the input, as a message or a part of the last one."""
+
+    def assistant() -> dict[str, Any]:
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        return messages[-1]
+
+    match item:
+        case {"type": "function_call", "name": str(name), "call_id": str(call_id), "arguments": given}:
+            function = {"name": name, "arguments": arguments_of(given)}
+            call = {"id": call_id, "type": "function", "function": function}
+            assistant().setdefault("tool_calls", []).append(call)
+        case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": text_of(output or " ")})
+        case {"type": "reasoning"}:
+            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
+            texts = [
+                part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
+            ]
+            if texts:
+                messages.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(texts)})
+        case {"role": str(role), "content": content} if item.get("type", "message") == "message":
+            text = text_of(content)
+            if (
+                role == "assistant"
+                and messages
+                and messages[-1]["role"] == role
+                and not messages[-1]["content"]
+            ):
+                messages[-1]["content"] = text
+            else:
+                messages.append({"role": "system" if role == "developer" else role, "content": text})
+        case _:
+            kind = str(item.get("type", "message"))[:40]
+            raise wrong("input", f"items of type {kind!r} are not supported, or not as this one is")
+
+
+class ResponsesAnswer(BlockAnswer):
+    prefix = "resp"
+
+    def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
+        items = [_item(block, "completed") for block in blocks_of(self._turns[0])]
+        return self._response(self._status(), items)
+
+    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
+        number = 0
+
+        def event(kind: str, /, **more: Any) -> dict[str, Any]:
+            nonlocal number
+            number += 1
+            return {"type": f"response.{kind}", "sequence_number": number - 1, **more}
+
+        yield event("created", response=self._response("in_progress", []))
+        yield event("in_progress", response=self._response("in_progress", []))
+        items: list[dict[str, Any]] = []
+        async for change in self._changes():
+            block = change.block
+            place = {"item_id": block.id, "output_index": block.index}
+            part = {**place, "content_index": 0}
+            if change.what == "open":
+                yield event("output_item.added", output_index=block.index, item=_item(block, "in_progress"))
+                if block.kind != "call":
+                    yield event("content_part.added", **part, part=_part(block))
+            elif change.what == "add":
+                more: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+                where = place if block.kind == "call" else part
+                yield event(f"{_NAMES[block.kind]}.delta", **where, delta=change.text, **more)
+            elif change.what == "close":
+                if block.kind == "call":
+                    done = {**place, "arguments": block.text, "name": block.name}
+                else:
+                    done = {**part, "text": block.text, **({"logprobs": []} if block.kind == "text" else {})}
+                yield event(f"{_NAMES[block.kind]}.done", **done)
+                if block.kind != "call":
+                    yield event("content_part.done", **part, part=_part(block))
+                items.append(_item(block, "completed"))
+                yield event("output_item.done", output_index=block.index, item=items[-1])
+        if self._status() == "incomplete" and items:
+            items[-1] = {
+                **items[-1],
+                **({} if items[-1]["type"] == "reasoning" else {"status": "incomplete"}),
+            }
+        yield event(self._status(), response=self._response(self._status(), items))
+
+    def _error(self, error: ApiError) -> dict[str, Any]:
+        said = error.content["error"]
+        return {
+            "type": "error",
+            "sequence_number": 0,
+            **{name: said[name] for name in ("code", "message", "param")},
+        }
+
+    def _response(self, status: str, items: list[dict[str, Any]]) -> dict[str, Any]:
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self.id,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "error": None,
+            "incomplete_details": cut,
+            "model": self._model_name,
+            "output": items,
+            **self._prepared.about,
+            "usage": None if status == "in_progress" else self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        num_prompt = self._prepared.num_prompt_tokens
+        return {
+            "input_tokens": num_prompt,
+            "input_tokens_details": {"cached_tokens": self._num_prompt_cached, "cache_write_tokens": 0},
+            "output_tokens": self._num_answer,
+            "output_tokens_details": {"reasoning_tokens": self._num_thought},
+            "total_tokens": num_prompt + self._num_answer,
+        }
+
+
+_NAMES = {"thought": "reasoning_text", "text": "output_text", "call": "function_call_arguments"}
+
+
+def _part(block: Block) -> dict[str, Any]:
+    if block.kind == "thought":
+        return {"type": "reasoning_text", "text": block.text}
+    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+
+
+def _item(block: Block, status: str) -> dict[str, Any]:
+    """As it is when it opens, and when it is done."""
+    parts = [_part(block)] if status == "completed" else []
+    match block.kind:
+        case "thought":
+            return {"type": "reasoning", "id": block.id, "summary": [], "content": parts}
+        case "text":
+            return {
+                "type": "message",
+                "id": block.id,
+                "role": "assistant",
+                "status": status,
+                "content": parts,
+            }
+    call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
+    return {"type": "function_call", "id": block.id, **call, "status": status}

@@ -1,0 +1,84 @@
+"""`penstock chat`, in this process, on a tiny random model: lines in, answers out."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from penstock.engine.llm import LLM
+from penstock.frontends.cli import app
+
+
+@pytest.fixture
+def llm(tiny_model: Path) -> LLM:
+    return LLM(tiny_model, dtype="float32", threads=1)
+
+
+def talk(tiny_model: Path, text: str, *more: str, command: str = "chat") -> Result:
+    arguments = [
+        command,
+        str(tiny_model),
+        "--dtype",
+        "float32",
+        "--threads",
+        "1",
+        "--max-tokens",
+        "12",
+        *more,
+    ]
+    return CliRunner().invoke(app, arguments, input=text)
+
+
+def test_a_conversation_is_what_the_engine_says(tiny_model: Path, llm: LLM) -> None:
+    first = [{"role": "user", "content": "hello"}]
+    one = llm.generate(first, max_tokens=12).text
+    second = [*first, {"role": "assistant", "content": one}, {"role": "user", "content": "and\nnow"}]
+    two = llm.generate(second, max_tokens=12).text
+    for command, lines in (("chat", "hello\nand\\\nnow\n"), ("run", 'hello\n"""\nand\nnow\n"""\n')):
+        done = talk(tiny_model, lines, "--quiet", command=command)
+        assert done.exit_code == 0, done.stderr
+        assert done.stdout == "".join(text if text.endswith("\n") else text + "\n" for text in (one, two))
+
+
+def test_documents_and_saved_conversations(tiny_model: Path, tmp_path: Path) -> None:
+    document, saved = tmp_path / "a.txt", tmp_path / "chat.json"
+    document.write_text("sluices " * 20)
+    done = talk(
+        tiny_model,
+        f"/file {document}\nwhat?\n/save {saved}\n/clear\n/load {saved}\n/help\n",
+        "--system",
+        "Be brief.",
+    )
+    assert done.exit_code == 0, done.stderr
+    system, user, assistant = json.loads(saved.read_text())["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user["content"] == "sluices " * 20 + "\n\nwhat?"
+    assert assistant["role"] == "assistant"
+    assert "3 messages from" in done.stderr
+    again = talk(tiny_model, "again\n", "--load", str(saved), "--cache-dir", str(tmp_path / "cache"))
+    assert again.exit_code == 0, again.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("/file nowhere.txt", "no such file"),
+        ("/load nowhere.json", "cannot be read"),
+        ("/save /nowhere/x.json", "cannot be written"),
+        ("/zorp", "/help"),
+        ("x" * 9000, "context"),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_what_goes_wrong_is_told_and_the_chat_goes_on(tiny_model: Path, line: str, said: str) -> None:
+    done = talk(tiny_model, f"{line}\nhello\n/exit\nnever\n")
+    assert done.exit_code == 0
+    assert said in done.stderr
+    assert done.stdout
+
+
+def test_what_is_no_conversation_is_refused(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text("[1]")
+    done = talk(tiny_model, "hello\n", "--load", str(tmp_path / "x.json"))
+    assert (done.exit_code, done.stdout) == (2, "")

@@ -1,0 +1,260 @@
+"""Responses and Messages: every answer and event is what the official clients' own models say, and a conversation
+with tools goes round."""
+
+import json
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from penstock.engine.llm import LLM
+from penstock.frontends.server.settings import ServerSettings
+from tests.models.call_templates import MAIL, TEMPLATES, THINKING, WEATHER
+from tests.server.running import NAME, Reply, Running, running
+from tests.server.scripted import scripted
+from tests.server.test_tools import with_template
+
+if os.environ.get("CI"):
+    import anthropic
+else:
+    anthropic = pytest.importorskip("anthropic")
+
+CALL = TEMPLATES["hermes"][1]
+SAID = f"I look.\n{CALL}"
+ARGUMENTS = {"city": "Köln", "days": 3}
+OPENAI_TOOLS: list[Any] = [{"type": "function", **tool["function"]} for tool in (WEATHER, MAIL)]
+ANTHROPIC_TOOLS: list[Any] = [
+    {"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]}
+    for tool in (WEATHER, MAIL)
+]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """Its model knows tools and says what a test tells it to."""
+    folder = with_template(tmp_path_factory.mktemp("apis"), TEMPLATES["hermes"][0])
+    with running(LLM(folder, dtype="float32", threads=1), ServerSettings(NAME)) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = with_template(tmp_path_factory.mktemp("thinking"), THINKING)
+    with running(LLM(folder, dtype="float32", threads=1), ServerSettings(NAME)) as started:
+        yield started
+
+
+def named_events(reply: Reply) -> list[dict[str, Any]]:
+    """The data of events, each of the name that it says."""
+    events = []
+    for block in reply.body.decode().removesuffix("\n\n").split("\n\n"):
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def test_responses_are_what_the_client_s_models_say(server: Running, thinking: Running) -> None:
+    asked = {"input": "hello", "instructions": "Be brief.", "tools": OPENAI_TOOLS, "max_output_tokens": 400}
+    for on, said, kinds in (
+        (server, SAID, ["message", "function_call"]),
+        (server, "Rain.", ["message"]),
+        (thinking, "so be it\n</think>\n\nYes.", ["reasoning", "message"]),
+    ):
+        with scripted(on.service.llm, said):
+            whole = on.ask("POST", "/v1/responses", asked)
+            stream = on.ask("POST", "/responses", {**asked, "stream": True})
+        assert whole.status == 200, whole.body
+        response = Response.model_validate(whole.json, strict=True)
+        assert [item.type for item in response.output] == kinds
+        assert response.usage is not None
+        assert response.usage.input_tokens + response.usage.output_tokens == response.usage.total_tokens
+        events = named_events(stream)
+        for event in events:
+            TypeAdapter(ResponseStreamEvent).validate_python(event, strict=True)
+        assert [event["sequence_number"] for event in events] == [*range(len(events))]
+        last = events[-1]["response"]
+        assert (events[0]["type"], last["status"]) == ("response.created", "completed")
+        for one, other in zip(last["output"], whole.json["output"], strict=True):
+            differ = {"id", "call_id"}
+            assert {k: v for k, v in one.items() if k not in differ} == {
+                k: v for k, v in other.items() if k not in differ
+            }
+
+
+def test_a_loop_by_openai_s_responses(server: Running) -> None:
+    client = server.client()
+    items: list[Any] = [{"role": "user", "content": "How is the weather? " * 20}]
+    with (
+        scripted(server.service.llm, SAID),
+        client.responses.stream(model=NAME, input=items, tools=OPENAI_TOOLS, max_output_tokens=400) as stream,
+    ):
+        first = stream.get_final_response()
+    call = first.output[-1]
+    assert call.type == "function_call"
+    assert json.loads(call.arguments) == ARGUMENTS
+    assert first.output_text == "I look."
+    items += [item.model_dump(exclude_none=True) for item in first.output]
+    items.append({"type": "function_call_output", "call_id": call.call_id, "output": "rain"})
+    with scripted(server.service.llm, "It rains."):
+        second = client.responses.create(model=NAME, input=items, tools=OPENAI_TOOLS, max_output_tokens=50)
+    assert second.output_text == "It rains."
+    assert second.usage is not None
+    assert first.usage is not None
+    assert second.usage.input_tokens_details.cached_tokens >= 0.9 * first.usage.input_tokens - 64
+    with scripted(server.service.llm, SAID):
+        cut = client.responses.create(model=NAME, input=items, tools=OPENAI_TOOLS, max_output_tokens=20)
+    assert (cut.status, cut.incomplete_details and cut.incomplete_details.reason) == (
+        "incomplete",
+        "max_output_tokens",
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": []},
+        {"input": [{"type": "item_reference", "id": "a"}]},
+        {"input": [{"type": "function_call", "name": "f", "call_id": "a", "arguments": "{"}]},
+        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+        {"previous_response_id": "resp_1"},
+        {"background": True},
+        {"tool_choice": {"type": "function", "name": "nothing"}},
+        {"text": {"format": {"type": "json_schema"}}},
+    ],
+    ids=str,
+)
+def test_what_responses_refuse(server: Running, fields: Any) -> None:
+    reply = server.ask("POST", "/v1/responses", {"input": "hello", "max_output_tokens": 2, **fields})
+    assert reply.status == 400, reply.body
+    assert reply.error["message"]
+
+
+def test_what_responses_ignore_or_hold_to(server: Running) -> None:
+    reply = server.ask(
+        "POST",
+        "/v1/responses",
+        {
+            "input": "hi",
+            "max_output_tokens": 2,
+            "include": ["x"],
+            "client_metadata": {},
+            "tools": [{"type": "web_search"}],
+        },
+    )
+    assert (reply.status, reply.headers["x-penstock-ignored"]) == (
+        200,
+        "include, client_metadata, tools.web_search",
+    )
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    wanted = {"format": {"type": "json_schema", "name": "x", "schema": schema}}
+    reply = server.ask("POST", "/v1/responses", {"input": "hi", "text": wanted, "max_output_tokens": 90})
+    assert json.loads(reply.json["output"][0]["content"][0]["text"])["a"] in (True, False)
+
+
+def test_messages_are_what_the_client_s_models_say(server: Running, thinking: Running) -> None:
+    asked = {"messages": [{"role": "user", "content": "hello"}], "tools": ANTHROPIC_TOOLS, "max_tokens": 400}
+    for on, said, kinds in (
+        (server, SAID, ["text", "tool_use"]),
+        (server, "Rain.", ["text"]),
+        (thinking, "so be it\n</think>\n\nYes.", ["thinking", "text"]),
+    ):
+        with scripted(on.service.llm, said):
+            whole = on.ask("POST", "/v1/messages?beta=true", asked)
+            stream = on.ask("POST", "/v1/messages", {**asked, "stream": True})
+        assert whole.status == 200, whole.body
+        message = anthropic.types.Message.model_validate(whole.json, strict=True)
+        assert [block.type for block in message.content] == kinds
+        events = named_events(stream)
+        for event in events:
+            if event["type"] != "ping":
+                TypeAdapter(anthropic.types.RawMessageStreamEvent).validate_python(event, strict=True)
+        assert (events[0]["type"], events[-1]["type"]) == ("message_start", "message_stop")
+
+
+def test_a_loop_by_anthropic_s_messages(server: Running) -> None:
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    system: Any = [
+        {"type": "text", "text": "x-anthropic-billing-header: 1"},
+        {"type": "text", "text": "Be brief. " * 20, "cache_control": {"type": "ephemeral"}},
+    ]
+    messages: list[Any] = [{"role": "user", "content": [{"type": "text", "text": "How is the weather?"}]}]
+    asked: dict[str, Any] = {
+        "model": "claude-x",
+        "system": system,
+        "tools": ANTHROPIC_TOOLS,
+        "max_tokens": 400,
+    }
+    counted = client.messages.count_tokens(
+        model="claude-x", system=system, tools=ANTHROPIC_TOOLS, messages=messages
+    )
+    with scripted(server.service.llm, SAID), client.messages.stream(messages=messages, **asked) as stream:
+        first = stream.get_final_message()
+    assert first.stop_reason == "tool_use"
+    assert first.content[0].text == "I look."
+    assert first.content[1].input == ARGUMENTS
+    usage = first.usage
+    assert usage.input_tokens + usage.cache_read_input_tokens == counted.input_tokens
+    result = {
+        "type": "tool_result",
+        "tool_use_id": first.content[1].id,
+        "content": [{"type": "text", "text": "rain"}],
+    }
+    messages += [
+        {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]},
+        {"role": "user", "content": [result]},
+    ]
+    with scripted(server.service.llm, "It rains."):
+        second = client.messages.create(messages=messages, **asked)
+        stopped = client.messages.create(messages=messages, stop_sequences=["rains"], **asked)
+    assert (second.content[0].text, second.stop_reason) == ("It rains.", "end_turn")
+    assert second.usage.cache_read_input_tokens >= 0.9 * counted.input_tokens - 64
+    assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "rains")
+    with scripted(server.service.llm, " upon a time"):
+        begun = [*messages[:1], {"role": "assistant", "content": "Once"}]
+        goes_on = client.messages.create(model="x", messages=begun, max_tokens=5)
+    assert (goes_on.content[0].text.strip(), goes_on.stop_reason) == ("upon", "max_tokens")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": []},
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"tool_choice": {"type": "tool", "name": "nothing"}},
+        {"tool_choice": {"type": "any"}},
+        {"max_tokens": 0},
+    ],
+    ids=str,
+)
+def test_what_messages_refuse(server: Running, fields: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, **fields}
+    reply = server.ask("POST", "/v1/messages", body)
+    assert (reply.status, reply.json["type"]) == (400, "error")
+    assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_any_of_the_tools(server: Running) -> None:
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    forced = client.messages.create(
+        model="x",
+        messages=[{"role": "user", "content": "x"}],
+        tools=[{"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}}],
+        tool_choice={"type": "any", "disable_parallel_tool_use": True},
+        max_tokens=200,
+    )
+    assert [block.type for block in forced.content] == ["tool_use"]
+
+
+def test_errors_are_the_clients_own(server: Running) -> None:
+    client = anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0)
+    with pytest.raises(anthropic.BadRequestError):
+        client.messages.create(model="x", messages=[{"role": "user", "content": "x" * 9000}], max_tokens=2)
+    with pytest.raises(openai.BadRequestError):
+        server.client().responses.create(model="x", input="x" * 9000)
