@@ -12,7 +12,6 @@ from typer.models import OptionInfo
 import penstock
 from penstock.engine.sampler import SamplingParams
 from penstock.frontends import options
-from penstock.frontends.chat import chat
 from penstock.frontends.generate import generate
 from penstock.frontends.plan import plan
 from penstock.frontends.serve import serve
@@ -27,7 +26,7 @@ def option(command: Any, name: str) -> Any:
     return signature(command).parameters[name].default
 
 
-@pytest.mark.parametrize("command", [generate, serve, chat], ids=lambda command: command.__name__)
+@pytest.mark.parametrize("command", [generate, serve], ids=lambda command: command.__name__)
 def test_an_engines_options_are_those_that_are_declared_once(command: Any) -> None:
     used = {id(parameter.default) for parameter in signature(command).parameters.values()}
     assert DECLARED

@@ -208,3 +208,19 @@ def test_answers_are_held_to_every_form_of_grammar(server: Running, fields: Any,
 )
 def test_formats_that_contradict_or_are_none(server: Running, fields: Any) -> None:
     assert server.chat(**fields).status == 400
+
+
+def test_tokens_and_back(server: Running, llm: LLM) -> None:
+    text = "Köln <user>"
+    told = server.ask(
+        "POST", "/tokenize", {"content": text, "with_pieces": True, "return_token_strs": True}
+    ).json
+    assert [token["piece"] for token in told["tokens"]] == told["token_strs"]
+    assert told["token_strs"][1] == [0xC3]
+    ids = [token["id"] for token in told["tokens"]]
+    assert server.ask("POST", "/detokenize", {"tokens": ids}).json["content"] == text
+    for wrong in ([-1], [10**6], ["a"], 3, [True]):
+        assert server.ask("POST", "/detokenize", {"tokens": wrong}).status == 400
+    applied = server.ask("POST", "/apply-template", {"messages": [USER]}).json["prompt"]
+    assert applied == "<user>hello\n<assistant>"
+    assert server.chat(skip_special_tokens=False).status == 200

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 
@@ -18,6 +18,7 @@ from penstock.frontends.server.bodies import (
     Body,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     GenerationBody,
     Ignored,
     TokenizeBody,
@@ -39,6 +40,7 @@ from penstock.frontends.server.responses import (
     EventStreamResponse,
     JsonResponse,
     ResponseWriter,
+    token_piece,
 )
 from penstock.frontends.server.responses_api import ResponsesAnswer, ResponsesBody
 from penstock.frontends.server.settings import ServerSettings
@@ -165,8 +167,32 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
 
     @post("/tokenize", TokenizeBody)
     async def tokenize(request: Request) -> Response:
-        tokens = await read(request, TokenizeBody, builder.tokenize)
-        return await writer.write(lambda: {"tokens": tokens, "count": len(tokens)})
+        pieces = service.llm.tokenizer.pieces
+
+        def work(body: TokenizeBody) -> dict[str, Any]:
+            ids = builder.tokenize(body)
+            told: dict[str, Any] = {"tokens": ids, "count": len(ids)}
+            texts = [token_piece(pieces.of(token, skip_special=False)) for token in ids if body.has_texts]
+            if body.with_pieces:
+                told["tokens"] = [
+                    {"id": token, "piece": text} for token, text in zip(ids, texts, strict=True)
+                ]
+            if body.return_token_strs:
+                told["token_strs"] = texts
+            return told
+
+        told = await read(request, TokenizeBody, work)
+        return await writer.write(lambda: told)
+
+    @post("/detokenize", DetokenizeBody)
+    async def detokenize(request: Request) -> Response:
+        text = await read(request, DetokenizeBody, builder.detokenize)
+        return await writer.write(lambda: {"content": text, "prompt": text})
+
+    @post("/apply-template", ChatBody)
+    async def apply_template(request: Request) -> Response:
+        text = await read(request, ChatBody, lambda body: builder.render(body.conversation()))
+        return await writer.write(lambda: {"prompt": text})
 
     async def generate(
         request: Request,

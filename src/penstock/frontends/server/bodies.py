@@ -528,6 +528,7 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], AfterValidator(_biases), at_most(MAX_ENTRIES)] | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: GivenSchema | None = None
@@ -669,6 +670,14 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special: bool | None = None
+    with_pieces: bool | None = (
+        None  # each token with its text, or its bytes where it is a part of a character
+    )
+    return_token_strs: bool | None = None
+
+    @property
+    def has_texts(self) -> bool:
+        return bool(self.with_pieces or self.return_token_strs)
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -679,6 +688,23 @@ class TokenizeBody(Body):
                 "add_special", "add_special is not accepted with messages: the model's template has them"
             )
         return self
+
+
+class DetokenizeBody(Body):
+    prompt_param = "tokens"
+
+    tokens: Annotated[
+        list[int], PlainValidator(lambda value: _ids_only(value), json_schema_input_type=list[int])
+    ]
+    model: str | None = None
+
+
+def _ids_only(value: object) -> list[int]:
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        raise ValueError("give a list of token ids")
+    if value and not 0 <= min(value) <= max(value) <= MAX_INT:
+        raise ValueError(f"token ids are whole numbers from 0 to {MAX_INT} at most")
+    return value
 
 
 _Body = TypeVar("_Body", bound=Body)

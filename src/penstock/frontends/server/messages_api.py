@@ -202,7 +202,7 @@ class MessagesAnswer(BlockAnswer):
 
     def _stop(self) -> dict[str, Any]:
         request = self._prepared.requests[0]
-        stops = request.stop if request.json_format is None else ()
+        stops = () if isinstance(request.json_format, JsonFormat) else request.stop
         reason, found = "end_turn", None
         if self._calls(0):
             reason = "tool_use"

@@ -18,11 +18,12 @@ from penstock.engine.events import AnswerFormat, GenerationRequest
 from penstock.engine.grammar import CallGrammar, after_thoughts
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.service import Service
-from penstock.errors import ContextLengthError, QueueFullError, SettingError
+from penstock.errors import ContextLengthError, PromptError, QueueFullError, SettingError
 from penstock.frontends.server.bodies import (
     MAX_SEED,
     CompletionBody,
     Conversation,
+    DetokenizeBody,
     GenerationBody,
     Prompt,
     TalkBody,
@@ -373,6 +374,14 @@ class RequestBuilder:
         adds_special = body.prompt is not None if body.add_special is None else body.add_special
         return self._llm.tokenizer.encode(text or "", add_special_tokens=adds_special)
 
+    def detokenize(self, body: DetokenizeBody) -> str:
+        """Special tokens are themselves; an id that the model has not is an error."""
+        self.check_model(body.model)
+        vocab_size = self._llm.model.config.vocab_size
+        if body.tokens and max(body.tokens) >= vocab_size:
+            raise PromptError(f"token ids are 0 to {vocab_size - 1}, the model's vocabulary")
+        return self._llm.tokenizer.decode(body.tokens, skip_special=False)
+
     def check_model(self, name: str | None, *, is_needed: bool = False) -> None:
         """Whether requests may call the model so. Only what is strict asks for a name, or for the right one."""
         if name is None and is_needed and self._settings.strict_parameters:
@@ -409,7 +418,11 @@ class RequestBuilder:
                 stop=tuple(body.stop or ()),
                 num_logprobs=body.num_logprobs,
                 json_format=body.answer_format() if held is None else held.grammar,
-                shown_special=frozenset() if held is None else held.shown,
+                shown_special=self._llm.tokenizer.pieces.special
+                if body.skip_special_tokens is False
+                else frozenset()
+                if held is None
+                else held.shown,
                 ignore_eos=bool(body.ignore_eos),
                 cache_salt=salt_of(tenant if self._isolates else None, body.cache_salt or ""),
                 owner=tenant if tenant is not None and self._has_tenants else "",

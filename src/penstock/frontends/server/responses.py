@@ -198,6 +198,14 @@ class CompletionLogprobs:
         return _token_text(self._pieces.of(token, skip_special=False))
 
 
+def token_piece(piece: bytes) -> str | list[int]:
+    """A token's text, or its bytes where they are a part of a character, as llama.cpp tells them."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return list(piece)
+
+
 def _token_text(piece: bytes) -> str:
     """A token's text, or its bytes where they are a part of a character: `bytes:\\xe2\\x82`."""
     try:
