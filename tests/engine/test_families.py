@@ -77,18 +77,39 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
+# One family for each mechanism.
+MECHANISMS = (
+    *("olmo2", "granite", "smollm3", "glm4", "glm4_moe", "starcoder2", "hunyuan_v1_moe", "apertus"),
+    *("gemma", "cohere", "nemotron"),
+)
+
+
 @pytest.mark.parametrize(("family", "changes"), MODELS, ids=lambda value: str(value))
 def test_a_family_is_transformers(family: str, changes: dict[str, Any]) -> None:
     oracle, prompt = make_oracle(family, **changes), random_prompt(NUM_TOKENS)
     logits, tokens = oracle.logits(prompt), oracle.greedy(prompt, NUM_GENERATED)
     model = load_model(oracle.folder)
+    whole = run_prompt(model, prompt).logits
+    assert whole is not None
+    assert relative_error(whole, logits) < 1e-4
     for chunks in CHUNKS:
         run = run_prompt(model, prompt, **chunks, max_tokens=NUM_GENERATED)
         assert run.logits is not None
-        assert relative_error(run.logits, logits) < 1e-4, chunks
+        assert torch.equal(run.logits, whole), chunks
         while run.finish_reason is None:
             run.step()
         assert run.generated == tokens, chunks
+
+
+@pytest.mark.parametrize("family", MECHANISMS)
+def test_a_family_keeps_its_bits_in_bfloat16(family: str) -> None:
+    model, prompt = load_model(make_oracle(family).folder, torch.bfloat16), random_prompt(NUM_TOKENS)
+    whole = run_prompt(model, prompt).logits
+    assert whole is not None
+    for chunks in CHUNKS[2:]:
+        logits = run_prompt(model, prompt, **chunks).logits
+        assert logits is not None
+        assert torch.equal(logits, whole), chunks
 
 
 # What files do not say.
