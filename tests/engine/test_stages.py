@@ -1,5 +1,6 @@
 """A model in stages has the bits of one process, for any number of them."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -16,7 +17,9 @@ from penstock.engine.capacity import cache_tokens_elsewhere, cache_tokens_that_f
 from penstock.engine.events import Generation, GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import ServiceConfig
+from penstock.engine.stages import pipeline
 from penstock.engine.stages.header import HeaderError, HeaderLimits, read_header, write_header
+from penstock.engine.stages.workers import LocalWorker
 from penstock.engine.step import build_batch
 from penstock.errors import MemoryExhaustedError, SettingError, StageLostError
 from penstock.layers.forward_batch import ForwardBatch
@@ -280,3 +283,20 @@ def test_a_stage_of_two_holds_half_of_weights_and_cache() -> None:
         assert cache_tokens_elsewhere(tight, 4, 1 << 60) == 6400
         with pytest.raises(MemoryExhaustedError):
             cache_tokens_elsewhere([replace(first, free_bytes=64)], 4, 1 << 60)
+
+
+def test_workers_are_processes_that_end_with_the_model() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "LocalWorker", LocalWorker)
+        with staged("llama", 2, chunk=64) as llm:
+            assert llm.stages is not None
+            (worker,) = llm.stages.places
+            assert isinstance(worker, LocalWorker)
+            pid = worker.pid
+            assert pid is not None
+            os.kill(pid, 0)
+            found = llm.generate(PROMPT, max_tokens=4).token_ids
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    with staged("llama", 1, chunk=64) as llm:
+        assert llm.generate(PROMPT, max_tokens=4).token_ids == found
