@@ -46,3 +46,26 @@ def test_every_layer_is_there() -> None:
     assert {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"} == set(
         LAYERS
     )
+
+
+def test_one_file_imports_ray() -> None:
+    def names(path: Path) -> set[str]:
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        return plain | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
+
+    users = {
+        path.relative_to(ROOT).as_posix()
+        for path in FILES
+        for name in names(path)
+        if name.split(".")[0] == "ray"
+    }
+    assert users == {"frontends/ray.py"}
+    # Nor is that file imported by others before somebody asks for it.
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        assert not any(
+            "penstock.frontends.ray" in ast.unparse(node)
+            for node in tree.body
+            if "import" in type(node).__name__.lower()
+        )

@@ -102,6 +102,9 @@ def two_nodes() -> Iterator[dict[str, str]]:
         port = free.getsockname()[1]
     token = secrets.token_hex(32)
     environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "PYTHONUNBUFFERED": "1"}
+    environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = (
+        "1"  # as where `penstock.frontends.ray` was not imported
+    )
     start = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus", "1"]
     start += ["--dashboard-agent-listen-port", "0", "--disable-usage-stats"]
     nodes: list[subprocess.Popen[str]] = []
