@@ -9,6 +9,7 @@ from torch import Tensor
 from penstock.cache import BLOCK_TOKENS
 from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore
+from penstock.cache.tensors import CacheTensors
 from penstock.engine.batcher import Batcher
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest
 from penstock.engine.job import Job
@@ -103,6 +104,18 @@ def new_batcher(
     )
 
 
+def spoil(tensors: CacheTensors) -> None:
+    """Nothing of a cache can be used any more. What a mask hides is finite, as ever."""
+    for group in tensors.kv_groups:
+        for layer in group.layers:
+            for kept in (layer.keys, layer.values):
+                kept.fill_(7)
+    if tensors.recurrent is not None:
+        for states in tensors.recurrent.layers:
+            for kept in (states.tails, states.matrices):
+                kept.fill_(7)
+
+
 def new_job(batcher: Batcher, name: str, wish: Wish) -> RecordingJob:
     events: list[Event] = []
     request = GenerationRequest(wish.prompt, wish.max_tokens, wish.sampling)
@@ -125,17 +138,22 @@ def serve(
     strict: bool = False,
     fails: Collection[int] = (),
     runs_out: Collection[int] = (),
+    rewinds: Collection[int] = (),
     looks_ahead: bool = False,
     depth: int = 1,
 ) -> list[RecordingJob]:
     """Serve all wishes to their end. Steps in `fails` that have several requests fail after they have run, and so do
-    those in `runs_out`, for want of memory."""
+    those in `runs_out`, for want of memory. Before those in `rewinds` the cache is lost."""
     batcher = new_batcher(model, schedule, cache_tokens, strict=strict, looks_ahead=looks_ahead, depth=depth)
-    return serve_with(batcher, wishes, fails, runs_out)
+    return serve_with(batcher, wishes, fails, runs_out, rewinds)
 
 
 def serve_with(
-    batcher: Batcher, wishes: Sequence[Wish], fails: Collection[int] = (), runs_out: Collection[int] = ()
+    batcher: Batcher,
+    wishes: Sequence[Wish],
+    fails: Collection[int] = (),
+    runs_out: Collection[int] = (),
+    rewinds: Collection[int] = (),
 ) -> list[RecordingJob]:
     jobs = [new_job(batcher, f"request {index}", wish) for index, wish in enumerate(wishes)]
     last_event = max([0, *(wish.arrives for wish in wishes), *(wish.cancelled or 0 for wish in wishes)])
@@ -165,6 +183,9 @@ def serve_with(
                 batcher.add(job)
             if wish.cancelled == index:
                 batcher.cancel(job.id)
+        if index in rewinds:
+            batcher.restart()
+            spoil(batcher.space.tensors)
         num_before, was_in_flight = batcher.num_begun, batcher.num_in_flight > 0
         batcher.step()
         is_loading = any(job.prefix and job.prefix.has_more_on_disk for job in jobs)

@@ -73,6 +73,7 @@ def check_is_alone(model: Decoder, wish: Wish, job: RecordingJob, *, strict: boo
     num_blocks=st.sampled_from((5, 6, 8, 64)),
     fails=st.sets(st.integers(0, 40), max_size=4),
     runs_out=st.sets(st.integers(0, 40), max_size=3),
+    rewinds=st.sets(st.integers(0, 40), max_size=2),
     looks_ahead=st.booleans(),
     depth=st.integers(1, 5),
 )
@@ -86,6 +87,7 @@ def test_batched_is_alone(
     num_blocks: int,
     fails: set[int],
     runs_out: set[int],
+    rewinds: set[int],
 ) -> None:
     model = model_of(name, torch.float32)
     jobs = serve(
@@ -97,6 +99,7 @@ def test_batched_is_alone(
         fails=fails,
         # A chunk halved below the grid of a recurrent state changes its bits, by rounding.
         runs_out=() if model.config.has_state else runs_out,
+        rewinds=rewinds,
         looks_ahead=looks_ahead,
         depth=depth,
     )

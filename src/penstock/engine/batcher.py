@@ -485,7 +485,7 @@ class Batcher:
         self._scheduler.commit(step.plan, ended, seconds)
         for request_id, how in ended.items():
             self._end(self._jobs[request_id], how)
-        record = step.record(self._num_steps, step.started_s - self._began_s, seconds)
+        record = step.record(self._num_steps, step.started_s - self._began_s, seconds, outcome.issued)
         self._num_steps += 1
         self._steps.append(record)
         for observer in self._observers:

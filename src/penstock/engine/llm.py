@@ -194,7 +194,7 @@ class LLM:
         self.canon = self.probe.bind(self.model.kernels)
         record_passes(self.model)
         if self.stages is not None:
-            self.stages.begin(self.canon)
+            self.canon = self.model.kernels.law = self.stages.begin(self.canon)
         # A profile is of one process that has all layers.
         self._profile = load_profile(self) if self.stages is None else None
         best = None if self._profile is None else self._profile.best_chunk
@@ -278,6 +278,11 @@ class LLM:
         """What chunks' sizes follow from, where so much memory is free."""
         tuned = self.chunk.effective if self._profile and self.chunk.is_auto else None
         return self.size.rules(free_bytes=free_bytes, tuned=tuned, default=self.device_kind.default_chunk)
+
+    @property
+    def same_bits(self) -> bool:
+        """Whether a prompt's bits depend neither on its chunks nor on the stages that ran them."""
+        return self.probe.same_bits and (self.stages is None or self.stages.same_bits)
 
     @property
     def steps_in_flight(self) -> int:

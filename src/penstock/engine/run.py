@@ -1,5 +1,6 @@
 """One request, driven step by step in the caller's thread: a batcher of its own; and its text as it comes."""
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -32,7 +33,8 @@ from penstock.engine.events import (
 from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse
 from penstock.engine.sampler import SamplingParams, TokenLogprobs
-from penstock.errors import PenstockError, SettingError
+from penstock.engine.status import StepRecord
+from penstock.errors import PenstockError, SettingError, StageError, StageLostError
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.models.text.tokenizer import Tokenizer
@@ -50,7 +52,11 @@ from penstock.plan.progress import Progress
 from penstock.plan.sizing import SizeDecision, SizeQuestion, SizeRules
 from penstock.plan.step import SpanKind
 
+_log = logging.getLogger("penstock.engine")
 _ID = "run"
+# A stage that is lost is waited for, and looked for every so often.
+_STAGE_PATIENCE_S = 60.0
+_STAGE_RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -146,6 +152,7 @@ class Run:
             self._inbox.take,
             prefix=None if reuse is None else reuse.open(request.token_ids, cache, request.cache_salt),
         )
+        self._stages = stages
         self._batcher.add(self._job)
         self._batcher.admit()
         self._batcher.notices.clear()  # what is known of the prompt before the first step is no progress
@@ -216,7 +223,7 @@ class Run:
             raise SettingError(f"the request has ended ({self.finish_reason}): there is no step to run")
         device_kind(self.model.device).use()
         num_before = self._job.num_generated
-        while (record := self._batcher.step()) is None:
+        while (record := self._try_step()) is None:
             pass
         self._deliver()
         if self._inbox.failure is not None:
@@ -224,6 +231,25 @@ class Run:
         (span,) = record.spans
         token = self._job.tokens[-1] if self._job.num_generated > num_before else None
         return StepResult(Span(span.start, span.end), span.kind is SpanKind.CHUNK, token)
+
+    def _try_step(self) -> StepRecord | None:
+        """None where nothing was committed. A stage that is lost is waited for, and what it had is read again."""
+        try:
+            return self._batcher.step()
+        except StageLostError as lost:
+            if self._stages is None or self._stages.is_closed:
+                raise
+            self._batcher.restart()
+            deadline = time.monotonic() + _STAGE_PATIENCE_S
+            _log.warning("%s: it is waited for", lost)
+            while True:
+                try:
+                    self._stages.restore()
+                    return None
+                except StageError:
+                    if time.monotonic() > deadline:
+                        raise
+                    time.sleep(_STAGE_RETRY_S)
 
     def cancel(self) -> None:
         """Stop between steps and free everything."""
@@ -370,7 +396,7 @@ class TextStream:
                 overlap=self._llm.overlap,
                 chunks=progress.chunks_done,
                 # The way a prompt is cut has no part in its bits, but where a state is cut inside a block.
-                same_bits=self._llm.probe.same_bits and keeps_bits,
+                same_bits=self._llm.same_bits and keeps_bits,
                 records=tuple(run.chunks),
             ),
             memory=MemoryReport(

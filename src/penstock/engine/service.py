@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -25,6 +25,8 @@ from penstock.errors import (
     RequestFailedError,
     ServiceClosedError,
     SettingError,
+    StageError,
+    StageLostError,
 )
 from penstock.models.decoder import activation_model
 from penstock.plan.checks import check_int
@@ -33,9 +35,14 @@ from penstock.plan.settings import check_schedule
 from penstock.plan.sizing import ChunkSizer, SizeRules
 from penstock.plan.step import RequestId
 
+if TYPE_CHECKING:
+    from penstock.engine.stages.pipeline import Pipeline
+
 _log = logging.getLogger("penstock.engine")
 # A chunk has room for decodes where it has so many tokens for each request that may run.
 _FEW_DECODES = 4
+# From one look for a stage that is gone to the next.
+_RETRY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -110,6 +117,8 @@ class Service:
             lock=self._changed,
             stages=llm.stages,
         )
+        if llm.stages is not None:
+            llm.stages.on_lost = self._wake
         self._is_stepping = False
         self._closes_at: float | None = None  # when what still runs is cancelled; None: not closing
         self._death: Exception | None = None
@@ -126,6 +135,11 @@ class Service:
     def is_healthy(self) -> bool:
         """Whether the engine's thread lives, or ended because it was told to."""
         return self._death is None
+
+    @property
+    def missing(self) -> StageError | None:
+        """Why nothing can be run at the moment, though the engine lives: a stage that is waited for."""
+        return None if self.llm.stages is None else self.llm.stages.lost
 
     @property
     def is_closing(self) -> bool:
@@ -197,8 +211,9 @@ class Service:
             self._changed.notify_all()
 
     def status(self) -> ServiceStatus:
+        stages = () if self.llm.stages is None else self.llm.stages.status()
         with self._changed:
-            return self._batcher.status()
+            return replace(self._batcher.status(), stages=stages)
 
     def explain(self, request_id: RequestId) -> tuple[ChunkRecord, ...] | None:
         """Each chunk of a request's prompt that ran: how long it is and why, what was expected of it and what came.
@@ -236,6 +251,8 @@ class Service:
         """The engine's thread."""
         # Each thread has a number of its own, which the first one was told.
         torch.set_num_threads(self._num_threads)
+        if self.llm.stages is not None:
+            self.llm.stages.pin()
         try:
             self.llm.device_kind.use()
             while self._step():
@@ -254,23 +271,52 @@ class Service:
     def _step(self) -> bool:
         """Run a step, or prepare for the next, or wait for something to do. False: the service is closed, and nothing
         runs any more."""
+        if self.llm.stages is not None and self.llm.stages.lost is not None:
+            return self._restore(self.llm.stages)
         with self._changed:
             is_idle = not self._batcher.has_work and not self._batcher.notices
             if is_idle and self.is_closing:
                 return False
-            if is_idle and self._preparations is None:
+            if is_idle and self._preparations is None and self.missing is None:
                 self._changed.wait()
             if self._closes_at is not None and time.monotonic() >= self._closes_at:
                 self._batcher.cancel_all()
             self._is_stepping = has_work = self._batcher.has_work
         if has_work:
-            self._batcher.step()
+            try:
+                self._batcher.step()
+            except StageLostError as error:  # what was in flight is undone
+                _log.warning("%s: requests wait until it is back", error)
             with self._changed:
                 self._is_stepping = False
                 self._changed.notify_all()
         elif is_idle:
             self._prepare()
         return True
+
+    def _restore(self, stages: "Pipeline") -> bool:
+        """A stage is gone, and with it what it had of every request: they keep their tokens, and wait until it is
+        back. False: the service is closed."""
+        with self._changed:
+            self._batcher.restart()
+            if self._closes_at is not None:
+                if time.monotonic() >= self._closes_at:
+                    self._batcher.cancel_all()
+                if not self._batcher.has_work and not self._batcher.notices:
+                    return False
+        try:
+            stages.restore()
+            _log.warning("all stages are there again")
+        except StageError as error:
+            _log.info("%s", error)
+            with self._changed:
+                if not self._batcher.notices:
+                    self._changed.wait(_RETRY_S)
+        return True
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _prepare(self) -> None:
         """A piece of what the first requests would wait for, while there are none."""

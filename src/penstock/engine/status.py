@@ -43,6 +43,7 @@ class StepRecord:
     spans: tuple[SpanRecord, ...]
     num_held_decodes: int  # running requests with a token to decode that this step left out
     preempted: tuple[RequestId, ...] = ()
+    issued: int | None = None  # its number among those that several stages ran
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -90,6 +91,26 @@ class ReuseStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class StageStatus:
+    """One stage of a model that has several. Seconds are since the model was loaded."""
+
+    stage: int
+    first_layer: int
+    last_layer: int
+    where: str  # its address, or its process
+    trouble: str | None = None  # why it is not there; None: it is
+    num_steps: int = 0
+    busy_s: float = 0.0
+    waited_s: float = 0.0  # for what the stage before it hands on
+    link_s: float = 0.0  # to hand on what it computed
+    num_restarts: int = 0
+
+    @property
+    def is_up(self) -> bool:
+        return self.trouble is None
+
+
+@dataclass(frozen=True, slots=True)
 class ServiceStatus:
     requests: tuple[RequestStatus, ...]  # in order of arrival
     steps: tuple[StepRecord, ...]  # the last ones, oldest first
@@ -99,6 +120,7 @@ class ServiceStatus:
     uptime_s: float
     reuse: ReuseStatus = ReuseStatus()
     in_flight: tuple[StepRecord, ...] = ()  # steps that run now, with the seconds so far, oldest first
+    stages: tuple[StageStatus, ...] = ()  # none where one process has the whole model
 
 
 @dataclass(frozen=True, slots=True)

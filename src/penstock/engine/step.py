@@ -235,7 +235,7 @@ class Step:
     predicted_s: float | None = None
     predicted_bytes: int | None = None
 
-    def record(self, index: int, start_s: float, seconds: float) -> StepRecord:
+    def record(self, index: int, start_s: float, seconds: float, issued: int | None = None) -> StepRecord:
         """What is kept of it once it is committed, and what is seen of it while it runs."""
         return StepRecord(
             index=index,
@@ -249,6 +249,7 @@ class Step:
             preempted=tuple(
                 preemption.request_id for preemption in self.plan.preemptions if preemption.was_running
             ),
+            issued=issued,
         )
 
     def explain(self, chunk: PlannedSpan, num_prompt: int, seconds: float) -> ChunkRecord:
@@ -275,6 +276,7 @@ class StepOutcome:
 
     choices: dict[RequestId, Choice | Exception] = field(default_factory=dict)
     error: Exception | None = None
+    issued: int | None = None  # its number among those that several stages ran
 
 
 @dataclass(frozen=True)
@@ -287,6 +289,7 @@ class Launched:
     wait: Callable[[], None] | None = None
     error: Exception | None = None
     run: Callable[[], Tensor | None] | None = None
+    issued: int | None = None
 
 
 class StepRunner:
@@ -324,7 +327,7 @@ class StepRunner:
         """Start the forward pass. A GPU's is not done when this returns."""
         try:
             if self._stages is not None:
-                return Launched(run=self._issue(self._stages, self._batch(step.inputs)))
+                return self._issue(self._stages, self._batch(step.inputs))
             logits = self._ahead.take(step.inputs)
             if logits is None:
                 logits = self._forward(self._batch(step.inputs))
@@ -339,18 +342,19 @@ class StepRunner:
             return StepOutcome(error=launched.error)
         try:
             if launched.run is not None:
-                launched = Launched(launched.run(), self._device.marker())
+                launched = Launched(launched.run(), self._device.marker(), issued=launched.issued)
             logits = launched.logits
             if logits is None:
                 if launched.wait is not None:
                     launched.wait()
-                return StepOutcome()
+                return StepOutcome(issued=launched.issued)
             choices = sample_rows(logits, jobs, lambda: self._ahead.expect_after(step.inputs, self._batch))
         except Exception as error:
             return StepOutcome(error=self._recoverable(error))
         if self._keeps_logits:
             self.logits = logits
-        return StepOutcome({job.id: choice for job, choice in zip(jobs, choices, strict=True)})
+        chosen = {job.id: choice for job, choice in zip(jobs, choices, strict=True)}
+        return StepOutcome(chosen, issued=launched.issued)
 
     def launch_next(self, jobs: Sequence[Job], outcome: StepOutcome) -> None:
         """Launch the step that follows the one in which these jobs sampled, all that it had, if it is plain that they
@@ -371,10 +375,14 @@ class StepRunner:
             raise error  # the device or a stage does nothing more, for anybody
         return error
 
-    def _issue(self, stages: "Pipeline", batch: ForwardBatch) -> Callable[[], Tensor | None]:
+    def _issue(self, stages: "Pipeline", batch: ForwardBatch) -> Launched:
         """Let the other stages run a batch; then run the rest of it."""
         issued = stages.issue(batch, self._space_number)
-        return lambda: self._model.forward(batch, self._tensors, stages.receive(issued))
+
+        def layers(residual: Tensor) -> Tensor | None:
+            return self._model.forward(batch, self._tensors, residual)
+
+        return Launched(run=lambda: stages.run(issued, layers), issued=issued.number)
 
     def _batch(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
         return build_batch(inputs, canon=self._canon, strict=self._strict)

@@ -3,7 +3,7 @@
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import ClassVar
 
 import pytest
@@ -12,6 +12,7 @@ from penstock.engine.stages import pipeline
 from penstock.engine.stages.control import Control
 from penstock.engine.stages.worker import serve_driver
 from penstock.engine.stages.workers import StageShare
+from penstock.errors import StageLostError
 
 
 class ThreadWorker:
@@ -47,7 +48,8 @@ class ThreadWorker:
             try:
                 serve_driver(control, device=self._device)
             except Exception as error:
-                control.send("failed", {"error": str(error), "kind": type(error).__name__})
+                with suppress(StageLostError):
+                    control.send("failed", {"error": str(error), "kind": type(error).__name__})
 
 
 @contextmanager

@@ -139,10 +139,12 @@ class Link:
         buffer[: 2 * head.itemsize].view(torch.int64).copy_(head)
         if residual is not None:
             self._residual_of(buffer).copy_(residual)
+        if (group := self._group) is None:  # closed on another thread
+            raise StageLostError(None, "the next stage", "the link was closed")
         try:
             while self._sent and (len(self._sent) > _MOST_SENT or self._sent[0][0].is_completed()):
                 self._sent.popleft()[0].wait(_NEVER)
-            self._sent.append((self._group.send([buffer], self._peer, 0), buffer))
+            self._sent.append((group.send([buffer], self._peer, 0), buffer))
         except RuntimeError as error:
             raise StageLostError(None, "the next stage", _first_line(error)) from error
 

@@ -8,9 +8,10 @@ until `begin_generation` has made another group.
 
 import queue
 import threading
+import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -27,11 +28,18 @@ from penstock.cache.space import CacheSpace
 from penstock.cache.transfer import CacheDigests, cache_digests
 from penstock.engine.stages.control import DEFAULT_STAGE_TIMEOUT_S, Control, Message, read_token
 from penstock.engine.stages.header import write_header
+from penstock.engine.stages.joining import check_parts, common_parts, join_laws, read_law
 from penstock.engine.stages.link import Link, LinkKind, LinkStore, Receipt
 from penstock.engine.stages.store import Ticket, joined_keys, stage_fingerprint
-from penstock.engine.stages.worker import config_digest
-from penstock.engine.stages.workers import ListeningWorker, LocalWorker, WorkerPlace, divide_machine
-from penstock.errors import PenstockError, StageLostError, StageRefusedError
+from penstock.engine.stages.workers import (
+    ListeningWorker,
+    LocalWorker,
+    StageShare,
+    WorkerPlace,
+    divide_machine,
+)
+from penstock.engine.status import StageStatus
+from penstock.errors import PenstockError, StageError, StageLostError, StageRefusedError
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
@@ -46,6 +54,7 @@ def open_pipeline(
 ) -> "Pipeline":
     """Start the workers of a model, or connect to them. Raises StageLostError, StageRefusedError."""
     places: list[WorkerPlace] = []
+    share = None
     if stages.addresses:
         token = read_token(stages.token_file or "")
         places += [ListeningWorker(address, token) for address in stages.addresses]
@@ -53,13 +62,26 @@ def open_pipeline(
         share, *shares = divide_machine(stages.num_stages, settings.threads.count)
         torch.set_num_threads(share.threads)
         places += [LocalWorker(own, device=settings.device.name) for own in shares]
-    return Pipeline(str(path), places, stages.cut(config), stage_timeout_s=stages.timeout_s)
+    pipeline = Pipeline(
+        path,
+        places,
+        stages.cut(config),
+        stage_timeout_s=stages.timeout_s,
+        same_machine=not stages.addresses,
+        mixed=stages.mixed,
+    )
+    pipeline.share = share
+    return pipeline
 
 
 # How long a worker's own reason is waited for, where a link has ended.
 _REASON_S = 0.5
 # How long a worker has to write what it was to keep.
 _WRITE_S = 30.0
+# How long one that was lost is looked for at a time.
+_REOPEN_S = 1.0
+# Steps of which it is known how long each stage took.
+_STEPS_KEPT = 512
 
 
 @dataclass(frozen=True)
@@ -83,11 +105,11 @@ class StageTimes:
     waited_s: float = 0.0  # for a residual
     link_s: float = 0.0  # to hand a residual on
 
-    def count(self, about: Mapping[str, Any]) -> None:
+    def count(self, *, busy_s: float, waited_s: float, link_s: float) -> None:
         self.num_steps += 1
-        self.busy_s += float(about["busy_s"])
-        self.waited_s += float(about["waited_s"])
-        self.link_s += float(about["link_s"])
+        self.busy_s += busy_s
+        self.waited_s += waited_s
+        self.link_s += link_s
 
 
 @dataclass(frozen=True)
@@ -110,6 +132,8 @@ class _Peer:
     loaded: LoadedStage | None = None
     times: StageTimes = field(default_factory=StageTimes)
     shapes: ProbeShapes | None = None
+    num_restarts: int = 0
+    differs: bool = False  # its bits may be others than the driver's
 
     def count_found(self, round_number: int) -> int:
         """The answer to a question for what is on disk."""
@@ -141,17 +165,28 @@ class Pipeline:
 
     def __init__(
         self,
-        model: str,
+        path: Path,
         places: Sequence[WorkerPlace],
         layers: Sequence[range],
         *,
         stage_timeout_s: float = DEFAULT_STAGE_TIMEOUT_S,
+        same_machine: bool = True,
+        mixed: bool = False,
     ) -> None:
-        """`model` is what workers know it by; `layers` are of all stages, the driver's last."""
+        """`layers` are of all stages, the driver's last. Workers on the same machine have the very files that the
+        driver has. `mixed` lets workers in whose bits may be others."""
         assert len(places) + 1 == len(layers)
         self.layers = tuple(layers)
         self.places = tuple(places)
-        self._model_name = model
+        self.share: StageShare | None = None  # of this machine, where workers have other parts of it
+        self.on_lost: Callable[[], None] = lambda: None  # called on another thread
+        self._path = path
+        self._same_machine = same_machine
+        self._mixed = mixed
+        self._parts: dict[str, str] | None = None  # what workers must have in common with the driver
+        self._own_times = StageTimes()
+        self._step_times: dict[int, list[float | None]] = {}  # seconds by stage; None: not known yet
+        self.is_closed = False
         self.generation = 0
         self.same_bits = True  # False: stages differ, and were let in all the same
         self._stage_timeout_s = stage_timeout_s
@@ -168,7 +203,7 @@ class Pipeline:
         self._num_asked = 0
         self._errors: dict[int, Exception] = {}  # of steps that workers failed in
         self._changed = threading.Condition()
-        self._lost: StageLostError | None = None
+        self._lost: StageError | None = None
         self._incoming: Link | None = None
         self._store: LinkStore | None = None
         self._peers: list[_Peer] = []
@@ -200,8 +235,39 @@ class Pipeline:
         """Of the workers' stages."""
         return tuple(replace(peer.times) for peer in self._peers)
 
+    def pin(self) -> None:
+        """Pin the calling thread, which is to run steps, beside the workers' processors."""
+        if self.share is not None:
+            self.share.pin()
+
+    def status(self) -> tuple[StageStatus, ...]:
+        """Of all stages, the driver's last."""
+        found = []
+        for peer in tuple(self._peers):
+            trouble = None if peer.control.is_alive else "it is lost"
+            if (lost := self._lost) is not None and lost.stage == peer.stage:
+                trouble = lost.reason
+            found.append((peer.stage, peer.control.peer, trouble, peer.times, peer.num_restarts))
+        found.append((len(self._peers), "this process", None, self._own_times, 0))
+        return tuple(
+            StageStatus(
+                stage,
+                self.layers[stage].start,
+                self.layers[stage].stop - 1,
+                where,
+                trouble,
+                num_restarts=num_restarts,
+                **asdict(times),
+            )
+            for stage, where, trouble, times, num_restarts in found
+        )
+
+    def step_times(self, step: int | None) -> list[float | None]:
+        """The seconds that each stage computed in a step, by the number it was issued with; none of an old one."""
+        return self._step_times.get(-1 if step is None else step, [])
+
     @property
-    def lost(self) -> StageLostError | None:
+    def lost(self) -> StageError | None:
         """What ended the generation, if something did."""
         return self._lost
 
@@ -209,31 +275,68 @@ class Pipeline:
 
     def load(self, *, dtype: str, weights: str) -> None:
         """Tell the workers to load their layers. They do so while the driver loads its own."""
-        self._load_about = {"model": self._model_name, "dtype": dtype, "weights": weights}
+        self._load_about = {
+            "model": str(self._path),
+            "dtype": dtype,
+            "weights": weights,
+            "same_machine": self._same_machine,
+        }
         for peer in self._peers:
             self._tell_load(peer)
 
     def loaded(self, model: Decoder) -> ProbeShapes:
         """Wait for the workers, once the driver has loaded its own layers: what is to be probed of all of them."""
         self._model = model
+        self._parts = common_parts(
+            self._path, model, str(self._load_about["weights"]), same_machine=self._same_machine
+        )
         for peer in self._peers:
             self._take_ready(peer)
         return joined_shapes(
             [model.probe_shapes, *(peer.shapes for peer in self._peers if peer.shapes)], model
         )
 
-    def begin(self, law: RowLaw) -> None:
-        """Tell the workers by which law rows are padded, and connect all stages."""
+    def begin(self, law: RowLaw) -> RowLaw:
+        """Tell the workers by which law rows are padded, and connect all stages. It is the driver's, or one that
+        holds also on workers that differ from it, as far as there is one."""
+        for peer in self._peers:
+            if peer.differs:
+                peer.control.send("probe")
+                theirs = read_law(peer.reply("probed").about)
+                with suppress(
+                    ValueError
+                ):  # then chunks of another size have other bits there, which is said anyway
+                    law = join_laws([law, theirs])
         self._law = law
         for peer in self._peers:
             peer.control.send("law", asdict(law))
         self.begin_generation()
+        return law
+
+    def restore(self) -> None:
+        """Bring back the workers that are gone, and connect all stages: what the caches held is lost. Raises
+        StageLostError or StageRefusedError where that cannot be done now; then it may be tried again."""
+        if self.is_closed:
+            raise StageLostError(None, "the driver", "it has ended")
+        try:
+            for peer in tuple(self._peers):
+                if not peer.control.is_alive:
+                    self.reopen(peer.stage)
+            self.begin_generation()
+        except StageError as error:
+            with self._changed:
+                self._lost = error
+            self._end(StageLostError(error.stage, error.address, error.reason))
+            raise
 
     def reopen(self, stage: int) -> None:
         """A worker that was lost is connected to once more, or started again: it loads the same layers, and has the
         same caches, empty. Then `begin_generation` goes on. Raises StageLostError."""
-        control = self._open(stage, self.places[stage])
-        peer = self._peers[stage] = _Peer(stage, control, self.layers[stage], times=self._peers[stage].times)
+        before = self._peers[stage]
+        control = self._open(stage, self.places[stage], timeout_s=min(_REOPEN_S, self._stage_timeout_s))
+        peer = self._peers[stage] = _Peer(
+            stage, control, self.layers[stage], times=before.times, num_restarts=before.num_restarts + 1
+        )
         self._listen(peer)
         self._tell_load(peer)
         self._take_ready(peer)
@@ -277,11 +380,14 @@ class Pipeline:
             kind=kinds[-1],
         )
         for peer in self._peers:
-            while peer.reply("joined").about["generation"] != self.generation:
+            while (joined := peer.reply("joined").about)["generation"] != self.generation:
                 pass
+            if (why := joined.get("error")) is not None:
+                raise StageLostError(peer.stage, peer.control.peer, str(why))
 
     def close(self) -> None:
         """End the workers. More than once is allowed."""
+        self.is_closed = True
         for peer in self._peers:
             with suppress(PenstockError):
                 peer.control.send("stop")
@@ -291,8 +397,9 @@ class Pipeline:
             place.close()
         self._lose(StageLostError(None, "the driver", "it has ended"))
 
-    def _open(self, stage: int, place: WorkerPlace) -> Control:
-        return place.open(stage, timeout_s=self._stage_timeout_s, stage_timeout_s=self._stage_timeout_s)
+    def _open(self, stage: int, place: WorkerPlace, timeout_s: float | None = None) -> Control:
+        timeout_s = self._stage_timeout_s if timeout_s is None else timeout_s
+        return place.open(stage, timeout_s=timeout_s, stage_timeout_s=self._stage_timeout_s)
 
     # Caches
 
@@ -311,8 +418,7 @@ class Pipeline:
             "block_tokens": BLOCK_TOKENS,
         }
         self._space_sizes[number] = sizes
-        for peer in self._peers:
-            peer.control.send("space", {"space": number, **sizes})
+        self._tell("space", None, {"space": number, **sizes})
         # A cache may end on any thread, also on one that is about to send: its workers are told before the next step.
         dropped = weakref.finalize(tensors, self._dropped.append, number)
         dropped.atexit = False
@@ -327,9 +433,9 @@ class Pipeline:
         self, kind: str, space: CacheSpace | None, about: Mapping[str, object], data: bytes = b""
     ) -> None:
         """Tell all workers. One that is gone has lost what it is told of, too: the next step says so."""
-        with suppress(StageLostError):
-            own = {} if space is None else {"space": self.open_space(space)}
-            for peer in self._peers:
+        own = {} if space is None else {"space": self.open_space(space)}
+        for peer in self._peers:
+            with suppress(StageLostError):
                 peer.control.send(kind, {**own, **about}, data)
 
     # What is on disk: each stage has a part of every block
@@ -404,23 +510,24 @@ class Pipeline:
         while self._dropped:
             number = self._dropped.popleft()
             del self._space_sizes[number]
-            for peer in self._peers:
-                peer.control.send("drop", {"space": number})
+            self._tell("drop", None, {"space": number})
 
     # Steps
 
     def issue(self, batch: ForwardBatch, space: int) -> Issued:
         """Tell all workers of a step. Raises StageLostError."""
-        if self._lost is not None:
-            raise self._lost
-        assert self._incoming is not None
+        incoming = self._incoming
+        if self._lost is not None or incoming is None:
+            raise self._lost_error()
         self._drop_spaces()
         self._num_issued += 1
         number, header = self._num_issued, write_header(batch)
         about = {"generation": self.generation, "step": number, "space": space}
         for peer in self._peers:
             peer.control.send("step", about, header)
-        return Issued(number, self._incoming.expect(number, len(batch.token_ids)))
+        self._step_times[number] = [None] * self.num_stages
+        self._step_times.pop(number - _STEPS_KEPT, None)
+        return Issued(number, incoming.expect(number, len(batch.token_ids)))
 
     def receive(self, issued: Issued) -> Tensor:
         """The residual that a step leaves the last worker with. Raises StageLostError, or what a worker failed
@@ -432,7 +539,7 @@ class Pipeline:
             with self._changed:
                 self._changed.wait_for(lambda: self._lost is not None, _REASON_S)
             self._lose(error)
-            raise self._lost or error from error
+            raise self._lost_error() from error
         if residual is not None:
             return residual
         with self._changed:
@@ -441,7 +548,25 @@ class Pipeline:
             )
             if issued.number in self._errors:
                 raise self._errors.pop(issued.number)
-            raise self._lost or RuntimeError("a stage failed, and did not say why")
+            if self._lost is None:
+                raise RuntimeError("a stage failed, and did not say why")
+            raise self._lost_error()
+
+    def run(self, issued: Issued, layers: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+        """The driver's own part of a step, its last layers."""
+        began_s = time.perf_counter()
+        residual = self.receive(issued)
+        received_s = time.perf_counter()
+        out = layers(residual)
+        busy_s = time.perf_counter() - received_s
+        self._own_times.count(busy_s=busy_s, waited_s=received_s - began_s, link_s=0.0)
+        if (times := self._step_times.get(issued.number)) is not None:
+            times[-1] = busy_s
+        return out
+
+    def _lost_error(self) -> StageLostError:
+        lost = self._lost or StageError(None, "a neighbour", "the stages are not connected")
+        return StageLostError(lost.stage, lost.address, lost.reason)
 
     # What workers say
 
@@ -464,7 +589,13 @@ class Pipeline:
             case "found":
                 peer.found.put(message)
             case "done":
-                peer.times.count(about)
+                seconds = {name: float(about[name]) for name in ("busy_s", "waited_s", "link_s")}
+                peer.times.count(**seconds)
+                if (times := self._step_times.get(int(about["step"]))) is not None:
+                    times[peer.stage] = seconds["busy_s"]
+            case "left":  # it lost a neighbour
+                if about["generation"] == self.generation:
+                    self._lose(StageLostError(peer.stage, peer.control.peer, str(about["error"])))
             case "failed":
                 peer.replies.put(message)
                 self._lose(StageLostError(peer.stage, peer.control.peer, str(about.get("error"))))
@@ -496,6 +627,7 @@ class Pipeline:
             self._lost = self._lost or error
             self._changed.notify_all()
         self._end(error)
+        self.on_lost()
 
     def _end(self, error: StageLostError) -> None:
         """Whoever waits for the group has this error."""
@@ -510,16 +642,11 @@ class Pipeline:
 
     def _take_ready(self, peer: _Peer) -> None:
         assert self._model is not None
+        assert self._parts is not None
         model, about = self._model, peer.reply("ready").about
-        for what, own in (
-            ("kernels", model.kernels.name),
-            ("libraries", model.kernels.libraries),
-            ("config", config_digest(model.config)),
-        ):
-            if about[what] != own:
-                raise StageRefusedError(
-                    peer.stage, peer.control.peer, f"its {what} are {about[what]}, the driver's {own}"
-                )
+        differ = check_parts(peer.stage, peer.control.peer, self._parts, about["parts"], mixed=self._mixed)
+        if differ:
+            peer.differs, self.same_bits = True, False
         peer.shapes = _shapes_of(about["shapes"], model)
         peer.loaded = LoadedStage(
             peer.layers,

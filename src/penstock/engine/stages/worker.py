@@ -5,7 +5,8 @@ Messages of the driver, each answered where it says so:
 
     load    model, layers, dtype, weights, kernels   > ready (what was loaded)
     law     how rows are padded, as was measured for the whole model
-    group   generation, hops                         > joined
+    probe   measure it here, where this worker differs from its driver   > probed
+    group   generation, hops                         > joined (or why not); left, once a neighbour is gone
     meet    generation, hop: how the other end of a hop is reached, as torch.distributed says it
     space   number, blocks, slots: a cache; drop: it is not needed any more
     copy    space, source, target, tokens: from one block to another
@@ -17,15 +18,14 @@ Messages of the driver, each answered where it says so:
     stop
 """
 
-import json
 import logging
 import queue
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
 import torch
@@ -35,18 +35,18 @@ from penstock.cache.tensors import CacheTensors
 from penstock.cache.transfer import cache_digests, copy_tokens
 from penstock.engine.stages.control import Control, Message
 from penstock.engine.stages.header import HeaderLimits, read_header
-from penstock.engine.stages.joining import read_law
+from penstock.engine.stages.joining import common_parts, read_law
 from penstock.engine.stages.link import Link, LinkStore, Receipt
 from penstock.engine.stages.store import StageStore
 from penstock.errors import StageLostError, is_out_of_memory
 from penstock.kernels.device import DeviceKind, device_kind, find_devices
 from penstock.kernels.interface import select_kernels
+from penstock.kernels.probe import probe
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.models.hub import resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_model
-from penstock.plan.model import ModelConfig
 from penstock.plan.settings import EngineSettings
 from penstock.process_memory import trim_heap
 
@@ -95,6 +95,8 @@ class Worker:
                     self._handle(item)
                 except StageLostError as error:  # of a neighbour: the driver makes another group
                     self._leave(error)
+                    with suppress(StageLostError):
+                        self._control.send("left", {"generation": self._generation, "error": str(error)})
         finally:
             self._leave(StageLostError(None, self._control.peer, "the driver is gone"))
             self._store_part.close()
@@ -177,8 +179,17 @@ class Worker:
             case "law":
                 assert self._model is not None
                 self._model.kernels.law = read_law(about)
+            case "probe":
+                assert self._model is not None
+                model = self._model
+                law = probe(model.kernels, model.probe_shapes, model.dtype, model.device).bind(model.kernels)
+                self._control.send("probed", asdict(law))
             case "group":
-                self._join(about)
+                try:
+                    self._join(about)
+                except StageLostError as error:
+                    self._leave(error)
+                    self._control.send("joined", {"generation": self._generation, "error": str(error)})
             case "space":
                 assert self._model is not None
                 self._spaces[int(about["space"])] = CacheTensors.of(
@@ -212,7 +223,8 @@ class Worker:
         kind = device_kind(device)
         kind.use()
         kernels = select_kernels(device, self._settings.kernels.effective)
-        opened = open_model(resolve_model(str(about["model"])))
+        path = resolve_model(str(about["model"]))
+        opened = open_model(path)
         try:
             model = load_decoder(
                 opened.source,
@@ -229,9 +241,9 @@ class Worker:
         self._model = model
         spec = model.cache_spec
         return {
-            "kernels": kernels.name,
-            "libraries": kernels.libraries,
-            "config": config_digest(model.config),
+            "parts": common_parts(
+                path, model, str(about["weights"]), same_machine=bool(about["same_machine"])
+            ),
             "shapes": asdict(model.probe_shapes),
             "weight_bytes": model.num_weight_bytes,
             "bytes_per_token": spec.bytes_per_token,
@@ -245,6 +257,7 @@ class Worker:
         assert self._model is not None
         model, generation = self._model, int(about["generation"])
         self._leave(StageLostError(None, self._control.peer, "another group was made"))
+        self._generation = generation
         hops = {"incoming": about.get("incoming"), "outgoing": about.get("outgoing")}
         links = {
             name: Link(
@@ -260,7 +273,6 @@ class Worker:
             if hop is not None
         }
         self._incoming, self._outgoing = links.get("incoming"), links.get("outgoing")
-        self._generation = generation
         self._control.send("joined", {"generation": generation})
 
     def _leave(self, error: Exception) -> None:
@@ -317,11 +329,6 @@ class Worker:
         )
         if is_memory:
             kind.release(error)
-
-
-def config_digest(config: ModelConfig) -> str:
-    """Driver and workers must have read the same of the model."""
-    return sha256(json.dumps(asdict(config), sort_keys=True).encode()).hexdigest()
 
 
 def _tell(control: Control, about: Mapping[str, object], key: str, value: bytes) -> None:

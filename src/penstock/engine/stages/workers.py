@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 from penstock import machine
 from penstock.engine.stages.control import DEFAULT_STAGE_TIMEOUT_S, Address, Control, Listener, connect
-from penstock.errors import PenstockError, SettingError, StageLostError
+from penstock.errors import PenstockError, SettingError, StageError, StageLostError
 
 # What runs in a worker for one driver, by name, since a child has to find it: `serve(control, device=...)`.
 SERVE = "penstock.engine.stages.worker:serve_driver"
@@ -96,7 +96,12 @@ class ListeningWorker:
         self.close()
         if not isinstance(self._address, str):
             self.name = self._address()
-        self._control = connect(self.name, self._token, timeout_s=timeout_s, stage_timeout_s=stage_timeout_s)
+        try:
+            self._control = connect(
+                self.name, self._token, timeout_s=timeout_s, stage_timeout_s=stage_timeout_s
+            )
+        except StageError as error:
+            raise type(error)(stage, error.address, error.reason) from None
         self._control.stage = stage
         return self._control
 

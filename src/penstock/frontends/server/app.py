@@ -131,6 +131,9 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
         if drain.has_begun or not service.is_healthy:
             status = "draining" if service.is_healthy else "failed"
             return JsonResponse({"status": status}, status_code=503)
+        if (missing := service.missing) is not None:
+            about = {"stage": missing.stage, "address": missing.address, "reason": missing.reason}
+            return JsonResponse({"status": "waiting", "missing": about}, status_code=503)
         return JsonResponse({"status": "ok"})
 
     @app.get("/models", include_in_schema=False)

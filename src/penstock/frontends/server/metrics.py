@@ -109,12 +109,29 @@ _STATE = (
 )
 
 
+# Of each stage of a model that has several: name, help, place in `StageStatus`.
+_STAGES = (
+    ("stage_up", "Whether the stage is there", "is_up"),
+    ("stage_steps_total", "Steps that the stage ran", "num_steps"),
+    ("stage_busy_seconds_total", "Seconds that the stage computed", "busy_s"),
+    ("stage_waiting_seconds_total", "Seconds that it waited for the stage before it", "waited_s"),
+    ("stage_link_seconds_total", "Seconds that it took to hand on what it computed", "link_s"),
+    ("stage_restarts_total", "Times that it was lost and came back", "num_restarts"),
+)
+
+
 class _StateCollector(Collector):
     def __init__(self, status: ServiceStatus) -> None:
         self._status = status
 
     def collect(self) -> Iterator[Metric]:
-        return (metric.of(self._status) for metric in _STATE)
+        yield from (metric.of(self._status) for metric in _STATE)
+        for name, text, place in _STAGES if self._status.stages else ():
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(f"penstock_{name}".removesuffix("_total"), text, labels=["stage"])
+            for stage in self._status.stages:
+                family.add_metric([str(stage.stage)], float(attrgetter(place)(stage)))
+            yield family
 
 
 @dataclass(frozen=True, slots=True)

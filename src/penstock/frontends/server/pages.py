@@ -82,6 +82,7 @@ def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[st
     status = service.status()
     number = telemetry.numbers.of
     ratio = telemetry.pace.ratio
+    times_of = service.llm.stages.step_times if service.llm.stages is not None else lambda _: []
     return {
         "is_healthy": service.is_healthy,
         "uptime_s": status.uptime_s,
@@ -91,12 +92,14 @@ def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[st
         "ended": [
             asdict(summary) | {"number": number(summary.id)} for summary in telemetry.ended.last(_ENDED_SHOWN)
         ],
-        "steps": [_step(record, number) for record in status.steps if record.index > steps_after],
-        "in_flight": [_step(record, number) for record in status.in_flight],
+        "steps": [_step(record, number, times_of) for record in status.steps if record.index > steps_after],
+        "in_flight": [_step(record, number, times_of) for record in status.in_flight],
         "pace": {"ratio": ratio, "is_slow": ratio is not None and ratio >= SLOW},
         "errors": {"failed": telemetry.num_failed(), "refused": telemetry.refusals()},
         "cache": asdict(status.cache),
         "reuse": asdict(status.reuse),
+        "missing": None if service.missing is None else str(service.missing),
+        "stages": [asdict(stage) for stage in status.stages],
         "latency": {
             "first_token": _percentiles(telemetry.first_token),
             "inter_token": _percentiles(telemetry.inter_token),
@@ -104,7 +107,11 @@ def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[st
     }
 
 
-def _step(record: StepRecord, number: Callable[[RequestId], int]) -> dict[str, Any]:
+def _step(
+    record: StepRecord,
+    number: Callable[[RequestId], int],
+    times_of: Callable[[int | None], list[float | None]],
+) -> dict[str, Any]:
     # By hand: `asdict` copies so deeply that many spans would hold the engine's thread up.
     return {
         "index": record.index,
@@ -122,6 +129,7 @@ def _step(record: StepRecord, number: Callable[[RequestId], int]) -> dict[str, A
         ],
         "num_held_decodes": record.num_held_decodes,
         "preempted": record.preempted,
+        "stages": times_of(record.issued),
         "stalls_decodes": record.stalls_decodes,
     }
 

@@ -9,6 +9,7 @@ import { about } from "./format.js";
 import { learn } from "./names.js";
 import { People } from "./people.js";
 import { Requests } from "./requests.js";
+import { Stages } from "./stages.js";
 import { Timeline } from "./timeline.js";
 
 const byId = (id) => document.getElementById(id);
@@ -19,6 +20,7 @@ const ended = new Ended(byId("ended-part"), byId("ended"));
 const requests = new Requests(
   { list: byId("requests"), none: byId("requests-none"), more: byId("requests-more"), counter: byId("requests-count") },
 );
+const stages = new Stages(byId("stages-card"), byId("stages"), byId("stages-count"));
 const attempt = new Attempt(askForKey);
 const explain = new Explain([byId("requests"), byId("ended")], askForKey);
 
@@ -32,11 +34,15 @@ const connection = new Connection({
     byId("requests-hint").hidden = requests.rows.size + ended.rows.size === 0;
     explain.update(status.requests);
     showFigures(status, timeline.steps);
+    stages.update(status.stages, status.uptime_s);
     attempt.update(status.model);
     showPace(status.pace, timeline.isPaused);
     byId("key-form").hidden = true;
     byId("links").hidden = hasKey(); // a link carries no key
-    if (status.is_healthy) {
+    if (status.is_healthy && status.missing) {
+      showState("gone", "waiting");
+      showNotice(`Requests wait: ${status.missing}.`);
+    } else if (status.is_healthy) {
       showState("live", "live");
       byId("notice").hidden = true;
     } else {

@@ -4,6 +4,7 @@
 
 import { about, count, duration, plural } from "./format.js";
 import { shortName } from "./names.js";
+import { stageWords } from "./stages.js";
 
 const KEPT_S = 65;
 const PAUSE_S = 2;
@@ -324,6 +325,7 @@ function describe(step) {
   for (const [kind, who] of Object.entries(sizes)) if (who.length) parts.push(`${plural(who.length, kind)}: ${who.join(", ")}`);
   if (step.num_held_decodes) parts.push(`${plural(step.num_held_decodes, "decode")} held back`);
   else if (step.stalls_decodes) parts.push("its decodes waited for its chunks");
+  if (step.stages.length) parts.push(stageWords(step.stages, duration));
   if (step.preempted.length) parts.push(`preempted: ${step.preempted.map(shortName).join(", ")}`);
   return parts.join(" · ");
 }
