@@ -63,6 +63,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("hunyuan_v1_dense", {}),
     ("hunyuan_v1_dense", {"rope": (("rope_type", "dynamic"), ("alpha", 50.0), ("factor", 1.0))}),
     ("hunyuan_v1_moe", {}),
+    ("hunyuan_v1_moe", {"moe_topk": (2, 2)}),
     ("apertus", {}),
     ("arcee", {}),
     ("arcee", {"mlp_bias": True}),

@@ -96,6 +96,15 @@ class Fields:
         """An integer in [1, most]."""
         return self.integer(key, default, low=1, high=most)
 
+    def layers_size(self, key: str, most: Most, num_layers: int) -> int:
+        """An integer in [1, most], which a file may have once for each layer."""
+        if not isinstance(value := self._get(key, None), list):
+            return self.size(key, most)
+        sizes = self.integers(key, low=1, high=most)
+        if len(sizes) != num_layers or len(set(sizes)) != 1:
+            raise self.error(key, value, f"one number, or the same for each of {num_layers} layers")
+        return sizes[0]
+
     def number(
         self,
         key: str,

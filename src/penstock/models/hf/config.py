@@ -269,7 +269,7 @@ def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig |
     experts = ExpertsConfig(
         num_layers=len(layers),
         num_experts=num_experts,
-        num_active=config.size("num_experts_per_tok", Most.EXPERTS),
+        num_active=config.layers_size("num_experts_per_tok", Most.EXPERTS, num_layers),
         intermediate_size=inner,
         shared_intermediate_size=shared,
         normalised=config.boolean("norm_topk_prob") if config.knows("norm_topk_prob") else True,
