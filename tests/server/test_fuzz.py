@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.llm import LLM
+from penstock.engine.service import ServiceConfig
 from penstock.frontends.server import requests
+from penstock.frontends.server.settings import ServerSettings
 from penstock.process_memory import anonymous_bytes
-from tests.server.running import NAME, Running
+from tests.server.running import NAME, Running, running
 
 LIMIT_S = 10.0
 MAX_GROWTH_BYTES = 1 << 30
@@ -42,7 +45,54 @@ COMPLETION: dict[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
+TOOL: dict[str, Any] = {
+    "name": "f",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
+TOOL_CHAT: dict[str, Any] = {
+    "messages": [
+        {"role": "user", "content": "é"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "x"},
+    ],
+    "tools": [{"type": "function", "function": TOOL}],
+    "tool_choice": "required",
+    "max_tokens": 2,
+    "chat_template_kwargs": {"enable_thinking": True},
+}
+ITEMS: dict[str, Any] = {
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "é"}]},
+        {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "a", "output": "x"},
+    ],
+    "tools": [{"type": "function", **TOOL}],
+    "text": {"format": {"type": "text"}},
+    "reasoning": {"effort": "low"},
+    "max_output_tokens": 2,
+    "stream": True,
+}
+BLOCKS: dict[str, Any] = {
+    "system": [{"type": "text", "text": "a"}],
+    "messages": [
+        {"role": "user", "content": "é"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": "x"}]},
+    ],
+    "tools": [{"name": "f", "input_schema": TOOL["parameters"]}],
+    "tool_choice": {"type": "any"},
+    "max_tokens": 2,
+}
 ASKED = (
+    ("/v1/chat/completions", TOOL_CHAT),
+    ("/v1/responses", ITEMS),
+    ("/v1/messages", BLOCKS),
+    ("/v1/messages/count_tokens", BLOCKS),
+    ("/detokenize", {"tokens": [1, 2]}),
     ("/v1/chat/completions", CHAT),
     ("/v1/completions", COMPLETION),
     ("/v1/completions", {"model": NAME, "prompt": [1, 2, 3], "max_tokens": 1, "min_p": 0.1}),
@@ -133,6 +183,13 @@ def ask(server: Running, path: str, data: bytes, headers: dict[str, str]) -> tup
         return response.status, response.read()
     finally:
         connection.close()
+
+
+@pytest.fixture(scope="module")
+def server(llm: LLM) -> Iterator[Running]:
+    """With a small cache: an answer whose limit was lost takes all the room there is."""
+    with running(llm, ServerSettings(NAME), ServiceConfig(cache_tokens=1024)) as started:
+        yield started
 
 
 @pytest.fixture(autouse=True)

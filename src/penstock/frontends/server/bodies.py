@@ -299,7 +299,7 @@ def known_tools(value: object, info: ValidationInfo) -> object:
     known = []
     for tool in value:
         kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind not in ("function", "custom"):
+        if isinstance(kind, str) and kind != "function":
             ignored.add(f"tools.{kind}")
         else:
             known.append(tool)
