@@ -300,3 +300,17 @@ def test_workers_are_processes_that_end_with_the_model() -> None:
             os.kill(pid, 0)
     with staged("llama", 1, chunk=64) as llm:
         assert llm.generate(PROMPT, max_tokens=4).token_ids == found
+
+
+@pytest.mark.parametrize(("rank", "stages", "needs"), [("1", 2, ("token_file",)), ("2", 2, ())])
+def test_ranks_of_torchrun_must_fit(rank: str, stages: int, needs: tuple[str, ...], tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef" * 2)
+    token.chmod(0o600)
+    variables = {"RANK": rank, "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        with pytest.raises(SettingError) as error:
+            staged("llama", stages, token_file=None if needs else token)
+    assert (error.value.setting, tuple(error.value.needs)) == ("stages", needs)

@@ -34,12 +34,14 @@ from penstock.engine.stages.store import Ticket, joined_keys, stage_fingerprint
 from penstock.engine.stages.workers import (
     ListeningWorker,
     LocalWorker,
+    Ranks,
     StageShare,
     WorkerPlace,
     divide_machine,
+    run_worker,
 )
 from penstock.engine.status import StageStatus
-from penstock.errors import PenstockError, StageError, StageLostError, StageRefusedError
+from penstock.errors import PenstockError, SettingError, StageError, StageLostError, StageRefusedError
 from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
@@ -52,12 +54,23 @@ from penstock.plan.stage_settings import StagesSetting
 def open_pipeline(
     path: Path, config: ModelConfig, settings: EngineSettings, stages: StagesSetting
 ) -> "Pipeline":
-    """Start the workers of a model, or connect to them. Raises StageLostError, StageRefusedError."""
+    """Start the workers of a model, or connect to them. Raises StageLostError, StageRefusedError. Of torchrun's
+    processes the last goes on; the others are its workers, and end with it (SystemExit)."""
     places: list[WorkerPlace] = []
     share = None
     if stages.addresses:
         token = read_token(stages.token_file or "")
         places += [ListeningWorker(address, token) for address in stages.addresses]
+    elif (ranks := Ranks.find()) is not None:
+        if stages.token_file is None:
+            raise SettingError("stages", stages.num_stages, needs=("token_file",), where="under torchrun")
+        if ranks.world_size != stages.num_stages:
+            raise SettingError("stages", stages.num_stages, str(ranks.world_size), where="under torchrun")
+        token = read_token(stages.token_file)
+        if not ranks.drives:
+            run_worker(ranks.listen(token), device=settings.device.name, once=True)
+            raise SystemExit(0)
+        places += ranks.workers(token)
     else:
         share, *shares = divide_machine(stages.num_stages, settings.threads.count)
         torch.set_num_threads(share.threads)
@@ -67,7 +80,7 @@ def open_pipeline(
         places,
         stages.cut(config),
         stage_timeout_s=stages.timeout_s,
-        same_machine=not stages.addresses,
+        same_machine=share is not None,
         mixed=stages.mixed,
     )
     pipeline.share = share
