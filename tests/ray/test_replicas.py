@@ -55,20 +55,25 @@ def test_what_is_wrong_is_told_as_by_one_server(server: Served) -> None:
         assert f'penstock_refused_requests_total{{status="{status}"}} 1.0' in text
 
 
-def test_a_prefix_is_read_by_one_replica_and_once(server: Served) -> None:
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/responses", "/messages"])
+def test_a_prefix_is_read_by_one_replica_and_once(server: Served, path: str) -> None:
     before = server.metric("prompt_tokens_total")
-    prefix, num_prompts = "".join(chr(97 + index * 7 % 26) for index in range(3000)), 20
+    prefix = "".join(chr(97 + index * (7 + len(path)) % 26) for index in range(2600)) + path
+    num_prompts, most = 20, {"max_output_tokens" if path == "/responses" else "max_tokens": 16}
 
     def ask(number: int) -> None:
-        prompt = f"{prefix} and question {number}"
-        server.client().completions.create(model=NAME, prompt=prompt, max_tokens=2)
+        text = f"{prefix} and question {number}"
+        prompt: dict[str, Any] = {"messages": [{"role": "user", "content": text}]}
+        if path in ("/completions", "/responses"):
+            prompt = {"prompt" if path == "/completions" else "input": text}
+        server.client().post(path, cast_to=object, body={"model": NAME, **most, **prompt})
 
     with ThreadPoolExecutor(num_prompts) as threads:
         list(threads.map(ask, range(num_prompts)))
     after = server.metric("prompt_tokens_total")
     read = sorted(after[replica] - before[replica] for replica in after)
     assert read[0] == 0
-    assert len(prefix) <= read[1] < len(prefix) + num_prompts * BLOCK_TOKENS
+    assert len(prefix) <= read[1] < len(prefix) + num_prompts * 2 * BLOCK_TOKENS
 
 
 def test_prompts_that_have_nothing_in_common_are_spread(server: Served) -> None:

@@ -44,9 +44,11 @@ from penstock.frontends.server.bodies import ChatBody, CompletionBody, Ignored, 
 from penstock.frontends.server.errors import ApiError, request_id
 from penstock.frontends.server.explain import open_lines
 from penstock.frontends.server.lifecycle import Drain, bind, url_of
+from penstock.frontends.server.messages_api import MessagesBody
 from penstock.frontends.server.metrics import CONTENT_TYPE, Telemetry, merged
 from penstock.frontends.server.requests import BodyReader, RequestBuilder
 from penstock.frontends.server.responses import LIVE_HEADERS, JsonResponse, error_response, to_json
+from penstock.frontends.server.responses_api import ResponsesBody
 from penstock.kernels.interface import KernelsUnavailableError
 from penstock.kernels.native.build import native_library
 from penstock.machine import usable_cores
@@ -191,12 +193,17 @@ class Replica:
         return await asyncio.to_thread(self._keys, path.removeprefix("/v1"), tenant, body)
 
     def _keys(self, path: str, tenant: str | None, body: bytes) -> list[BlockKey]:
+        builder = self._builder
         try:
             match path:
                 case "/completions":
-                    prepared = self._builder.completion(parse(body, CompletionBody, Ignored()), tenant)
+                    prepared = builder.completion(parse(body, CompletionBody, Ignored()), tenant)
                 case "/chat/completions":
-                    prepared = self._builder.chat(parse(body, ChatBody, Ignored()), tenant)
+                    prepared = builder.chat(parse(body, ChatBody, Ignored()), tenant)
+                case "/responses":
+                    prepared = builder.chat(parse(body, ResponsesBody, Ignored()), tenant)
+                case "/messages":
+                    prepared = builder.chat(parse(body, MessagesBody, Ignored()), tenant)
                 case _:
                     return []
         except (ApiError, PenstockError):
