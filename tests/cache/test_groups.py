@@ -14,7 +14,7 @@ from penstock.cache.space import CacheSpace
 from penstock.cache.tensors import KV, CacheSpec, CacheTensors
 from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out
 from penstock.errors import CacheFullError
-from tests.cache.storing import GROUPS, HYBRID, PLAIN, bytes_in, keys_of, open_store
+from tests.cache.storing import GROUPS, PLAIN, bytes_in, keys_of, open_store
 
 CPU = torch.device("cpu")
 
@@ -163,21 +163,13 @@ def test_bytes_are_the_sum_over_groups() -> None:
     assert (plain.num_bytes, plain.state_bytes) == (PLAIN.num_bytes(2, 7), 0)
 
 
-def test_the_only_group_is_not_asked_for_where_there_are_two() -> None:
+def test_the_first_group_is_asked_for_without_its_number() -> None:
     space = CacheSpace.for_tokens(Model(GROUPS), 64)
-    for ask in (
-        lambda: GROUPS.kv,
-        lambda: space.tensors.kv,
-        lambda: space.blocks,
-        lambda: space.new_sequence().blocks,
-    ):
-        with pytest.raises(ValueError, match="unpack"):
-            ask()
-    with pytest.raises(ValueError, match="at least one group"):
-        CacheSpec(())
-    only = CacheSpace.for_tokens(Model(HYBRID), 64)
-    assert only.tensors.kv.spec is HYBRID.kv is HYBRID.kv_groups[0]
-    assert only.blocks is only.pools[0]
+    sequence = space.new_sequence()
+    assert GROUPS.kv is GROUPS.kv_groups[0]
+    assert space.tensors.kv is space.tensors.kv_groups[0]
+    assert space.blocks is space.pools[0]
+    assert sequence.blocks is sequence.kv_groups[0]
 
 
 def test_groups_go_to_disk_and_come_back(tmp_path: Path) -> None:

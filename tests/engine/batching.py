@@ -19,6 +19,7 @@ from penstock.engine.sampling import Choice
 from penstock.engine.step import Launched, Step, StepOutcome
 from penstock.models.decoder import Decoder
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
+from penstock.plan.admission import WindowRoom
 from penstock.plan.policy import ScheduleConfig
 from tests.byte_models import byte_backend
 from tests.oracle import canon_of
@@ -82,7 +83,10 @@ def new_batcher(
 ) -> Batcher:
     schedule = replace(schedule, grid=64) if model.config.has_state else schedule
     num_slots = (1 + depth) * schedule.max_running + (sharing.max_snapshots if sharing else 0)
-    space = CacheSpace.for_tokens(model, cache_tokens, num_slots=num_slots)
+    windows = WindowRoom(
+        schedule.max_running, depth * schedule.chunk_size, sharing.max_snapshots if sharing else 0
+    )
+    space = CacheSpace.for_tokens(model, cache_tokens, num_slots=num_slots, windows=windows)
     reuse = None
     if sharing is not None:
         reuse = Reuse(
@@ -114,6 +118,17 @@ def spoil(tensors: CacheTensors) -> None:
         for states in tensors.recurrent.layers:
             for kept in (states.tails, states.matrices):
                 kept.fill_(7)
+
+
+def spoil_windows(space: CacheSpace) -> None:
+    """Blocks of windows that nobody has hold no numbers: whoever reads what was given back is found out."""
+    for group, pool in zip(space.tensors.window_groups, space.windows, strict=True):
+        for block in range(pool.num_blocks):
+            if not pool.num_owners(block) and not pool.is_kept(block):
+                places = slice(block * BLOCK_TOKENS, (block + 1) * BLOCK_TOKENS)
+                for layer in group.layers:
+                    layer.keys[places] = torch.nan
+                    layer.values[places] = torch.nan
 
 
 def new_job(batcher: Batcher, name: str, wish: Wish) -> RecordingJob:
@@ -188,6 +203,7 @@ def serve_with(
             spoil(batcher.space.tensors)
         num_before, was_in_flight = batcher.num_begun, batcher.num_in_flight > 0
         batcher.step()
+        spoil_windows(batcher.space)
         is_loading = any(job.prefix and job.prefix.has_more_on_disk for job in jobs)
         has_run = batcher.num_begun > num_before or was_in_flight
         assert has_run or not batcher.has_work or is_loading, "requests wait, and nothing runs"
@@ -196,7 +212,8 @@ def serve_with(
             batcher.notices.popleft().tell()
         index += 1
     batcher._runner.finish = finish  # type: ignore[method-assign]
-    assert batcher.space.blocks.num_available == batcher.space.blocks.num_blocks
+    for pool in batcher.space.pools:
+        assert pool.num_available == pool.num_blocks
     if batcher.space.slots is not None:
         num_kept = batcher.reuse.index.num_snapshots if batcher.reuse else 0
         assert batcher.space.slots.num_free == batcher.space.slots.num_slots - num_kept

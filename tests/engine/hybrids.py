@@ -126,7 +126,8 @@ class Tape:
         state = self.cache.reserve(span.start, [span.end])
         wants_logits = not is_prompt or span.end == self.prompt_length
         tokens = self.tokens[span.start : span.end]
-        return SpanInput(span, tokens, self.cache.blocks, is_prompt, wants_logits, state)
+        cache = self.cache
+        return SpanInput(span, tokens, cache.blocks, is_prompt, wants_logits, state, cache.windows)
 
     def _forward(self, span: Span, *, is_prompt: bool) -> torch.Tensor | None:
         item = self.reserve(span, is_prompt=is_prompt)

@@ -1,5 +1,7 @@
 """Batched is alone: what else is served, cancelled, preempted or fails changes nothing of a request's answer."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -16,15 +18,26 @@ from tests.engine.hybrids import hybrid
 from tests.oracle import canon_of, load_model, make_oracle, random_prompt
 
 DTYPES = (torch.float32, torch.bfloat16)
-# Attention only, experts, a hybrid, and a hybrid with experts.
-NAMES = ("llama", "qwen3_moe", "qwen3_5", "qwen3_next")
+# Windows in all layers, and in some.
+WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
+    "mistral, windows": ("mistral", {"sliding_window": 70}),
+    "qwen3, some windows": (
+        "qwen3",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1},
+    ),
+}
+# Attention only, experts, a hybrid, a hybrid with experts, and windows.
+NAMES = ("llama", "qwen3_moe", "qwen3_5", "qwen3_next", *WINDOWS)
 SEED = 3
 LONGEST = 250
 VOCAB = 211
 
 
 def model_of(name: str, dtype: torch.dtype) -> Decoder:
-    return load_model(make_oracle("llama").folder, dtype) if name == "llama" else hybrid(name, dtype)
+    family, settings = WINDOWS.get(name, (name, {}))
+    if name in WINDOWS or name == "llama":
+        return load_model(make_oracle(family, **settings).folder, dtype)
+    return hybrid(name, dtype)
 
 
 @st.composite

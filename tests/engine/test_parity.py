@@ -44,11 +44,18 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "mistral": ("mistral", {}),
+    "mistral, windows": ("mistral", {"sliding_window": 48}),
     "qwen2": ("qwen2", {}),
+    "qwen2, some windows": (
+        "qwen2",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 130, "max_window_layers": 1},
+    ),
     "qwen2, tied, all heads": (
         "qwen2",
         {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ),
+    "mixtral, windows": ("mixtral", {"sliding_window": 48}),
+    "phi3, windows": ("phi3", {"sliding_window": 48}),
     "qwen3": ("qwen3", {}),
     "qwen3, wide heads, group of 8": (
         "qwen3",

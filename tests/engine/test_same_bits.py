@@ -21,14 +21,23 @@ MODELS = {
     "group-of-8": ("llama", {"num_attention_heads": 8, "num_key_value_heads": 1, "head_dim": 64}),
     "odd-sizes": ("llama", {"head_dim": 34, "hidden_size": 54, "intermediate_size": 77}),
     "qwen2": ("qwen2", {}),
+    "windows": ("mistral", {"sliding_window": 100}),
+    "some-windows": (
+        "qwen3",
+        {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 65, "max_window_layers": 1},
+    ),
     "qwen3": ("qwen3", {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}),
 }
 
 
 def cached(run: Run) -> list[KV]:
-    """All keys and values of a run's prompt."""
-    places = run.cache.blocks.locate(0, run.prompt_length)
-    return [layer.read(places) for layer in run.space.tensors.kv.layers]
+    """All keys and values of a run's prompt, those of windows as far back as they see from its end."""
+    found = []
+    for blocks, group in zip(run.cache.kv_groups, run.space.tensors.kv_groups, strict=True):
+        window = group.spec.window
+        first = max(run.prompt_length - window, 0) if window else 0
+        found += [layer.read(blocks.locate(first, run.prompt_length)) for layer in group.layers]
+    return found
 
 
 def assert_same_bits(run: Run, whole: Run) -> None:
@@ -44,8 +53,9 @@ def fragmented_space(model: Decoder, num_tokens: int) -> CacheSpace:
     """Room for a sequence, in single blocks that do not touch."""
     num_blocks = 2 * -(-num_tokens // 64)
     space = CacheSpace.for_tokens(model, num_blocks * 64)
-    space.blocks.allocate(num_blocks)
-    space.blocks.release([Extent(block, block + 1) for block in range(0, num_blocks, 2)])
+    for pool in space.pools:
+        pool.allocate(num_blocks)
+        pool.release([Extent(block, block + 1) for block in range(0, num_blocks, 2)])
     return space
 
 

@@ -139,12 +139,34 @@ def test_silu_has_two_names() -> None:
 
 
 @pytest.mark.parametrize(
+    ("values", "layers"),
+    [
+        ({"model_type": "mistral", "num_hidden_layers": 3}, (0, 1, 2)),
+        ({"model_type": "mistral", "sliding_window": 11, "max_position_embeddings": 11}, None),
+        ({"model_type": "qwen2", "max_window_layers": 30, "use_sliding_window": True}, (30, 31)),
+        ({"model_type": "qwen2", "max_window_layers": 30}, None),
+        (
+            {
+                "model_type": "qwen3",
+                "num_hidden_layers": 2,
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            (1,),
+        ),
+    ],
+)
+def test_layers_with_a_window(values: dict[str, Any], layers: tuple[int, ...] | None) -> None:
+    window = normalise(values).window
+    assert (None if window is None else window.layers) == layers
+    assert window is None or (window.size, window.num_layers) == (4096, len(window.layers))
+
+
+@pytest.mark.parametrize(
     ("values", "words"),
     [
         ({"model_type": "gpt_bigcode"}, "supported are llama, mistral, qwen2, qwen3"),
-        ({"model_type": "mistral"}, "sliding window of 4096"),
-        ({"model_type": "mistral", "sliding_window": 10, "max_position_embeddings": 11}, "sliding window"),
-        ({"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 3}, "sliding window"),
+        ({"model_type": "qwen2_moe", "use_sliding_window": True}, "sliding window of"),
         ({"model_type": "llama", "hidden_act": "quick_gelu"}, "quick_gelu"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "part of each head"),
@@ -155,10 +177,6 @@ def test_silu_has_two_names() -> None:
         ({"model_type": "llama", "layer_types": ["full_attention"]}, "layer_types .* each of the 32 layers"),
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types is 'linear_att"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}, "layer_types is 'sliding_att"),
-        (
-            {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32, "use_sliding_window": True},
-            "sliding window of 4096",
-        ),
         (
             {"model_type": "llama", "rope_parameters": {"full_attention": ROPES["linear"]}},
             "full_attention of",

@@ -219,7 +219,6 @@ def test_ends_are_those_of_both_configurations_and_the_generation_file() -> None
             "none of the 32 layers has full attention",
         ),
         ("qwen3_next", {"num_hidden_layers": 3}, "none of the 3 layers has full attention"),
-        ("qwen3_moe", {"use_sliding_window": True}, "sliding window of 4096"),
         ("qwen3_moe", {"partial_rotary_factor": 0.5}, "part of each head"),
         ("qwen3_5", {"quantization_config": {"bits": 4}}, "quantised"),
         ("qwen3_5", {"text_config": {"quantization_config": {"bits": 4}}}, "quantised"),

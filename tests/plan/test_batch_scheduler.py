@@ -769,6 +769,9 @@ class SharedBlocks:
         self.asked.append(dict(kept))
         return 4
 
+    def num_writable(self, kept: Mapping[str, int]) -> int:
+        return self.num_free(kept)
+
     def num_shared(self, request_id: str) -> int:
         return 3
 

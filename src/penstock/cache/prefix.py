@@ -1,8 +1,9 @@
-"""The prefix index: full blocks and recurrent states that are there for a prompt that begins the same way."""
+"""The prefix index: full blocks, states and windows that are there for a prompt that begins the same way."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heappush
 
 from penstock.cache.blocks import BlockPool
@@ -21,10 +22,21 @@ class PrefixHit:
     blocks: tuple[int, ...]
     num_clean: int  # of these, from the first on, are as a cold engine's prefill would have written them
     slot: int | None  # the state after them; None where the model has none, or nothing was found
+    windows: tuple[
+        tuple[int, ...], ...
+    ] = ()  # blocks of the groups that have one, the last before the prefix's end
 
     @property
     def num_tokens(self) -> int:
         return len(self.blocks) * BLOCK_TOKENS
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What a sequence goes on with after a block, beside the blocks."""
+
+    slot: int | None
+    windows: tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
@@ -39,11 +51,13 @@ class _Node:
 
 
 class PrefixIndex:
-    """Blocks by what they hold, over one pool; for models with recurrent state also slots.
+    """Blocks by what they hold, over one pool; for models with recurrent state also slots, for those with windows
+    also blocks of other pools.
 
     A block stays known when its last owner goes, and is given up when the pool needs space: the least recently used
     goes first, and the end of a chain before its beginning. A state takes a slot, so there are few: at most
-    `max_snapshots`, and the least recently used goes first, without its block.
+    `max_snapshots`, and the least recently used goes first, without its block. A window is a state as well: what of
+    the other pools' blocks it takes stays as long as it does, and goes when those pools need space.
 
     Time is a count of calls. A call uses a chain from its first block on, so a block was never used later than those
     before it, and in the order of (tick, deepest first) no block comes before an idle one that continues it. A block
@@ -52,17 +66,29 @@ class PrefixIndex:
     eviction: every idle block can be given up.
     """
 
-    def __init__(self, blocks: BlockPool, slots: SlotPool | None = None, *, max_snapshots: int = 0) -> None:
+    def __init__(
+        self,
+        blocks: BlockPool,
+        slots: SlotPool | None = None,
+        *,
+        max_snapshots: int = 0,
+        windows: Sequence[BlockPool] = (),
+    ) -> None:
         if max_snapshots < 0:
             raise ValueError(f"max_snapshots is {max_snapshots}: accepted is 0 or more")
-        if blocks.reclaim is not None:
+        if any(pool.reclaim is not None for pool in (blocks, *windows)):
             raise ValueError("the pool has an index already: accepted is one for each pool")
         self._blocks = blocks
         self._slots = slots
-        self._max_snapshots = 0 if slots is None else max_snapshots
+        self._windows = tuple(windows)
+        self._in_windows = tuple(
+            Counter[int]() for _ in windows
+        )  # of each pool's blocks, snapshots that have them
+        self._goes_on_anywhere = slots is None and not windows
+        self._max_snapshots = 0 if self._goes_on_anywhere else max_snapshots
         self._nodes: dict[BlockKey, _Node] = {}
         self._node_of: dict[int, _Node] = {}  # by block
-        self._snapshots: OrderedDict[BlockKey, int] = OrderedDict()  # slots, the least recently used first
+        self._snapshots: OrderedDict[BlockKey, _Snapshot] = OrderedDict()  # the least recently used first
         # (tick, -depth, block) of every idle block, and of others that were: those are passed over.
         self._order: list[tuple[int, int, int]] = []
         self._tick = 0
@@ -70,6 +96,8 @@ class PrefixIndex:
         self.num_evicted_snapshots = 0
         blocks.reclaim = self._reclaim
         blocks.on_idle = self._on_idle
+        for index, pool in enumerate(self._windows):
+            pool.reclaim = partial(self._reclaim_windows, index)
 
     @property
     def num_blocks(self) -> int:
@@ -83,7 +111,8 @@ class PrefixIndex:
     def num_idle_snapshots(self) -> int:
         """Those whose slots nobody else holds."""
         slots = self._slots
-        return sum(slots.num_owners(slot) == 1 for slot in self._snapshots.values()) if slots else 0
+        held = (kept.slot for kept in self._snapshots.values())
+        return sum(slots.num_owners(slot) == 1 for slot in held if slot is not None) if slots else 0
 
     def find(self, keys: Sequence[BlockKey], *, clean_only: bool = False) -> PrefixHit:
         """The longest usable prefix of these keys, which counts as used now: blocks for each of them and, for models
@@ -95,18 +124,18 @@ class PrefixIndex:
             if node is None or (clean_only and not node.is_clean):
                 break
             nodes.append(node)
-            if self._slots is None or key in self._snapshots:
+            if self._goes_on_anywhere or key in self._snapshots:
                 num_usable = len(nodes)
         del nodes[num_usable:]
         self._tick += 1
         for node in nodes:
             self._use(node)
-        slot = None
-        if nodes and self._slots is not None:
-            slot = self._snapshots[nodes[-1].key]
+        kept = _Snapshot(None, ())
+        if nodes and not self._goes_on_anywhere:
+            kept = self._snapshots[nodes[-1].key]
             self._snapshots.move_to_end(nodes[-1].key)
         num_clean = next((index for index, node in enumerate(nodes) if not node.is_clean), num_usable)
-        return PrefixHit(tuple(node.block for node in nodes), num_clean, slot)
+        return PrefixHit(tuple(node.block for node in nodes), num_clean, kept.slot, kept.windows)
 
     def insert(self, keys: Sequence[BlockKey], blocks: Sequence[int], num_clean: int) -> None:
         """Blocks [0, len(blocks)) of a sequence that holds them hold what these keys say, full, and are not written
@@ -130,19 +159,28 @@ class PrefixIndex:
                 self._replace(node, block, is_clean)
             self._use(node)
 
-    def snapshot(self, keys: Sequence[BlockKey], slot: int) -> bool:
-        """The state after the blocks of these keys is in this slot, which the caller holds, and is not written again.
-        It is a clean one: what a cold engine's prefill would have come to.
+    def snapshot(
+        self, keys: Sequence[BlockKey], slot: int | None, windows: Sequence[Sequence[int]] = ()
+    ) -> bool:
+        """The state after the blocks of these keys is in this slot, and their windows in these blocks, which the
+        caller holds, and which are not written again. It is a clean one: what a cold engine's prefill would have come
+        to.
 
-        False, and the slot is not retained, if the last block is not known, or no snapshots are to be kept.
+        False, and nothing is retained, if the last block is not known, or no snapshots are to be kept.
         """
         node = self._nodes.get(keys[-1]) if keys else None
         if node is None or not self._max_snapshots:
             return False
-        assert self._slots is not None
         if node.key not in self._snapshots:
-            self._slots.retain(slot)
-            self._snapshots[node.key] = slot
+            if slot is not None:
+                assert self._slots is not None
+                self._slots.retain(slot)
+            for pool, counts, blocks in zip(self._windows, self._in_windows, windows, strict=True):
+                for block in blocks:
+                    if not counts[block]:
+                        pool.keep(block)
+                    counts[block] += 1
+            self._snapshots[node.key] = _Snapshot(slot, tuple(map(tuple, windows)))
         self._snapshots.move_to_end(node.key)
         if len(self._snapshots) > self._max_snapshots:
             self._forget_snapshot(next(iter(self._snapshots)))
@@ -174,6 +212,11 @@ class PrefixIndex:
         )
         assert len(self._snapshots) <= self._max_snapshots, "more snapshots than there is room for"
         assert self._snapshots.keys() <= self._nodes.keys(), "a snapshot has no block"
+        for index, pool in enumerate(self._windows):
+            counted = Counter(block for kept in self._snapshots.values() for block in kept.windows[index])
+            assert counted == self._in_windows[index], "blocks of windows are counted wrongly"
+            kept_blocks = {block for block in range(pool.num_blocks) if pool.is_kept(block)}
+            assert kept_blocks == counted.keys(), "a window's pool keeps other blocks than the snapshots have"
 
     def _should_replace(self, node: _Node, is_clean: bool) -> bool:
         if is_clean != node.is_clean:
@@ -223,12 +266,30 @@ class PrefixIndex:
         return self._forget_snapshot(node.key)
 
     def _forget_snapshot(self, key: BlockKey) -> bool:
-        slot = self._snapshots.pop(key, None)
-        if slot is None:
+        kept = self._snapshots.pop(key, None)
+        if kept is None:
             return False
-        assert self._slots is not None
-        self._slots.release(slot)
+        if kept.slot is not None:
+            assert self._slots is not None
+            self._slots.release(kept.slot)
+        for pool, counts, blocks in zip(self._windows, self._in_windows, kept.windows, strict=True):
+            for block in blocks:
+                counts[block] -= 1
+                if not counts[block]:
+                    del counts[block]
+                    pool.drop(block)
         return True
+
+    def _reclaim_windows(self, index: int, num_blocks: int) -> None:
+        """Free so many idle blocks of a window's pool."""
+        pool = self._windows[index]
+        wanted = pool.num_free + num_blocks
+        for key, kept in tuple(self._snapshots.items()):
+            if pool.num_free >= wanted:
+                return
+            if any(pool.is_idle(block) for block in kept.windows[index]):
+                self._forget_snapshot(key)
+                self.num_evicted_snapshots += 1
 
 
 def _entry(node: _Node) -> tuple[int, int, int]:

@@ -25,7 +25,8 @@ class SequenceBlocks:
 
         tokens [0, num_tokens)                 committed: a step reads them
         tokens [num_tokens, capacity_tokens)   reserved: steps in flight write them, then commit
-        blocks [0, capacity / BLOCK_TOKENS)    one reference each, held until `unreserve`, `truncate` or `free`
+        blocks [num_gone, num_blocks)          one reference each, held until `unreserve`, `truncate` or `free`
+        blocks [0, num_gone)                   were given back by `release_before`: they lie behind the layers' window
 
     A step reserves, writes and commits; a later one may reserve before that. One that fails does not commit: the
     length is what it was, and `unreserve` gives back what was reserved. Whole blocks of another sequence may be
@@ -35,7 +36,8 @@ class SequenceBlocks:
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
         self._extents: tuple[Extent, ...] = ()
-        self._num_blocks = 0  # of the extents
+        self._num_gone = 0
+        self._num_blocks = 0  # those that are gone, and of the extents
         self._num_tokens = 0
 
     @property
@@ -44,7 +46,7 @@ class SequenceBlocks:
 
     @property
     def block_ids(self) -> list[int]:
-        """The blocks one by one, in the order of the tokens."""
+        """The blocks that it holds, one by one, in the order of the tokens."""
         return [block for extent in self._extents for block in range(extent.start, extent.end)]
 
     @property
@@ -52,7 +54,13 @@ class SequenceBlocks:
         return self._num_tokens
 
     @property
+    def num_gone(self) -> int:
+        """Blocks at its beginning that were given back."""
+        return self._num_gone
+
+    @property
     def num_blocks(self) -> int:
+        """Of all its tokens, those that are gone too."""
         return self._num_blocks
 
     @property
@@ -85,6 +93,31 @@ class SequenceBlocks:
         self._hold((*self._extents, *adopted))
         self._num_tokens += len(blocks) * BLOCK_TOKENS
 
+    def adopt_window(self, num_tokens: int, blocks: Sequence[int]) -> None:
+        """Stand after `num_tokens` tokens, whole blocks, of which these are the last: they are in use or idle, and
+        full. All that it held is given back. All or nothing."""
+        num_gone = num_tokens // BLOCK_TOKENS - len(blocks)
+        if num_tokens % BLOCK_TOKENS or num_gone < 0 or self._num_tokens != self.capacity_tokens:
+            raise ValueError(
+                f"cannot adopt {len(blocks)} blocks before token {num_tokens}: accepted are whole blocks, where "
+                "nothing is reserved"
+            )
+        held, adopted = self._extents, extents_of(blocks)
+        self._pool.retain(adopted)
+        self._pool.release(held)
+        self._num_gone = num_gone
+        self._hold(adopted)
+        self._num_tokens = num_tokens
+
+    def release_before(self, token: int) -> None:
+        """Give back the whole blocks of committed tokens before this one, which no step reads any more."""
+        num_gone = min(token, self._num_tokens) // BLOCK_TOKENS
+        if num_gone > self._num_gone:
+            released, kept = _cut(self._extents, num_gone - self._num_gone)
+            self._pool.release(released)
+            self._num_gone = num_gone
+            self._hold(kept)
+
     def commit(self, end: int) -> None:
         """Make `end` the length: tokens [0, end) are written. It never shrinks nor exceeds the capacity."""
         if not self._num_tokens <= end <= self.capacity_tokens:
@@ -109,7 +142,12 @@ class SequenceBlocks:
         length within a block that a prefix index keeps, or that others adopted, is refused.
         """
         self.check_cut(num_tokens)
-        self._cut(_num_blocks_for(num_tokens))
+        if num_tokens == 0:
+            self._pool.release(self._extents)
+            self._num_gone = 0
+            self._hold(())
+        else:
+            self._cut(_num_blocks_for(num_tokens))
         self._num_tokens = num_tokens
 
     def check_cut(self, num_tokens: int) -> None:
@@ -118,7 +156,14 @@ class SequenceBlocks:
             raise ValueError(
                 f"cannot truncate to {num_tokens} tokens: accepted is 0 to {self._num_tokens} (the length)"
             )
-        if num_tokens == self._num_tokens or num_tokens % BLOCK_TOKENS == 0:
+        if num_tokens == self._num_tokens or num_tokens == 0:
+            return
+        if self._num_gone:
+            raise ValueError(
+                f"cannot truncate to {num_tokens} tokens: what lay behind its window is gone; accepted are 0 and "
+                f"{self._num_tokens} (the length)"
+            )
+        if num_tokens % BLOCK_TOKENS == 0:
             return
         (place,) = self.locate(num_tokens, num_tokens + 1)
         block = place.start // BLOCK_TOKENS
@@ -135,13 +180,14 @@ class SequenceBlocks:
 
     def locate(self, start: int, end: int) -> list[TokenRange]:
         """The places of tokens [start, end), committed or reserved, in order: one range per extent."""
-        if not 0 <= start <= end <= self.capacity_tokens:
+        first_token = self._num_gone * BLOCK_TOKENS
+        if not first_token <= start <= end <= self.capacity_tokens:
             raise ValueError(
                 f"tokens [{start}, {end}) have no places: accepted is a range within "
-                f"[0, {self.capacity_tokens}) (the capacity)"
+                f"[{first_token}, {self.capacity_tokens}) (the capacity)"
             )
         places: list[TokenRange] = []
-        extent_start = 0
+        extent_start = first_token
         for extent in self._extents:
             extent_end = extent_start + (extent.end - extent.start) * BLOCK_TOKENS
             first, last = max(start, extent_start), min(end, extent_end)
@@ -153,25 +199,39 @@ class SequenceBlocks:
 
     def _hold(self, extents: Sequence[Extent]) -> None:
         self._extents = tuple(joined((extent.start, extent.end) for extent in extents))
-        self._num_blocks = sum(map(len, self._extents))
+        self._num_blocks = self._num_gone + sum(map(len, self._extents))
 
     def _cut(self, to_keep: int) -> None:
         """Release all blocks but the first `to_keep`."""
-        kept: list[Extent] = []
-        released: list[Extent] = []
-        for extent in self._extents:
-            cut = min(extent.start + to_keep, extent.end)
-            if extent.start < cut:
-                kept.append(Extent(extent.start, cut))
-            if cut < extent.end:
-                released.append(Extent(cut, extent.end))
-            to_keep -= cut - extent.start
+        kept, released = _cut(self._extents, to_keep - self._num_gone)
         self._pool.release(released)
         self._hold(kept)
 
 
+def _cut(extents: Sequence[Extent], num_first: int) -> tuple[list[Extent], list[Extent]]:
+    """The first so many blocks, and the others."""
+    first: list[Extent] = []
+    others: list[Extent] = []
+    for extent in extents:
+        cut = min(extent.start + num_first, extent.end)
+        if extent.start < cut:
+            first.append(Extent(extent.start, cut))
+        if cut < extent.end:
+            others.append(Extent(cut, extent.end))
+        num_first -= cut - extent.start
+    return first, others
+
+
 def _num_blocks_for(num_tokens: int) -> int:
     return -(-num_tokens // BLOCK_TOKENS)
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step in flight, over tokens [start, end)."""
+
+    start: int
+    end: int
 
 
 class SequenceCache:
@@ -183,22 +243,38 @@ class SequenceCache:
         tokens [0, num_tokens)             committed: what `abort` goes back to
         tokens [num_tokens, end of step)   one part for each step in flight, committed from the oldest on; a step may
                                            run tokens of the one before it again
+
+    Of a group with a window, `slide` gives the blocks behind it back once a step is committed. What is kept reaches
+    back from the last whole block: from there the sequence may be gone on with by another.
     """
 
-    def __init__(self, pools: Sequence[BlockPool], slots: SlotPool | None = None) -> None:
+    def __init__(
+        self, pools: Sequence[BlockPool], slots: SlotPool | None = None, windows: Sequence[int] = ()
+    ) -> None:
+        """`windows` are the groups', 0 for all tokens; none has one where there are none."""
         self.kv_groups = tuple(map(SequenceBlocks, pools))
+        self._windows = tuple(windows) or (0,) * len(pools)
         self.state = None if slots is None else SequenceState(slots)
-        self._steps: deque[int] = deque()  # the ends of the steps in flight, the oldest first
+        self._steps: deque[_Step] = deque()  # in flight, the oldest first
 
     @property
     def blocks(self) -> SequenceBlocks:
-        """The blocks of a model with one K/V group. Where there may be several, use `kv_groups`."""
-        (only,) = self.kv_groups
-        return only
+        """The first K/V group's, which has all tokens."""
+        return self.kv_groups[0]
+
+    @property
+    def windows(self) -> tuple[SequenceBlocks, ...]:
+        """The other K/V groups', of which some have a window."""
+        return self.kv_groups[1:]
 
     @property
     def num_tokens(self) -> int:
         return self.kv_groups[0].num_tokens
+
+    @property
+    def keeps_prefix(self) -> bool:
+        """Whether it may be cut back to a shorter one, and gone on with at any of its blocks."""
+        return self.state is None and not any(self._windows)
 
     @property
     def num_in_flight(self) -> int:
@@ -219,29 +295,46 @@ class SequenceCache:
             if self.state is not None:
                 self.state.withdraw()
             raise
-        self._steps.append(ends[-1])
+        self._steps.append(_Step(start, ends[-1]))
         return step
 
     def adopt(self, blocks: Sequence[Sequence[int]], slot: int | None) -> None:
-        """Go on with the tokens in these full blocks, as many of each K/V group, and with the state after them.
+        """Go on with the tokens in these full blocks, as many of each K/V group, and with the state after them. Of a
+        group with a window, they are the last ones before the new end, as many as its window needs.
 
         All or nothing. Blocks are in use or idle, the slot is in use; the sequence ends with a whole block and has no
         step reserved.
         """
         num_blocks = len(blocks[0])
-        if [len(group) for group in blocks] != [num_blocks] * len(self.kv_groups):
-            raise ValueError(f"cannot adopt blocks {blocks}: accepted are as many of each K/V group")
+        end = self.num_tokens + num_blocks * BLOCK_TOKENS
+        needed = [
+            min(-(-(window - 1) // BLOCK_TOKENS), end // BLOCK_TOKENS) if window else num_blocks
+            for window in self._windows
+        ]
+        if [len(group) for group in blocks] != needed:
+            raise ValueError(
+                f"cannot adopt blocks {blocks}: accepted are as many of each K/V group, {needed}"
+            )
         if (slot is None) != (self.state is None or not num_blocks):
-            needed = (
+            accepted = (
                 "no slot" if self.state is None or not num_blocks else "the slot with the state after them"
             )
-            raise ValueError(f"cannot adopt {num_blocks} blocks with slot {slot}: accepted is {needed}")
+            raise ValueError(f"cannot adopt {num_blocks} blocks with slot {slot}: accepted is {accepted}")
+        if not num_blocks:
+            return
         before = self.num_tokens
         adopted: list[SequenceBlocks] = []
+        # Those with windows come last: what they held is gone then.
+        groups = sorted(
+            zip(self.kv_groups, self._windows, blocks, strict=True), key=lambda group: bool(group[1])
+        )
         try:
-            for own, others in zip(self.kv_groups, blocks, strict=True):
-                own.adopt(others)
-                adopted.append(own)
+            for own, window, others in groups:
+                if window:
+                    own.adopt_window(end, others)
+                else:
+                    own.adopt(others)
+                    adopted.append(own)
             if self.state is not None and slot is not None:
                 self.state.adopt(self.num_tokens, slot)
         except BaseException:
@@ -251,9 +344,10 @@ class SequenceCache:
 
     def commit(self, end: int) -> None:
         """The oldest step's tokens are written: the sequence is `end` tokens long, no fewer than before."""
-        if self._steps and end != self._steps[0]:
+        if self._steps and end != self._steps[0].end:
             raise ValueError(
-                f"cannot commit up to token {end}: accepted is {self._steps[0]}, where the oldest step in flight ends"
+                f"cannot commit up to token {end}: accepted is {self._steps[0].end}, where the oldest step in flight "
+                "ends"
             )
         for blocks in self.kv_groups:
             blocks.commit(end)
@@ -261,6 +355,15 @@ class SequenceCache:
             self.state.commit()
         if self._steps:
             self._steps.popleft()
+
+    def slide(self, resumes_at: int | None = None) -> None:
+        """Give back the blocks that lie behind the windows of whatever comes next: the steps in flight, and one that
+        goes on from the last whole block or, where that is earlier, from `resumes_at`."""
+        last = self.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        start = min(last, *(step.start for step in self._steps), last if resumes_at is None else resumes_at)
+        for blocks, window in zip(self.kv_groups, self._windows, strict=True):
+            if window:
+                blocks.release_before(max(start - window + 1, 0))
 
     def withdraw(self) -> None:
         """Take back the newest step, which was not run. Those before it stay in flight."""
@@ -279,7 +382,8 @@ class SequenceCache:
             self.state.abort()
 
     def cut(self, num_tokens: int) -> None:
-        """Keep the first `num_tokens` tokens only, between steps. A recurrent state cannot go back to any but 0."""
+        """Keep the first `num_tokens` tokens only, between steps. A recurrent state, or a window behind which blocks
+        were given back, cannot go back to any but 0."""
         if self._steps:
             raise ValueError(
                 f"cannot cut to {num_tokens} tokens: a step is reserved; commit or abort it first"
@@ -302,6 +406,6 @@ class SequenceCache:
 
     def _unreserve(self) -> None:
         """Keep room for the steps in flight only."""
-        end = max(self.num_tokens, *self._steps, 0)
+        end = max(self.num_tokens, *(step.end for step in self._steps), 0)
         for blocks in self.kv_groups:
             blocks.unreserve(end)

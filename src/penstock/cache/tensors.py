@@ -13,6 +13,7 @@ from torch import Tensor
 from penstock.cache.sequence import TokenRange
 from penstock.cache.states import EMPTY
 from penstock.errors import CacheFullError
+from penstock.plan.admission import WindowRoom
 from penstock.plan.grids import BLOCK_TOKENS
 from penstock.plan.model import DeltaNetConfig
 
@@ -50,26 +51,39 @@ def _fitting(what: str, num_bytes: int, device: torch.device | str) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class KVSpec:
-    """The keys and values that a group of layers caches for each token."""
+    """The keys and values that a group of layers caches for each token, or for the last tokens alone."""
 
-    num_layers: int  # 0: a stage of recurrent layers alone
+    num_layers: int  # 0: all layers are of other groups, or recurrent
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    window: int = 0  # tokens that the next one sees, itself among them; 0: all
+    value_dim: int = 0  # of a head's values; 0: as large as its keys
 
     def __post_init__(self) -> None:
-        for name, least in (("num_layers", 0), ("num_kv_heads", 1), ("head_dim", 1)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        least = {"num_layers": 0, "num_kv_heads": 1, "head_dim": 1, "window": 0, "value_dim": 0}
+        for name, number in least.items():
+            if getattr(self, name) < number:
+                raise ValueError(f"{name} must be at least {number}, not {getattr(self, name)}")
+
+    @property
+    def shapes(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of a token's keys and values."""
+        return (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim or self.head_dim)
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return sum(map(prod, self.shapes)) * self.num_layers * self.dtype.itemsize
+
+    @property
+    def window_blocks(self) -> int:
+        """Blocks before a token that begins one of which it sees some, at most."""
+        return -(-(self.window - 1) // BLOCK_TOKENS) if self.window else 0
 
 
 @dataclass(frozen=True, slots=True)
 class KV:
-    """Keys and values of one layer, each [num_tokens, num_kv_heads, head_dim]."""
+    """Keys [num_tokens, num_kv_heads, head_dim] and values [num_tokens, num_kv_heads, value_dim] of one layer."""
 
     keys: Tensor
     values: Tensor
@@ -136,8 +150,8 @@ class KVCache:
                 raise ValueError(f"{place} lies outside the cache's {num_places} places")
 
     def _empty_layer(self, device: torch.device) -> KV:
-        shape = (self.num_blocks * BLOCK_TOKENS, self.spec.num_kv_heads, self.spec.head_dim)
-        return KV(_zeros(shape, self.spec.dtype, device), _zeros(shape, self.spec.dtype, device))
+        num_tokens, dtype = self.num_blocks * BLOCK_TOKENS, self.spec.dtype
+        return KV(*(_zeros((num_tokens, *shape), dtype, device) for shape in self.spec.shapes))
 
 
 def _blocks(cached: Tensor, blocks: Tensor) -> Tensor:
@@ -306,7 +320,8 @@ def _aligned_size(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 class CacheSpec:
     """What a model caches. A layer is known by its group and its index within the group.
 
-    kv_groups   layers with attention, grouped by the shape of their keys and values; each group has a block pool
+    kv_groups   layers with attention, grouped by window and by the shape of their keys and values; each group has a
+                block pool. The first has no window, though perhaps no layers: its blocks are the sequence's books
     recurrent   layers with recurrent state: one group, with a slot pool
     """
 
@@ -316,25 +331,46 @@ class CacheSpec:
     def __post_init__(self) -> None:
         if not self.kv_groups:
             raise ValueError("a cache needs at least one group of keys and values")
+        if self.kv_groups[0].window:
+            raise ValueError("the first group of keys and values has no window: give one without layers")
 
     @property
     def kv(self) -> KVSpec:
-        """The keys and values of a model with one K/V group. Where there may be several, use `kv_groups`."""
-        (only,) = self.kv_groups
-        return only
+        """The first group's: of layers that see everything before them."""
+        return self.kv_groups[0]
+
+    @property
+    def windows(self) -> tuple[KVSpec, ...]:
+        """The groups with a window."""
+        return tuple(group for group in self.kv_groups if group.window)
 
     @property
     def bytes_per_token(self) -> int:
-        """Keys and values of a token, in all groups."""
-        return sum(group.bytes_per_token for group in self.kv_groups)
+        """Keys and values of a token, in all groups that keep them to the end."""
+        return sum(group.bytes_per_token for group in self.kv_groups if not group.window)
+
+    @property
+    def bytes_per_window(self) -> int:
+        """Whole blocks of keys and values that a sequence goes on with, in the groups with windows."""
+        return sum(group.window_blocks * BLOCK_TOKENS * group.bytes_per_token for group in self.kv_groups)
 
     @property
     def bytes_per_slot(self) -> int:
         return self.recurrent.bytes_per_slot if self.recurrent else 0
 
-    def num_bytes(self, num_blocks: int, num_slots: int) -> int:
-        """A cache of so many blocks in each group, and so many slots."""
-        return num_blocks * BLOCK_TOKENS * self.bytes_per_token + num_slots * self.bytes_per_slot
+    def num_blocks(self, num_blocks: int, windows: WindowRoom) -> list[int]:
+        """Of each K/V group, where one without a window has so many."""
+        return [
+            windows.num_blocks(group.window, BLOCK_TOKENS, num_blocks) if group.window else num_blocks
+            for group in self.kv_groups
+        ]
+
+    def num_bytes(self, num_blocks: int, num_slots: int, windows: WindowRoom | None = None) -> int:
+        """A cache of so many blocks in each group without a window, and so many slots."""
+        counts = self.num_blocks(num_blocks, windows or WindowRoom())
+        groups = zip(counts, self.kv_groups, strict=True)
+        kv_bytes = sum(count * BLOCK_TOKENS * group.bytes_per_token for count, group in groups)
+        return kv_bytes + num_slots * self.bytes_per_slot
 
 
 class CacheTensors:
@@ -343,6 +379,8 @@ class CacheTensors:
     def __init__(self, kv_groups: Sequence[KVCache], recurrent: RecurrentCache | None = None) -> None:
         self.kv_groups = tuple(kv_groups)
         self.recurrent = recurrent
+        self.whole_groups = tuple(group for group in kv_groups if not group.spec.window)
+        self.window_groups = tuple(group for group in kv_groups if group.spec.window)
         self._layers = tuple(group.layers for group in kv_groups)
 
     @classmethod
@@ -356,9 +394,8 @@ class CacheTensors:
 
     @property
     def kv(self) -> KVCache:
-        """Keys and values of a model with one K/V group. Where there may be several, use `kv_groups`."""
-        (only,) = self.kv_groups
-        return only
+        """The first group's: of layers that see everything before them."""
+        return self.kv_groups[0]
 
     def layer(self, group: int, index: int) -> KV:
         """The keys and values of a layer, by its K/V group and its index within it. All places, whoever has them:

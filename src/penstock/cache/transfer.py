@@ -15,9 +15,34 @@ from penstock.plan.grids import BLOCK_TOKENS
 
 
 def copy_out(tensors: CacheTensors, blocks: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Keys and values of these blocks of each K/V group: [num_blocks, 2, num_layers, 64, num_kv_heads, head_dim] on
-    the CPU."""
-    return [_copy_group_out(group, ids) for group, ids in zip(tensors.kv_groups, blocks, strict=True)]
+    """Keys and values of these blocks of each K/V group without a window: [num_blocks, 2, num_layers, 64,
+    num_kv_heads, head_dim] on the CPU."""
+    return [_copy_group_out(group, ids) for group, ids in zip(tensors.whole_groups, blocks, strict=True)]
+
+
+def copy_windows_out(tensors: CacheTensors, windows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The same of the groups with a window, each of as many blocks as a window takes: zeros stand for those before a
+    sequence's first."""
+    copied = []
+    for group, ids in zip(tensors.window_groups, windows, strict=True):
+        out = _copy_group_out(group, ids)
+        missing = out.new_zeros((group.spec.window_blocks - len(ids), *out.shape[1:]))
+        copied.append(torch.cat((missing, out)))
+    return copied
+
+
+def copy_windows_in(
+    tensors: CacheTensors, windows: Sequence[Sequence[int]], stored: Sequence[Tensor]
+) -> None:
+    """Write stored windows into these blocks, which nobody else reads yet."""
+    for group, ids, given in zip(tensors.window_groups, windows, stored, strict=True):
+        for run in _runs_of(group, ids):
+            own = given[len(given) - len(ids) :][
+                run.first : run.last
+            ]  # [blocks, 2, layers, 64, heads, head_dim]
+            for layer, kv in enumerate(group.layers):
+                for part, cached in enumerate((kv.keys, kv.values)):
+                    cached[run.places].copy_(own[:, part, layer].flatten(0, 1))
 
 
 def _copy_group_out(group: KVCache, blocks: Sequence[int]) -> Tensor:
@@ -32,8 +57,8 @@ def _copy_group_out(group: KVCache, blocks: Sequence[int]) -> Tensor:
 
 
 def copy_in(tensors: CacheTensors, blocks: Sequence[Sequence[int]], stored: Sequence[StoredBlock]) -> None:
-    """Write stored blocks into these blocks of each K/V group, which nobody else reads yet."""
-    for index, (group, ids) in enumerate(zip(tensors.kv_groups, blocks, strict=True)):
+    """Write stored blocks into these blocks of each K/V group without a window, which nobody else reads yet."""
+    for index, (group, ids) in enumerate(zip(tensors.whole_groups, blocks, strict=True)):
         if len(ids) != len(stored):
             raise ValueError(f"{len(stored)} stored blocks cannot go into {len(ids)} blocks")
         for run in _runs_of(group, ids):

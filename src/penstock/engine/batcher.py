@@ -35,22 +35,29 @@ if TYPE_CHECKING:  # loads torch.distributed
 
 @dataclass(frozen=True)
 class PoolLedger:
-    """A pool's blocks, as the scheduler asks about them. Idle ones count as free: they are evicted on demand."""
+    """The blocks of each K/V group, as the scheduler asks about them. Idle ones count as free: they are evicted on
+    demand."""
 
-    pool: BlockPool
+    pools: Sequence[BlockPool]
     jobs: Mapping[RequestId, Job]
 
     def num_free(self, kept: Mapping[RequestId, int]) -> int:
+        return self._num_free(0, kept)
+
+    def num_writable(self, kept: Mapping[RequestId, int]) -> int:
+        return min(self._num_free(group, kept) for group in range(len(self.pools)))
+
+    def _num_free(self, group: int, kept: Mapping[RequestId, int]) -> int:
+        pool = self.pools[group]
         if not kept:
-            return self.pool.num_available
+            return pool.num_available
+        # Where there are other groups, nothing is kept, or all.
         released = Counter(
             block
             for request_id, num_blocks in kept.items()
-            for block in self.jobs[request_id].cache.blocks.block_ids[num_blocks:]
+            for block in self.jobs[request_id].cache.kv_groups[group].block_ids[num_blocks:]
         )
-        return self.pool.num_available + sum(
-            self.pool.num_owners(block) == count for block, count in released.items()
-        )
+        return pool.num_available + sum(pool.num_owners(block) == count for block, count in released.items())
 
     def num_shared(self, request_id: RequestId) -> int:
         job = self.jobs[request_id]
@@ -87,7 +94,7 @@ def share(jobs: Iterable[Job], *, in_pieces: bool) -> Shared:
 def _follow(job: Job, prefix: Prefix, leaders: Iterable[Job]) -> bool:
     """Let the first of those before it that has yet to read some of what they have in common keep its state where
     they part. False: there is none."""
-    if job.cache.state is not None and job.cache.num_tokens % BLOCK_TOKENS:
+    if not job.cache.keeps_prefix and job.cache.num_tokens % BLOCK_TOKENS:
         return False  # it could not go on from there
     for leader in leaders:
         assert leader.prefix is not None
@@ -167,13 +174,13 @@ class Batcher:
             depth = own_depth if stages is None else stages.depth
         self._depth = depth
         self._waits_for_tokens = self._depth <= own_depth
-        limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.slots is None)
+        limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.keeps_prefix)
         self._jobs: dict[RequestId, Job] = {}  # in order of arrival
         self._scheduler = BatchScheduler(
             schedule,
             limits,
             sizer,
-            PoolLedger(space.blocks, self._jobs),
+            PoolLedger(space.pools, self._jobs),
             depth=1 if self._waits_for_tokens else self._depth,
         )
         self._sizer = sizer
@@ -379,11 +386,12 @@ class Batcher:
     def check_integrity(self) -> None:
         """Raise AssertionError unless the pools hold just what the requests do, between steps."""
         blocks, slots = self.space.blocks, self.space.slots
-        blocks.check_integrity()
         self._scheduler.check_integrity()
-        held = {block for job in self._jobs.values() for block in job.cache.blocks.block_ids}
-        in_use = blocks.num_blocks - blocks.num_available
-        assert len(held) == in_use, f"{len(held)} blocks are held, but {in_use} are in use"
+        for group, pool in enumerate(self.space.pools):
+            pool.check_integrity()
+            held = {block for job in self._jobs.values() for block in job.cache.kv_groups[group].block_ids}
+            in_use = pool.num_blocks - pool.num_available
+            assert len(held) == in_use, f"{len(held)} blocks are held, but {in_use} are in use"
         assert blocks.num_available == self._scheduler.num_free_blocks, (
             "the scheduler counts other free blocks"
         )
@@ -458,7 +466,8 @@ class Batcher:
             ends = sorted(set(ends))
         state = job.cache.reserve(span.start, ends)
         tokens = job.tokens[span.start : span.end]
-        return SpanInput(span, tokens, job.cache.blocks, is_chunk, planned.samples, state)
+        cache = job.cache
+        return SpanInput(span, tokens, cache.blocks, is_chunk, planned.samples, state, cache.windows)
 
     def _commit(self, step: Step, outcome: StepOutcome) -> StepRecord:
         now = time.perf_counter()
@@ -472,6 +481,7 @@ class Batcher:
             job.cache.commit(span.end)
             if job.prefix is not None:
                 job.prefix.note(job.tokens, span.start, is_chunk=is_chunk)
+            job.cache.slide(planned.resumes_at)
             if job.wants_cancel:
                 if not job.cache.num_in_flight:
                     ended[job.id] = "cancelled"

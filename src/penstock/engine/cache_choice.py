@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore
-from penstock.engine.reuse import MAX_SNAPSHOTS, Reuse
+from penstock.engine.reuse import MAX_SNAPSHOTS, Reuse, kept_windows
 from penstock.engine.run import Run
 from penstock.models.decoder import Decoder
+from penstock.plan.admission import WindowRoom
 
 if TYPE_CHECKING:  # loads torch.distributed
     from penstock.engine.stages.pipeline import Pipeline
@@ -54,13 +55,15 @@ class RequestSpaces:
         fingerprint: bytes | None,
         *,
         num_slots: int,
+        step_tokens: int,
         reuse_tokens: int,
         stages: "Pipeline | None" = None,
     ) -> None:
-        """A request needs `num_slots` recurrent states."""
+        """A request needs `num_slots` recurrent states, and its steps in flight write so many tokens, or all (0)."""
         self._model = model
         self._stages = stages
         self._num_slots = num_slots
+        self._step_tokens = step_tokens
         self._store = store
         self._fingerprint = fingerprint
         self._asked = self._with_reuse(reuse_tokens) if reuse_tokens else None
@@ -90,12 +93,16 @@ class RequestSpaces:
         if self._store is not None:
             return self._with_reuse(num_tokens)
         # The last token generated is never run, so it needs no place.
-        return RequestSpace(CacheSpace.for_tokens(self._model, num_tokens - 1, num_slots=self._num_slots))
+        windows = WindowRoom(1, self._step_tokens)
+        space = CacheSpace.for_tokens(self._model, num_tokens - 1, num_slots=self._num_slots, windows=windows)
+        return RequestSpace(space)
 
     def _with_reuse(self, num_tokens: int) -> RequestSpace:
         # A step reads a state and writes another, and some more that are kept.
         num_slots = self._num_slots + 2 * MAX_SNAPSHOTS
-        space = CacheSpace.for_tokens(self._model, num_tokens, num_slots=num_slots)
+        num_kept = kept_windows(self._model.cache_spec, MAX_SNAPSHOTS)
+        windows = WindowRoom(1, self._step_tokens, num_kept)
+        space = CacheSpace.for_tokens(self._model, num_tokens, num_slots=num_slots, windows=windows)
         reuse = Reuse(
             space,
             fingerprint=self._fingerprint,

@@ -15,7 +15,9 @@ from penstock.errors import CacheFullError, MemoryExhaustedError, is_out_of_memo
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.plan import format_bytes
+from penstock.plan.admission import WindowRoom
 from penstock.plan.grids import RowLaw
+from penstock.plan.sizing import largest_that
 from penstock.plan.step import Span
 
 # The share of the free memory that a cache takes: the rest is for activations, and for others.
@@ -60,6 +62,7 @@ def cache_tokens_that_fit(
     device: torch.device,
     step_bytes: int = 0,
     beside: Sequence[StageMemory] = (),
+    windows: WindowRoom | None = None,
 ) -> int:
     """Places for keys and values in half of the memory that is free, beside the states; no more than are of use. On a
     GPU, in most of what steps leave that were measured to need `step_bytes`. Stages `beside` share the memory."""
@@ -71,15 +74,19 @@ def cache_tokens_that_fit(
     needed_bytes = int(_STEP_MARGIN * step_bytes) + _MARGIN_BYTES if is_gpu else 0
     share = _SHARE_ON_GPU if is_gpu else _SHARE
     room_bytes = int(max(free_bytes - needed_bytes, 0) * share) - states_bytes
-    block_bytes = spec.num_bytes(1, 0) + BLOCK_TOKENS * sum(each.bytes_per_token for each in beside)
-    num_blocks = room_bytes // block_bytes
-    if num_blocks < 1:
+
+    def fits(num_blocks: int) -> bool:
+        beside_bytes = num_blocks * BLOCK_TOKENS * sum(each.bytes_per_token for each in beside)
+        return spec.num_bytes(num_blocks, 0, windows) + beside_bytes <= room_bytes
+
+    if not fits(1):
         needed = f" beside {format_bytes(needed_bytes)} that a step needs" if needed_bytes else ""
         raise MemoryExhaustedError(
             f"there is no memory for a cache: {format_bytes(free_bytes)} are free, of which {share:.0%} may be "
             f"used{needed}, and {num_slots} recurrent states take {format_bytes(states_bytes)}; free some, or lower "
             f"max_running"
         )
+    num_blocks = largest_that(fits, 1, -(-most_tokens // BLOCK_TOKENS) + 1)
     return min(num_blocks * BLOCK_TOKENS, most_tokens)
 
 
@@ -116,7 +123,8 @@ def _step_bytes(model: Decoder, canon: RowLaw, num_tokens: int, num_decodes: int
 def _span(cache: SequenceCache, num_tokens: int, *, is_prompt: bool) -> SpanInput:
     span = Span(cache.num_tokens, cache.num_tokens + num_tokens)
     state = cache.reserve(span.start, [span.end])
-    return SpanInput(span, [0] * num_tokens, cache.blocks, is_prompt, wants_logits=True, state=state)
+    tokens = [0] * num_tokens
+    return SpanInput(span, tokens, cache.blocks, is_prompt, True, state, cache.windows)
 
 
 def _run(model: Decoder, canon: RowLaw, space: CacheSpace, inputs: list[SpanInput]) -> None:

@@ -45,6 +45,7 @@ from penstock.plan import (
     peak_memory_estimate,
 )
 from penstock.plan.checks import check_bool, check_type
+from penstock.plan.model import ModelConfig
 from penstock.plan.settings import DeviceSetting, ThreadsSetting
 from penstock.plan.settings import Dtype as Dtype
 from penstock.process_memory import trim_heap
@@ -175,6 +176,7 @@ class LLM:
             self.skipped = "; ".join(filter(None, (opened.skipped.describe(), ignored))) or None
             with _memory_for(opened.source.describe(), settings.device.name):
                 if settings.stages is not None:
+                    _check_stages(opened.source.config)
                     from penstock.engine.stages.pipeline import open_pipeline  # loads torch.distributed
 
                     self.stages = open_pipeline(self.path, opened.source.config, settings, settings.stages)
@@ -231,6 +233,7 @@ class LLM:
             self.store,
             self.fingerprint,
             num_slots=num_slots,
+            step_tokens=self.steps_in_flight * self.most_chunk + self._config.overlap,
             reuse_tokens=settings.reuse_tokens,
             stages=self.stages,
         )
@@ -435,6 +438,13 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _check_stages(config: ModelConfig) -> None:
+    if config.window is not None:
+        raise SettingError(
+            "stages", ..., "one machine", because="layers with a window are not run in stages yet"
+        )
 
 
 def _load(

@@ -4,15 +4,25 @@ import logging
 import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from penstock.cache import BLOCK_TOKENS, Extent, SequenceCache, SequenceState
+from penstock.cache import BLOCK_TOKENS, BlockPool, Extent, SequenceCache, SequenceState
 from penstock.cache.keys import BlockKey, KeyChain, root_key
 from penstock.cache.prefix import PrefixHit, PrefixIndex
 from penstock.cache.space import CacheSpace
-from penstock.cache.store.block_store import BlockStore, StoredPrefix
-from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out, copy_tokens
+from penstock.cache.store.block_store import BlockStore, StoredPrefix, StoredState
+from penstock.cache.tensors import CacheSpec
+from penstock.cache.transfer import (
+    copy_in,
+    copy_out,
+    copy_state_in,
+    copy_state_out,
+    copy_tokens,
+    copy_windows_in,
+    copy_windows_out,
+)
 from penstock.engine.status import ReuseStatus
 from penstock.errors import StageLostError
 
@@ -22,14 +32,21 @@ if TYPE_CHECKING:  # loads torch.distributed
 
 _log = logging.getLogger("penstock.engine")
 
-# A model with recurrent state can go on only where a state was kept: every so many tokens, where its prompt ends, and
-# where it parts from another that waits for it.
+# A model with recurrent state or windows can go on only where those were kept: every so many tokens, where its prompt
+# ends, and where it parts from another that waits for it.
 SNAPSHOT_TOKENS = 1024
 MAX_SNAPSHOTS = 16
+# What windows that nobody needs at the moment may take of a cache.
+KEPT_WINDOW_BYTES = 1 << 30
 # What is copied to or from the disk's files at once, between two steps: some 20 ms.
 PIECE_BYTES = 64 << 20
 # Blocks that one request has mapped from files: the rest is looked for when these are copied.
 MOST_FOUND = 512
+
+
+def kept_windows(spec: CacheSpec, most: int) -> int:
+    """How many of them a cache is to have room for."""
+    return min(most, max(KEPT_WINDOW_BYTES // spec.bytes_per_window, 1)) if spec.bytes_per_window else 0
 
 
 class Reuse:
@@ -53,7 +70,10 @@ class Reuse:
         self.store = store
         self.clean_only = clean_only
         self.has_state = space.slots is not None
-        self.index = PrefixIndex(space.blocks, space.slots, max_snapshots=max_snapshots)
+        self.goes_on_anywhere = space.keeps_prefix
+        self.index = PrefixIndex(
+            space.blocks, space.slots, max_snapshots=max_snapshots, windows=space.windows
+        )
         self.stored_every = _stored_every(space) if store is not None else SNAPSHOT_TOKENS
         self.block_bytes = BLOCK_TOKENS * space.tensors.kv.spec.bytes_per_token
         self.piece_blocks = max(PIECE_BYTES // max(self.block_bytes, 1), 1)
@@ -75,7 +95,7 @@ class Reuse:
         """What is on disk of the blocks from `start` on: as far as all stages have it, where there are several."""
         assert self.store is not None
         if self.stages is None:
-            return self.store.find(keys, start, needs_state=self.has_state), None
+            return self.store.find(keys, start, needs_state=not self.goes_on_anywhere), None
         needs_state, ticket = self.space.tensors.recurrent is not None, None
         end = len(keys)
         try:
@@ -218,9 +238,7 @@ class Prefix:
         """Positions in (start, end) at which the state of the prompt is worth a slot, of `num_free`; ascending."""
         if not self._reuse.has_state or start % BLOCK_TOKENS:
             return []
-        every = self._reuse.stored_every
-        wanted = {*range(start - start % every, end, every), *self._last_blocks, *self.keep_states}
-        inside = sorted(position for position in wanted if start < position < end)
+        inside = [position for position in self._worth_keeping(start, end) if position < end]
         # Those that are furthest on save the most.
         return inside[max(len(inside) - num_free, 0) :]
 
@@ -235,18 +253,46 @@ class Prefix:
             self._taint(self.num_prompt // BLOCK_TOKENS)
             if num_tokens // BLOCK_TOKENS > len(self._chain.keys):
                 self._chain.extend(tokens[:num_tokens])
-        self._publish()
+        self._publish(start)
 
     def leave(self, num_kept: int = 0) -> None:
         """The sequence is about to give up all blocks but the first `num_kept`: where it stands stays known."""
         self._num_noted = min(self._num_noted, num_kept)
         self._needs_search = self._reuse.store is not None
-        state = self._cache.state
-        if state is None or not self._is_clean_at(self._cache.num_tokens):
+        state, position = self._cache.state, self._cache.num_tokens
+        if state is None:  # a window reaches back from the last whole block
+            position -= position % BLOCK_TOKENS
+        if not self._reuse.goes_on_anywhere and self._is_clean_at(position):
+            self._snapshot(position, None if state is None else state.slot)
+
+    def _snapshot(
+        self, position: int, slot: int | None, *, on_disk: bool = False, in_memory: bool = True
+    ) -> None:
+        """Keep what goes on from a position: the state in this slot, and the windows, if they are all there."""
+        reuse, keys = self._reuse, self._chain.keys[: position // BLOCK_TOKENS]
+        windows: list[list[int]] = []
+        for own, group in zip(self._cache.kv_groups, reuse.space.tensors.kv_groups, strict=True):
+            if not group.spec.window:
+                continue
+            first = max(len(keys) - group.spec.window_blocks, 0) - own.num_gone
+            if first < 0:
+                return
+            windows.append(own.block_ids[first : len(keys) - own.num_gone])
+        if not keys:
             return
-        keys = self._chain.keys[: self._cache.num_tokens // BLOCK_TOKENS]
-        if keys:
-            self._reuse.index.snapshot(keys, state.slot)
+        if in_memory:
+            reuse.index.snapshot(keys, slot, windows)
+        if on_disk and reuse.store is not None:
+            with reuse.unharmed():
+                tensors = reuse.space.tensors
+                state = StoredState(windows=tuple(copy_windows_out(tensors, windows)))
+                if slot is not None and tensors.recurrent is not None:
+                    tails, matrices = copy_state_out(tensors, slot)
+                    state = replace(state, tails=tails, matrices=matrices)
+                if state.windows or tensors.recurrent is not None:
+                    reuse.store.put_state(len(keys), keys[-1], state.tails, state.matrices, state.windows)
+                if slot is not None and reuse.stages is not None:
+                    reuse.stages.keep_state(reuse.space, len(keys), keys[-1], slot)
 
     def end(self) -> None:
         """The request is over, and gives up all that it holds."""
@@ -270,6 +316,12 @@ class Prefix:
     def _last_blocks(self) -> tuple[int, int]:
         """Where the same prompt would go on, and where one would that begins with all of it."""
         return self.num_shareable * BLOCK_TOKENS, self.num_prompt // BLOCK_TOKENS * BLOCK_TOKENS
+
+    def _worth_keeping(self, start: int, end: int) -> list[int]:
+        """Positions in (start, end] from which others may go on; ascending."""
+        every = self._reuse.stored_every
+        wanted = {*range(start - start % every, end + 1, every), *self._last_blocks, *self.keep_states}
+        return sorted(position for position in wanted if start < position <= end)
 
     def _taint(self, num_blocks: int) -> None:
         """Blocks after the first `num_blocks` do not hold the bits that a cold engine's would."""
@@ -296,7 +348,7 @@ class Prefix:
             if not rest:
                 self._copy_last()
             return
-        if rest and self._reuse.has_state:
+        if rest and not self._reuse.goes_on_anywhere:
             return
         hit = self._find()
         if hit.num_tokens <= start:
@@ -304,7 +356,7 @@ class Prefix:
         if rest:  # the block that it was about to fill is there whole
             self._num_noted = min(self._num_noted, num_held)
             cache.cut(num_held * BLOCK_TOKENS)
-        cache.adopt([hit.blocks[num_held:]], hit.slot)
+        cache.adopt([hit.blocks[num_held:], *hit.windows], hit.slot)
         if hit.num_clean < len(hit.blocks):
             self._taint(hit.num_clean)
         # What is in memory was given to the disk when it was read.
@@ -319,7 +371,7 @@ class Prefix:
         start, end = cache.num_tokens, self.num_prompt - 1
         keys = self._chain.keys[: self.num_prompt // BLOCK_TOKENS]
         is_next = self.num_prompt % BLOCK_TOKENS == 0 and start == end - (BLOCK_TOKENS - 1)
-        if self._reuse.has_state or not is_next:
+        if not self._reuse.goes_on_anywhere or not is_next:
             return
         hit = self._reuse.index.find(keys, clean_only=self._reuse.clean_only)
         if len(hit.blocks) < len(keys):
@@ -353,44 +405,67 @@ class Prefix:
         num_blocks = stored.start + stored.num_blocks - first
         follows = start % BLOCK_TOKENS == 0 and stored.start <= first and num_blocks > 0
         is_lost = self._ticket is not None and not (reuse.stages and reuse.stages.is_current(self._ticket))
-        if is_lost or not follows or not reuse.space.blocks.can_allocate(num_blocks):
+        groups = reuse.space.tensors.window_groups
+        windows = [min(group.spec.window_blocks, first + num_blocks) for group in groups]
+        pools = (reuse.space.blocks, *reuse.space.windows)
+        wanted = zip(pools, (num_blocks, *windows), strict=True)
+        if is_lost or not follows or not all(pool.can_allocate(count) for pool, count in wanted):
             self._needs_search = is_lost or stored.start > first  # memory has given up what was before it
             self.close()
             return
         most_blocks = num_blocks
-        if in_pieces and not reuse.has_state:  # a state belongs to the end only
+        if in_pieces and reuse.goes_on_anywhere:  # else what it goes on with belongs to the end only
             most_blocks = min(num_blocks, reuse.piece_blocks)
             end = (first + most_blocks) * BLOCK_TOKENS
-        step = cache.reserve(start, [end])
         try:
-            blocks = cache.blocks.block_ids[first : first + most_blocks]
-            copy_in(reuse.space.tensors, [blocks], stored.blocks[first - stored.start :][:most_blocks])
-            slot = None if step is None else step.writes[0].slot
-            if slot is not None and reuse.space.tensors.recurrent is not None:
-                assert stored.state is not None
-                copy_state_in(reuse.space.tensors, slot, stored.state)
-            if self._ticket is not None and reuse.stages is not None:
-                reuse.stages.fetch(self._ticket, reuse.space, first - stored.start, blocks, slot)
+            self._copy_in(stored, first, most_blocks, windows)
         except Exception as error:
             _log.warning("what is on disk of a prompt could not be used: it is read again", exc_info=error)
-            cache.abort()
             self.close()
             return
-        cache.commit(end)
         if most_blocks == num_blocks:
             self._needs_search = self._has_more
             self.close()
         self._num_stored = max(self._num_stored, first + most_blocks)
         reuse.disk_tokens += end - start
-        self._publish()
+        self._publish(start)
 
-    def _publish(self) -> None:
-        """Tell the index and the disk of blocks that are full, and of states that were kept."""
+    def _copy_in(self, stored: StoredPrefix, first: int, num_blocks: int, windows: Sequence[int]) -> None:
+        """Go on with stored blocks from `first` on and what is stored after them: windows of so many blocks. All or
+        nothing."""
+        cache, space, stages = self._cache, self._reuse.space, self._reuse.stages
+        skipped, state = first - stored.start, stored.state
+        after = cache.blocks.extents[-1].end if cache.blocks.extents else None
+        with ExitStack() as given_back:  # the sequence's own references remain
+
+            def allocated(pool: BlockPool, num_blocks: int, after: int | None = None) -> list[int]:
+                extents = pool.allocate(num_blocks, after)
+                given_back.callback(pool.release, extents)
+                return [block for extent in extents for block in range(extent.start, extent.end)]
+
+            own = allocated(space.blocks, num_blocks, after)
+            copy_in(space.tensors, [own], stored.blocks[skipped:][:num_blocks])
+            kept = [allocated(pool, count) for pool, count in zip(space.windows, windows, strict=True)]
+            slot = None
+            if space.slots is not None:
+                (slot,) = space.slots.allocate(1)
+                given_back.callback(space.slots.release, slot)
+            if state is not None:
+                copy_windows_in(space.tensors, kept, state.windows)
+                if slot is not None and space.tensors.recurrent is not None:
+                    copy_state_in(space.tensors, slot, state)
+            if self._ticket is not None and stages is not None:
+                stages.fetch(self._ticket, space, skipped, own, slot)
+            cache.adopt([own, *kept], slot)
+
+    def _publish(self, start: int) -> None:
+        """Tell the index and the disk of blocks that are full, and of states and windows that are worth it, those
+        after token `start`."""
         cache, reuse, keys = self._cache, self._reuse, self._chain.keys
         num_full = cache.num_tokens // BLOCK_TOKENS
         num_clean = self._num_clean_of(num_full)
         # A state is kept of clean tokens only, and without one blocks are of no use.
-        num_told = num_clean if reuse.clean_only or reuse.has_state else num_full
+        num_told = num_clean if reuse.clean_only or not reuse.goes_on_anywhere else num_full
         if num_told > self._num_noted:
             reuse.index.insert(keys[:num_told], cache.blocks.block_ids[:num_told], num_clean)
             self._num_noted = num_told
@@ -398,6 +473,9 @@ class Prefix:
             self._put(reuse.store, num_clean)
         if cache.state is not None:
             self._publish_states(cache.state)
+        elif not reuse.goes_on_anywhere:
+            for position in self._worth_keeping(start, cache.num_tokens):
+                self._keep(position, None)
 
     def _put(self, store: BlockStore, end: int) -> None:
         """Give blocks up to `end` to the disk, as far as it has room for them by now; the rest is offered again."""
@@ -414,29 +492,30 @@ class Prefix:
             self._num_stored = stop
 
     def _publish_states(self, state: SequenceState) -> None:
-        reuse = self._reuse
         for position, slot in state.slots.items():
-            if not self._is_clean_at(position):
-                continue
-            is_wanted = position in self.keep_states or position in self._last_blocks
-            keys = self._chain.keys[: position // BLOCK_TOKENS]
-            if is_wanted or position % SNAPSHOT_TOKENS == 0:
-                reuse.index.snapshot(keys, slot)
-            if reuse.store is not None and (is_wanted or position % reuse.stored_every == 0):
-                with reuse.unharmed():
-                    if reuse.space.tensors.recurrent is not None:
-                        copied = copy_state_out(reuse.space.tensors, slot)
-                        reuse.store.put_state(len(keys), keys[-1], *copied)
-                    if reuse.stages is not None:
-                        reuse.stages.keep_state(reuse.space, len(keys), keys[-1], slot)
+            self._keep(position, slot)
         state.keep_last()
+
+    def _keep(self, position: int, slot: int | None) -> None:
+        """Keep what goes on from a position, if it is clean, where that is worth it: in memory, on disk."""
+        if self._is_clean_at(position):
+            is_wanted = position in self.keep_states or position in self._last_blocks
+            self._snapshot(
+                position,
+                slot,
+                in_memory=is_wanted or position % SNAPSHOT_TOKENS == 0,
+                on_disk=is_wanted or position % self._reuse.stored_every == 0,
+            )
 
 
 def _stored_every(space: CacheSpace) -> int:
-    """Tokens from one state on disk to the next. A process that is killed loses no more than that; states take no
-    more space than keys and values do, unless that would be too far apart."""
-    states = space.tensors.recurrent
-    if states is None:
+    """Tokens from one state on disk to the next. A process that is killed loses no more than that; states and windows
+    take no more space than keys and values do, unless that would be too far apart."""
+    if space.keeps_prefix:
         return SNAPSHOT_TOKENS
-    num_blocks = -(-states.spec.bytes_per_slot // (space.tensors.kv.spec.bytes_per_token * BLOCK_TOKENS))
-    return min(num_blocks * BLOCK_TOKENS, SNAPSHOT_TOKENS)
+    tensors = space.tensors
+    kept_bytes = tensors.recurrent.spec.bytes_per_slot if tensors.recurrent else 0
+    for group in tensors.window_groups:
+        kept_bytes += group.spec.window_blocks * BLOCK_TOKENS * group.spec.bytes_per_token
+    num_blocks = -(-kept_bytes // max(tensors.kv.spec.bytes_per_token * BLOCK_TOKENS, 1))
+    return min(max(num_blocks, 1) * BLOCK_TOKENS, SNAPSHOT_TOKENS)

@@ -46,6 +46,7 @@ from penstock.plan import (
     Span,
     create_prefill_chunks_at,
 )
+from penstock.plan.admission import WindowRoom
 from penstock.plan.grids import RowLaw
 from penstock.plan.model import ModelConfig
 from penstock.plan.progress import Progress
@@ -123,9 +124,13 @@ class Run:
             sizer = _ScriptedSizer(request.token_ids, chunk_ends)
         if depth is None:
             depth = device_kind(model.device).steps_in_flight if stages is None else stages.depth
+        schedule = _schedule_of(model.config, config, sizer, num_prompt)
         # The last token generated is never run, so it needs no place.
         self.space = space or CacheSpace.for_tokens(
-            model, num_prompt + request.max_tokens - 1, num_slots=config.num_state_slots + depth - 1
+            model,
+            num_prompt + request.max_tokens - 1,
+            num_slots=config.num_state_slots + depth - 1,
+            windows=WindowRoom(1, depth * (schedule.chunk_size or num_prompt) + config.overlap),
         )
         self.model = model
         self._inbox = _Inbox()
@@ -133,7 +138,7 @@ class Run:
             model,
             canon,
             self.space,
-            _schedule_of(model.config, config, sizer, num_prompt),
+            schedule,
             sizer=sizer,
             reuse=reuse,
             depth=depth,

@@ -18,7 +18,7 @@ from penstock.engine.capacity import cache_tokens_elsewhere, cache_tokens_that_f
 from penstock.engine.events import ChunkRecord, Event, Failed, Finished, GenerationRequest, Listener
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
-from penstock.engine.reuse import MAX_SNAPSHOTS, Prefix, Reuse
+from penstock.engine.reuse import MAX_SNAPSHOTS, Prefix, Reuse, kept_windows
 from penstock.engine.status import Observer, ServiceStatus
 from penstock.errors import (
     ContextLengthError,
@@ -29,6 +29,7 @@ from penstock.errors import (
     StageLostError,
 )
 from penstock.models.decoder import activation_model
+from penstock.plan.admission import WindowRoom
 from penstock.plan.checks import check_int
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.settings import check_schedule
@@ -71,10 +72,15 @@ class Service:
         # A step reads a state and writes another; each further step in flight writes one more.
         num_in_flight = 1 if llm.stages is None else llm.stages.depth
         num_slots = (1 + num_in_flight) * self.schedule.max_running + max_snapshots
-        cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots)
+        windows = WindowRoom(
+            self.schedule.max_running,
+            max(num_in_flight, llm.device_kind.steps_in_flight) * self.schedule.chunk_size,
+            kept_windows(llm.model.cache_spec, max_snapshots),
+        )
+        cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots, windows)
         self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens)
         free_bytes = llm.device_kind.free_bytes()
-        space = CacheSpace.for_tokens(llm.model, cache_tokens, num_slots=num_slots)
+        space = CacheSpace.for_tokens(llm.model, cache_tokens, num_slots=num_slots, windows=windows)
         if (
             free_bytes is not None
         ):  # the cache has taken its part, though the system may not have given it yet
@@ -361,7 +367,7 @@ def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConf
 
 
 def _resolve_cache_tokens(
-    cache_tokens: int | None, llm: LLM, schedule: ScheduleConfig, num_slots: int
+    cache_tokens: int | None, llm: LLM, schedule: ScheduleConfig, num_slots: int, windows: WindowRoom
 ) -> int:
     if cache_tokens is not None:
         return check_int("cache_tokens", cache_tokens, 1)
@@ -371,7 +377,7 @@ def _resolve_cache_tokens(
     if llm.settings.stages is not None and llm.settings.stages.addresses:
         most, beside = cache_tokens_elsewhere(beside, num_slots, most), ()
     step_bytes = _step_bytes(llm, schedule)
-    return cache_tokens_that_fit(model.cache_spec, num_slots, most, model.device, step_bytes, beside)
+    return cache_tokens_that_fit(model.cache_spec, num_slots, most, model.device, step_bytes, beside, windows)
 
 
 def _step_bytes(llm: LLM, schedule: ScheduleConfig) -> int:

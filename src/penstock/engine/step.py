@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.cache import Extent, SequenceBlocks, StateStep, TokenRange
+from penstock.cache import BLOCK_TOKENS, Extent, SequenceBlocks, StateStep, TokenRange
 from penstock.cache.space import CacheSpace
 from penstock.engine.events import ChunkRecord
 from penstock.engine.graphs import record_passes
@@ -19,7 +19,14 @@ from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.status import SpanRecord, StepRecord
 from penstock.errors import StageLostError, is_out_of_memory
 from penstock.kernels.device import device_kind
-from penstock.kernels.spans import AttendedSpan, AttentionWork, StateRows, StateWork, WrittenPlaces
+from penstock.kernels.spans import (
+    AttendedSpan,
+    AttentionWork,
+    GroupWork,
+    StateRows,
+    StateWork,
+    WrittenPlaces,
+)
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import JOINED_TOKENS, RowLaw
@@ -36,45 +43,38 @@ class SpanInput:
 
     span: Span
     token_ids: Sequence[int]
-    blocks: SequenceBlocks
+    blocks: SequenceBlocks  # of the first K/V group
     is_prompt: bool  # prompt tokens run on the tile grid; a decode is a token that sees all before it
     wants_logits: bool  # of its last token
     state: StateStep | None = None  # where the model has recurrent layers
+    windows: tuple[SequenceBlocks, ...] = ()  # blocks of the other K/V groups
+
+    @property
+    def kv_groups(self) -> tuple[SequenceBlocks, ...]:
+        return (self.blocks, *self.windows)
+
+    @property
+    def extents(self) -> tuple[tuple[Extent, ...], ...]:
+        return tuple(blocks.extents for blocks in self.kv_groups)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return min(blocks.capacity_tokens for blocks in self.kv_groups)
 
 
 def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = False) -> ForwardBatch:
     """Lay the spans out as rows, one after the other, and pad them where a prompt is among them; or always, if
     `strict`: then the bits of a decode do not depend on what runs beside it either."""
-    num_tokens = 0
-    places: list[TokenRange] = []
-    spans: list[AttendedSpan] = []
-    logit_rows: list[int] = []
-    last_spans: list[AttendedSpan] = []
     states: list[StateRows] = []
+    num_tokens = 0
+    logit_rows: list[int] = []
     for item in inputs:
         assert len(item.token_ids) == len(item.span), "a span has all of its tokens"
-        row_of_start = num_tokens
+        states += _state_rows(item, num_tokens)
         num_tokens += len(item.span)
-        places.extend(item.blocks.locate(item.span.start, item.span.end))
-        states += _state_rows(item, row_of_start)
-        span = AttendedSpan(
-            start=row_of_start,
-            end=num_tokens,
-            position=item.span.start,
-            places=item.blocks.locate(0, item.span.end),
-            is_prompt=item.is_prompt,
-            tile_size=canon.tile_size,
-            origin=item.span.start,
-            is_joined=strict or item.span.end <= JOINED_TOKENS,
-        )
-        spans.append(span)
         if item.wants_logits:
-            row = len(logit_rows)
             logit_rows.append(num_tokens - 1)
-            is_alike = span.start == row and len(item.span) == 1  # a decode among decodes
-            last_spans.append(
-                span if is_alike else replace(span, start=row, end=row + 1, position=item.span.end - 1)
-            )
+    groups = [_group_work(inputs, index, canon, strict=strict) for index in range(len(inputs[0].kv_groups))]
 
     num_rows, num_logits = num_tokens, len(logit_rows)
     is_canonical = strict or any(item.is_prompt for item in inputs)
@@ -86,21 +86,55 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = Fa
     token_ids[:num_tokens] = np.fromiter(
         chain.from_iterable(item.token_ids for item in inputs), np.int64, num_tokens
     )
-    positions[:num_tokens] = _positions(spans)
-    work = AttentionWork(tuple(spans))
+    positions[:num_tokens] = _positions(groups[0].all_layers.spans)
     return ForwardBatch(
         token_ids=token_ids,
         positions=positions,
         end_position=max(item.span.end for item in inputs),
         num_tokens=num_tokens,
-        places=WrittenPlaces(places),
-        all_layers=work,
-        last_layer=work if last_spans == spans else AttentionWork(tuple(last_spans)),
+        places=groups[0].places,
+        all_layers=groups[0].all_layers,
+        last_layer=groups[0].last_layer,
+        windows=tuple(groups[1:]),
         logit_rows=np.array(logit_rows, dtype=np.int64),
         num_logits=num_logits,
         is_canonical=is_canonical,
         states=StateWork(tuple(states)),
     )
+
+
+def _group_work(inputs: Sequence[SpanInput], group: int, canon: RowLaw, *, strict: bool) -> GroupWork:
+    """What the layers of one K/V group are told of the spans, laid out as rows."""
+    places: list[TokenRange] = []
+    spans: list[AttendedSpan] = []
+    last_spans: list[AttendedSpan] = []
+    row_of_start = 0
+    for item in inputs:
+        blocks, end = item.kv_groups[group], row_of_start + len(item.span)
+        first_token = blocks.num_gone * BLOCK_TOKENS
+        places.extend(blocks.locate(item.span.start, item.span.end))
+        span = AttendedSpan(
+            start=row_of_start,
+            end=end,
+            position=item.span.start,
+            places=blocks.locate(first_token, item.span.end),
+            is_prompt=item.is_prompt,
+            tile_size=canon.tile_size,
+            origin=item.span.start,
+            is_joined=strict or item.span.end <= JOINED_TOKENS,
+            first_token=first_token,
+        )
+        spans.append(span)
+        if item.wants_logits:
+            row = len(last_spans)
+            is_alike = span.start == row and len(item.span) == 1  # a decode among decodes
+            last_spans.append(
+                span if is_alike else replace(span, start=row, end=row + 1, position=item.span.end - 1)
+            )
+        row_of_start = end
+    work = AttentionWork(tuple(spans))
+    last = work if last_spans == spans else AttentionWork(tuple(last_spans))
+    return GroupWork(WrittenPlaces(places), work, last)
 
 
 def _positions(spans: Sequence[AttendedSpan]) -> NDArray[np.int64]:
@@ -130,17 +164,17 @@ class Ahead:
 
     inputs: tuple[SpanInput, ...]
     tokens: tuple[int, ...]
-    extents: tuple[tuple[Extent, ...], ...]
+    extents: tuple[tuple[tuple[Extent, ...], ...], ...]
     logits: Tensor
 
     def is_of(self, inputs: Sequence[SpanInput]) -> bool:
         """Whether it is the pass that these inputs want."""
         return len(inputs) == len(self.inputs) and all(
-            item.blocks is own.blocks
+            item.kv_groups == own.kv_groups
             and item.span == own.span
             and not item.is_prompt
             and item.token_ids[0] == token
-            and item.blocks.extents == extents
+            and item.extents == extents
             for item, own, token, extents in zip(inputs, self.inputs, self.tokens, self.extents, strict=True)
         )
 
@@ -150,7 +184,7 @@ class Expected:
     """A pass over decodes of tokens that are not chosen yet."""
 
     inputs: tuple[SpanInput, ...]
-    extents: tuple[tuple[Extent, ...], ...]
+    extents: tuple[tuple[tuple[Extent, ...], ...], ...]
     batch: ForwardBatch
 
     def launch(self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]) -> Ahead | None:
@@ -172,16 +206,23 @@ def expect(
     following: list[SpanInput] = []
     for item in inputs:
         start = item.span.end
-        if item.is_prompt or not item.wants_logits or start + 1 > item.blocks.capacity_tokens:
+        if item.is_prompt or not item.wants_logits or start + 1 > item.capacity_tokens:
             return None
         following.append(
-            SpanInput(Span(start, start + 1), (0,), item.blocks, is_prompt=False, wants_logits=True)
+            SpanInput(
+                Span(start, start + 1),
+                (0,),
+                item.blocks,
+                is_prompt=False,
+                wants_logits=True,
+                windows=item.windows,
+            )
         )
     try:
         batch = prepare(following)
     except Exception:  # as above
         return None
-    return Expected(tuple(following), tuple(item.blocks.extents for item in following), batch)
+    return Expected(tuple(following), tuple(item.extents for item in following), batch)
 
 
 class LookAhead:

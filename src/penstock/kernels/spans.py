@@ -1,8 +1,9 @@
 """What kernels are told: of a layer, its heads; of a pass, which rows see which tokens, where those lie, and which
 states rows carry on."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeVar
 
@@ -24,6 +25,11 @@ class Scoring:
     window: int = 0  # a query sees so many tokens, its own the last of them; 0: all up to its own
     soft_cap: float = 0.0  # scores become soft_cap * tanh(score / soft_cap); 0: they stay
     sinks: Tensor | None = None  # [heads], float32: a score beside those of the keys, which has no value
+
+    def is_plain_for(self, head_dim: int) -> bool:
+        """Whether that is a scale alone, and the usual one of heads of such a size."""
+        has_more = self.window or self.soft_cap or self.sinks is not None
+        return not has_more and self.scale == 1.0 / math.sqrt(head_dim)
 
     def first_seen(self, position: int) -> int:
         """The first token that a query at this position sees."""
@@ -177,13 +183,28 @@ class StateWork:
 
 
 @dataclass(frozen=True)
-class PassWork:
-    """What kernels are told of one pass. `Kernels.prepare` makes it what they need of it on their device."""
+class GroupWork:
+    """What the attention layers of one K/V group are told of a pass."""
 
     places: WrittenPlaces  # where the keys and values of the first rows go
     all_layers: AttentionWork
     last_layer: AttentionWork  # of the rows whose logits are wanted
+
+
+@dataclass(frozen=True)
+class PassWork(GroupWork):
+    """What kernels are told of one pass, and itself the work of the first K/V group. `Kernels.prepare` makes it what
+    they need of it on their device."""
+
     states: StateWork  # where a model has recurrent layers
+    windows: tuple[GroupWork, ...] = field(default=(), kw_only=True)  # of the K/V groups after the first
+
+    @property
+    def groups(self) -> tuple[GroupWork, ...]:
+        return (self, *self.windows)
+
+    def group(self, index: int) -> GroupWork:
+        return self.windows[index - 1] if index else self
 
 
 Work = TypeVar("Work", bound=PassWork)

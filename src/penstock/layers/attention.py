@@ -1,12 +1,11 @@
 """Grouped-query attention over the cache: keys and values are written first, then queries attend to the cache."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring
+from penstock.kernels.spans import HeadLayout, Scoring
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
 
@@ -20,17 +19,13 @@ class Attention:
     heads: HeadLayout
     qkv: Linear  # [(heads + 2 * kv_heads) * head_dim, hidden], with gates [2 * (heads + kv_heads) * ...]
     out: Linear  # [hidden, heads * head_dim]
-    scale: float
+    scoring: Scoring
     is_gated: bool = False
     group: int = 0  # of the K/V groups of the cache
     rotary: int = 0  # among the model's
     # Norms of queries and keys that `HeadLayout` has not: of all heads together, or of each after its rotation.
     norms: tuple[Tensor, Tensor] | None = None
     is_normed_late: bool = False
-
-    @cached_property
-    def scoring(self) -> Scoring:
-        return Scoring(self.scale)
 
     def products(self) -> tuple[Linear, ...]:
         return self.qkv, self.out
@@ -45,7 +40,9 @@ class Attention:
             if self.is_normed_late:  # and rotated
                 cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         kv = step.caches.layer(self.group, self.index)
-        queries = step.kernels.place_heads(projected, self.heads, cos, sin, kv, step.batch.places)
+        queries = step.kernels.place_heads(
+            projected, self.heads, cos, sin, kv, step.batch.group(self.group).places
+        )
         if not self.is_gated:
             return (queries,)
         return (queries, projected[:, -self.heads.num_heads * self.heads.head_dim :])
@@ -62,9 +59,11 @@ class Attention:
             projected[:, start:end] = step.kernels.rms_norm(part, norm, heads.norm_eps).flatten(1)
             start = end
 
-    def mix(self, rows: tuple[Tensor, ...], work: AttentionWork, step: ForwardPass) -> Tensor:
-        """What `read_in` gave, or some rows of it, to the block's output [rows, hidden]; padding rows attend to
-        nothing."""
+    def mix(self, rows: tuple[Tensor, ...], step: ForwardPass, *, is_last: bool = False) -> Tensor:
+        """What `read_in` gave, or the rows of it whose logits are wanted, to the block's output [rows, hidden];
+        padding rows attend to nothing."""
+        own = step.batch.group(self.group)
+        work = own.last_layer if is_last else own.all_layers
         attended = step.kernels.attend(rows[0], work, step.caches.layer(self.group, self.index), self.scoring)
         return self.project_out(attended, rows, step)
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from penstock.kernels.spans import AttentionWork, DeltaHeads
+from penstock.kernels.spans import DeltaHeads
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
 
@@ -29,6 +29,6 @@ class DeltaNet:
         states = step.caches.states.layer(self.index)
         return (step.kernels.carry_states(self.inputs(x, step), self.heads, step.batch.states, states),)
 
-    def mix(self, rows: tuple[Tensor, ...], work: AttentionWork, step: ForwardPass) -> Tensor:
+    def mix(self, rows: tuple[Tensor, ...], step: ForwardPass, *, is_last: bool = False) -> Tensor:
         """What `read_in` gave, or some rows of it, to the block's output [rows, hidden]."""
         return self.out(rows[0], step)

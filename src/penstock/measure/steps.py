@@ -98,7 +98,8 @@ class StepTimer:
     def _input(self, cache: SequenceCache, start: int, size: int, *, is_prompt: bool = True) -> SpanInput:
         """A part of the prompt as a chunk, after which nothing is sampled, or as a decode."""
         span = Span(start, start + size)
-        cache.blocks.reserve(span.end)
+        for blocks in cache.kv_groups:
+            blocks.reserve(span.end)
         state = None
         if cache.state is not None:
             # The step may begin before the sequence's end. It begins with the state that there is: a state's values
@@ -106,4 +107,4 @@ class StepTimer:
             state = cache.state.reserve(cache.num_tokens, [cache.num_tokens + size])
             state = replace(state, writes=tuple(replace(write, end=span.end) for write in state.writes))
         tokens = list(self._prompt[span.start : span.end])
-        return SpanInput(span, tokens, cache.blocks, is_prompt, not is_prompt, state)
+        return SpanInput(span, tokens, cache.blocks, is_prompt, not is_prompt, state, cache.windows)

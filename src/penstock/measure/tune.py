@@ -30,7 +30,7 @@ from penstock.models.decoder import activation_model
 from penstock.models.opened import open_weights
 from penstock.plan import ChunkedPrefillConfig
 from penstock.plan.grids import STATE_GRID
-from penstock.plan.memory import kv_token_bytes, state_slot_bytes
+from penstock.plan.memory import kv_cache_bytes, state_slot_bytes
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
 
 Say = Callable[[str], None]
@@ -242,7 +242,7 @@ def measure_memory(llm: LLM, plan: TunePlan, say: Say) -> list[MemorySample]:
     process grows. Where that cannot be measured, tuning goes on without."""
     model, length = llm.model, plan.memory_tokens or max(plan.prompt_lengths)
     shape, dtype_bytes = model.config, model.dtype.itemsize
-    cached = length * kv_token_bytes(shape, dtype_bytes) + 2 * state_slot_bytes(shape, dtype_bytes)
+    cached = kv_cache_bytes(shape, length, dtype_bytes, 0) + 2 * state_slot_bytes(shape, dtype_bytes)
     is_measured = plan.memory_tokens > 0 and (llm.device_kind.has_own_memory or can_measure_growth())
     samples = []
     for chunk in plan.chunks:

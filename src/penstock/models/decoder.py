@@ -51,7 +51,8 @@ class DecoderLayer:
             case Attention(is_gated=False, rotary=0, norms=None) as attention, MLP(activation=None):
                 products = [_dense_product(product) for product in self.products()]
                 quantised = [product for product in products if product is not None]
-                if len(quantised) < len(products) or mlp_norm is None or following is None:
+                is_plain = attention.scoring.is_plain_for(attention.heads.head_dim)
+                if len(quantised) < len(products) or mlp_norm is None or following is None or not is_plain:
                     return None
                 qkv, out, gate_up, down = quantised
                 return DenseLayer(attention.heads, qkv, out, gate_up, down, mlp_norm, following)
@@ -150,8 +151,11 @@ class Decoder:
     def cache_spec(self) -> CacheSpec:
         """What these layers cache."""
         config, net = self.part, self.part.delta_net
-        kv = KVSpec(len(config.attention_layers), config.num_kv_heads, config.head_dim, self.dtype)
-        return CacheSpec((kv,), RecurrentSpec.of(net, self.dtype) if net else None)
+        kv = KVSpec(config.num_full_layers, config.num_kv_heads, config.head_dim, self.dtype)
+        groups: tuple[KVSpec, ...] = (kv,)
+        if (window := config.window) is not None:
+            groups += (replace(kv, num_layers=window.num_layers, window=window.size),)
+        return CacheSpec(groups, RecurrentSpec.of(net, self.dtype) if net else None)
 
     @property
     def has_state(self) -> bool:
@@ -184,7 +188,7 @@ class Decoder:
     def can_record(self) -> bool:
         """Whether passes can be recorded. How many rows an expert has, the host must know before it is launched."""
         is_dense = all(layer.mlp.is_dense for layer in self.layers) and not self.config.parallel_blocks
-        return self.kernels.can_capture and self.is_whole and is_dense
+        return self.kernels.can_capture and self.is_whole and is_dense and self.config.window is None
 
     @property
     def num_weight_bytes(self) -> int:
@@ -197,12 +201,16 @@ class Decoder:
         """What first chunks of so many tokens would wait for, done in advance: a piece at each step. Nothing is
         written to the caches. Those who never ask for it have the same answers, some of them later."""
         mixers = (layer.mixer for layer in self.layers)
-        attention = next((mixer for mixer in mixers if isinstance(mixer, Attention)), None)
+        attention = next(
+            (mixer for mixer in mixers if isinstance(mixer, Attention) and not mixer.group), None
+        )
         if attention is None:
             return
         kv = caches.layer(attention.group, attention.index)
         longest = kv.first(self.config.max_position)
-        yield from self.kernels.preparations(num_rows, self.config.num_heads, longest, attention.scale)
+        yield from self.kernels.preparations(
+            num_rows, self.config.num_heads, longest, attention.scoring.scale
+        )
 
     @torch.inference_mode()
     def prepare(self, batch: ForwardBatch, caches: CacheTensors) -> None:
@@ -219,10 +227,11 @@ class Decoder:
         float32, or None where none are wanted; of a stage without the head, the residual [rows, hidden].
 
         A stage without the embedding takes the `residual` of the stage before it, which it may write over."""
-        works = {id(work): work for work in (batch.all_layers, batch.last_layer)}
-        for work in works.values():
-            caches.kv.check_places(place for span in work.spans for place in span.places)
-        caches.kv.check_places(batch.places.ranges)
+        for group, own in zip(caches.kv_groups, batch.groups, strict=True):
+            works = {id(work): work for work in (own.all_layers, own.last_layer)}
+            for work in works.values():
+                group.check_places(place for span in work.spans for place in span.places)
+            group.check_places(own.places.ranges)
         if self.recorded is not None and (found := self.recorded.find(batch, caches)) is not None:
             return found.run(batch, self, caches)
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
@@ -273,7 +282,7 @@ class Decoder:
             del normed  # what is not needed any more is not held at the next high-water mark
             if self._head is not None and index == len(self.layers) - 1:
                 return self.finish(x, rows, step, logit_rows, fed)
-            mixed = layer.mixer.mix(rows, batch.all_layers, step)
+            mixed = layer.mixer.mix(rows, step)
             del rows
             if slabs and layer.mlp.is_dense and fed is None:
                 x, normed = self._run_mlp_in_slabs(index, x, mixed, slabs, step)
@@ -345,7 +354,7 @@ class Decoder:
             x, rows = x[logit_rows], tuple(part[logit_rows] for part in rows)
             fed = None if fed is None else fed[logit_rows]
         index, last = len(self.layers) - 1, self.layers[-1]
-        mixed = last.mixer.mix(rows, batch.last_layer, step)
+        mixed = last.mixer.mix(rows, step, is_last=True)
         x, normed = self.add_mixed(index, x, mixed, fed)
         _, normed = self.run_mlp(index, x, normed, step, batch.num_logits)
         return self._logits(normed[: batch.num_logits], batch)

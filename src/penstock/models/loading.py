@@ -1,6 +1,7 @@
 """A decoder from a file: one tensor at a time, each straight into its place, in the layout that the layers want."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise, whole_lanes, xielu
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
-from penstock.kernels.spans import DeltaHeads, HeadLayout
+from penstock.kernels.spans import DeltaHeads, HeadLayout, Scoring
 from penstock.layers.attention import Attention
 from penstock.layers.delta_net import DeltaNet
 from penstock.layers.linear import Linear
@@ -163,11 +164,12 @@ class _Loader:
         table, layers = self._table, self._layers
         is_last = layers.stop == len(table.layers)
         embedding = self._vocabulary(table.embedding) if layers.start == 0 else None
-        mixers = {AttentionWeights: 0, DeltaNetWeights: 0}  # of each kind, the next one's index
+        mixers: Counter[int] = Counter()  # of each K/V group, and of delta nets, the next one's index
         loaded = []
         for layer in table.layers[layers.start : layers.stop]:
-            loaded.append(self._layer(layer, mixers[type(layer.mixer)]))
-            mixers[type(layer.mixer)] += 1
+            kind = layer.mixer.group if isinstance(layer.mixer, AttentionWeights) else -1
+            loaded.append(self._layer(layer, mixers[kind]))
+            mixers[kind] += 1
         head: Weight | None = None
         if is_last and table.head is None:
             head = self._vocabulary(table.embedding) if embedding is None else embedding
@@ -200,7 +202,7 @@ class _Loader:
     # Layers
 
     def _layer(self, layer: LayerWeights, mixer_index: int) -> DecoderLayer:
-        """`mixer_index` counts layers with the same kind of mixer."""
+        """`mixer_index` counts layers with the same kind of mixer, and of the same K/V group."""
         return DecoderLayer(
             mixer_norm=self._norm(layer.mixer_norm),
             mixer=self._delta_net(layer.mixer, mixer_index)
@@ -225,7 +227,13 @@ class _Loader:
             ),
             qkv=self._linear(weights.qkv),
             out=self._linear(weights.out),
-            scale=config.attention_scale or 1.0 / math.sqrt(config.head_dim),
+            scoring=Scoring(
+                config.attention_scale or 1.0 / math.sqrt(config.head_dim),
+                config.window.size if config.window and weights.group else 0,
+                config.attention_softcap or 0.0,
+                self._tensor(weights.sinks, torch.float32) if weights.sinks else None,
+            ),
+            group=weights.group,
             is_gated=config.gated_attention,
             rotary=weights.rotary,
             norms=norms if is_own else None,

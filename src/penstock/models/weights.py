@@ -194,7 +194,9 @@ class AttentionWeights(NamedTuple):
     out: Product
     query_norm: Stored | None
     key_norm: Stored | None
+    sinks: Stored | None  # of each head
     rotary: int  # among the model's; no tensor
+    group: int  # of the K/V groups; no tensor
 
 
 class DeltaNetWeights(NamedTuple):
@@ -307,7 +309,9 @@ def _attention(prefix: str, config: ModelConfig, index: int, present: Collection
         Product((Rows(f"{prefix}.o_proj", hidden),), hidden, query, query, config.out_bias),
         query_norm,
         key_norm,
+        Stored(f"{prefix}.sinks", (config.num_heads,)) if config.sinks else None,
         int(index in config.other_rotary_layers),
+        int(config.window is not None and index in config.window.layers),
     )
 
 

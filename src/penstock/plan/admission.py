@@ -16,7 +16,7 @@ REPLAY_TOKENS = 64
 @dataclass(frozen=True)
 class CacheLimits:
     """The cache that requests share. `keeps_prefix` says whether a sequence may be cut back to a shorter one; models
-    with recurrent state keep all of it or nothing."""
+    with recurrent state or windows keep all of it or nothing."""
 
     num_blocks: int
     block_tokens: int
@@ -29,6 +29,26 @@ class CacheLimits:
 
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
+
+
+@dataclass(frozen=True)
+class WindowRoom:
+    """What the blocks of layers with a window are to suffice for: the windows of sequences, all tokens that steps in
+    flight write, and windows that are kept for sequences to come."""
+
+    num_sequences: int = 1
+    step_tokens: int = 0  # 0: as many as the longest sequence has
+    num_kept: int = 0
+
+    def num_blocks(self, window: int, block_tokens: int, most: int) -> int:
+        """Never more than `most`, which sequences take that are not freed behind their window."""
+        if not self.step_tokens:
+            return most
+        own = -(
+            -(window - 1) // block_tokens
+        )  # before the last whole block; then one that is filled, and one more
+        written = -(-self.step_tokens // block_tokens)
+        return min(most, self.num_sequences * (own + 2) + written + self.num_kept * own)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,6 +127,10 @@ class BlockLedger(Protocol):
     def num_free(self, kept: Mapping[RequestId, int]) -> int:
         """Blocks that nobody holds, once each request in `kept` holds no more than its first so many blocks."""
 
+    def num_writable(self, kept: Mapping[RequestId, int]) -> int:
+        """The same of those that a step may write. Layers with a window have fewer than others: they suffice for the
+        requests that run, not for all that those will read."""
+
     def num_shared(self, request_id: RequestId) -> int:
         """Blocks that a request which holds none would share with others that hold them."""
 
@@ -120,6 +144,9 @@ class PlainLedger:
 
     def num_free(self, kept: Mapping[RequestId, int]) -> int:
         return self.num_blocks - sum(request.num_held for request in self.requests.values())
+
+    def num_writable(self, kept: Mapping[RequestId, int]) -> int:
+        return self.num_free(kept)
 
     def num_shared(self, request_id: RequestId) -> int:
         return 0

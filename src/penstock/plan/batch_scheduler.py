@@ -442,7 +442,9 @@ class BatchScheduler:
 
     def _num_free_after(self, given: Mapping[RequestId, Preemption]) -> int:
         block_tokens = self.limits.block_tokens
-        return self._ledger.num_free({name: each.num_kept // block_tokens for name, each in given.items()})
+        return self._ledger.num_writable(
+            {name: each.num_kept // block_tokens for name, each in given.items()}
+        )
 
     def _place_alone(self, request: TrackedRequest) -> list[_Choice]:
         if not request.is_running:
@@ -451,7 +453,7 @@ class BatchScheduler:
             choice = _Choice(request, request.num_tokens)
         else:
             (choice,) = self._choose_chunks([request])
-        reach = (request.num_held + self.num_free_blocks) * self.limits.block_tokens
+        reach = (request.num_held + self._ledger.num_writable({})) * self.limits.block_tokens
         if reach < choice.end:
             choice = _Choice(request, reach // self.config.grid * self.config.grid)
         return [choice] if choice.end > request.num_issued else []

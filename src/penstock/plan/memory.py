@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from penstock.errors import PromptError, SettingError
 from penstock.plan.activation import REFERENCE, StepMemory, step_memory, step_phases
+from penstock.plan.admission import WindowRoom
 from penstock.plan.checks import check_int
 from penstock.plan.chunks import ChunkedPrefillConfig, num_prefill_chunks, prefill_chunk_span
-from penstock.plan.grids import LANES
+from penstock.plan.grids import BLOCK_TOKENS, LANES
 from penstock.plan.model import ModelShape
 from penstock.plan.sizing import SizeRules, largest_that
 from penstock.plan.step import Span, StepShape, Workspace
@@ -147,7 +148,7 @@ def peak_memory_estimate(
                 )
         num_slots = (config if len(spans) > 1 else ChunkedPrefillConfig()).num_state_slots
         return PrefillMemoryParts(
-            kv_cache_bytes=prompt_tokens * kv_token_bytes(shape, kv_dtype_bytes),
+            kv_cache_bytes=kv_cache_bytes(shape, prompt_tokens, kv_dtype_bytes, config.chunk_size),
             recurrent_bytes=num_slots * state_slot_bytes(shape, dtype_bytes) if spans else 0,
             attention_output_bytes=most.pop("attention_bytes", 0),
             **most,
@@ -162,8 +163,23 @@ def peak_memory_estimate(
 
 
 def kv_token_bytes(shape: ModelShape, kv_dtype_bytes: int) -> int:
-    """The keys and values of one token in every attention layer: 2 x [layers, kv_heads, head_dim]."""
-    return kv_dtype_bytes * 2 * shape.num_attention_layers * shape.num_kv_heads * shape.head_dim
+    """The keys and values of one token in layers that keep them to the end: 2 x [layers, kv_heads, head_dim]."""
+    return kv_dtype_bytes * 2 * shape.num_full_layers * shape.num_kv_heads * shape.head_dim
+
+
+def kv_cache_bytes(
+    shape: ModelShape, num_tokens: int, kv_dtype_bytes: int, step_tokens: int, num_sequences: int = 1
+) -> int:
+    """The keys and values of sequences of so many tokens each, whose steps write `step_tokens` together, or all of a
+    sequence (0): those of layers with a window are freed behind it."""
+    total = num_sequences * num_tokens * kv_token_bytes(shape, kv_dtype_bytes)
+    if (window := shape.window) is not None and num_tokens:
+        most = num_sequences * -(-num_tokens // BLOCK_TOKENS)
+        num_blocks = WindowRoom(num_sequences, step_tokens).num_blocks(window.size, BLOCK_TOKENS, most)
+        layer_bytes = kv_dtype_bytes * 2 * shape.num_kv_heads * shape.head_dim
+        held = min(num_blocks * BLOCK_TOKENS, num_sequences * num_tokens)
+        total += held * window.num_layers * layer_bytes
+    return total
 
 
 def state_slot_bytes(shape: ModelShape, dtype_bytes: int) -> int:

@@ -94,6 +94,19 @@ class ExpertsConfig:
         check_int("shared_intermediate_size", self.shared_intermediate_size, 0)
 
 
+@dataclass(frozen=True)
+class WindowConfig:
+    """The attention layers whose queries see the last `size` tokens alone, their own the last of them."""
+
+    size: int
+    num_layers: int
+    layers: tuple[int, ...] = ()  # which layers of the model; empty: only their number is known
+
+    def __post_init__(self) -> None:
+        check_int("size", self.size, 1)
+        check_int("num_layers", self.num_layers, 0)  # 0: a part of a model, of whose layers none is here
+
+
 _SIZES = (
     "num_layers",
     "hidden_size",
@@ -123,6 +136,7 @@ class ModelConfig:
     gated_attention: bool = False  # each head's query is followed by a gate of its output (Qwen3-Next)
     delta_net: DeltaNetConfig | None = None
     experts: ExpertsConfig | None = None
+    window: WindowConfig | None = None
     family: str = ""  # transformers' model_type: llama, qwen3, qwen3_5_text, ...
     max_position: int = 1 << 20
     norm_eps: float = 1e-6
@@ -147,6 +161,8 @@ class ModelConfig:
     other_rotary: RotaryConfig | None = None  # that of `other_rotary_layers`, in place of `rotary`
     other_rotary_layers: tuple[int, ...] = ()
     attention_scale: float | None = None  # on scores; None: 1 / sqrt(head_dim)
+    attention_softcap: float | None = None  # scores are cap * tanh(scores / cap)
+    sinks: bool = False  # each head has a score beside those of its keys, and no value for it (gpt-oss)
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # on what a block adds
     logit_scale: float = 1.0
@@ -166,11 +182,17 @@ class ModelConfig:
             )
         _check_part("delta_net", self.delta_net, DeltaNetConfig, self.num_layers)
         _check_part("experts", self.experts, ExpertsConfig, self.num_layers)
+        _check_part("window", self.window, WindowConfig, self.num_attention_layers)
 
     @property
     def num_attention_layers(self) -> int:
         """Layers with keys and values to cache."""
         return self.num_layers - (self.delta_net.num_layers if self.delta_net else 0)
+
+    @property
+    def num_full_layers(self) -> int:
+        """Those of them whose queries see everything before them."""
+        return self.num_attention_layers - (self.window.num_layers if self.window else 0)
 
     @property
     def num_dense_layers(self) -> int:
@@ -184,7 +206,7 @@ class ModelConfig:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers with full attention, which are those with keys and values to cache."""
+        """The layers with keys and values to cache."""
         linear = frozenset(self.delta_net.layers if self.delta_net else ())
         return tuple(index for index in range(self.num_layers) if index not in linear)
 
@@ -196,12 +218,14 @@ class ModelConfig:
         def within(layers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(index - first for index in layers if first <= index < last)
 
-        net, experts = self.delta_net, self.experts
+        net, experts, window = self.delta_net, self.experts, self.window
+        windowed = within(window.layers if window else ())
         nets, mixtures = within(net.layers if net else ()), within(experts.layers if experts else ())
         return replace(
             self,
             num_layers=last - first,
             other_rotary_layers=within(self.other_rotary_layers),
+            window=replace(window, num_layers=len(windowed), layers=windowed) if window else None,
             delta_net=replace(net, num_layers=len(nets), layers=nets) if net and nets else None,
             experts=replace(experts, num_layers=len(mixtures), layers=mixtures)
             if experts and mixtures
@@ -209,7 +233,9 @@ class ModelConfig:
         )
 
 
-def _check_part(name: str, part: object, kind: type[DeltaNetConfig | ExpertsConfig], num_layers: int) -> None:
+def _check_part(
+    name: str, part: object, kind: type[DeltaNetConfig | ExpertsConfig | WindowConfig], num_layers: int
+) -> None:
     if part is None:
         return
     if not isinstance(part, kind):
@@ -224,3 +250,4 @@ def _check_part(name: str, part: object, kind: type[DeltaNetConfig | ExpertsConf
 ModelShape = ModelConfig
 DeltaNetShape = DeltaNetConfig
 ExpertsShape = ExpertsConfig
+WindowShape = WindowConfig

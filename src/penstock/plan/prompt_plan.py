@@ -6,8 +6,9 @@ from penstock.errors import SettingError
 from penstock.plan.activation import StepMemory
 from penstock.plan.chunks import ChunkedPrefillConfig, num_prefill_chunks
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
-from penstock.plan.memory import ActivationModel, WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
+from penstock.plan.memory import ActivationModel, WeightBits, kv_cache_bytes, state_slot_bytes, weight_bytes
 from penstock.plan.model import ModelConfig
+from penstock.plan.sizing import LARGEST_CHUNK
 from penstock.plan.step import Workspace
 from penstock.plan.units import format_bytes
 
@@ -82,7 +83,9 @@ def make_plan(
         prompt_tokens=prompt_tokens,
         num_decodes=num_decodes,
         weights_bytes=weight_bytes(config, dtype_bytes, bits),
-        kv_cache_bytes=num_sequences * prompt_tokens * kv_token_bytes(config, dtype_bytes),
+        kv_cache_bytes=kv_cache_bytes(
+            config, prompt_tokens, dtype_bytes, chunk or LARGEST_CHUNK, num_sequences
+        ),
         recurrent_bytes=num_slots * state_slot_bytes(config, dtype_bytes),
         budget_bytes=budget_bytes,
         weights_reason=weights_reason,

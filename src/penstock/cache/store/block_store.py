@@ -1,4 +1,4 @@
-"""The disk store: full blocks and recurrent states in files, for the next process that meets the same prefix.
+"""The disk store: full blocks, states and windows in files, for the next process that meets the same prefix.
 
 It is a help and never a condition: whatever is wrong with its folder or its files is a warning, and the work is done
 without them.
@@ -38,12 +38,14 @@ _NUM_READERS = 2
 _MOST_ASKED = 1 << 14  # keys, of a million tokens
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_WINDOW = "window"
+_NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """Keys and values of a block for each K/V group, each [num_layers, 64, num_kv_heads, head_dim], mapped from its
-    file."""
+    """Keys and values of a block for each K/V group without a window, each [num_layers, 64, num_kv_heads, head_dim],
+    mapped from its file."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -51,11 +53,18 @@ class StoredBlock:
 
 @dataclass(frozen=True)
 class StoredState:
-    """The recurrent state after some blocks: tails [num_layers, conv_tail, conv_size] and matrices [num_layers,
-    num_heads, key_dim, value_dim], mapped from its file."""
+    """What a sequence goes on with after some blocks, mapped from its file: the recurrent state, tails [num_layers,
+    conv_tail, conv_size] and matrices [num_layers, num_heads, key_dim, value_dim]; and of each K/V group that has a
+    window its last blocks, keys before values [window_blocks, 2, num_layers, 64, num_kv_heads, head_dim]."""
 
-    tails: Tensor
-    matrices: Tensor
+    tails: Tensor = _NOTHING
+    matrices: Tensor = _NOTHING
+    windows: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor]) -> "StoredState":
+        windows = (tensor for name, tensor in tensors.items() if name.startswith(_WINDOW))
+        return cls(tensors.get("tails", _NOTHING), tensors.get("matrices", _NOTHING), tuple(windows))
 
 
 @dataclass
@@ -150,16 +159,26 @@ class BlockStore:
         data = zip(*(_bytes_of(group) for group in kv), strict=True)  # of each block, its groups
         return self._put(names, keys, [list(pieces) for pieces in data])
 
-    def put_state(self, index: int, key: BlockKey, tails: Tensor, matrices: Tensor) -> None:
-        """Keep the state after `index` blocks, the last of which has this key. The tensors are as in `StoredState`,
-        on the CPU, and nobody else's from now on."""
+    def put_state(
+        self,
+        index: int,
+        key: BlockKey,
+        tails: Tensor = _NOTHING,
+        matrices: Tensor = _NOTHING,
+        windows: Sequence[Tensor] = (),
+    ) -> None:
+        """Keep the state and the windows after `index` blocks, the last of which has this key. The tensors are as in
+        `StoredState`, on the CPU, and nobody else's from now on."""
         if FileKind.STATE not in self._layouts:
-            raise ValueError("this model has no recurrent state to keep")
-        given = {"tails": tails, "matrices": matrices}
+            raise ValueError("this model has no recurrent state and no windows to keep")
         parts = self._layouts[FileKind.STATE].parts
+        given = {"matrices": matrices, "tails": tails}
+        names = [part.name for part in parts if part.name not in given]
+        given |= dict(zip(names, windows, strict=True))
+        data = []
         for part in parts:
             _check_part(part, given[part.name])
-        data = [_bytes_of(given[part.name].unsqueeze(0))[0] for part in parts]
+            data.append(_bytes_of(given[part.name].unsqueeze(0))[0])
         self._put([FileName.of(FileKind.STATE, index, key)], [key], [data])
 
     def flush(self, timeout_s: float | None = None) -> bool:
@@ -199,7 +218,7 @@ class BlockStore:
             if missing > 0:
                 blocks += self._read_blocks(keys, start + len(blocks), num_blocks)
             if start + len(blocks) >= num_blocks:
-                return StoredPrefix(start, tuple(blocks[: num_blocks - start]), StoredState(**state))
+                return StoredPrefix(start, tuple(blocks[: num_blocks - start]), StoredState.of(state))
             end = start + len(blocks)  # the next block is damaged: an earlier state may do
         return None
 
@@ -291,18 +310,21 @@ def _group_names(group: int) -> tuple[str, str]:
 def _layouts_of(spec: CacheSpec) -> dict[FileKind, FileLayout]:
     """What the files of a model hold."""
     parts: list[TensorPart] = []
+    state: list[TensorPart] = []
+    if (recurrent := spec.recurrent) is not None:
+        # The longer items first: what follows them is then aligned as well.
+        state.append(TensorPart("matrices", "F32", (recurrent.num_layers, *recurrent.matrix_shape)))
+        tails = (recurrent.num_layers, *recurrent.tail_shape)
+        state.append(TensorPart("tails", _NAMES[recurrent.dtype], tails))
     for index, kv in enumerate(spec.kv_groups):
         shape = (kv.num_layers, BLOCK_TOKENS, kv.num_kv_heads, kv.head_dim)
-        parts += [TensorPart(name, _NAMES[kv.dtype], shape) for name in _group_names(index)]
+        if kv.window:
+            state.append(TensorPart(f"{_WINDOW}.{index}", _NAMES[kv.dtype], (kv.window_blocks, 2, *shape)))
+        else:
+            parts += [TensorPart(name, _NAMES[kv.dtype], shape) for name in _group_names(index)]
     layouts = {FileKind.BLOCK: FileLayout(tuple(parts))}
-    recurrent = spec.recurrent
-    if recurrent is not None:
-        matrices = (recurrent.num_layers, *recurrent.matrix_shape)
-        tails = (recurrent.num_layers, *recurrent.tail_shape)
-        # The longer items first: what follows them is then aligned as well.
-        layouts[FileKind.STATE] = FileLayout(
-            (TensorPart("matrices", "F32", matrices), TensorPart("tails", _NAMES[recurrent.dtype], tails))
-        )
+    if state:
+        layouts[FileKind.STATE] = FileLayout(tuple(state))
     return layouts
 
 

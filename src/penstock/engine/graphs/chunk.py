@@ -196,7 +196,7 @@ class _Recording:
             rows = mixer.read_in(normed, step)
             if isinstance(mixer, Attention) or index == len(model.layers) - 1:
                 return _Due(index, x, rows)
-            mixed = mixer.mix(rows, step.batch.all_layers, step)
+            mixed = mixer.mix(rows, step)
             del rows
             x, normed = model.add_mixed(index, x, mixed)
             del mixed

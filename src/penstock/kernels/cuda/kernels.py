@@ -4,7 +4,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
@@ -26,7 +26,7 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, Work, WrittenPlaces
+from penstock.kernels.spans import AttentionWork, GroupWork, HeadLayout, Scoring, Work, WrittenPlaces
 from penstock.kernels.triton.attention import (
     decode_attention_kernel,
     join_parts_kernel,
@@ -40,6 +40,8 @@ from penstock.kernels.triton.rows import (
 )
 from penstock.plan.grids import BLOCK_TOKENS, FEED_ROWS, GPU_HEAD_ROWS, GPU_ROW_GRID, GPU_TILE, SPLITS, RowLaw
 from penstock.plan.step import KernelKind
+
+Group = TypeVar("Group", bound=GroupWork)
 
 _LOG2_E = 1.4426950408889634
 # Positions that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes
@@ -111,14 +113,9 @@ class CudaKernels(TorchKernels):
         return "cuda"
 
     def prepare(self, work: Work, device: torch.device) -> Work:
-        all_layers = device_attention(work.all_layers, device)
-        is_alike = work.last_layer is work.all_layers
-        last_layer = all_layers if is_alike else device_attention(work.last_layer, device)
         return replace(
-            work,
-            places=device_places(work.places, device),
-            all_layers=all_layers,
-            last_layer=last_layer,
+            _prepared(work, device),
+            windows=tuple(_prepared(group, device) for group in work.windows),
             states=device_states(work.states, device),
         )
 
@@ -352,6 +349,14 @@ class CudaKernels(TorchKernels):
             BLOCK=BLOCK_TOKENS,
             num_warps=4,
         )
+
+
+def _prepared(work: Group, device: torch.device) -> Group:
+    all_layers = device_attention(work.all_layers, device)
+    is_alike = work.last_layer is work.all_layers
+    last_layer = all_layers if is_alike else device_attention(work.last_layer, device)
+    places = device_places(work.places, device)
+    return replace(work, places=places, all_layers=all_layers, last_layer=last_layer)
 
 
 def _score_scale(scoring: Scoring) -> float:

@@ -18,7 +18,7 @@ from penstock.errors import ModelError, ModelFileError
 from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
 from penstock.models.reading import Fields, Most, check_experts, check_heads, delta_net_of, recurrent_layers
-from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig, WindowConfig
 
 DEFAULT_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
@@ -47,6 +47,10 @@ _MULTIPLIERS = {
     "attention_scale": "attention_multiplier",
     "logit_scale": "logit_scale",
 }
+# Families that were tried with a window: by the kind of each layer, from a layer on, or in every layer.
+_WINDOW_BY_KIND = ("qwen2", "qwen3", "qwen2_moe")
+_WINDOW_FROM = ("qwen2", "qwen3")
+_WINDOW_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe")
 _LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attention"
 
 
@@ -91,8 +95,6 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     check_heads(config.origin, num_heads, num_kv_heads, head_dim)
     max_position = config.size("max_position_embeddings", Most.POSITIONS)
     kinds = _layer_kinds(config, num_layers, is_hybrid=is_hybrid)
-    _refuse_sliding_window(config, max_position, num_layers, kinds)
-
     experts = _experts(config, family, num_layers) if config.knows("num_experts") else None
     if "intermediate_size" in defaults:
         intermediate = config.size("intermediate_size", Most.WIDTH)
@@ -137,6 +139,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         gated_attention=is_hybrid,
         delta_net=_delta_net(config, num_layers, kinds) if is_hybrid else None,
         experts=experts,
+        window=_window(config, name, max_position, num_layers, kinds),
         activation={"swish": "silu"}.get(activation, activation),  # two names of one function
         eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
         **{"zero_centred_norm": is_hybrid, **family.model, **_scales(config, family, hidden)},
@@ -185,20 +188,30 @@ def _unrotated_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
     return tuple(index for index in range(num_layers) if not rotated[index])
 
 
-def _refuse_sliding_window(
-    config: Fields, max_position: int, num_layers: int, kinds: tuple[str, ...]
-) -> None:
+def _window(
+    config: Fields, name: str, max_position: int, num_layers: int, kinds: tuple[str, ...]
+) -> WindowConfig | None:
+    """The layers with a sliding window, where that is shorter than the context."""
     if "sliding_window" not in config.defaults:
-        return
-    slides = "use_sliding_window" not in config.defaults or config.boolean("use_sliding_window")
-    if slides and "max_window_layers" in config.defaults:  # else a window is every layer's
-        slides = _SLIDING in kinds if kinds else config.integer("max_window_layers") < num_layers
-    window = config.values.get("sliding_window", config.defaults["sliding_window"])
-    if slides and window is not None and config.integer("sliding_window") < max_position:
+        return None
+    if "use_sliding_window" in config.defaults and not config.boolean("use_sliding_window"):
+        return None
+    if config.values.get("sliding_window", config.defaults["sliding_window"]) is None:
+        return None
+    size = config.integer("sliding_window", low=1)
+    if size >= max_position:
+        return None
+    layers = tuple(range(num_layers))
+    if name in _WINDOW_BY_KIND and kinds:
+        layers = tuple(index for index in layers if kinds[index] == _SLIDING)
+    elif name in _WINDOW_FROM:
+        layers = layers[config.integer("max_window_layers", low=0) :]
+    elif name not in _WINDOW_EVERYWHERE or kinds:
         raise ModelError(
-            f"{config.origin}: a sliding window of {window} tokens is not supported "
+            f"{config.origin}: a sliding window of {size} tokens is not supported for {name} "
             f"(the model's context is {max_position})"
         )
+    return WindowConfig(size, len(layers), layers) if layers else None
 
 
 # Layers
