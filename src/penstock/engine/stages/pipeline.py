@@ -401,6 +401,8 @@ class Pipeline:
     def close(self) -> None:
         """End the workers. More than once is allowed."""
         self.is_closed = True
+        # First, and on this thread: a group that another takes apart while the process ends takes it along.
+        self._lose(StageLostError(None, "the driver", "it has ended"))
         for peer in self._peers:
             with suppress(PenstockError):
                 peer.control.send("stop")
@@ -408,7 +410,6 @@ class Pipeline:
             peer.control.wait_closed(_WRITE_S)  # what waits is written
         for place in self.places:
             place.close()
-        self._lose(StageLostError(None, "the driver", "it has ended"))
 
     def _open(self, stage: int, place: WorkerPlace, timeout_s: float | None = None) -> Control:
         timeout_s = self._stage_timeout_s if timeout_s is None else timeout_s
