@@ -283,10 +283,12 @@ def test_addresses_are_read_as_they_are_written() -> None:
         (b"secret", 0o600, "weak"),
         (b"a" * 64, 0o600, "weak"),
         (b"x1y2" * 2000, 0o600, "more than"),
-        (new_token(), 0o644, "chmod 600"),
-        (new_token(), 0o620, "chmod 600"),
+        (TOKEN, 0o644, "chmod 600"),
+        (TOKEN, 0o620, "chmod 600"),
         (None, 0o600, "No such file"),
     ],
+    # Not by their content: a token is another one in each process of the tests.
+    ids=["nothing", "blank", "short", "one letter", "long", "others read", "others write", "absent"],
 )
 def test_a_token_file_that_protects_nothing_is_refused(
     tmp_path: Path, content: bytes | None, mode: int, why: str
