@@ -38,10 +38,12 @@ class MLP:
 
     def __call__(self, x: Tensor, step: ForwardPass, num_rows: int | None = None) -> Tensor:
         """x [rows, hidden] to the block's output; padding after `num_rows` rows is run like any other row."""
-        inner, kernels = self.gate_up(x, step), step.kernels
+        return self.down(self._activated(self.gate_up(x, step), step), step)  # no name holds what is between
+
+    def _activated(self, inner: Tensor, step: ForwardPass) -> Tensor:
         if self.activation is None:
-            return self.down(kernels.silu_and_mul(inner), step)
-        return self.down(kernels.activate(inner, self.activation, is_gated=self.is_gated), step)
+            return step.kernels.silu_and_mul(inner)
+        return step.kernels.activate(inner, self.activation, is_gated=self.is_gated)
 
 
 @dataclass(frozen=True)
