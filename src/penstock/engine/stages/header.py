@@ -100,7 +100,7 @@ class _Reader:
                 raise HeaderError(f"a header with {number} in place of a truth")
             return bool(number)
         if is_dataclass(kind):
-            return self._made(kind, [self.read(inner) for _, inner in _fields_of(kind)])  # type: ignore[arg-type]
+            return self._made(kind, {name: self.read(inner) for name, inner in _fields_of(kind)})  # type: ignore[arg-type]
         if get_origin(kind) is np.ndarray:
             return self._take(self.number())
         assert get_origin(kind) in (tuple, Sequence), kind
@@ -119,8 +119,8 @@ class _Reader:
         self._start += count
         return self._numbers[self._start - count : self._start]
 
-    def _made(self, kind: Any, values: list[Any]) -> Any:
-        value = kind(*values)
+    def _made(self, kind: Any, values: dict[str, Any]) -> Any:
+        value = kind(**values)
         limits = self._limits
         match value:
             case TokenRange(start=start, end=end):
