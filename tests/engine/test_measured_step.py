@@ -29,7 +29,8 @@ class Counted:
         self._peak = 1000
         forward = model.forward
 
-        def counted(batch: object, caches: object) -> torch.Tensor | None:
+        def counted(batch: object, caches: object, residual: object) -> torch.Tensor | None:
+            assert residual is None  # of a model that is whole
             num_tokens = batch.num_tokens  # type: ignore[attr-defined]
             if most_rows is not None and num_tokens > most_rows:
                 raise torch.OutOfMemoryError

@@ -60,6 +60,10 @@ def read_header(data: bytes | bytearray | memoryview, limits: HeaderLimits) -> F
     return replace(batch, last_layer=batch.all_layers) if batch.last_layer == batch.all_layers else batch
 
 
+def _is_array(kind: Any) -> bool:
+    return kind == NDArray[np.int64] or get_origin(kind) is np.ndarray
+
+
 @cache
 def _fields_of(kind: type) -> tuple[tuple[str, Any], ...]:
     hints = get_type_hints(kind)
@@ -72,7 +76,7 @@ def _write(numbers: "array[int]", kind: Any, value: Any) -> None:
     elif is_dataclass(kind):
         for name, inner in _fields_of(kind):  # type: ignore[arg-type]
             _write(numbers, inner, getattr(value, name))
-    elif get_origin(kind) is np.ndarray:
+    elif _is_array(kind):
         numbers.append(len(value))
         numbers.frombytes(np.ascontiguousarray(value, dtype=np.int64).tobytes())
     else:
@@ -101,7 +105,7 @@ class _Reader:
             return bool(number)
         if is_dataclass(kind):
             return self._made(kind, {name: self.read(inner) for name, inner in _fields_of(kind)})  # type: ignore[arg-type]
-        if get_origin(kind) is np.ndarray:
+        if _is_array(kind):
             return self._take(self.number())
         assert get_origin(kind) in (tuple, Sequence), kind
         item, count = get_args(kind)[0], self.number()
