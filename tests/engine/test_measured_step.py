@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_halved(model: Decoder, patch: pytest.MonkeyPatch) 
 
 
 def test_other_errors_are_told(model: Decoder, patch: pytest.MonkeyPatch) -> None:
-    def fail(batch: object, caches: object) -> torch.Tensor | None:
+    def fail(batch: object, caches: object, residual: object) -> torch.Tensor | None:
         raise ValueError("no pass")
 
     patch.setattr(model, "forward", fail)
