@@ -41,6 +41,9 @@ def table() -> str:
         words = ["q/k norm"] if family.head_norm and not family.model.get("norm_all_heads") else []
         words += ["part of a head rotated"] if family.partial_rotary is not None else []
         words += ["scaled embedding"] if family.embedding_is_scaled else []
+        words += [f"window but for every {family.full_every}th layer"] if family.full_every else []
+        words += ["rotary by kind of layer"] if family.rotary_by_kind else []
+        words += ["rotary in windows only"] if family.rotated_in_windows else []
         words += [text for key, text in _SWITCHES.items() if key in {**family.model, **family.experts}]
         outer = inside.get(name, "")
         num_shapes = shapes.count(name) + (shapes.count(outer) if outer else 0)

@@ -37,7 +37,14 @@ _SMALL = {
 }
 
 
-_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "depth": 1, "num_heads": 2}
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "depth": 1,
+    "num_heads": 2,
+    "num_attention_heads": 2,
+}
 
 _DELTA_NET = {
     "num_hidden_layers": 4,
@@ -48,7 +55,7 @@ _DELTA_NET = {
 }
 _EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
 HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-_ZERO_CENTRED = (*HYBRIDS, "gemma", "nemotron")
+_ZERO_CENTRED = (*HYBRIDS, "gemma", "nemotron", "gemma2", "gemma3", "gemma3_text")
 _MULTIPLIERS = {
     "embedding_multiplier": 3.0,
     "residual_multiplier": 0.5,
@@ -68,6 +75,7 @@ _SIGMOID_EXPERTS = {
     "routed_scaling_factor": 1.7,
     "norm_topk_prob": True,
 }
+_WINDOW = {"sliding_window": 40, "num_hidden_layers": 3, "sliding_window_pattern": 2}
 _MROPE = {"rope": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
 _OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -94,6 +102,12 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "hunyuan_v1_moe": {"num_experts": 6, "moe_topk": 3},
     "cohere": {"logit_scale": 0.25},
+    "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {**_WINDOW, "query_pre_attn_scalar": 20},
+    "gemma3": {**_WINDOW, "query_pre_attn_scalar": 20},
+    "cohere2": {**_WINDOW, "logit_scale": 0.25},
+    "olmo3": _WINDOW,
+    "exaone4": _WINDOW,
     "qwen3_moe": _EXPERTS,
     "qwen3_next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56},
     "qwen3_5_text": _DELTA_NET,
@@ -129,7 +143,8 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
     overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
     settings = {**_SMALL, **_OWN.get(family, {}), **overrides}
     if rope := dict(settings.pop("rope", ())):
-        settings["rope_parameters"] = {"rope_theta": 10_000.0, **rope}
+        by_kind: dict[str, Any] = {kind: dict(own) for kind, own in rope.items() if isinstance(own, tuple)}
+        settings["rope_parameters"] = by_kind or {"rope_theta": 10_000.0, **rope}
     config_class = transformers.CONFIG_MAPPING[family]
     if family in MULTIMODAL:
         config = config_class(text_config=settings, tie_word_embeddings=settings["tie_word_embeddings"])

@@ -23,6 +23,10 @@ CHUNKS: tuple[dict[str, Any], ...] = (
     {"chunk_ends": (3, 64, 65, 131, NUM_TOKENS)},
 )
 
+_SCALED = (
+    ("full_attention", (("rope_type", "linear"), ("factor", 4.0), ("rope_theta", 1e5))),
+    ("sliding_attention", (("rope_type", "default"), ("rope_theta", 2e4))),
+)
 # By transformers' name, with what differs from `tests.oracle`.
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
@@ -69,6 +73,17 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("arcee", {"mlp_bias": True}),
     ("gemma", {}),
     ("gemma", {"hidden_act": "gelu", "tie_word_embeddings": True}),
+    ("gemma2", {}),
+    ("gemma2", {"sliding_window": 200, "layer_types": ("full_attention", "sliding_attention")}),
+    ("gemma3_text", {}),
+    ("gemma3_text", {"rope": _SCALED, "sliding_window": 64, "final_logit_softcapping": 5.0}),
+    ("gemma3", {"head_dim": 32}),
+    ("cohere2", {}),
+    ("cohere2", {"sliding_window": 4096, "tie_word_embeddings": True, "attention_bias": True}),
+    ("olmo3", {}),
+    ("olmo3", {"rope": _SCALED, "num_key_value_heads": 6, "sliding_window": 3}),
+    ("exaone4", {}),
+    ("exaone4", {"sliding_window": None, "layer_types": ("full_attention",) * 3}),
     ("cohere", {}),
     ("cohere", {"tie_word_embeddings": True, "attention_bias": True}),
     ("helium", {}),
@@ -81,7 +96,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 # One family for each mechanism.
 MECHANISMS = (
     *("olmo2", "granite", "smollm3", "glm4", "glm4_moe", "starcoder2", "hunyuan_v1_moe", "apertus"),
-    *("gemma", "cohere", "nemotron"),
+    *("gemma", "cohere", "nemotron", "gemma2", "gemma3_text", "cohere2", "olmo3"),
 )
 
 

@@ -24,7 +24,7 @@ DEFAULT_KEYS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
     *("rms_norm_eps", "tie_word_embeddings", "eos_token_id", "hidden_act"),
-    *("use_sliding_window", "sliding_window", "max_window_layers"),
+    *("use_sliding_window", "sliding_window", "max_window_layers", "sliding_window_pattern"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
     *("shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
@@ -36,8 +36,9 @@ DEFAULT_KEYS = (
     *("norm_epsilon", "norm_eps", "layer_norm_eps", "use_qk_norm"),
     *("use_bias", "qkv_bias", "use_qkv_bias", "attention_out_bias"),
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar"),
-    *("logits_scaling", "logit_scale", "final_logit_softcapping"),
+    *("logits_scaling", "logit_scale", "final_logit_softcapping", "attn_logit_softcapping"),
     *("no_rope_layer_interval", "default_theta", "original_max_position_embeddings"),
+    "hidden_activation",
 )
 _KINDS = ("default", "linear", "llama3", "yarn")
 _SHARED = "shared_expert_intermediate_size"
@@ -94,7 +95,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     head_dim = config.size("head_dim", Most.WIDTH, defaults.get("head_dim") or hidden // num_heads)
     check_heads(config.origin, num_heads, num_kv_heads, head_dim)
     max_position = config.size("max_position_embeddings", Most.POSITIONS)
-    kinds = _layer_kinds(config, num_layers, is_hybrid=is_hybrid)
+    kinds = _layer_kinds(config, family, num_layers, is_hybrid=is_hybrid)
     experts = _experts(config, family, num_layers) if config.knows("num_experts") else None
     if "intermediate_size" in defaults:
         intermediate = config.size("intermediate_size", Most.WIDTH)
@@ -108,7 +109,8 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         """Whether the family has such a switch, and it is on."""
         return config.knows(key) and config.boolean(key)
 
-    bias, unrotated = says("attention_bias"), _unrotated_layers(config, num_layers)
+    bias, rope = says("attention_bias"), _rope(config, family, _FULL)
+    other, other_layers = _other_rotary(config, family, kinds, num_layers, max_position, head_dim)
     ends = config.token_ids("eos_token_id") + file.token_ids("eos_token_id")
     return ModelConfig(
         family=name,
@@ -126,10 +128,10 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
             "tie_word_embeddings",
             config.boolean("tie_word_embeddings", None if config.knows("tie_word_embeddings") else True),
         ),
-        rotary=_rotary(config, family, max_position, head_dim),
-        rotary_dim=_rotary_dim(config, head_dim, family.partial_rotary),
-        other_rotary=RotaryConfig(kind="none") if unrotated else None,
-        other_rotary_layers=unrotated,
+        rotary=_rotary(config, family, rope, max_position, head_dim),
+        rotary_dim=_rotary_dim(config, rope, head_dim, family.partial_rotary),
+        other_rotary=other,
+        other_rotary_layers=other_layers,
         qkv_bias=bias or family.qkv_bias or says("qkv_bias"),
         out_bias=says("attention_out_bias")
         if config.knows("attention_out_bias")
@@ -169,10 +171,39 @@ def _scales(config: Fields, family: Family, hidden: int) -> dict[str, float | No
         scales["logit_scale"] = 1.0 / config.number("logits_scaling")
     if config.knows("query_pre_attn_scalar"):
         scales["attention_scale"] = config.number("query_pre_attn_scalar") ** -0.5
-    cap = "final_logit_softcapping"
-    if config.knows(cap) and config.values.get(cap, config.defaults[cap]) is not None:
-        scales["logit_softcap"] = config.number(cap)
+    caps = {"logit_softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
+    for name, key in caps.items():
+        if _or_default(config, key) is not None:
+            scales[name] = config.number(key)
     return scales
+
+
+def _or_default(config: Fields, key: str) -> object:
+    """What a file has, be it null; else the family's default."""
+    return config.values.get(key, config.defaults.get(key))
+
+
+def _other_rotary(
+    config: Fields,
+    family: Family,
+    kinds: tuple[str, ...],
+    num_layers: int,
+    max_position: int,
+    head_dim: int,
+) -> tuple[RotaryConfig | None, tuple[int, ...]]:
+    """The rotary embedding of some layers, where that is another than the others', or none; and these layers."""
+
+    def of_kind(kind: str) -> tuple[int, ...]:
+        return tuple(index for index, each in enumerate(kinds) if each == kind)
+
+    if family.rotary_by_kind:
+        rope = _rope(config, family, _SLIDING)
+        _rotary_dim(config, rope, head_dim, family.partial_rotary)  # as the others'
+        return _rotary(config, family, rope, max_position, head_dim, _SLIDING), of_kind(_SLIDING)
+    unrotated = _unrotated_layers(config, num_layers)
+    if family.rotated_in_windows and _or_default(config, "sliding_window") is not None:
+        unrotated = of_kind(_FULL)
+    return (RotaryConfig(kind="none"), unrotated) if unrotated else (None, ())
 
 
 def _unrotated_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
@@ -196,13 +227,13 @@ def _window(
         return None
     if "use_sliding_window" in config.defaults and not config.boolean("use_sliding_window"):
         return None
-    if config.values.get("sliding_window", config.defaults["sliding_window"]) is None:
+    if _or_default(config, "sliding_window") is None:
         return None
     size = config.integer("sliding_window", low=1)
     if size >= max_position:
         return None
     layers = tuple(range(num_layers))
-    if name in _WINDOW_BY_KIND and kinds:
+    if (name in _WINDOW_BY_KIND or FAMILIES[name].full_every) and kinds:
         layers = tuple(index for index in layers if kinds[index] == _SLIDING)
     elif name in _WINDOW_FROM:
         layers = layers[config.integer("max_window_layers", low=0) :]
@@ -217,20 +248,24 @@ def _window(
 # Layers
 
 
-def _layer_kinds(config: Fields, num_layers: int, *, is_hybrid: bool) -> tuple[str, ...]:
-    """The attention of each layer, where the file says it."""
+def _layer_kinds(config: Fields, family: Family, num_layers: int, *, is_hybrid: bool) -> tuple[str, ...]:
+    """The attention of each layer, where the file or the family says it."""
     if not config.has("layer_types"):
-        return ()
+        if not family.full_every:
+            return ()
+        every = config.size("sliding_window_pattern", Most.LAYERS, family.full_every)
+        return tuple(_FULL if (index + 1) % every == 0 else _SLIDING for index in range(num_layers))
     kinds = config.texts("layer_types")
     if len(kinds) != num_layers:
         raise config.error("layer_types", list(kinds), f"one entry for each of the {num_layers} layers")
     known = [_FULL]
     if is_hybrid:
         known.append(_LINEAR)
-    elif config.knows("max_window_layers") and (
-        not config.knows("use_sliding_window") or config.boolean("use_sliding_window")
+    elif family.full_every or (
+        config.knows("max_window_layers")
+        and (not config.knows("use_sliding_window") or config.boolean("use_sliding_window"))
     ):
-        known.append(_SLIDING)  # with a window as long as the context
+        known.append(_SLIDING)  # whose window may be as long as the context
     for kind in kinds:
         if kind not in known:
             raise config.error("layer_types", kind, f"{' or '.join(known)} for each layer")
@@ -314,10 +349,9 @@ def _expert_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
 # Rotary embedding
 
 
-def _rotary_dim(config: Fields, head_dim: int, default_factor: float | None) -> int | None:
+def _rotary_dim(config: Fields, rope: Fields, head_dim: int, default_factor: float | None) -> int | None:
     """The rotated elements of each head, None for all. `default_factor` is the family's part of a head where the
     file is silent, None for a family that always rotates whole heads."""
-    rope = _rope(config)
     # transformers takes a null beside the other keys as a whole head, whatever the family.
     absent = "partial_rotary_factor" not in config.values
     default = default_factor if absent and default_factor is not None else 1.0
@@ -336,19 +370,20 @@ def _rotary_dim(config: Fields, head_dim: int, default_factor: float | None) -> 
     return rotated if rotated < head_dim else None
 
 
-def _rotary(config: Fields, family: Family, max_position: int, head_dim: int) -> RotaryConfig:
-    """From `rope_parameters`, or `rope_scaling` and `rope_theta` as older files have them.
+def _rotary(
+    config: Fields, family: Family, rope: Fields, max_position: int, head_dim: int, kind_of_layer: str = _FULL
+) -> RotaryConfig:
+    """From `rope_parameters`, or `rope_scaling` and `rope_theta` as older files have them: what `_rope` gives.
 
     A multimodal model's `mrope_section` is of no consequence: it divides the angles among three grids of
     positions, and in text a token has the same position in all three."""
-    rope = _rope(config)
     if not rope.values:
         rope = replace(rope, values=family.rope)
 
     def optional_scale(key: str) -> float | None:
         return rope.scale(key) if rope.has(key) else None
 
-    theta = rope.theta("rope_theta", config.theta("rope_theta", config.defaults["default_theta"]))
+    theta = rope.theta("rope_theta", _default_theta(config, kind_of_layer))
     kind = rope.text("rope_type", rope.text("type", "default"))
     kind = family.rope_kinds.get(kind, kind)
     if kind == "ntk_alpha" and rope.has("alpha"):  # the base alone is stretched
@@ -392,9 +427,26 @@ def _rotary(config: Fields, family: Family, max_position: int, head_dim: int) ->
     )
 
 
-def _rope(config: Fields) -> Fields:
-    scaling = config.nested("rope_scaling")
-    rope = scaling if scaling.values else config.nested("rope_parameters")
+def _default_theta(config: Fields, kind: str) -> float:
+    """The base of layers of a kind, where their rotary embedding does not say it."""
+    default = config.defaults["default_theta"]
+    if kind == _FULL:
+        return config.theta("rope_theta", default["global"] if isinstance(default, dict) else default)
+    if isinstance(default, dict):
+        return config.theta("rope_local_base_freq", default["local"])
+    return float(default)
+
+
+def _rope(config: Fields, family: Family, kind: str) -> Fields:
+    """What a file has of the rotary embedding of layers of a kind."""
+    scaling, parameters = config.nested("rope_scaling"), config.nested("rope_parameters")
+    if family.rotary_by_kind:
+        for key in parameters.values:
+            if key not in (_FULL, _SLIDING):
+                raise parameters.unsupported(key, f"{_FULL} and {_SLIDING} are")
+        own = parameters.nested(kind)  # older files scale that of layers without a window alone
+        return replace(own, values={**own.values, **scaling.values}) if kind == _FULL else own
+    rope = scaling if scaling.values else parameters
     for key, value in rope.values.items():
         if isinstance(value, dict):
             raise rope.unsupported(key, "one rotary embedding for all layers is")

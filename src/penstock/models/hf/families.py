@@ -24,6 +24,10 @@ class Family:
     rope: Mapping[str, Any] = field(default_factory=dict)  # where a file is silent
     rope_kinds: Mapping[str, str] = field(default_factory=dict)  # what it means by some
     embedding_is_scaled: bool = False  # by the root of the hidden size
+    # Where a file is silent, one layer of so many sees everything, the last of them; the others see a window.
+    full_every: int = 0
+    rotary_by_kind: bool = False  # layers with a window have a rotary embedding of their own
+    rotated_in_windows: bool = False  # where layers have windows, those without one are not rotated
     keys: Mapping[str, str] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)  # of parts of a layer's tensors
     model: Mapping[str, Any] = field(default_factory=dict)  # fields of `ModelConfig`
@@ -59,6 +63,8 @@ _LATE_NORMS = {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
 _NTK = {"dynamic": "ntk_alpha"}
 _BIASES = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
 _ONLY_AFTER = {"pre_norm": False, "post_norm": True}
+_SANDWICH = {**_NORMS_AFTER, "pre_feedforward_layernorm": "post_attention_layernorm"}
+_GEMMA = {"zero_centred_norm": True, "post_norm": True}
 
 FAMILIES = {
     "llama": Family(),
@@ -148,10 +154,43 @@ FAMILIES = {
     ),
     "arcee": Family(model={"gated_mlp": False}),
     "gemma": Family(embedding_is_scaled=True, model={"zero_centred_norm": True}),
+    "gemma2": Family(
+        embedding_is_scaled=True,
+        full_every=2,
+        keys={"hidden_act": "hidden_activation"},
+        names=_SANDWICH,
+        model=_GEMMA,
+    ),
+    "gemma3_text": Family(
+        embedding_is_scaled=True,
+        head_norm=True,
+        full_every=6,
+        rotary_by_kind=True,
+        keys={"hidden_act": "hidden_activation"},
+        names=_SANDWICH,
+        only={"attn_logit_softcapping": None},  # which transformers' model ignores
+        model=_GEMMA,
+    ),
     "cohere": Family(
         keys={"rms_norm_eps": "layer_norm_eps"},
         only={"use_qk_norm": False},
         model={"layer_norm": True, "parallel_blocks": True, "interleaved_rotary": True},
+    ),
+    "cohere2": Family(
+        full_every=4,
+        rotated_in_windows=True,
+        keys={"rms_norm_eps": "layer_norm_eps"},
+        model={"layer_norm": True, "parallel_blocks": True, "interleaved_rotary": True},
+    ),
+    "olmo3": Family(
+        head_norm=True,
+        full_every=4,
+        rotary_by_kind=True,
+        names=_NORMS_AFTER,
+        model={"norm_all_heads": True, **_ONLY_AFTER},
+    ),
+    "exaone4": Family(
+        head_norm=True, full_every=4, rotated_in_windows=True, names=_NORMS_AFTER, model=_ONLY_AFTER
     ),
     "helium": Family(out_bias=False, model={"interleaved_rotary": True}),
     "nemotron": Family(
@@ -175,4 +214,5 @@ MULTIMODAL = {
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "mistral3": "mistral",
+    "gemma3": "gemma3_text",
 }
