@@ -4,6 +4,7 @@
 from pathlib import Path
 
 from penstock.models.gguf.config import ARCHITECTURES
+from penstock.models.hf.config import family_defaults
 from penstock.models.hf.families import FAMILIES, MULTIMODAL
 from tests.engine.test_families import MODELS
 from tests.engine.test_parity import MODELS as PLAIN
@@ -26,6 +27,12 @@ _SWITCHES = {
     "choice_bias": "router bias",
     "shared_gate": "shared expert without gate",
 }
+# What keys of a configuration mean.
+_STATES = {
+    "linear_num_key_heads": "delta net",
+    "mamba_n_heads": "Mamba-2",
+    "conv_L_cache": "short convolution",
+}
 
 
 def table() -> str:
@@ -40,6 +47,7 @@ def table() -> str:
     for name, family in FAMILIES.items():
         words = ["q/k norm"] if family.head_norm and not family.model.get("norm_all_heads") else []
         words += ["part of a head rotated"] if family.partial_rotary is not None else []
+        words += [text for key, text in _STATES.items() if key in family_defaults(name)]
         words += ["scaled embedding"] if family.embedding_is_scaled else []
         words += [f"window but for every {family.full_every}th layer"] if family.full_every else []
         words += ["rotary by kind of layer"] if family.rotary_by_kind else []

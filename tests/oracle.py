@@ -76,6 +76,16 @@ _SIGMOID_EXPERTS = {
     "norm_topk_prob": True,
 }
 _WINDOW = {"sliding_window": 40, "num_hidden_layers": 3, "sliding_window_pattern": 2}
+_MAMBA = {
+    "num_hidden_layers": 4,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "mamba_chunk_size": 32,
+}
+_MAMBA_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+_SHORT_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
 _MROPE = {"rope": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
 _OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -108,6 +118,16 @@ _OWN: dict[str, dict[str, Any]] = {
     "cohere2": {**_WINDOW, "logit_scale": 0.25},
     "olmo3": _WINDOW,
     "exaone4": _WINDOW,
+    "lfm2": {**_SHORT_CONV, "block_multiple_of": 40},
+    "lfm2_moe": {**_SHORT_CONV, **_EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.7},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        **_MAMBA,
+        **_MULTIPLIERS,
+        **_LOCAL_EXPERTS,
+        "layer_types": _MAMBA_LAYERS,
+        "shared_intermediate_size": 56,
+    },
     "qwen3_moe": _EXPERTS,
     "qwen3_next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56},
     "qwen3_5_text": _DELTA_NET,
@@ -154,7 +174,7 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
         model = AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
-            if name.endswith(".e_score_correction_bias"):
+            if name.endswith((".e_score_correction_bias", ".expert_bias")):
                 buffer.uniform_(-0.2, 0.2)
         for name, parameter in model.named_parameters():
             if name.endswith("norm.weight"):

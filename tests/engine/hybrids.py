@@ -176,7 +176,8 @@ def assert_all_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> No
 def assert_all_close(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> None:
     """Up to rounding in float32, relative to the largest value of each tensor."""
     for index, (part, other) in enumerate(zip(ours, theirs, strict=True)):
-        assert float((part - other).abs().max()) <= 1e-4 * float(other.abs().max()), index
+        if part.numel():  # a short convolution has no matrix
+            assert float((part - other).abs().max()) <= 1e-4 * float(other.abs().max()), index
 
 
 def assert_all_free(space: CacheSpace) -> None:

@@ -44,6 +44,17 @@ SMALL = {
     "n_shared_experts": 1,
     "shared_intermediate_size": 16,
     "pad_token_id": 0,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+}
+# Of hybrids whose defaults have no layer with attention.
+_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": _LAYERS, "num_hidden_layers": 4},
+    "lfm2": {"layer_types": ["conv", *_LAYERS[1:2], "conv", "conv"], "num_hidden_layers": 4},
+    "lfm2_moe": {"layer_types": ["conv", *_LAYERS[1:2], "conv", "conv"], "num_hidden_layers": 4},
 }
 # What a model reads, and what changes nothing of a prompt's logits.
 WITHOUT_EFFECT = {
@@ -70,6 +81,8 @@ WITHOUT_EFFECT = {
     # Names, of the model and of tokens that nobody puts anywhere.
     *("architectures", "transformers_version", "name_or_path", "auto_map", "bos_token_id", "pad_token_id"),
     *("eod_token_id", "sep_token_id"),
+    # How tokens are grouped on their way, and for a loss.
+    *("mamba_chunk_size", "chunk_size", "num_logits_to_keep", "z_loss_coefficient"),
     # Layers that predict several tokens at once, which are left in the file.
     *("num_mtp_layers", "num_nextn_predict_layers"),
 }
@@ -128,7 +141,10 @@ def model_reads(config: type[PreTrainedConfig]) -> dict[str, Any]:
     }
     if "vl" in config.model_type:
         small["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    made = config(**small)
+    made = config(
+        **small,
+        **{key: value for key, value in HYBRIDS.get(config.model_type, {}).items() if key not in small},
+    )
     setattr(config, "__getattribute__", noting)  # noqa: B010
     try:
         is_alone = type(made) in AutoModelForCausalLM._model_mapping
@@ -156,7 +172,8 @@ def _literal_default(file: str, name: str) -> Any:
 def sound(family: str) -> dict[str, Any]:
     """The least that a configuration needs, where all defaults are the class's."""
     unset = {key: SMALL[key] for key, value in defaults(family).items() if value is None and key in SMALL}
-    return {**unset, "model_type": family, "max_position_embeddings": 64, "head_dim": 64}
+    own = HYBRIDS.get(family, {})
+    return {**unset, "model_type": family, "max_position_embeddings": 64, "head_dim": 64, **own}
 
 
 def reads_here(family: str) -> set[str]:

@@ -15,7 +15,7 @@ from penstock.cache.states import EMPTY
 from penstock.errors import CacheFullError
 from penstock.plan.admission import WindowRoom
 from penstock.plan.grids import BLOCK_TOKENS
-from penstock.plan.model import DeltaNetConfig
+from penstock.plan.model import RecurrentConfig
 
 # What torch's own allocator gives. Kernels may take another path, with other bits, for other alignments.
 _ALIGNMENT_BYTES = 64
@@ -174,9 +174,10 @@ def _padded(cached: Tensor, places: Sequence[TokenRange], num_tokens: int) -> Te
 
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
-    """The state that a model's delta-net layers carry from one token to the next."""
+    """The state that a model's recurrent layers carry from one token to the next: inputs of a convolution, and a
+    matrix for each head, unless all three sizes of those are 0."""
 
-    num_layers: int  # delta-net layers only
+    num_layers: int  # recurrent layers only
     conv_tail: int  # inputs of the convolution that the next token needs: one fewer than it has taps
     conv_size: int
     num_heads: int
@@ -185,19 +186,12 @@ class RecurrentSpec:
     dtype: torch.dtype  # of the convolution tail; the matrix is float32
 
     @classmethod
-    def of(cls, net: DeltaNetConfig, dtype: torch.dtype) -> "RecurrentSpec":
-        return cls(
-            net.num_layers,
-            net.conv_kernel - 1,
-            net.conv_size,
-            net.num_value_heads,
-            net.key_head_dim,
-            net.value_head_dim,
-            dtype,
-        )
+    def of(cls, net: RecurrentConfig, dtype: torch.dtype) -> "RecurrentSpec":
+        return cls(net.num_layers, net.conv_kernel - 1, net.conv_size, *net.matrix_shape, dtype)
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "conv_size", "num_heads", "key_dim", "value_dim"):
+        matrix = ("num_heads", "key_dim", "value_dim") if any(self.matrix_shape) else ()
+        for name in ("num_layers", "conv_size", *matrix):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.conv_tail < 0:

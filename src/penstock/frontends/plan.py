@@ -47,7 +47,7 @@ _TITLES = {
     "hidden": "hidden",
     "projection": "projections",
     "attention": "attention",
-    "delta_net": "delta net",
+    "delta_net": "recurrent",
     "mlp": "MLP",
     "logits": "logits",
 }

@@ -17,7 +17,7 @@ _PARTS = {
     "hidden": ("hidden states", "#0077bb"),
     "projection": ("projections", "#33bbee"),
     "attention": ("attention", "#009988"),
-    "delta_net": ("delta net", "#ddaa33"),
+    "delta_net": ("recurrent", "#ddaa33"),
     "mlp": ("MLP or experts", "#ee7733"),
     "logits": ("logits", "#cc3311"),
 }

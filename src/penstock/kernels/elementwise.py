@@ -37,11 +37,6 @@ def in_shares(function: ElementWise, x: Tensor, out: Tensor | None = None) -> Te
     return out
 
 
-def whole_lanes(width: int) -> int:
-    """The width in whole vectors. Columns that are added to fill one up are zero and change nothing."""
-    return -(-width // LANES) * LANES
-
-
 def even_shares(num_rows: int, width: int, num_threads: int) -> list[slice]:
     """Divide the rows of [num_rows, width] into calls. A width that is no multiple of LANES is taken row by row."""
     if width % LANES:

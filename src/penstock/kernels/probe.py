@@ -27,7 +27,7 @@ from penstock.cache.tensors import KV, RecurrentCache, RecurrentSpec
 from penstock.files import read_plain, replace_json
 from penstock.home import cache_home
 from penstock.kernels.device import device_kind
-from penstock.kernels.elementwise import ACTIVATIONS, whole_lanes
+from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import BLOCK_FORMS, Weight
 from penstock.kernels.spans import (
@@ -35,13 +35,16 @@ from penstock.kernels.spans import (
     AttentionWork,
     DeltaHeads,
     HeadLayout,
+    MambaHeads,
     Scoring,
+    ShortConv,
+    StateNet,
     StateRows,
     StateWork,
     WrittenPlaces,
 )
-from penstock.plan.grids import COARSER, FINE_ROWS, GPU_ROW_GRID, STATE_GRID, RowLaw
-from penstock.plan.model import DeltaNetConfig
+from penstock.plan.grids import COARSER, FINE_ROWS, GPU_ROW_GRID, STATE_GRID, RowLaw, whole_lanes
+from penstock.plan.model import DeltaNetConfig, RecurrentConfig, ShortConvConfig, input_size
 
 # A device may just hold a weight: what is made beside one is for so many of its rows at a time.
 ROWS_TOGETHER = 2048
@@ -69,7 +72,7 @@ class ProbeShapes:
     mlp_widths: tuple[int, ...]
     rotary_dim: int
     head: ProductShape | None  # None: these layers are followed by others
-    delta_net: DeltaNetConfig | None = None
+    recurrent: RecurrentConfig | None = None
     num_experts: int = 0
     expert_products: tuple[ProductShape, ...] = ()
     activation: str = "silu"
@@ -334,19 +337,25 @@ def passes_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
     return True
 
 
-def recurrence_holds(kernels: Kernels, sizes: DeltaNetConfig, random: Random) -> bool:
-    """A delta net gives the same outputs and the same state, whether it reads its tokens in one span or in several
-    that end on the grid of states."""
-    lanes = whole_lanes(sizes.num_value_heads)
-    projected = random.normal(_NUM_TOKENS, sizes.conv_size + sizes.value_size + 2 * lanes)
-    net = DeltaHeads(
-        sizes,
-        norm_eps=1e-6,
-        conv_weight=random.normal(sizes.conv_kernel, sizes.conv_size).float(),
-        decay_rate=-random.normal(lanes).float().exp(),
-        decay_bias=random.normal(lanes).float(),
-        norm=random.normal(sizes.value_head_dim).float(),
-    )
+def random_net(sizes: RecurrentConfig, random: Random) -> StateNet:
+    taps = random.normal(sizes.conv_kernel, sizes.conv_size).float()
+    bias = random.normal(sizes.conv_size).float()
+    if isinstance(sizes, ShortConvConfig):
+        return ShortConv(sizes, taps, bias)
+    heads, lanes = sizes.num_value_heads, whole_lanes(sizes.num_value_heads)
+    decay = -random.normal(lanes).float().exp(), random.normal(lanes).float()
+    if isinstance(sizes, DeltaNetConfig):
+        return DeltaHeads(sizes, 1e-6, taps, *decay, random.normal(sizes.value_head_dim).float())
+    norm = random.normal(sizes.value_size).float().view(max(sizes.norm_groups, 1), -1)
+    skip = random.normal(heads).float()
+    return MambaHeads(sizes, 1e-6, taps, bias, *decay, skip, norm if sizes.norm_groups else None)
+
+
+def recurrence_holds(kernels: Kernels, sizes: RecurrentConfig, random: Random) -> bool:
+    """A recurrent layer gives the same outputs and the same state, whether it reads its tokens in one span or in
+    several that end on the grid of states."""
+    projected = random.normal(_NUM_TOKENS, input_size(sizes))
+    net = random_net(sizes, random)
     spec = RecurrentSpec.of(replace(sizes, num_layers=1), projected.dtype)
 
     def run(ends: tuple[int, ...]) -> list[Tensor]:
@@ -442,7 +451,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         attention_holds=attention_holds(kernels, shapes, tried, random),
         passes_hold=passes_hold(kernels, shapes, random),
         head_holds=slab_holds(kernels, (shapes.head,) if shapes.head else (), kernels.head_rows, random),
-        recurrence_holds=shapes.delta_net is None or recurrence_holds(kernels, shapes.delta_net, random),
+        recurrence_holds=shapes.recurrent is None or recurrence_holds(kernels, shapes.recurrent, random),
         expert_slab=expert_slab,
         avoided_rows=() if row_slab else tuple(avoided),
     )

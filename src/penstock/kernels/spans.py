@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from penstock.cache import TokenRange
-from penstock.plan.model import DeltaNetConfig
+from penstock.plan.model import DeltaNetConfig, MambaConfig, ShortConvConfig
 
 Places = Sequence[TokenRange]
 
@@ -58,6 +58,32 @@ class DeltaHeads:
     decay_rate: Tensor  # [lanes], float32, negative
     decay_bias: Tensor  # [lanes], float32
     norm: Tensor  # [value_head_dim], float32
+
+
+@dataclass(frozen=True)
+class MambaHeads:
+    """The heads of a Mamba-2 layer, and all it has beside its products. All tensors are float32."""
+
+    sizes: MambaConfig
+    norm_eps: float
+    conv_weight: Tensor  # [taps, conv_size]; the tap of the token itself is last
+    conv_bias: Tensor | None  # [conv_size]
+    decay_rate: Tensor  # [lanes], negative
+    decay_bias: Tensor  # [lanes]
+    skip: Tensor  # [heads]: values go past the rule, too, times this
+    norm: Tensor | None  # [norm_groups, value_size / norm_groups]
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A convolution that mixes tokens by itself. Its tensors are float32."""
+
+    sizes: ShortConvConfig
+    conv_weight: Tensor  # [taps, conv_size]; the tap of the token itself is last
+    conv_bias: Tensor | None  # [conv_size]
+
+
+StateNet = DeltaHeads | MambaHeads | ShortConv
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.kernels.quantised import DenseLayer, DenseProduct, QuantisedWeight, Weight
 from penstock.kernels.threads import StepThreads, num_threads
 from penstock.layers.attention import Attention
-from penstock.layers.delta_net import DeltaNet
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, ExpertMLP
 from penstock.layers.norm import Norm
+from penstock.layers.recurrent import Recurrent
 from penstock.layers.rotary import Rotary, RotaryTables, at_positions
 from penstock.plan.memory import ActivationModel
 from penstock.plan.model import ModelConfig
@@ -33,7 +33,7 @@ class DecoderLayer:
     """Tokens are mixed by the first block, each on its own by the second."""
 
     mixer_norm: Norm
-    mixer: Attention | DeltaNet
+    mixer: Attention | Recurrent
     mlp_norm: Norm
     mlp: MLP | ExpertMLP
     mixer_exit: Norm  # of what a block adds to the residual
@@ -150,7 +150,7 @@ class Decoder:
     @property
     def cache_spec(self) -> CacheSpec:
         """What these layers cache."""
-        config, net = self.part, self.part.delta_net
+        config, net = self.part, self.part.recurrent
         kv = KVSpec(config.num_full_layers, config.num_kv_heads, config.head_dim, self.dtype)
         groups: tuple[KVSpec, ...] = (kv,)
         if (window := config.window) is not None:
@@ -175,7 +175,7 @@ class Decoder:
             hidden_size=config.hidden_size,
             mlp_widths=tuple(sorted({width for layer in self.layers for width in layer.mlp.widths})),
             rotary_dim=config.rotary_dim or config.head_dim,
-            delta_net=config.delta_net,
+            recurrent=config.recurrent,
             num_experts=config.experts.num_experts if config.experts else 0,
             activation=config.activation,
             layer_norm=config.layer_norm,
@@ -187,8 +187,10 @@ class Decoder:
     @property
     def can_record(self) -> bool:
         """Whether passes can be recorded. How many rows an expert has, the host must know before it is launched."""
-        is_dense = all(layer.mlp.is_dense for layer in self.layers) and not self.config.parallel_blocks
-        return self.kernels.can_capture and self.is_whole and is_dense and self.config.window is None
+        config = self.config
+        is_dense = all(layer.mlp.is_dense for layer in self.layers) and not config.parallel_blocks
+        has_plain_layers = config.window is None and config.recurrent is config.delta_net
+        return self.kernels.can_capture and self.is_whole and is_dense and has_plain_layers
 
     @property
     def num_weight_bytes(self) -> int:

@@ -11,32 +11,34 @@ from torch.nn.functional import pad
 
 from penstock.errors import SettingError
 from penstock.kernels.device import device_kind
-from penstock.kernels.elementwise import ACTIVATIONS, ElementWise, whole_lanes, xielu
+from penstock.kernels.elementwise import ACTIVATIONS, ElementWise, xielu
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
-from penstock.kernels.spans import DeltaHeads, HeadLayout, Scoring
+from penstock.kernels.spans import DeltaHeads, HeadLayout, MambaHeads, Scoring, ShortConv, StateNet
 from penstock.layers.attention import Attention
-from penstock.layers.delta_net import DeltaNet
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, ExpertMLP
 from penstock.layers.norm import Norm
+from penstock.layers.recurrent import Recurrent
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.weights import (
     AttentionWeights,
-    DeltaNetWeights,
     ExpertsWeights,
     LayerWeights,
     MLPWeights,
     NormWeights,
     Product,
+    RecurrentWeights,
     Rows,
     Stored,
     WeightSource,
     check_source,
     weight_table,
 )
+from penstock.plan.grids import whole_lanes
 from penstock.plan.memory import weight_bytes
+from penstock.plan.model import DeltaNetConfig, ShortConvConfig
 from penstock.plan.settings import (
     QUANTISED_WEIGHTS,
     WeightsName,
@@ -164,7 +166,7 @@ class _Loader:
         table, layers = self._table, self._layers
         is_last = layers.stop == len(table.layers)
         embedding = self._vocabulary(table.embedding) if layers.start == 0 else None
-        mixers: Counter[int] = Counter()  # of each K/V group, and of delta nets, the next one's index
+        mixers: Counter[int] = Counter()  # of each K/V group, and of recurrent layers, the next one's index
         loaded = []
         for layer in table.layers[layers.start : layers.stop]:
             kind = layer.mixer.group if isinstance(layer.mixer, AttentionWeights) else -1
@@ -205,8 +207,8 @@ class _Loader:
         """`mixer_index` counts layers with the same kind of mixer, and of the same K/V group."""
         return DecoderLayer(
             mixer_norm=self._norm(layer.mixer_norm),
-            mixer=self._delta_net(layer.mixer, mixer_index)
-            if isinstance(layer.mixer, DeltaNetWeights)
+            mixer=self._recurrent(layer.mixer, mixer_index)
+            if isinstance(layer.mixer, RecurrentWeights)
             else self._attention(layer.mixer, mixer_index),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp=self._experts(layer.mlp) if isinstance(layer.mlp, ExpertsWeights) else self._mlp(layer.mlp),
@@ -240,26 +242,34 @@ class _Loader:
             is_normed_late=config.norm_after_rotary,
         )
 
-    def _delta_net(self, weights: DeltaNetWeights, index: int) -> DeltaNet:
-        net = self._config.delta_net
-        assert net is not None
-        heads = net.num_value_heads
-        rate, bias = torch.zeros(2, whole_lanes(heads), device=self._device)
-        rate[:heads] = -self._tensor(weights.decay_log, torch.float32).exp()
-        bias[:heads] = self._tensor(weights.decay_bias, torch.float32)
-        return DeltaNet(
-            index=index,
-            heads=DeltaHeads(
-                net,
-                norm_eps=self._config.norm_eps,
-                conv_weight=self._tensor(weights.conv, torch.float32)[:, 0].t().contiguous(),
-                decay_rate=rate,
-                decay_bias=bias,
-                norm=self._tensor(weights.norm, torch.float32),
-            ),
-            inputs=self._linear(weights.inputs),
-            out=self._linear(weights.out),
+    def _recurrent(self, weights: RecurrentWeights, index: int) -> Recurrent:
+        return Recurrent(
+            index, self._state_net(weights), self._linear(weights.inputs), self._linear(weights.out)
         )
+
+    def _state_net(self, weights: RecurrentWeights) -> StateNet:
+        def tensor(stored: Stored | None) -> Tensor | None:
+            return None if stored is None else self._tensor(stored, torch.float32)
+
+        net, eps = self._config.recurrent, self._config.norm_eps
+        taps = self._tensor(weights.conv, torch.float32)[:, 0].t().contiguous()
+        bias, norm = tensor(weights.conv_bias), tensor(weights.norm)
+        assert net is not None
+        if isinstance(net, ShortConvConfig):
+            return ShortConv(net, taps, bias)
+        heads = net.num_value_heads
+        decay_rate, decay_bias = torch.zeros(2, whole_lanes(heads), device=self._device)
+        assert weights.decay_log is not None
+        assert weights.decay_bias is not None
+        decay_rate[:heads] = -self._tensor(weights.decay_log, torch.float32).exp()
+        decay_bias[:heads] = self._tensor(weights.decay_bias, torch.float32)
+        if isinstance(net, DeltaNetConfig):
+            assert norm is not None
+            return DeltaHeads(net, eps, taps, decay_rate, decay_bias, norm)
+        assert weights.skip is not None
+        skip = self._tensor(weights.skip, torch.float32)
+        norm = None if norm is None else norm.view(net.norm_groups, -1)
+        return MambaHeads(net, eps, taps, bias, decay_rate, decay_bias, skip, norm)
 
     def _mlp(self, weights: MLPWeights) -> MLP:
         return MLP(

@@ -220,17 +220,29 @@ def recurrent_layers(fields: Fields, listed: Sequence[bool], num_layers: int) ->
 
 def delta_net_of(origin: str, layers: tuple[int, ...], **sizes: int) -> DeltaNetConfig:
     """A delta net of sizes that a file has."""
-    key_heads, value_heads = sizes["num_key_heads"], sizes["num_value_heads"]
-    if value_heads % key_heads:
+    check_state(origin, "a delta net", **sizes)
+    return DeltaNetConfig(num_layers=len(layers), layers=layers, **sizes)
+
+
+def check_state(
+    origin: str,
+    what: str,
+    *,
+    num_key_heads: int,
+    num_value_heads: int,
+    key_head_dim: int,
+    value_head_dim: int,
+    conv_kernel: int,
+) -> None:
+    """Raise unless there can be recurrent layers of such sizes."""
+    if num_value_heads % num_key_heads:
         raise ModelFileError(
-            f"{origin}: {value_heads} value heads of a delta net cannot share {key_heads} key heads"
+            f"{origin}: {num_value_heads} value heads of {what} cannot share {num_key_heads} key heads"
         )
-    net = DeltaNetConfig(num_layers=len(layers), layers=layers, **sizes)
-    if (size := max(net.key_size, net.value_size)) > Most.WIDTH:
-        raise ModelFileError(f"{origin}: a delta net's heads of {size} elements in all exceed {Most.WIDTH}")
-    if (size := net.num_value_heads * net.key_head_dim * net.value_head_dim) > Most.STATE:
-        raise ModelFileError(f"{origin}: a delta net's state of {size} elements exceeds {Most.STATE}")
-    return net
+    if (size := max(num_key_heads * key_head_dim, num_value_heads * value_head_dim)) > Most.WIDTH:
+        raise ModelFileError(f"{origin}: {what}'s heads of {size} elements in all exceed {Most.WIDTH}")
+    if (size := num_value_heads * key_head_dim * value_head_dim) > Most.STATE:
+        raise ModelFileError(f"{origin}: {what}'s state of {size} elements exceeds {Most.STATE}")
 
 
 def check_experts(origin: str, experts: ExpertsConfig) -> None:

@@ -17,12 +17,19 @@ from typing import NamedTuple
 import torch
 
 from penstock.errors import ModelFileError
-from penstock.kernels.elementwise import whole_lanes
 from penstock.kernels.quantised import BlockForm
 from penstock.models.bytefile import ByteFile
 from penstock.models.reading import shortened
+from penstock.plan.grids import whole_lanes
 from penstock.plan.memory import WeightBits
-from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig
+from penstock.plan.model import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    MambaConfig,
+    ModelConfig,
+    RecurrentConfig,
+    input_size,
+)
 
 _SHOWN = 4
 _NAME_LENGTH = 80
@@ -199,13 +206,16 @@ class AttentionWeights(NamedTuple):
     group: int  # of the K/V groups; no tensor
 
 
-class DeltaNetWeights(NamedTuple):
-    inputs: Product  # queries, keys, values, gates; beta and decay in whole lanes
-    conv: Stored
-    decay_bias: Stored
-    decay_log: Stored
-    norm: Stored
+class RecurrentWeights(NamedTuple):
+    inputs: Product  # in the columns that `Kernels.carry_states` takes
     out: Product
+    conv: Stored
+    conv_bias: Stored | None = None
+    # Where there is a rule after the convolution:
+    decay_bias: Stored | None = None
+    decay_log: Stored | None = None
+    skip: Stored | None = None
+    norm: Stored | None = None
 
 
 class MLPWeights(NamedTuple):
@@ -225,7 +235,7 @@ class ExpertsWeights(NamedTuple):
 
 class LayerWeights(NamedTuple):
     mixer_norm: NormWeights
-    mixer: AttentionWeights | DeltaNetWeights
+    mixer: AttentionWeights | RecurrentWeights
     mlp_norm: NormWeights
     mlp: MLPWeights | ExpertsWeights
     mixer_exit: NormWeights
@@ -256,20 +266,26 @@ MIXER_EXIT, MLP_EXIT = "mixer_exit_norm", "mlp_exit_norm"
 
 
 def _layer(config: ModelConfig, index: int, present: Collection[str]) -> LayerWeights:
-    prefix, net, experts = f"model.layers.{index}", config.delta_net, config.experts
+    prefix, net, experts = f"model.layers.{index}", config.recurrent, config.experts
     before, after = config.pre_norm, config.post_norm
     return LayerWeights(
         _norm(f"{prefix}.input_layernorm", config, before),
-        _delta_net(f"{prefix}.linear_attn", config.hidden_size, net, present)
+        _recurrent(f"{prefix}.linear_attn", config.hidden_size, net, present)
         if net and index in net.layers
         else _attention(f"{prefix}.self_attn", config, index, present),
         _norm(f"{prefix}.post_attention_layernorm", config, before and not config.parallel_blocks),
         _experts(f"{prefix}.mlp", config, experts, present)
         if experts and index in experts.layers
-        else _mlp(f"{prefix}.mlp", config, config.intermediate_size, present, config.mlp_bias),
+        else _mlp(_dense_prefix(prefix, present), config, config.intermediate_size, present, config.mlp_bias),
         _norm(f"{prefix}.{MIXER_EXIT}", config, after),
         _norm(f"{prefix}.{MLP_EXIT}", config, after),
     )
+
+
+def _dense_prefix(prefix: str, present: Collection[str]) -> str:
+    """Of a model without experts, some files call the dense block what is their shared expert elsewhere."""
+    shared = f"{prefix}.mlp.shared_expert"
+    return shared if f"{shared}.gate_up_proj.weight" in present else f"{prefix}.mlp"
 
 
 def _norm(prefix: str, config: ModelConfig, exists: bool = True) -> NormWeights:
@@ -315,8 +331,46 @@ def _attention(prefix: str, config: ModelConfig, index: int, present: Collection
     )
 
 
-def _delta_net(prefix: str, hidden: int, net: DeltaNetConfig, present: Collection[str]) -> DeltaNetWeights:
-    """All input projections are one. Some files have them in two, key head by key head."""
+def _recurrent(prefix: str, hidden: int, net: RecurrentConfig, present: Collection[str]) -> RecurrentWeights:
+    """All input projections are one."""
+    conv = Stored(f"{prefix}.conv1d.weight", (net.conv_size, 1, net.conv_kernel))
+    out = (Rows(f"{prefix}.out_proj", hidden),)
+    if isinstance(net, DeltaNetConfig):
+        return RecurrentWeights(
+            Product(_delta_net_inputs(prefix, net, present), input_size(net), hidden, hidden),
+            Product(out, hidden, net.value_size, net.value_size),
+            conv,
+            decay_bias=Stored(f"{prefix}.dt_bias", (net.num_value_heads,)),
+            decay_log=Stored(f"{prefix}.A_log", (net.num_value_heads,)),
+            norm=Stored(f"{prefix}.norm.weight", (net.value_head_dim,)),
+        )
+    inputs, has_conv_bias = Rows(f"{prefix}.in_proj", net.projected_size), net.bias
+    own: dict[str, Stored] = {}
+    if isinstance(net, MambaConfig):
+        has_conv_bias, heads = net.conv_bias, (net.num_value_heads,)
+        # Files have gates before what is convolved.
+        sizes = (net.value_size, net.conv_size, net.num_value_heads)
+        parts = HeadRows(1, sizes, (net.conv_size, 0, net.projected_size))
+        inputs = inputs._replace(num_rows=sum(sizes), heads=parts)
+        own = {
+            "decay_bias": Stored(f"{prefix}.dt_bias", heads),
+            "decay_log": Stored(f"{prefix}.A_log", heads),
+        }
+        own["skip"] = Stored(f"{prefix}.D", heads)
+        if net.norm_groups:
+            own["norm"] = Stored(f"{prefix}.norm.weight", (net.value_size,))
+    if has_conv_bias:
+        own["conv_bias"] = Stored(f"{prefix}.conv1d.bias", (net.conv_size,))
+    return RecurrentWeights(
+        Product((inputs,), input_size(net), hidden, hidden, net.bias),
+        Product(out, hidden, net.value_size, net.value_size, net.bias),
+        conv,
+        **own,
+    )
+
+
+def _delta_net_inputs(prefix: str, net: DeltaNetConfig, present: Collection[str]) -> tuple[Rows, ...]:
+    """Some files have them in two, key head by key head."""
     heads, lanes, gates = (
         net.num_value_heads,
         whole_lanes(net.num_value_heads),
@@ -340,14 +394,7 @@ def _delta_net(prefix: str, hidden: int, net: DeltaNetConfig, present: Collectio
             Rows(f"{prefix}.in_proj_b", heads, gates),
             Rows(f"{prefix}.in_proj_a", heads, gates + lanes),
         )
-    return DeltaNetWeights(
-        Product(inputs, gates + 2 * lanes, hidden, hidden),
-        Stored(f"{prefix}.conv1d.weight", (net.conv_size, 1, net.conv_kernel)),
-        Stored(f"{prefix}.dt_bias", (heads,)),
-        Stored(f"{prefix}.A_log", (heads,)),
-        Stored(f"{prefix}.norm.weight", (net.value_head_dim,)),
-        Product((Rows(f"{prefix}.out_proj", hidden),), hidden, net.value_size, net.value_size),
-    )
+    return inputs
 
 
 def _mlp(

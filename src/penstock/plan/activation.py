@@ -26,7 +26,15 @@ from penstock.plan.grids import (
     SQUARE,
     STATE_GRID,
 )
-from penstock.plan.model import DeltaNetShape, ExpertsShape, ModelShape
+from penstock.plan.model import (
+    DeltaNetConfig,
+    ExpertsShape,
+    MambaConfig,
+    ModelShape,
+    RecurrentConfig,
+    ShortConvConfig,
+    input_size,
+)
 from penstock.plan.step import StepShape, Workspace
 
 Phase = Literal["start", "attention", "delta_net", "mlp", "head"]
@@ -144,7 +152,7 @@ class PassSizes:
     @property
     def graphs(self) -> int:
         """What chunks that a GPU has recorded attend into, which is kept."""
-        can_record = self.kernels == "cuda" and not self.shape.delta_net and not self.shape.experts
+        can_record = self.kernels == "cuda" and not self.shape.recurrent and not self.shape.experts
         return self.bytes(self.query, min(self.rows, GRAPH_ROWS)) if can_record else 0
 
     @property
@@ -178,7 +186,7 @@ def attention_marks(sizes: PassSizes) -> Iterator[StepMemory]:
 def mixed(sizes: PassSizes) -> StepMemory:
     """What a layer's output is made of, until that is added to the residual stream: of whichever layer has more."""
     attention = _queries(sizes) if sizes.shape.num_attention_layers else 0
-    net = sizes.bytes(sizes.shape.delta_net.value_size) if sizes.shape.delta_net else 0
+    net = sizes.bytes(sizes.shape.recurrent.value_size) if sizes.shape.recurrent else 0
     return StepMemory(
         "attention" if attention >= net else "delta_net",
         input_bytes=sizes.inputs,
@@ -278,18 +286,21 @@ def _decoding(sizes: PassSizes) -> int:
     return sizes.bytes(2 * sizes.kv, min(JOINED_TOKENS, step.decode_pasts))
 
 
-def delta_net_marks(sizes: PassSizes, net: DeltaNetShape) -> Iterator[StepMemory]:
-    lanes = rounded_up(net.num_value_heads, LANES)
-    width = net.conv_size + net.value_size + 2 * lanes
+def recurrent_marks(sizes: PassSizes, net: RecurrentConfig) -> Iterator[StepMemory]:
+    width = input_size(net)
     projection = sizes.bytes(width)
-    if sizes.kernels == "cuda":
+    out, convolved = sizes.bytes(net.value_size), sizes.bytes(net.conv_size)  # of all rows
+    if isinstance(net, ShortConvConfig):
+        begun = replace(sizes.entered("delta_net"), projection_bytes=projection)
+        yield replace(begun, projection_bytes=sizes.product(width))
+        yield replace(begun, delta_net_bytes=out + 2 * convolved + _convolving(sizes, net))
+        return
+    if sizes.kernels == "cuda" and isinstance(net, DeltaNetConfig):
         yield _carrying_on_gpu(sizes, net, projection)
         return
-    gates = FLOAT32 * sizes.rows * 2 * lanes
-    out = sizes.bytes(net.value_size)  # of all rows
+    gates = FLOAT32 * sizes.rows * 2 * rounded_up(net.num_value_heads, LANES)
     begun = replace(sizes.entered("delta_net"), projection_bytes=projection + gates)
     yield replace(begun, projection_bytes=sizes.product(width))
-    convolved = sizes.bytes(net.conv_size)
     attended = FLOAT32 * sizes.rows * net.value_size  # out of the rule
     yield replace(begun, delta_net_bytes=out + convolved + _convolving(sizes, net))
     yield replace(begun, delta_net_bytes=out + convolved + attended + _applying_rule(sizes, net))
@@ -298,7 +309,7 @@ def delta_net_marks(sizes: PassSizes, net: DeltaNetShape) -> Iterator[StepMemory
     yield replace(begun, delta_net_bytes=attended + 2 * out + few)
 
 
-def _carrying_on_gpu(sizes: PassSizes, net: DeltaNetShape, projection: int) -> StepMemory:
+def _carrying_on_gpu(sizes: PassSizes, net: DeltaNetConfig, projection: int) -> StepMemory:
     """At a piece of a span, with the output of the piece before: its inputs, and what carries the state through it,
     by blocks or, in float32, token by token."""
     rows = min(sizes.rows, PIECE_TOKENS)
@@ -319,21 +330,22 @@ def _carrying_on_gpu(sizes: PassSizes, net: DeltaNetShape, projection: int) -> S
     )
 
 
-def _convolving(sizes: PassSizes, net: DeltaNetShape) -> int:
+def _convolving(sizes: PassSizes, net: RecurrentConfig) -> int:
     """Some blocks at once, in float32: the window, the sum over the taps, its activation."""
     return FLOAT32 * 3 * _rows_at_once(sizes, net.conv_size) * net.conv_size
 
 
-def _applying_rule(sizes: PassSizes, net: DeltaNetShape) -> int:
+def _applying_rule(sizes: PassSizes, net: DeltaNetConfig | MambaConfig) -> int:
     """Some blocks are prepared while those before them are still held."""
     blocks = _rows_at_once(sizes, net.value_size)  # in tokens
     group = net.num_value_heads // net.num_key_heads
     keys = FLOAT32 * blocks * net.num_value_heads * net.key_head_dim  # for each value head
     values = FLOAT32 * blocks * net.value_size
     square = FLOAT32 * blocks * net.num_value_heads * STATE_GRID  # tokens of a block by each other
-    prepared = 3 * keys + values + 2 * square  # pairs of keys and queries, writers; inverse, attention
-    # Pairs, values, decays, products, the system, attention, and the inverse on its way
-    preparing = 2 * keys + values + 3 * square + 2 * square // group + 2 * square
+    inverse = square if isinstance(net, DeltaNetConfig) else 0
+    prepared = 3 * keys + values + square + inverse  # pairs of keys and queries, writers; attention
+    # Pairs, values, decays, products, attention, and the system and its inverse on its way
+    preparing = 2 * keys + values + 2 * square + 2 * square // group + 3 * inverse
     if group > 1:
         preparing += 2 * keys // group
     # Through one block goes the state: what it holds of the tokens, what they write twice, the state once more.
@@ -387,8 +399,8 @@ def _marks(sizes: PassSizes) -> Iterator[StepMemory]:
     yield _start(sizes)
     if sizes.shape.num_attention_layers:
         yield from attention_marks(sizes)
-    if sizes.shape.delta_net:
-        yield from delta_net_marks(sizes, sizes.shape.delta_net)
+    if sizes.shape.recurrent:
+        yield from recurrent_marks(sizes, sizes.shape.recurrent)
     yield from _feed_forward(sizes)
     if sizes.step.num_logits:
         yield _head(sizes)

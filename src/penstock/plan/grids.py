@@ -16,6 +16,13 @@ DEFAULT_CHUNK_SIZE, GPU_CHUNK_SIZE = 512, 2048
 
 # Elements of a whole number of vectors, whatever the dtype: no vector unit works on more at once.
 LANES = 64
+
+
+def whole_lanes(width: int) -> int:
+    """The width in whole vectors. Columns that are added to fill one up are zero and change nothing."""
+    return -(-width // LANES) * LANES
+
+
 # Of the longest vector. A library may sum in another order what begins inside of one.
 VECTOR_BYTES = 64
 # Positions of a rotary table that are made at a time.

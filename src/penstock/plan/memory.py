@@ -9,8 +9,8 @@ from penstock.plan.activation import REFERENCE, StepMemory, step_memory, step_ph
 from penstock.plan.admission import WindowRoom
 from penstock.plan.checks import check_int
 from penstock.plan.chunks import ChunkedPrefillConfig, num_prefill_chunks, prefill_chunk_span
-from penstock.plan.grids import BLOCK_TOKENS, LANES
-from penstock.plan.model import ModelShape
+from penstock.plan.grids import BLOCK_TOKENS, LANES, whole_lanes
+from penstock.plan.model import ModelShape, input_size
 from penstock.plan.sizing import SizeRules, largest_that
 from penstock.plan.step import Span, StepShape, Workspace
 from penstock.plan.units import format_bytes
@@ -183,14 +183,12 @@ def kv_cache_bytes(
 
 
 def state_slot_bytes(shape: ModelShape, dtype_bytes: int) -> int:
-    """One recurrent state: in each delta-net layer the convolution's last inputs and a matrix a head."""
-    net = shape.delta_net
+    """One recurrent state: in each such layer the convolution's last inputs and a matrix a head."""
+    net = shape.recurrent
     if net is None:
         return 0
     tail = dtype_bytes * (net.conv_kernel - 1) * net.conv_size  # [taps - 1, conv]
-    # [heads, key_dim, value_dim]
-    matrix = _FLOAT32_BYTES * net.num_value_heads * net.key_head_dim * net.value_head_dim
-    return net.num_layers * (tail + matrix)
+    return net.num_layers * (tail + _FLOAT32_BYTES * math.prod(net.matrix_shape))
 
 
 def weight_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = None) -> int:
@@ -205,16 +203,14 @@ def weight_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = 
     norms = (2 * shape.num_layers + 1) * hidden
     vocabulary = (1 if bits.is_tied else 2) * shape.vocab_size * hidden  # embedding, head
     elements = shape.num_attention_layers * (projected + query) * hidden
-    elements += shape.num_dense_layers * 3 * _whole_lanes(shape.intermediate_size) * hidden
+    elements += shape.num_dense_layers * 3 * whole_lanes(shape.intermediate_size) * hidden
     float32_elements = 0
-    if net := shape.delta_net:
-        lanes = _whole_lanes(net.num_value_heads)
-        elements += net.num_layers * (net.conv_size + 2 * net.value_size + 2 * lanes) * hidden
-        # taps, decay's rate and bias, the norm of a head
-        float32_elements = net.num_layers * (net.conv_kernel * net.conv_size + 2 * lanes + net.value_head_dim)
+    if net := shape.recurrent:
+        elements += net.num_layers * (input_size(net) + net.value_size) * hidden
+        float32_elements = net.num_layers * net.num_weights
     if experts := shape.experts:
-        widths = experts.num_experts * _whole_lanes(experts.intermediate_size)
-        widths += _whole_lanes(experts.shared_intermediate_size)
+        widths = experts.num_experts * whole_lanes(experts.intermediate_size)
+        widths += whole_lanes(experts.shared_intermediate_size)
         routed = experts.num_experts + (LANES if experts.shared_intermediate_size else 0)
         elements += experts.num_layers * (3 * widths + routed) * hidden
     quantised = math.ceil((bits.matrices * elements + bits.vocabulary * vocabulary) / 8)
@@ -225,10 +221,6 @@ def vocabulary_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | Non
     """The embedding, or the output head: either takes as much."""
     per_value = bits.vocabulary if bits else 8 * dtype_bytes
     return math.ceil(per_value * shape.vocab_size * shape.hidden_size / 8)
-
-
-def _whole_lanes(width: int) -> int:
-    return -(-width // LANES) * LANES
 
 
 def _worst_spans(num_tokens: int, config: ChunkedPrefillConfig) -> tuple[Span, ...]:

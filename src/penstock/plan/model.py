@@ -3,10 +3,13 @@
 What planning needs comes first, and can be given alone; the rest has defaults.
 """
 
+import math
 from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeVar
 
 from penstock.errors import SettingError
 from penstock.plan.checks import check_bool, check_int
+from penstock.plan.grids import whole_lanes
 
 
 @dataclass(frozen=True)
@@ -32,9 +35,9 @@ class RotaryConfig:
 
 
 @dataclass(frozen=True)
-class DeltaNetConfig:
-    """The gated-delta-net layers of a hybrid: a causal convolution, then a delta rule. They keep a state of fixed
-    size, a matrix for each head among it, in place of keys and values."""
+class _StateHeads:
+    """Recurrent layers: a causal convolution, then a rule that writes to a matrix for each head and reads it. They
+    keep a state of fixed size in place of keys and values."""
 
     num_layers: int
     num_key_heads: int  # of the queries too; each serves num_value_heads / num_key_heads value heads
@@ -68,6 +71,93 @@ class DeltaNetConfig:
     def conv_size(self) -> int:
         """Channels of the convolution: queries, keys and values of every head."""
         return 2 * self.key_size + self.value_size
+
+    @property
+    def projected_size(self) -> int:
+        """Columns of the input projection, but for gates of single heads: what is convolved, gates of the output."""
+        return self.conv_size + self.value_size
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        return self.num_value_heads, self.key_head_dim, self.value_head_dim
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig(_StateHeads):
+    """The gated-delta-net layers of a hybrid."""
+
+    gates_first: ClassVar[bool] = False  # the norm is of the gated output
+    num_gates: ClassVar[int] = 2  # of each head and token: beta and decay
+
+    @property
+    def num_weights(self) -> int:
+        """Of a layer beside its products, in float32: taps, decay's rate and bias, the norm of a head."""
+        return self.conv_kernel * self.conv_size + 2 * whole_lanes(self.num_value_heads) + self.value_head_dim
+
+
+@dataclass(frozen=True)
+class MambaConfig(_StateHeads):
+    """The Mamba-2 layers of a model. A group of heads shares what is called B and C there: keys and queries here."""
+
+    num_gates: ClassVar[int] = 1  # of each head and token: the length of its step
+
+    conv_bias: bool = True
+    bias: bool = False  # of the projections in and out
+    norm_groups: int = 1  # parts of the output that are normed, each on its own; 0: there is no norm
+    gates_first: bool = True  # the norm is of the gated output; else that is the gated norm
+    least_step: float = 0.0
+    most_step: float = math.inf
+    beside_attention: bool = False  # these layers have attention, too
+
+    @property
+    def num_weights(self) -> int:
+        """Of a layer beside its products, in float32: taps, decay's rate and bias, what goes past the rule, the
+        norm."""
+        taps = (self.conv_kernel + self.conv_bias) * self.conv_size
+        norm = self.value_size if self.norm_groups else 0
+        return taps + 2 * whole_lanes(self.num_value_heads) + self.num_value_heads + norm
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """The layers of a model (LFM2) that mix tokens by a gated causal convolution alone."""
+
+    num_gates: ClassVar[int] = 0
+    matrix_shape: ClassVar[tuple[int, int, int]] = (0, 0, 0)
+
+    num_layers: int
+    conv_size: int
+    conv_kernel: int
+    bias: bool = False  # of the convolution, and of the projections in and out
+    layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "conv_size", "conv_kernel"):
+            check_int(name, getattr(self, name), 1)
+
+    @property
+    def value_size(self) -> int:
+        return self.conv_size
+
+    @property
+    def projected_size(self) -> int:
+        """Columns of the input projection: gates of the input and of the output, the input."""
+        return 3 * self.conv_size
+
+    @property
+    def num_weights(self) -> int:
+        return (self.conv_kernel + self.bias) * self.conv_size
+
+
+RecurrentConfig = DeltaNetConfig | MambaConfig | ShortConvConfig
+
+
+def input_size(net: RecurrentConfig) -> int:
+    """Columns of a recurrent layer's input projection, gates of single heads in whole lanes."""
+    return net.projected_size + net.num_gates * whole_lanes(net.matrix_shape[0])
+
+
+_Net = TypeVar("_Net", DeltaNetConfig, MambaConfig, ShortConvConfig)
 
 
 @dataclass(frozen=True)
@@ -122,8 +212,8 @@ _SIZES = (
 class ModelConfig:
     """Everything that is known of a decoder, apart from its weights.
 
-    Layers that are not delta-net layers are attention layers. `intermediate_size` is that of the layers that are
-    no mixture of experts, if there are any.
+    Layers that are not recurrent are attention layers. `intermediate_size` is that of the layers that are no mixture
+    of experts, if there are any.
     """
 
     num_layers: int
@@ -134,7 +224,9 @@ class ModelConfig:
     head_dim: int
     vocab_size: int
     gated_attention: bool = False  # each head's query is followed by a gate of its output (Qwen3-Next)
-    delta_net: DeltaNetConfig | None = None
+    delta_net: DeltaNetConfig | None = None  # of this and the next two, one at most
+    mamba: MambaConfig | None = None
+    short_conv: ShortConvConfig | None = None
     experts: ExpertsConfig | None = None
     window: WindowConfig | None = None
     family: str = ""  # transformers' model_type: llama, qwen3, qwen3_5_text, ...
@@ -181,13 +273,25 @@ class ModelConfig:
                 beside={"num_heads": self.num_heads},
             )
         _check_part("delta_net", self.delta_net, DeltaNetConfig, self.num_layers)
+        _check_part("mamba", self.mamba, MambaConfig, self.num_layers)
+        _check_part("short_conv", self.short_conv, ShortConvConfig, self.num_layers)
         _check_part("experts", self.experts, ExpertsConfig, self.num_layers)
         _check_part("window", self.window, WindowConfig, self.num_attention_layers)
 
     @property
+    def recurrent(self) -> RecurrentConfig | None:
+        """The layers that carry a state from token to token."""
+        return self.delta_net or self.mamba or self.short_conv
+
+    @property
+    def _instead_of_attention(self) -> RecurrentConfig | None:
+        return None if self.mamba and self.mamba.beside_attention else self.recurrent
+
+    @property
     def num_attention_layers(self) -> int:
         """Layers with keys and values to cache."""
-        return self.num_layers - (self.delta_net.num_layers if self.delta_net else 0)
+        net = self._instead_of_attention
+        return self.num_layers - (net.num_layers if net else 0)
 
     @property
     def num_full_layers(self) -> int:
@@ -202,12 +306,12 @@ class ModelConfig:
     @property
     def has_state(self) -> bool:
         """Whether the model carries a recurrent state from token to token."""
-        return self.delta_net is not None
+        return self.recurrent is not None
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with keys and values to cache."""
-        linear = frozenset(self.delta_net.layers if self.delta_net else ())
+        linear = frozenset(net.layers if (net := self._instead_of_attention) else ())
         return tuple(index for index in range(self.num_layers) if index not in linear)
 
     def of_layers(self, first: int, last: int) -> "ModelConfig":
@@ -218,15 +322,22 @@ class ModelConfig:
         def within(layers: tuple[int, ...]) -> tuple[int, ...]:
             return tuple(index - first for index in layers if first <= index < last)
 
-        net, experts, window = self.delta_net, self.experts, self.window
+        experts, window = self.experts, self.window
         windowed = within(window.layers if window else ())
-        nets, mixtures = within(net.layers if net else ()), within(experts.layers if experts else ())
+        mixtures = within(experts.layers if experts else ())
+
+        def of_net(net: _Net | None) -> _Net | None:
+            layers = within(net.layers if net else ())
+            return replace(net, num_layers=len(layers), layers=layers) if net and layers else None
+
         return replace(
             self,
             num_layers=last - first,
             other_rotary_layers=within(self.other_rotary_layers),
             window=replace(window, num_layers=len(windowed), layers=windowed) if window else None,
-            delta_net=replace(net, num_layers=len(nets), layers=nets) if net and nets else None,
+            delta_net=of_net(self.delta_net),
+            mamba=of_net(self.mamba),
+            short_conv=of_net(self.short_conv),
             experts=replace(experts, num_layers=len(mixtures), layers=mixtures)
             if experts and mixtures
             else None,
@@ -234,7 +345,7 @@ class ModelConfig:
 
 
 def _check_part(
-    name: str, part: object, kind: type[DeltaNetConfig | ExpertsConfig | WindowConfig], num_layers: int
+    name: str, part: object, kind: type[RecurrentConfig | ExpertsConfig | WindowConfig], num_layers: int
 ) -> None:
     if part is None:
         return

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from math import inf
+from math import inf, prod
 
 from penstock.errors import MemoryExhaustedError, SettingError
 from penstock.plan.chunks import ChunkedPrefillConfig, num_prefill_chunks, prefill_chunk_span
@@ -135,9 +135,9 @@ def work_of_token(config: ModelConfig) -> float:
     projected = (2 if config.gated_attention else 1) * query + 2 * kv
     work = config.num_attention_layers * (projected + query) * hidden
     work += config.num_dense_layers * 3 * config.intermediate_size * hidden
-    if net := config.delta_net:
-        rule = 3 * net.num_value_heads * net.key_head_dim * net.value_head_dim
-        work += net.num_layers * ((net.conv_size + 2 * net.value_size) * hidden + rule)
+    if net := config.recurrent:
+        rule = 3 * prod(net.matrix_shape)
+        work += net.num_layers * ((net.projected_size + net.value_size) * hidden + rule)
     if experts := config.experts:
         widths = (experts.num_active or experts.num_experts) * experts.intermediate_size
         widths += experts.shared_intermediate_size

@@ -701,7 +701,7 @@ def joined_shapes(parts: Sequence[ProbeShapes], model: Decoder) -> ProbeShapes:
         products=union("products"),
         mlp_widths=union("mlp_widths"),
         expert_products=union("expert_products"),
-        delta_net=config.delta_net,
+        recurrent=config.recurrent,
         num_experts=config.experts.num_experts if config.experts else 0,
     )
 

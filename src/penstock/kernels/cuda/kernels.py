@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.runtime import driver
 
-from penstock.cache.tensors import KV
+from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.cuda import delta, fla
 from penstock.kernels.cuda.past import attend_past, prepare_past
 from penstock.kernels.cuda.work import (
@@ -26,7 +26,17 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import AttentionWork, GroupWork, HeadLayout, Scoring, Work, WrittenPlaces
+from penstock.kernels.spans import (
+    AttentionWork,
+    DeltaHeads,
+    GroupWork,
+    HeadLayout,
+    Scoring,
+    StateNet,
+    StateWork,
+    Work,
+    WrittenPlaces,
+)
 from penstock.kernels.triton.attention import (
     decode_attention_kernel,
     join_parts_kernel,
@@ -99,7 +109,6 @@ class CudaKernels(TorchKernels):
     feed_rows = FEED_ROWS
     activation_stride = 2
     can_capture = True
-    carry_states = staticmethod(delta.carry_states)
 
     def __init__(self, tile_size: int = GPU_TILE, row_slab: int = 0) -> None:
         self.law = RowLaw(tile_size, row_slab=row_slab, row_grid=GPU_ROW_GRID)
@@ -200,6 +209,11 @@ class CudaKernels(TorchKernels):
 
     def sigmoid(self, x: Tensor) -> Tensor:
         return torch.sigmoid(x)
+
+    def carry_states(self, projected: Tensor, net: StateNet, work: StateWork, states: LayerStates) -> Tensor:
+        if isinstance(net, DeltaHeads):
+            return delta.carry_states(projected, net, work, states)
+        return super().carry_states(projected, net, work, states)
 
     def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scoring: Scoring) -> Tensor:
         shape = (*queries.shape[:2], kv.values.shape[2])

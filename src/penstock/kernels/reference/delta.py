@@ -1,6 +1,6 @@
-"""The gated delta rule and its convolution in plain torch.
+"""The gated delta rule, Mamba-2's rule, and the convolution before both, in plain torch.
 
-The rule runs in blocks of 64 tokens, counted from the start of a span. A block is always computed at its full shape,
+A rule runs in blocks of 64 tokens, counted from the start of a span. A block is always computed at its full shape,
 with zeros after the last token, so that a token's bits depend on its own block and on the state before it: spans that
 end on multiples of 64 give the same bits however many there are.
 
@@ -12,6 +12,8 @@ Within a block, with S the state before it, g the sum of log decays up to a toke
 
 The first line is a triangular system, (I + A) u = b v - b exp(g) k S. Its inverse and all else that does not depend
 on S is computed for a few blocks at once; then S goes through them one after the other.
+
+Mamba-2's rule is the same where nothing is subtracted from what a token writes: u_i = b_i v_i.
 """
 
 from dataclasses import dataclass
@@ -32,11 +34,19 @@ _NORM_EPS = 1e-6
 _CORNER = 16
 
 
-def causal_conv(x: Tensor, tail: Tensor, weight: Tensor, out_tail: Tensor) -> Tensor:
-    """silu of the convolution of each channel of x [n, channels] over time, in the dtype of x.
+def causal_conv(
+    x: Tensor,
+    tail: Tensor,
+    weight: Tensor,
+    out_tail: Tensor,
+    bias: Tensor | None = None,
+    *,
+    is_activated: bool = True,
+) -> Tensor:
+    """silu of the convolution of each channel of x [n, channels] over time, or that alone, in the dtype of x.
 
     `tail` [taps - 1, channels], up to 64 rows, is what came before x; its successor goes to `out_tail`. `weight` is
-    [taps, channels] in float32, with the tap of the token itself last."""
+    [taps, channels] in float32, with the tap of the token itself last, `bias` [channels]."""
     num_rows, num_before = x.shape[0], tail.shape[0]
     assert num_before <= BLOCK, "the taps of a convolution reach back one block at most"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
@@ -48,7 +58,9 @@ def causal_conv(x: Tensor, tail: Tensor, weight: Tensor, out_tail: Tensor) -> Te
         mixed = window[:size] * weight[0]
         for tap in range(1, num_before + 1):
             mixed.addcmul_(window[tap : tap + size], weight[tap])
-        out[start:end] = in_shares(torch.ops.aten.silu.out, mixed)
+        if bias is not None:
+            mixed += bias
+        out[start:end] = in_shares(torch.ops.aten.silu.out, mixed) if is_activated else mixed
     kept = x[num_rows - num_before :] if num_rows >= num_before else torch.cat((tail[num_rows:], x))
     out_tail.copy_(kept)
     return out
@@ -69,6 +81,34 @@ def gated_delta_rule(
     values [n, heads, value_dim], log_decay and beta [n, heads] in float32. `state` [heads, key_dim, value_dim], in
     float32, is that before the span; the one after it goes to `out_state`, which is another tensor. Spans cut at
     multiples of 64 tokens give the same bits."""
+    return _in_blocks(queries, keys, values, log_decay, beta, state, out_state, is_delta=True)
+
+
+def mamba_rule(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    out_state: Tensor,
+) -> Tensor:
+    """Mamba-2's rule over a span, as `gated_delta_rule`: queries and keys, C and B there, are taken as they are;
+    `beta` [n, heads] is what values are multiplied by."""
+    return _in_blocks(queries, keys, values, log_decay, beta, state, out_state, is_delta=False)
+
+
+def _in_blocks(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    out_state: Tensor,
+    *,
+    is_delta: bool,
+) -> Tensor:
     num_tokens = values.shape[0]
     at_once = BLOCK * _blocks_at_once(values.shape[1] * values.shape[2])
     # Tokens after the last whole block are one more, filled up, unless they are few.
@@ -76,15 +116,17 @@ def gated_delta_rule(
     out = values.new_empty(values.shape, dtype=torch.float32)
     for start in range(0, in_blocks, at_once):
         rows = slice(start, min(start + at_once, in_blocks))
-        blocks = _prepare(queries[rows], keys[rows], values[rows], log_decay[rows], beta[rows])
+        blocks = _prepare(
+            queries[rows], keys[rows], values[rows], log_decay[rows], beta[rows], is_delta=is_delta
+        )
         outs = torch.empty_like(blocks.values)  # [blocks, H, B, V]
         for index in range(outs.shape[0]):
             _carry(blocks, index, state, out_state, outs[index])
             state = out_state
         out[rows] = outs.transpose(1, 2).flatten(0, 1)[: rows.stop - start]
     if in_blocks < num_tokens:
-        rows = slice(in_blocks, num_tokens)
-        out[rows] = gated_delta_steps(
+        rows, steps = slice(in_blocks, num_tokens), gated_delta_steps if is_delta else mamba_steps
+        out[rows] = steps(
             queries[rows], keys[rows], values[rows], log_decay[rows], beta[rows], state, out_state
         )
     return out
@@ -120,6 +162,29 @@ def gated_delta_steps(
     return out
 
 
+def mamba_steps(
+    queries: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    out_state: Tensor,
+) -> Tensor:
+    """Mamba-2's rule, one token after the other."""
+    group = values.shape[1] // keys.shape[1]
+    keys, queries = (part.float().repeat_interleave(group, dim=1) for part in (keys, queries))  # [n, H, K]
+    written = values.float() * beta[..., None]
+    decay = log_decay.exp()[..., None, None]
+    out = torch.empty_like(written)
+    for token in range(len(values)):
+        torch.mul(state, decay[token], out=out_state)
+        out_state.addcmul_(keys[token, :, :, None], written[token, :, None])
+        torch.bmm(queries[token, :, None], out_state, out=out[token, :, None])
+        state = out_state
+    return out
+
+
 @dataclass(frozen=True)
 class _Blocks:
     """What is known of some blocks before the state that they begin with. All are [blocks, H, ...]."""
@@ -128,30 +193,37 @@ class _Blocks:
     values: Tensor  # [..., B, V]
     beta: Tensor  # [..., B, 1]
     decay: Tensor  # [..., B, 1]: from the block's start up to each token
-    inverse: Tensor  # [..., B, B]: of the system that gives what the tokens write
+    inverse: (
+        Tensor | None
+    )  # [..., B, B]: of the system that gives what the tokens write; None: their own values
     attention: Tensor  # [..., B, B]: what each token reads of what the tokens up to it write
     writers: (
         Tensor  # [..., K, B]: where in the state it is written, as much as is left of it at the block's end
     )
 
 
-def _prepare(queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor) -> _Blocks:
+def _prepare(
+    queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor, *, is_delta: bool
+) -> _Blocks:
     """Tokens come first in all arguments, heads inside."""
     num_heads, num_key_heads = values.shape[1], keys.shape[1]
     group = num_heads // num_key_heads
     pairs = torch.cat((_by_block(keys), _by_block(queries)), dim=2)  # [N, KH, 2B, K]
     num_blocks, _, _, key_dim = pairs.shape
-    pairs *= torch.rsqrt((pairs * pairs).sum(-1, keepdim=True) + _NORM_EPS)
-    pairs[:, :, BLOCK:] *= key_dim**-0.5
+    if is_delta:
+        pairs *= torch.rsqrt((pairs * pairs).sum(-1, keepdim=True) + _NORM_EPS)
+        pairs[:, :, BLOCK:] *= key_dim**-0.5
     beta = _by_block(beta)[..., None]  # [N, H, B, 1]
     total = _by_block(log_decay).cumsum(-1)  # [N, H, B]
 
     # Decay from token j to token i, for j <= i; the differences above the diagonal could overflow.
-    decays = (total[..., :, None] - total[..., None, :]).masked_fill_(_constants().above, -torch.inf)
+    decays = (total[..., :, None] - total[..., None, :]).masked_fill_(
+        _constants(total.device).above, -torch.inf
+    )
     decays = _exp(decays).view(num_blocks, num_key_heads, group, BLOCK, BLOCK)
     dots = (pairs @ pairs[:, :, :BLOCK].transpose(2, 3)).unsqueeze(2)  # [N, KH, 1, 2B, B]
     shape = (num_blocks, num_heads, BLOCK, BLOCK)
-    system = (dots[..., :BLOCK, :] * decays).view(shape).mul_(beta)
+    inverse = _inverse((dots[..., :BLOCK, :] * decays).view(shape).mul_(beta)) if is_delta else None
     attention = (dots[..., BLOCK:, :] * decays).view(shape)
 
     pairs = pairs.repeat_interleave(group, dim=1) if group > 1 else pairs  # [N, H, 2B, K]
@@ -161,7 +233,7 @@ def _prepare(queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, b
         values=_by_block(values),
         beta=beta,
         decay=_exp(total)[..., None],
-        inverse=_inverse(system),
+        inverse=inverse,
         attention=attention,
         writers=(pairs[:, :, :BLOCK] * to_end).transpose(2, 3),
     )
@@ -170,10 +242,14 @@ def _prepare(queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, b
 def _carry(blocks: _Blocks, index: int, state: Tensor, out_state: Tensor, out: Tensor) -> None:
     """Take the state through one block: its outputs [H, B, V] go to `out`."""
     beta, decay = blocks.beta[index], blocks.decay[index]
-    held = torch.bmm(blocks.pairs[index], state)  # [H, 2B, V]
-    target = torch.addcmul(blocks.values[index], held[:, :BLOCK], decay, value=-1).mul_(beta)
-    written = torch.bmm(blocks.inverse[index], target)
-    torch.baddbmm(held[:, BLOCK:] * decay, blocks.attention[index], written, out=out)
+    if blocks.inverse is None:
+        held = torch.bmm(blocks.pairs[index, :, BLOCK:], state)  # [H, B, V]
+        written = blocks.values[index] * beta
+    else:
+        held = torch.bmm(blocks.pairs[index], state)  # [H, 2B, V]
+        target = torch.addcmul(blocks.values[index], held[:, :BLOCK], decay, value=-1).mul_(beta)
+        held, written = held[:, BLOCK:], torch.bmm(blocks.inverse[index], target)
+    torch.baddbmm(held * decay, blocks.attention[index], written, out=out)
     torch.baddbmm(state * decay[:, -1:], blocks.writers[index], written, out=out_state)
 
 
@@ -186,11 +262,12 @@ def _inverse(system: Tensor) -> Tensor:
     num_blocks, num_heads = system.shape[:2]
     matrices = system.flatten(0, 1)
     size = _CORNER
-    masks = _constants().corner_masks
+    constants = _constants(system.device)
+    masks = constants.corner_masks
     corners = torch.stack(
         [matrices[:, at : at + size, at : at + size] for at in range(0, BLOCK, size)], dim=1
     ).flatten(0, 1)
-    inverse = _constants().corner_identity - corners * masks[0]
+    inverse = constants.corner_identity - corners * masks[0]
     for mask in masks[1:]:
         inverse = torch.baddbmm(inverse, inverse, torch.bmm(corners * mask, inverse), alpha=-1)
     while size < BLOCK:
@@ -199,7 +276,7 @@ def _inverse(system: Tensor) -> Tensor:
             dim=1,
         ).flatten(0, 1)
         halves = inverse.view(-1, 2, size, size)
-        joined = torch.zeros(halves.shape[0], 2 * size, 2 * size)
+        joined = halves.new_zeros(halves.shape[0], 2 * size, 2 * size)
         joined[:, :size, :size] = halves[:, 0]
         joined[:, size:, size:] = halves[:, 1]
         joined[:, size:, :size] = torch.bmm(torch.bmm(halves[:, 1], below), halves[:, 0]).neg_()
@@ -215,8 +292,8 @@ class _Constants:
 
 
 @cache
-def _constants() -> _Constants:
-    index = torch.arange(_CORNER)
+def _constants(device: torch.device) -> _Constants:
+    index = torch.arange(_CORNER, device=device)
     masks = []
     size = 1
     while size < _CORNER:
@@ -224,8 +301,8 @@ def _constants() -> _Constants:
         is_below = (part[:, None] == part) & (half[:, None] == 1) & (half == 0)
         masks.append(is_below.float())
         size *= 2
-    above = torch.ones(BLOCK, BLOCK, dtype=torch.bool).triu(1)
-    return _Constants(above, torch.eye(_CORNER), masks)
+    above = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=device).triu(1)
+    return _Constants(above, torch.eye(_CORNER, device=device), masks)
 
 
 def _blocks_at_once(width: int) -> int:
@@ -237,7 +314,8 @@ def _by_block(x: Tensor) -> Tensor:
     """[tokens, heads, ...] as [blocks, heads, B, ...] in float32, with zeros after the last token."""
     num_tokens, num_heads = x.shape[:2]
     whole, rest = divmod(num_tokens, BLOCK)
-    blocks = torch.empty(whole + (rest > 0), num_heads, BLOCK, *x.shape[2:])
+    shape = (whole + (rest > 0), num_heads, BLOCK, *x.shape[2:])
+    blocks = torch.empty(shape, dtype=torch.float32, device=x.device)
     blocks[:whole] = x[: whole * BLOCK].view(whole, BLOCK, *x.shape[1:]).transpose(1, 2)
     if rest:
         blocks[whole, :, :rest] = x[whole * BLOCK :].transpose(0, 1)

@@ -19,7 +19,10 @@ from penstock.kernels.spans import (
     AttentionWork,
     DeltaHeads,
     HeadLayout,
+    MambaHeads,
     Scoring,
+    ShortConv,
+    StateNet,
     StateRows,
     StateWork,
     Work,
@@ -54,6 +57,8 @@ class TorchKernels:
     causal_conv = staticmethod(delta.causal_conv)
     gated_delta_rule = staticmethod(delta.gated_delta_rule)
     gated_delta_steps = staticmethod(delta.gated_delta_steps)
+    mamba_rule = staticmethod(delta.mamba_rule)
+    mamba_steps = staticmethod(delta.mamba_steps)
 
     def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         self.law = RowLaw(tile_size, row_slab=row_slab)
@@ -200,50 +205,79 @@ class TorchKernels:
         """The logistic function of x [rows, width]."""
         return in_shares(torch.ops.aten.sigmoid.out, x)
 
-    def carry_states(
-        self, projected: Tensor, net: DeltaHeads, work: StateWork, states: LayerStates
-    ) -> Tensor:
-        """A gated delta net from its inputs to its gated, normed outputs [rows, value_size], with zeros where rows
-        carry no state. Spans cut at multiples of 64 tokens give the same bits.
+    def carry_states(self, projected: Tensor, net: StateNet, work: StateWork, states: LayerStates) -> Tensor:
+        """A recurrent layer from its inputs to what its output projection takes [rows, value_size], with zeros where
+        rows carry no state. Spans cut at multiples of 64 tokens give the same bits.
 
-        `projected` is [rows, queries | keys | values | gates of the output | beta | decay], the last two of as many
-        columns as `net` has lanes. Queries, keys and values first go through a causal convolution of each channel and
-        silu; queries and keys are then scaled to unit length, queries by key_head_dim ** -0.5 too."""
-        sizes, lanes = net.sizes, net.decay_rate.shape[0]
-        widths = [sizes.conv_size, sizes.value_size, lanes, lanes]
-        qkv, gate, beta, decay = torch.split(projected, widths, dim=-1)
-        log_decay, beta = self.delta_gates(decay, beta, net.decay_rate, net.decay_bias)
-        gates = log_decay[:, : sizes.num_value_heads], beta[:, : sizes.num_value_heads]
-        out = torch.zeros_like(gate) if work.end < gate.shape[0] else torch.empty_like(gate)
+        Columns of `projected` are
+
+        queries | keys | values | gates of the output | beta | decay     of a gated delta net
+        values | keys | queries | gates of the output | step             of a Mamba-2 layer
+        gates of the input | gates of the output | input                 of a short convolution
+
+        with beta, decay and step in as many columns as `net` has lanes. Queries, keys and values first go through a
+        causal convolution of each channel and silu; a delta net's queries and keys are then scaled to unit length,
+        queries by key_head_dim ** -0.5 too."""
+        sizes = net.sizes
+        shape = (projected.shape[0], sizes.value_size)
+        out = projected.new_zeros(shape) if work.end < shape[0] else projected.new_empty(shape)
+        if isinstance(net, ShortConv):
+            entry, gate, x = projected.chunk(3, dim=-1)
+            for rows in work.rows:
+                span = slice(rows.start, rows.end)
+                tail, out_tail = states.tail(rows.read), states.tail_out(rows.write)
+                mixed = self.causal_conv(
+                    entry[span] * x[span], tail, net.conv_weight, out_tail, net.conv_bias, is_activated=False
+                )
+                torch.mul(gate[span], mixed, out=out[span])
+            return out
+        lanes = len(net.decay_rate)
+        widths = [net.sizes.conv_size, sizes.value_size, *[lanes] * sizes.num_gates]
+        convolved, gate, *gates = torch.split(projected, widths, dim=-1)
+        if isinstance(net, DeltaHeads):
+            log_decay, beta = self.delta_gates(gates[1], gates[0], net.decay_rate, net.decay_bias)
+        else:
+            log_decay, beta = self.mamba_gates(gates[0], net)
+        of_heads = log_decay[:, : net.sizes.num_value_heads], beta[:, : net.sizes.num_value_heads]
         for rows in work.rows:
             span = slice(rows.start, rows.end)
-            attended = self._carry(qkv[span], gates[0][span], gates[1][span], rows, net, states)
-            out[span] = self.gated_norm(attended, gate[span], net.norm, net.norm_eps)
+            attended = self._carry(convolved[span], of_heads[0][span], of_heads[1][span], rows, net, states)
+            out[span] = self.gated_norm(
+                attended, gate[span], net.norm, net.norm_eps, gates_first=net.sizes.gates_first
+            )
         return out
 
     def _carry(
         self,
-        qkv: Tensor,
+        convolved: Tensor,
         log_decay: Tensor,
         beta: Tensor,
         rows: StateRows,
-        net: DeltaHeads,
+        net: DeltaHeads | MambaHeads,
         states: LayerStates,
     ) -> Tensor:
         """One state through its rows: [n, heads, value_dim] in float32."""
-        mixed = self.causal_conv(qkv, states.tail(rows.read), net.conv_weight, states.tail_out(rows.write))
         sizes, num_rows = net.sizes, rows.end - rows.start
-        queries, keys, values = torch.split(mixed, [sizes.key_size, sizes.key_size, sizes.value_size], dim=-1)
-        rule = self.gated_delta_rule if rows.is_prompt else self.gated_delta_steps
-        return rule(
+        key, value = sizes.key_size, sizes.value_size
+        inputs = convolved, states.tail(rows.read), net.conv_weight, states.tail_out(rows.write)
+        if isinstance(net, DeltaHeads):
+            queries, keys, values = torch.split(self.causal_conv(*inputs), [key, key, value], dim=-1)
+            rule = self.gated_delta_rule if rows.is_prompt else self.gated_delta_steps
+        else:
+            mixed = self.causal_conv(*inputs, net.conv_bias)
+            values, keys, queries = torch.split(mixed, [value, key, key], dim=-1)
+            rule = self.mamba_rule if rows.is_prompt else self.mamba_steps
+        values = values.view(num_rows, sizes.num_value_heads, -1)
+        attended = rule(
             queries.view(num_rows, sizes.num_key_heads, -1),
             keys.view(num_rows, sizes.num_key_heads, -1),
-            values.view(num_rows, sizes.num_value_heads, -1),
+            values,
             log_decay,
             beta,
             states.matrix(rows.read),
             states.matrix_out(rows.write),
         )
+        return attended if isinstance(net, DeltaHeads) else attended.addcmul_(values, net.skip[:, None])
 
     def delta_gates(self, a: Tensor, b: Tensor, rate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         """The logarithm of the decay, rate * softplus(a + bias), and beta, sigmoid(b), in float32.
@@ -252,15 +286,34 @@ class TorchKernels:
         log_decay = in_shares(torch.ops.aten.softplus.out, a.float() + bias).mul_(rate)
         return log_decay, self.sigmoid(b.float())
 
-    def gated_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def mamba_gates(self, x: Tensor, net: MambaHeads) -> tuple[Tensor, Tensor]:
+        """The logarithm of the decay, rate * step, and the step, softplus(x + bias) within its limits, in float32.
+
+        x is [n, lanes]."""
+        step = in_shares(torch.ops.aten.softplus.out, x.float() + net.decay_bias)
+        step.clamp_(net.sizes.least_step, net.sizes.most_step)
+        return step * net.decay_rate, step
+
+    def gated_norm(
+        self, x: Tensor, gate: Tensor, weight: Tensor | None, eps: float, *, gates_first: bool = False
+    ) -> Tensor:
         """The norm of each head of x [n, heads, dim], float32, times silu of gate [n, heads * dim]; in the dtype of
-        the gate, and of its shape. The weight [dim] is float32."""
+        the gate, and of its shape. The weight [dim] is float32; one of [groups, size] norms so many equal parts of
+        all heads instead. `gates_first`: the norm is of the product. Without a weight there is no norm."""
         out = torch.empty_like(gate, memory_format=torch.contiguous_format)
         for start in range(0, x.shape[0], NORM_ROWS):
             rows = slice(start, start + NORM_ROWS)
             activated = in_shares(torch.ops.aten.silu.out, gate[rows].float())
-            normed = torch.nn.functional.rms_norm(x[rows], weight.shape, weight, eps)
-            out[rows] = activated.mul_(normed.flatten(1))
+            parts = x[rows]
+            if gates_first or weight is None:
+                parts = activated.mul_(parts.flatten(1)).view_as(parts)
+            if weight is not None and weight.dim() > 1:
+                parts = parts.reshape(-1, *weight.shape)
+                parts = torch.nn.functional.rms_norm(parts, weight.shape[1:], eps=eps).mul_(weight)
+            elif weight is not None:
+                parts = torch.nn.functional.rms_norm(parts, weight.shape, weight, eps)
+            flat = parts.flatten(1)
+            out[rows] = flat if gates_first or weight is None else activated.mul_(flat)
         return out
 
     def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:

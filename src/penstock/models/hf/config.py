@@ -17,6 +17,7 @@ from typing import Any
 from penstock.errors import ModelError, ModelFileError
 from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
+from penstock.models.hf.recurrent import recurrent_parts
 from penstock.models.reading import Fields, Most, check_experts, check_heads, delta_net_of, recurrent_layers
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig, WindowConfig
 
@@ -39,6 +40,23 @@ DEFAULT_KEYS = (
     *("logits_scaling", "logit_scale", "final_logit_softcapping", "attn_logit_softcapping"),
     *("no_rope_layer_interval", "default_theta", "original_max_position_embeddings"),
     "hidden_activation",
+    # Recurrent layers.
+    *(
+        "conv_L_cache",
+        "conv_bias",
+        "block_auto_adjust_ff_dim",
+        "block_ffn_dim_multiplier",
+        "block_multiple_of",
+    ),
+    *(
+        "num_dense_layers",
+        "use_expert_bias",
+        "position_embedding_type",
+        "full_attn_idxs",
+        "attn_layer_indices",
+    ),
+    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
+    *("mamba_conv_bias", "mamba_proj_bias"),
 )
 _KINDS = ("default", "linear", "llama3", "yarn")
 _SHARED = "shared_expert_intermediate_size"
@@ -74,8 +92,9 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
             f"{file.origin}: quantised safetensors are not supported; use the original weights or a GGUF file"
         )
     is_hybrid = config.knows("linear_num_key_heads")  # gates, norms around 1, a part of each head rotated
-    known = ["silu", "swish"] if is_hybrid else ACTIVATIONS
-    if (activation := config.text("hidden_act")) not in known:
+    known = ["silu", "swish"] if is_hybrid or config.knows("mamba_n_heads") else ACTIVATIONS
+    activation = config.text("hidden_act") if config.knows("hidden_act") else "silu"
+    if activation not in known:
         raise ModelError(
             f"{config.origin}: the activation {activation!r} is not supported, only {', '.join(known)} are"
         )
@@ -98,7 +117,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     kinds = _layer_kinds(config, family, num_layers, is_hybrid=is_hybrid)
     experts = _experts(config, family, num_layers) if config.knows("num_experts") else None
     if "intermediate_size" in defaults:
-        intermediate = config.size("intermediate_size", Most.WIDTH)
+        intermediate = _dense_size(config, experts)
     else:
         assert experts is not None
         intermediate = experts.intermediate_size  # of no dense layer, since there is none
@@ -125,7 +144,9 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         norm_eps=config.number("rms_norm_eps"),
         # A multimodal model ties its head by the outer key, and writes both. Some text models have none.
         tied_head=file.boolean(
-            "tie_word_embeddings",
+            "tie_embedding"
+            if config.knows("conv_L_cache") and file.has("tie_embedding")
+            else "tie_word_embeddings",
             config.boolean("tie_word_embeddings", None if config.knows("tie_word_embeddings") else True),
         ),
         rotary=_rotary(config, family, rope, max_position, head_dim),
@@ -144,6 +165,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         window=_window(config, name, max_position, num_layers, kinds),
         activation={"swish": "silu"}.get(activation, activation),  # two names of one function
         eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
+        **recurrent_parts(config, num_layers, hidden, kinds),
         **{"zero_centred_norm": is_hybrid, **family.model, **_scales(config, family, hidden)},
     )
 
@@ -258,8 +280,9 @@ def _layer_kinds(config: Fields, family: Family, num_layers: int, *, is_hybrid: 
     kinds = config.texts("layer_types")
     if len(kinds) != num_layers:
         raise config.error("layer_types", list(kinds), f"one entry for each of the {num_layers} layers")
+    kinds = tuple(family.kinds.get(kind, kind) for kind in kinds)
     known = [_FULL]
-    if is_hybrid:
+    if is_hybrid or family.kinds:
         known.append(_LINEAR)
     elif family.full_every or (
         config.knows("max_window_layers")
@@ -270,6 +293,20 @@ def _layer_kinds(config: Fields, family: Family, num_layers: int, *, is_hybrid: 
         if kind not in known:
             raise config.error("layer_types", kind, f"{' or '.join(known)} for each layer")
     return kinds
+
+
+def _dense_size(config: Fields, experts: ExpertsConfig | None) -> int:
+    """The inner size of feed-forward blocks that are no mixtures."""
+    if config.knows("mamba_n_heads") and config.knows(_SHARED) and experts is None:
+        return config.size(_SHARED, Most.WIDTH)  # without experts, their shared one is left
+    if not config.knows("block_auto_adjust_ff_dim"):
+        return config.size("intermediate_size", Most.WIDTH)
+    size = config.size("block_ff_dim", Most.WIDTH, config.size("intermediate_size", Most.WIDTH))
+    if not config.boolean("block_auto_adjust_ff_dim"):
+        return size
+    multiple = config.size("block_multiple_of", Most.WIDTH)
+    size = int(config.number("block_ffn_dim_multiplier") * int(2 * size / 3))
+    return -(-size // multiple) * multiple
 
 
 def _delta_net(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> DeltaNetConfig | None:
@@ -290,7 +327,7 @@ def _delta_net(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> Delta
 
 def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig | None:
     """None where all layers have one dense feed-forward block."""
-    least = 0 if config.knows("decoder_sparse_step") else 1
+    least = 0 if config.knows("decoder_sparse_step") or config.knows("mamba_n_heads") else 1
     num_experts = config.integer("num_experts", low=least, high=Most.EXPERTS)
     if family.count_key:
         num_experts = config.integer(family.count_key, num_experts, low=least, high=Most.EXPERTS)
@@ -312,6 +349,11 @@ def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig |
         grouping = {
             "num_groups": config.size("n_group", Most.EXPERTS),
             "num_active_groups": config.size("topk_group", Most.EXPERTS),
+            "scale": config.number("routed_scaling_factor"),
+        }
+    elif config.knows("use_expert_bias"):
+        grouping = {
+            "choice_bias": config.boolean("use_expert_bias"),
             "scale": config.number("routed_scaling_factor"),
         }
     experts = ExpertsConfig(
@@ -377,6 +419,8 @@ def _rotary(
 
     A multimodal model's `mrope_section` is of no consequence: it divides the angles among three grids of
     positions, and in text a token has the same position in all three."""
+    if config.knows("position_embedding_type") and config.values.get("position_embedding_type") != "rope":
+        return RotaryConfig(kind="none")
     if not rope.values:
         rope = replace(rope, values=family.rope)
 

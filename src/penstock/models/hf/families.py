@@ -32,6 +32,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)  # of parts of a layer's tensors
     model: Mapping[str, Any] = field(default_factory=dict)  # fields of `ModelConfig`
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of `ExpertsConfig`
+    kinds: Mapping[str, str] = field(default_factory=dict)  # what it calls kinds of layers
     only: Mapping[str, Any] = field(default_factory=dict)  # the one value that a key may have
     count_key: str = ""  # the key that wins where both this and num_experts are given
 
@@ -42,7 +43,7 @@ class Family:
 
     def tensor_name(self, name: str) -> str:
         """Our name of a tensor that the family calls so."""
-        if not self.names or not name.startswith("model.layers."):
+        if not self.names or not name.startswith("model."):
             return name
         return self._pattern.sub(lambda found: self.names[found[0]], name)
 
@@ -62,6 +63,21 @@ _SIGMOID = {"scores": "sigmoid", "choice_bias": True, "shared_gate": False}
 _LATE_NORMS = {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
 _NTK = {"dynamic": "ntk_alpha"}
 _BIASES = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+_LFM2 = {
+    "conv.conv": "linear_attn.conv1d",
+    "conv": "linear_attn",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "embedding_norm": "norm",
+    "feed_forward.expert_bias": "mlp.gate.e_score_correction_bias",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
 _ONLY_AFTER = {"pre_norm": False, "post_norm": True}
 _SANDWICH = {**_NORMS_AFTER, "pre_feedforward_layernorm": "post_attention_layernorm"}
 _GEMMA = {"zero_centred_norm": True, "post_norm": True}
@@ -202,6 +218,34 @@ FAMILIES = {
         keys={"rms_norm_eps": "layer_norm_eps", "qkv_bias": "use_qkv_bias"},
         partial_rotary=0.25,
         model={"layer_norm": True, "norm_bias": True},
+    ),
+    "lfm2": Family(
+        head_norm=True, keys={"rms_norm_eps": "norm_eps"}, names=_LFM2, kinds={"conv": "linear_attention"}
+    ),
+    "lfm2_moe": Family(
+        head_norm=True,
+        keys={"rms_norm_eps": "norm_eps", "first_k_dense_replace": "num_dense_layers"},
+        names=_LFM2,
+        kinds={"conv": "linear_attention"},
+        experts={"scores": "sigmoid"},
+    ),
+    "bamba": Family(
+        partial_rotary=0.5,
+        names={
+            "mamba": "linear_attn",
+            "feed_forward": "mlp",
+            "pre_ff_layernorm": "post_attention_layernorm",
+            "final_layernorm": "norm",
+        },
+    ),
+    "granitemoehybrid": Family(
+        keys={
+            "num_experts": "num_local_experts",
+            "shared_expert_intermediate_size": "shared_intermediate_size",
+        },
+        names={"mamba": "linear_attn", **_GRANITE_EXPERTS},
+        kinds={"mamba": "linear_attention", "attention": "full_attention"},
+        experts={"shared_gate": False},
     ),
 }
 

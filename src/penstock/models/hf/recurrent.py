@@ -1,0 +1,94 @@
+"""Mamba-2 and short-convolution layers, as a config.json describes them."""
+
+import math
+from typing import Any
+
+from penstock.errors import ModelError
+from penstock.models.reading import Fields, Most, check_state
+from penstock.plan.model import MambaConfig, ShortConvConfig
+
+
+def recurrent_parts(config: Fields, num_layers: int, hidden: int, kinds: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of `ModelConfig` for such layers."""
+    if config.knows("mamba_n_heads"):
+        return {"mamba": _mamba(config, _layers(config, num_layers, kinds), hidden)}
+    if config.knows("conv_L_cache"):
+        return {"short_conv": _short_conv(config, _layers(config, num_layers, kinds), hidden)}
+    return {}
+
+
+def _layers(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
+    """Those without attention."""
+    every = tuple(range(num_layers))
+    if config.knows("attn_layer_indices"):
+        attending = config.integers("attn_layer_indices", high=Most.LAYERS)
+    elif kinds:
+        attending = tuple(index for index in every if kinds[index] == "full_attention")
+    elif config.has("full_attn_idxs"):
+        attending = config.integers("full_attn_idxs", high=Most.LAYERS)
+    else:
+        attending = () if config.knows("mamba_n_heads") else every
+    layers = tuple(index for index in every if index not in attending)
+    if len(layers) == num_layers:
+        raise ModelError(
+            f"{config.origin}: none of the {num_layers} layers has full attention, which is not supported"
+        )
+    return layers
+
+
+def _mamba(config: Fields, layers: tuple[int, ...], hidden: int) -> MambaConfig | None:
+    """None where no layer is one."""
+    if not layers:
+        return None
+    num_heads = config.size("mamba_n_heads", Most.HEADS)
+    inner = config.size("mamba_expand", Most.WIDTH) * hidden
+    head_dim = config.values.get(config.keys.get("mamba_d_head", "mamba_d_head"))
+    if head_dim is None or head_dim == "auto":
+        head_dim = inner // num_heads
+    else:
+        head_dim = config.size("mamba_d_head", Most.DELTA_HEAD)
+    least, most = _step_limits(config)
+    sizes: dict[str, Any] = {
+        "num_key_heads": config.size("mamba_n_groups", Most.HEADS),
+        "num_value_heads": num_heads,
+        "key_head_dim": config.size("mamba_d_state", Most.DELTA_HEAD),
+        "value_head_dim": head_dim,
+        "conv_kernel": config.integer("mamba_d_conv", low=2, high=Most.CONV_KERNEL),
+    }
+    check_state(config.origin, "a Mamba layer", **sizes)
+    return MambaConfig(
+        num_layers=len(layers),
+        layers=layers,
+        **sizes,
+        conv_bias=config.boolean("mamba_conv_bias"),
+        bias=config.boolean("mamba_proj_bias"),
+        least_step=least,
+        most_step=most,
+    )
+
+
+def _short_conv(config: Fields, layers: tuple[int, ...], hidden: int) -> ShortConvConfig | None:
+    """None where no layer is one."""
+    if not layers:
+        return None
+    taps = config.integer("conv_L_cache", low=1, high=Most.CONV_KERNEL)
+    return ShortConvConfig(len(layers), hidden, taps, config.boolean("conv_bias"), layers)
+
+
+def _step_limits(config: Fields) -> tuple[float, float]:
+    """Between which a token's step lies. transformers writes an infinite number as an object."""
+    limits = config.values.get("time_step_limit")
+    if limits is None:
+        return 0.0, math.inf
+    is_pair = isinstance(limits, list) and len(limits) == 2
+    found = [_number(each) for each in limits] if isinstance(limits, list) and is_pair else [None]
+    numbers = [each for each in found if each is not None and not math.isnan(each)]
+    if len(numbers) < 2 or not 0 <= numbers[0] <= numbers[1]:
+        raise config.error("time_step_limit", limits, "two numbers from 0 on, the smaller one first")
+    return numbers[0], numbers[1]
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, dict) and value == {"__float__": "Infinity"}:
+        return math.inf
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
