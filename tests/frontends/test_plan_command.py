@@ -133,8 +133,8 @@ def test_json_has_the_table(tmp_path: Path) -> None:
 
 
 def test_parts_that_nothing_has_are_no_columns(tmp_path: Path) -> None:
-    assert "delta net" not in table(plan_of(tmp_path, QWEN3_8B, 5000))[0]
-    assert "delta net" in table(plan_of(tmp_path, HYBRID, 5000))[0]
+    assert "recurrent" not in table(plan_of(tmp_path, QWEN3_8B, 5000))[0]
+    assert "recurrent" in table(plan_of(tmp_path, HYBRID, 5000))[0]
 
 
 def test_a_configuration_comes_as_folder_file_or_gguf(tmp_path: Path) -> None:
