@@ -127,7 +127,7 @@ class Tape:
         wants_logits = not is_prompt or span.end == self.prompt_length
         tokens = self.tokens[span.start : span.end]
         cache = self.cache
-        return SpanInput(span, tokens, cache.blocks, is_prompt, wants_logits, state, cache.windows)
+        return SpanInput(span, tokens, cache.kv_groups, is_prompt, wants_logits, state)
 
     def _forward(self, span: Span, *, is_prompt: bool) -> torch.Tensor | None:
         item = self.reserve(span, is_prompt=is_prompt)

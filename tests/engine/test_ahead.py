@@ -154,7 +154,9 @@ def test_a_sequence_without_room_is_not_expected(model: Decoder, num_tokens: int
     space = CacheSpace.for_tokens(model, 1024)
     cache = space.new_sequence()
     cache.reserve(0, [num_tokens])
-    span = SpanInput(Span(num_tokens - 1, num_tokens), (5,), cache.blocks, is_prompt=False, wants_logits=True)
+    span = SpanInput(
+        Span(num_tokens - 1, num_tokens), (5,), cache.kv_groups, is_prompt=False, wants_logits=True
+    )
     found = expect([span], lambda inputs: build_batch(inputs, canon=RowLaw(512)))
     assert (found is None) == (num_tokens == 64)
     chunk = replace(span, is_prompt=True)
@@ -168,7 +170,7 @@ def test_it_is_taken_only_by_who_it_was_launched_for(model: Decoder) -> None:
     for each in (cache, other):
         each.reserve(0, [10])
         each.commit(10)
-    step = SpanInput(Span(8, 9), (5,), cache.blocks, is_prompt=False, wants_logits=True)
+    step = SpanInput(Span(8, 9), (5,), cache.kv_groups, is_prompt=False, wants_logits=True)
     expected = expect([step], lambda inputs: build_batch(inputs, canon=RowLaw(512)))
     assert expected is not None
     ahead = expected.launch([7], lambda batch: torch.zeros(1, 300))
@@ -180,7 +182,7 @@ def test_it_is_taken_only_by_who_it_was_launched_for(model: Decoder) -> None:
         [own, own],
         [replace(own, token_ids=[8])],
         [replace(own, span=Span(10, 11))],
-        [replace(own, blocks=other.blocks)],
+        [replace(own, kv_groups=other.kv_groups)],
         [replace(own, is_prompt=True)],
     ):
         assert not ahead.is_of(different)

@@ -79,7 +79,12 @@ def _measure(job: Job, case: PrefillCase) -> None:
             state = cache.reserve(span.start, [span.end])
             is_last = span.end == len(prompt)
             item = SpanInput(
-                Span(span.start, span.end), prompt[span.start : span.end], cache.blocks, True, is_last, state
+                Span(span.start, span.end),
+                prompt[span.start : span.end],
+                cache.kv_groups,
+                True,
+                is_last,
+                state,
             )
             logits = chain.forward(build_batch([item], canon=canon), clock.mark)
             cache.commit(span.end)

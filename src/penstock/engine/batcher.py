@@ -467,7 +467,7 @@ class Batcher:
         state = job.cache.reserve(span.start, ends)
         tokens = job.tokens[span.start : span.end]
         cache = job.cache
-        return SpanInput(span, tokens, cache.blocks, is_chunk, planned.samples, state, cache.windows)
+        return SpanInput(span, tokens, cache.kv_groups, is_chunk, planned.samples, state)
 
     def _commit(self, step: Step, outcome: StepOutcome) -> StepRecord:
         now = time.perf_counter()

@@ -124,7 +124,7 @@ def _span(cache: SequenceCache, num_tokens: int, *, is_prompt: bool) -> SpanInpu
     span = Span(cache.num_tokens, cache.num_tokens + num_tokens)
     state = cache.reserve(span.start, [span.end])
     tokens = [0] * num_tokens
-    return SpanInput(span, tokens, cache.blocks, is_prompt, True, state, cache.windows)
+    return SpanInput(span, tokens, cache.kv_groups, is_prompt, True, state)
 
 
 def _run(model: Decoder, canon: RowLaw, space: CacheSpace, inputs: list[SpanInput]) -> None:

@@ -43,15 +43,10 @@ class SpanInput:
 
     span: Span
     token_ids: Sequence[int]
-    blocks: SequenceBlocks  # of the first K/V group
+    kv_groups: tuple[SequenceBlocks, ...]
     is_prompt: bool  # prompt tokens run on the tile grid; a decode is a token that sees all before it
     wants_logits: bool  # of its last token
     state: StateStep | None = None  # where the model has recurrent layers
-    windows: tuple[SequenceBlocks, ...] = ()  # blocks of the other K/V groups
-
-    @property
-    def kv_groups(self) -> tuple[SequenceBlocks, ...]:
-        return (self.blocks, *self.windows)
 
     @property
     def extents(self) -> tuple[tuple[Extent, ...], ...]:
@@ -209,14 +204,7 @@ def expect(
         if item.is_prompt or not item.wants_logits or start + 1 > item.capacity_tokens:
             return None
         following.append(
-            SpanInput(
-                Span(start, start + 1),
-                (0,),
-                item.blocks,
-                is_prompt=False,
-                wants_logits=True,
-                windows=item.windows,
-            )
+            SpanInput(Span(start, start + 1), (0,), item.kv_groups, is_prompt=False, wants_logits=True)
         )
     try:
         batch = prepare(following)

@@ -107,4 +107,4 @@ class StepTimer:
             state = cache.state.reserve(cache.num_tokens, [cache.num_tokens + size])
             state = replace(state, writes=tuple(replace(write, end=span.end) for write in state.writes))
         tokens = list(self._prompt[span.start : span.end])
-        return SpanInput(span, tokens, cache.blocks, is_prompt, not is_prompt, state, cache.windows)
+        return SpanInput(span, tokens, cache.kv_groups, is_prompt, not is_prompt, state)
