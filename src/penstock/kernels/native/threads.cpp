@@ -3,6 +3,7 @@
 #include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -32,6 +33,8 @@ constexpr Clock::duration PATIENCE = microseconds(20);
 // others want the processors, for a while at least.
 constexpr Clock::duration LONG_WAIT = microseconds(300);
 constexpr Clock::duration TWICE_WITHIN = milliseconds(50), CROWD_LASTS = milliseconds(200);
+// Workers keep off the caller's processor for longer: that costs nothing where nobody else wants one.
+constexpr Clock::duration AWAY_LASTS = milliseconds(2000);
 constexpr int LOOKS = 32;  // between two looks at the clock
 constexpr int MOST_THREADS = 256;
 constexpr int64_t MOST_PIECES = int64_t(1) << 22;
@@ -78,6 +81,7 @@ class Pool {
                               uint64_t((thread + 1) * num_pieces / num_threads)};
             ranges_[thread].word.store(range.word(), std::memory_order_release);
         }
+        crowded_cpu_.store(began < away_until_ ? sched_getcpu() : -1, std::memory_order_relaxed);
         job_.store(job);
         if (num_asleep_.load() > 0) wake(&job_, num_threads - 1);
         const int64_t num_done = take_part(0);
@@ -115,18 +119,39 @@ class Pool {
     // The caller has waited for pieces of others: far longer than a piece takes, where one of them was put aside.
     void note_delay(Clock::time_point began, Clock::time_point ended, Clock::duration piece_time) {
         if (ended - began < LONG_WAIT + 2 * piece_time) return;
-        if (ended - put_aside_ < TWICE_WITHIN) crowded_until_ = ended + CROWD_LASTS;
+        if (ended - put_aside_ < TWICE_WITHIN) crowded_until_ = ended + CROWD_LASTS, away_until_ = ended + AWAY_LASTS;
         put_aside_ = ended;
     }
 
+    // In a crowd a worker keeps off the caller's processor: two of ours that take turns on one leave all of another to
+    // somebody else, and the system sees nothing unjust in it.
+    class Place {
+       public:
+        void choose(int crowded_cpu) {
+            if (crowded_cpu < 0 ? !is_away_ : sched_getcpu() != crowded_cpu) return;
+            if (!is_away_ && sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return;
+            cpu_set_t wanted = allowed_;
+            if (crowded_cpu >= 0) CPU_CLR(crowded_cpu, &wanted);
+            if (CPU_COUNT(&wanted) == 0 || sched_setaffinity(0, sizeof(wanted), &wanted) != 0) return;
+            is_away_ = crowded_cpu >= 0;
+        }
+
+       private:
+        cpu_set_t allowed_;  // before it kept off anything
+        bool is_away_ = false;
+    };
+
     void serve(int number) {
+        Place place;
         for (uint32_t seen = 0;; seen = job_.load()) {
             while (!is_soon([&] { return job_.load() != seen; }, Clock::duration(awake_.load(std::memory_order_relaxed)))) {
                 num_asleep_.fetch_add(1);
                 sleep_while(&job_, seen);
                 num_asleep_.fetch_sub(1);
             }
-            if (number < num_threads_.load(std::memory_order_relaxed)) take_part(number);
+            if (number >= num_threads_.load(std::memory_order_relaxed)) continue;
+            place.choose(crowded_cpu_.load(std::memory_order_relaxed));
+            take_part(number);
         }
     }
 
@@ -175,7 +200,8 @@ class Pool {
     std::atomic<int64_t> at_a_time_{1};
     std::atomic<int> num_threads_{0};
     std::atomic<Clock::rep> awake_{0};
-    Clock::time_point put_aside_, crowded_until_;  // the caller's
+    Clock::time_point put_aside_, crowded_until_, away_until_;  // the caller's
+    std::atomic<int> crowded_cpu_{-1};  // the caller's processor, where others want one; -1: nobody does
     OneRange ranges_[MOST_THREADS];
     alignas(64) std::atomic<int64_t> num_left_{0};
     alignas(64) std::atomic<uint32_t> job_{0};
