@@ -5,12 +5,15 @@ from typing import Any
 
 from benchmarks.suites.gpu.plan import (
     BIG,
+    DEEP_SPARSE,
+    EXPERTS,
     HYBRID,
     LARGE,
     LITTLE,
     MIXED_LAYERS,
     PLAN,
     SMALL,
+    SPARSE,
     BitsCase,
     DecodeCase,
     MixedCase,
@@ -33,6 +36,7 @@ _DELTA_NET = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
 def _shrunk(model: str, **changes: Any) -> dict[str, Any]:
@@ -45,11 +49,14 @@ TINY = replace(
         BIG: _shrunk(BIG),
         LITTLE: _shrunk(LITTLE, hidden_size=32),
         MIXED_LAYERS: _shrunk(MIXED_LAYERS, **_DELTA_NET),
+        SPARSE: _shrunk(SPARSE, **_EXPERTS),
+        DEEP_SPARSE: _shrunk(DEEP_SPARSE, **_EXPERTS, num_hidden_layers=3),
     },
     prefills={
         LARGE: (PrefillCase(BIG, 200, 64), PrefillCase(BIG, 200, 0), PrefillCase(BIG, 400, 128)),
         SMALL: (PrefillCase(LITTLE, 200, 64),),
         HYBRID: (PrefillCase(MIXED_LAYERS, 200, 64),),
+        EXPERTS: (PrefillCase(SPARSE, 200, 64),),
     },
     decodes=(DecodeCase(BIG, 1, 20), DecodeCase(BIG, 5, 20), DecodeCase(LITTLE, 3, 20)),
     decode_steps=4,
@@ -61,4 +68,6 @@ TINY = replace(
     sweeps=(PrefillCase(BIG, 200, 32), PrefillCase(BIG, 200, 128), PrefillCase(MIXED_LAYERS, 200, 128)),
     swept_peer_chunks=(128,),
     stages=(PrefillCase(BIG, 200, 64), PrefillCase(MIXED_LAYERS, 200, 64)),
+    expert_decodes=(DecodeCase(SPARSE, 1, 20), DecodeCase(DEEP_SPARSE, 2, 20)),
+    deep=PrefillCase(DEEP_SPARSE, 200, 64),
 )

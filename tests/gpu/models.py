@@ -27,6 +27,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text": ("qwen3_5_text", _DELTA_NET),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", _DELTA_NET),
     "qwen3_5_text, odd sizes": ("qwen3_5_text", {}),
+    "glm4_moe": ("glm4_moe", {"head_dim": 64}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"head_dim": 64}),
 }
 # A model of each kind: attention, experts, recurrent state, both.
 KINDS = ("llama", "qwen3_moe", "qwen3_5_text", "qwen3_next")

@@ -16,6 +16,7 @@ from tests.gpu.cases import over
 from tests.gpu.models import gpu
 from tests.kernels.parity import (
     EPS,
+    ROUTERS,
     Heads,
     Rows,
     Subject,
@@ -24,6 +25,8 @@ from tests.kernels.parity import (
     check_beside,
     check_close,
     check_cuts,
+    check_experts,
+    check_experts_alone,
     check_norms,
     check_placed_heads,
     in_one_place,
@@ -87,6 +90,16 @@ def test_products_and_embedding(case: torch.dtype) -> None:
     chosen = torch.tensor([5, 0, 767, 5], device=subject.device)
     assert torch.equal(subject.kernels.embed(chosen, weight), weight[chosen])
     check_close(subject.kernels.sigmoid(x), torch.sigmoid(x.double()), most)
+
+
+@over(DTYPES)
+def test_experts(case: torch.dtype) -> None:
+    for config in ROUTERS.values():
+        check_experts(subject_of(case), config, 100)
+    config = ROUTERS["softmax"]
+    for num_rows in (1, 7, 1000):
+        check_experts(subject_of(case), config, num_rows)
+    check_experts_alone(subject_of(case), config, 1200, (1, 5, 16, 17, 100, 333, 700))
 
 
 @over(HEAD_CASES)

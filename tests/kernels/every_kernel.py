@@ -12,6 +12,7 @@ from penstock.kernels.cuda import fla as fla_delta
 from penstock.kernels.cuda import kernels as cuda_kernels
 from penstock.kernels.cuda.delta import carry_states
 from penstock.kernels.cuda.kernels import CudaKernels
+from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.kernels.spans import (
     AttendedSpan,
     AttentionWork,
@@ -22,7 +23,7 @@ from penstock.kernels.spans import (
     StateWork,
     WrittenPlaces,
 )
-from penstock.plan.model import DeltaNetConfig
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -97,11 +98,25 @@ def delta_nets() -> None:
             fla_delta.is_available = is_available
 
 
+def experts() -> None:
+    for dtype, num_rows in ((torch.bfloat16, (1, 100, 2048)), (torch.float32, (40,))):
+        gate_up, down = torch.zeros(8, 512, 512, dtype=dtype), torch.zeros(8, 512, 256, dtype=dtype)
+        for config, bias, function in (
+            (ExpertsConfig(1, 8, 256, num_active=2), None, None),
+            (ExpertsConfig(1, 8, 256, 64, num_active=2, num_groups=4), torch.zeros(8), ACTIVATIONS["gelu"]),
+        ):
+            found = CudaKernels().stacked_experts(config, gate_up, down, function, bias)
+            for count in num_rows if function is None else num_rows[:1]:
+                x, scores = torch.zeros(count, 512, dtype=dtype), torch.zeros(count, 72, dtype=dtype)
+                found.run(x, scores, x if function else None)
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "rows": rows,
     "heads": heads,
     "attention": attention,
     "delta_nets": delta_nets,
+    "experts": experts,
 }
 
 

@@ -3,15 +3,20 @@ the same bits whatever stands beside a row. Neither pytest nor hypothesis is nee
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.tensors import KV
+from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.interface import Kernels
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, Scoring, WrittenPlaces
+from penstock.layers.mlp import route
+from penstock.plan.grids import whole_lanes
+from penstock.plan.model import ExpertsConfig
 
 EPS = 1e-5
 SCALE = 0.3
@@ -333,3 +338,107 @@ def scattered(batch: Sequence[Rows], order: Sequence[int]) -> Iterator[Rows]:
         end = start + len(rows.blocks)
         yield Rows(rows.first, rows.end, tuple(order[start:end]), rows.is_prompt)
         start = end
+
+
+# Experts
+
+ROUTERS = {
+    "softmax": ExpertsConfig(1, 12, 96, num_active=3),
+    "one of each, not normalised": ExpertsConfig(1, 5, 64, num_active=1, normalised=False),
+    "a shared one": ExpertsConfig(1, 8, 64, 64, num_active=2, shared_gate=False),
+    "a shared one with a gate": ExpertsConfig(1, 8, 64, 64, num_active=8),
+    "softmax with a bias": ExpertsConfig(1, 12, 96, num_active=4, choice_bias=True),
+    "sigmoid in groups": ExpertsConfig(
+        1,
+        12,
+        64,
+        num_active=3,
+        scores="sigmoid",
+        choice_bias=True,
+        num_groups=4,
+        num_active_groups=2,
+        scale=2.5,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Rows on their way through experts, and what comes out of them in float64."""
+
+    subject: Subject
+    config: ExpertsConfig
+    num_rows: int
+    hidden: int = 96
+
+    @cached_property
+    def experts(self) -> GroupedExperts:
+        kernels = self.subject.kernels
+        return kernels.stacked_experts(self.config, self.gate_up, self.down, None, self.choice_bias)
+
+    @cached_property
+    def choice_bias(self) -> Tensor | None:
+        bias = self.subject.normal(self.config.num_experts, seed=3).float().mul_(0.3)
+        return bias if self.config.choice_bias else None
+
+    @cached_property
+    def gate_up(self) -> Tensor:
+        width = whole_lanes(self.config.intermediate_size)
+        return self.subject.normal(self.config.num_experts, 2 * width, self.hidden).div_(self.hidden**0.5)
+
+    @cached_property
+    def down(self) -> Tensor:
+        width = whole_lanes(self.config.intermediate_size)
+        return self.subject.normal(self.config.num_experts, self.hidden, width, seed=1).div_(width**0.5)
+
+    @cached_property
+    def x(self) -> Tensor:
+        return self.subject.normal(self.num_rows, self.hidden, seed=2)
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """Of which no two are the same: either might be chosen. The last is the shared expert's gate."""
+        generator = torch.Generator().manual_seed(4)
+        rows = [
+            torch.randperm(self.config.num_experts + 1, generator=generator) for _ in range(self.num_rows)
+        ]
+        return (torch.stack(rows) / 4).to(self.subject.device, self.subject.dtype)
+
+    @cached_property
+    def shared(self) -> Tensor | None:
+        has_shared = self.config.shared_intermediate_size
+        return self.subject.normal(self.num_rows, self.hidden, seed=5) if has_shared else None
+
+    def run(self, rows: slice = slice(None)) -> Tensor:
+        shared = None if self.shared is None else self.shared[rows]
+        return self.experts.run(self.x[rows], self.scores[rows], shared)
+
+    def exact(self) -> Tensor:
+        num_experts = self.config.num_experts
+        weights, chosen = route(self.scores[:, :num_experts].double(), self.config, self.choice_bias)
+        inner = torch.einsum("eoh,rh->reo", self.gate_up.double(), self.x.double())
+        gate, up = inner.chunk(2, dim=-1)
+        out = torch.einsum("ehw,rew->reh", self.down.double(), torch.nn.functional.silu(gate) * up)
+        total = (out * torch.zeros_like(out[..., 0]).scatter(1, chosen, weights)[..., None]).sum(dim=1)
+        if self.shared is not None and self.config.shared_gate:
+            return total + torch.sigmoid(self.scores[:, num_experts:].double()) * self.shared.double()
+        return total if self.shared is None else total + self.shared.double()
+
+
+def check_experts(subject: Subject, config: ExpertsConfig, num_rows: int) -> None:
+    rows = ExpertRows(subject, config, num_rows)
+    found = rows.run()
+    assert found.dtype == subject.dtype
+    check_close(found, rows.exact(), 2 * _ROWS_ERROR[subject.dtype])  # twice as many roundings
+
+
+def check_experts_alone(
+    subject: Subject, config: ExpertsConfig, num_rows: int, counts: Sequence[int]
+) -> None:
+    """Rows have the bits that they have among others, wherever they stand and however many they are."""
+    rows = ExpertRows(subject, config, num_rows)
+    whole = rows.run()
+    for count in counts:
+        for start in {0, (num_rows - count) // 2, num_rows - count}:
+            part = slice(start, start + count)
+            assert torch.equal(rows.run(part), whole[part]), f"rows {start} to {start + count} of {num_rows}"

@@ -1,8 +1,9 @@
 """The probe finds what holds, notices what does not, and keeps what it found."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from penstock.cache.tensors import KV
 from penstock.kernels import probe as probing
+from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.probe import (
     ON_CPU,
     ON_GPU,
@@ -145,6 +147,38 @@ def test_experts_have_a_slab_of_their_own() -> None:
     result = measure(RowDependent(400), shapes, torch.float32, CPU)
     assert (result.row_floor, result.row_slab, result.expert_slab) == (128, 128, 32)
     assert measure(RowDependent(7), shapes, torch.float32, CPU).expert_slab == 0
+
+
+class Grouped(TorchKernels):
+    """Experts that are run as one, with other bits below some number of rows."""
+
+    stacks_experts = True
+
+    def __init__(self, below: int) -> None:
+        super().__init__()
+        self.below = below
+
+    def stacked_experts(self, *given: Any) -> GroupedExperts:
+        return GroupedRows(self.below)
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    below: int
+
+    @property
+    def one(self) -> tuple[Weight, Weight]:
+        raise NotImplementedError
+
+    def run(self, x: Tensor, scores: Tensor, shared: Tensor | None) -> Tensor:
+        return x if len(x) >= self.below else x * (1 + 2 * torch.finfo(x.dtype).eps)
+
+
+def test_experts_as_one_have_a_law_of_their_own() -> None:
+    shapes = replace(SHAPES, expert_products=(ProductShape(128, 96), ProductShape(96, 64)), num_experts=4)
+    assert measure(Grouped(1), shapes, torch.float32, CPU).same_bits
+    result = measure(Grouped(3), shapes, torch.float32, CPU)
+    assert (result.experts_hold, result.same_bits) == (False, False)
 
 
 class PlaceDependent(TorchKernels):

@@ -1,5 +1,6 @@
 """The kernels for GPUs, interpreted: what they compute, and what must not change a row's bits."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -12,9 +13,12 @@ from torch import Tensor
 from penstock.cache import BLOCK_TOKENS
 from penstock.kernels.interface import Kernels
 from penstock.kernels.spans import AttendedSpan, AttentionWork
+from penstock.plan.model import ExpertsConfig
 from tests.kernels.parity import (
     PLAIN,
+    ROUTERS,
     SCALE,
+    ExpertRows,
     Heads,
     Rows,
     Subject,
@@ -23,6 +27,8 @@ from tests.kernels.parity import (
     check_beside,
     check_close,
     check_cuts,
+    check_experts,
+    check_experts_alone,
     check_norms,
     check_placed_heads,
     check_product,
@@ -94,6 +100,31 @@ def test_products_of_few_rows(
     kernels: Kernels, dtype: torch.dtype, num_rows: int, num_out: int, num_in: int, has_bias: bool
 ) -> None:
     check_product(Subject(kernels, dtype), num_rows, num_out, num_in, has_bias=has_bias)
+
+
+@dtypes
+@pytest.mark.parametrize("router", ROUTERS)
+def test_experts(kernels: Kernels, dtype: torch.dtype, router: str) -> None:
+    subject, config = Subject(kernels, dtype), ROUTERS[router]
+    check_experts(subject, config, 1)
+    check_experts(subject, config, 20)
+
+
+def test_experts_of_rows_alone(kernels: Kernels) -> None:
+    """With tiles of every size: few rows for each expert, some, and many."""
+    subject = Subject(kernels, torch.bfloat16)
+    check_experts_alone(subject, ExpertsConfig(1, 4, 64, num_active=3), 150, (1, 3, 13, 17, 100))
+
+
+def test_a_row_without_a_number_chooses_experts(kernels: Kernels) -> None:
+    """And changes no other's."""
+    rows = ExpertRows(Subject(kernels, torch.float32), ROUTERS["softmax"], 20)
+    expected = rows.run()
+    rows.scores[7], rows.x[7] = math.nan, math.nan
+    found = rows.run()
+    assert bool(found[7].isnan().all())
+    assert torch.equal(found[8:], expected[8:])
+    assert torch.equal(found[:7], expected[:7])
 
 
 def test_attention_without_a_grid(kernels: Kernels) -> None:

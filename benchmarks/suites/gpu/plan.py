@@ -8,10 +8,12 @@ from penstock.measure.random_weights import FAMILIES
 
 # Sections, in the order in which they run.
 LARGE, SMALL, HYBRID = "8b", "0.6b", "hybrid"
+EXPERTS = "experts"
 _OTHERS = ("decode", "memory", "start", "bits", "tiles", "mixed", "stages", "profile", "sweep")
-SECTIONS = (LARGE, SMALL, HYBRID, *_OTHERS)
+SECTIONS = (LARGE, SMALL, HYBRID, EXPERTS, *_OTHERS)
 # Models of published shapes, by what they are called in the results.
 BIG, LITTLE, MIXED_LAYERS = "8B", "0.6B", "9B hybrid"
+SPARSE, DEEP_SPARSE = "30B-A3B, 12 layers", "30B-A3B"
 CHUNK = 2048
 LONG, SHORT, LONGEST = 32_768, 8_192, 131_072
 
@@ -68,6 +70,7 @@ class BitsCase:
     off_grid_chunks: tuple[int, ...]  # of models without recurrent state alone
     num_decodes: int
     decode_past: int
+    models: tuple[str, ...] = (BIG, LITTLE, MIXED_LAYERS, SPARSE)
 
 
 @dataclass(frozen=True)
@@ -88,8 +91,11 @@ class Plan:
     sweep_repeats: int
     swept_peer_chunks: tuple[int, ...]  # of a sweep, those that transformers reads too
     stages: tuple[PrefillCase, ...] = ()  # through two stages on the one card
+    expert_decodes: tuple[DecodeCase, ...] = ()
+    deep: PrefillCase | None = None  # a model with as many layers as were published; without transformers
 
 
+_SPARSE = {**FAMILIES["qwen3-30b-a3b"], "num_experts": 128, "num_experts_per_tok": 8}
 _MODELS: Mapping[str, Mapping[str, Any]] = {
     BIG: {
         **FAMILIES["qwen3-4b"],
@@ -112,6 +118,8 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
         "max_position_embeddings": 40_960,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25},
     },
+    SPARSE: {**_SPARSE, "num_hidden_layers": 12},
+    DEEP_SPARSE: {**_SPARSE, "num_hidden_layers": 48},
 }
 
 
@@ -125,6 +133,7 @@ PLAN = Plan(
         LARGE: _cases(BIG, (LONG, CHUNK), (LONG, 0), (LONG, 512), (SHORT, CHUNK), (LONGEST, CHUNK)),
         SMALL: _cases(LITTLE, (LONG, CHUNK), (LONG, 512), (SHORT, CHUNK)),
         HYBRID: _cases(MIXED_LAYERS, (LONG, CHUNK), (LONG, 0), (LONG, 512)),
+        EXPERTS: _cases(SPARSE, (SHORT, CHUNK), (LONG, CHUNK), (SHORT, 512)),
     },
     decodes=(
         DecodeCase(BIG, 1, 128),
@@ -141,10 +150,19 @@ PLAN = Plan(
     tiles=PrefillCase(BIG, LONG, CHUNK),
     profiles=_cases(BIG, (LONG, CHUNK), (LONG, 0), (SHORT, CHUNK)),
     sweeps=(
-        *(PrefillCase(model, LONG, chunk) for model in _MODELS for chunk in (256, 1024, 4096, 8192)),
+        *(
+            PrefillCase(model, LONG, chunk)
+            for model in (BIG, LITTLE, MIXED_LAYERS)
+            for chunk in (256, 1024, 4096, 8192)
+        ),
         PrefillCase(LITTLE, LONG, 0),
     ),
     sweep_repeats=3,
     swept_peer_chunks=(512, CHUNK, 8192, 0),
     stages=_cases(BIG, (LONG, 512), (LONG, CHUNK)),
+    expert_decodes=(
+        DecodeCase(SPARSE, 1, 128),
+        *(DecodeCase(DEEP_SPARSE, count, 128) for count in (1, 8, 32)),
+    ),
+    deep=PrefillCase(DEEP_SPARSE, SHORT, CHUNK),
 )

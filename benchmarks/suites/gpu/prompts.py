@@ -36,9 +36,11 @@ _MEMORY_PASSES = 3
 _GIB = 2**30
 
 
-def measure_prefills(job: Job, errors: list[str], cases: Sequence[PrefillCase]) -> None:
+def measure_prefills(
+    job: Job, errors: list[str], cases: Sequence[PrefillCase], loaded: Subject | None = None
+) -> None:
     """Cases of one model. A case that transformers fails in is measured without it."""
-    subject, peer = job.subject(cases[0].model), _load_peer(job, cases)
+    subject, peer = loaded or job.subject(cases[0].model), _load_peer(job, cases)
     space = subject.space(max(case.prompt_tokens for case in cases))
     for case in cases:
         with job.attempt(case.label, errors):
@@ -203,6 +205,7 @@ _GROUPS: Mapping[str, tuple[str, ...]] = {
     "heads": ("place_heads",),
     "norms": ("norm",),
     "activation": ("silu",),
+    "experts": ("route_kernel", "group_kernel", "expert_kernel", "weighted_sum"),
     "products": ("nvjet", "gemm", "cutlass", "cublas", "few_rows"),
 }
 

@@ -1,6 +1,7 @@
 """Steps of the engine on a GPU: decodes, alone and together, a chunk with decodes beside it, and the same bits."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 
 import tokenizers
@@ -11,6 +12,7 @@ from torch import Tensor
 from benchmarks.suites.gpu.job import Job, over
 from benchmarks.suites.gpu.models import Subject
 from benchmarks.suites.gpu.plan import CHUNK, BitsCase, DecodeCase
+from benchmarks.suites.gpu.prompts import measure_prefills
 from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.events import GenerationRequest
@@ -85,12 +87,32 @@ def _tokenizer() -> Tokenizer:
 def measure_decodes(job: Job, errors: list[str]) -> None:
     """Each step is planned, run, sampled from and committed, a few in a row: the device may be ahead within them."""
     for model in dict.fromkeys(case.model for case in job.plan.decodes):
-        subject = job.subject(model)
-        for case in job.plan.decodes:
-            if case.model == model:
-                with job.attempt(case.label, errors):
-                    job.figure(case.label, "ms", _time_decodes(job, subject, case))
-        del subject
+        _measure_decodes_of(job, errors, job.subject(model), model, job.plan.decodes)
+
+
+def _measure_decodes_of(
+    job: Job, errors: list[str], subject: Subject, model: str, cases: Sequence[DecodeCase]
+) -> None:
+    for case in cases:
+        if case.model == model:
+            with job.attempt(case.label, errors):
+                job.figure(case.label, "ms", _time_decodes(job, subject, case))
+
+
+def measure_experts(job: Job, errors: list[str]) -> None:
+    """Prompts beside transformers, and decodes; then the model with all of its layers, without transformers."""
+    cases, deep, decodes = job.plan.prefills[job.section], job.plan.deep, job.plan.expert_decodes
+    measure_prefills(job, errors, cases)
+    model = cases[0].model
+    _measure_decodes_of(job, errors, job.subject(model), model, decodes)
+    job.free_memory()
+    if deep is None:
+        return
+    subjects: list[Subject] = []
+    ready_ms = job.milliseconds(lambda: subjects.append(job.subject(deep.model)))
+    job.figure(f"{deep.model}, loaded and probed", "s", [ready_ms / 1e3])
+    measure_prefills(replace(job, with_peer=False), errors, [deep], subjects[0])
+    _measure_decodes_of(job, errors, subjects[0], deep.model, decodes)
 
 
 def _time_decodes(job: Job, subject: Subject, case: DecodeCase) -> list[float]:
@@ -191,7 +213,7 @@ def _again(requests: Requests, num_tokens: int) -> Callable[[], object]:
 
 def measure_bits(job: Job, errors: list[str]) -> None:
     """A prompt in many chunkings, alone and beside decodes, against the whole of it alone."""
-    for model in job.plan.models:
+    for model in job.plan.bits.models:
         with job.attempt(model, errors):
             _compare_bits(job, model, job.plan.bits)
 

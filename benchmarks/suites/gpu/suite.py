@@ -18,6 +18,7 @@ from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.plan import (
     BIG,
     CHUNK,
+    EXPERTS,
     HYBRID,
     LARGE,
     LITTLE,
@@ -28,6 +29,7 @@ from benchmarks.suites.gpu.plan import (
     SECTIONS,
     SHORT,
     SMALL,
+    SPARSE,
     DecodeCase,
     Plan,
     PrefillCase,
@@ -67,6 +69,10 @@ TARGETS = (
     Target(HYBRID, PrefillCase(MIXED_LAYERS, LONG, CHUNK).label, 1150, 980, 820),
     Target(HYBRID, PrefillCase(MIXED_LAYERS, LONG, 0).label, 1100, 950, 820),
     Target(HYBRID, PrefillCase(MIXED_LAYERS, LONG, 512).label, 1700, 1200, 820),
+    Target(EXPERTS, PrefillCase(SPARSE, SHORT, CHUNK).label, 60, 40, 20),
+    Target(EXPERTS, PrefillCase(SPARSE, LONG, CHUNK).label, 380, 310, 250),
+    Target(EXPERTS, PrefillCase(SPARSE, SHORT, 512).label, 110, 70, 20),
+    Target(EXPERTS, DecodeCase(SPARSE, 1, 128).label, 1.4, 1.0, 0.5),
     Target("decode", DecodeCase(BIG, 1, 128).label, 5.83, vllm=5.30),
     Target("decode", DecodeCase(BIG, 32, 128).label, 6.64, vllm=6.04),
     Target("decode", DecodeCase(BIG, 1, LONG).label, 6.95, vllm=6.32),
@@ -104,7 +110,7 @@ def bars(results: Results) -> list[Bar]:
 def require_gpu() -> torch.device:
     if not torch.cuda.is_available():
         raise SettingError("there is no NVIDIA GPU that torch can use: `bench gpu` measures on one")
-    return torch.device("cuda")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def this_card(device: torch.device) -> dict[str, Any]:
@@ -170,6 +176,7 @@ def _prefill_section(job: Job, errors: list[str]) -> None:
 
 _WORK: Mapping[str, Callable[[Job, list[str]], None]] = {
     **dict.fromkeys((LARGE, SMALL, HYBRID), _prefill_section),
+    EXPERTS: steps.measure_experts,
     "decode": steps.measure_decodes,
     "memory": prompts.measure_memory,
     "start": prompts.measure_start,

@@ -1,13 +1,14 @@
 """Measures, on the machine at hand, the facts that 'the same bits for any chunking' rests on.
 
-Four laws are tried on random data of the model's own shapes:
+Five laws are tried on random data of the model's own shapes:
 
 * a product gives each row the same bits whatever the number of rows, from some number up (the floor), on a GPU but
   for numbers that are found and avoided; or else, with a fixed number of rows (the slab), whatever the row's place
   among them, as the output head always does;
 * attention gives a query the same bits whatever the other queries of its tile hold;
 * norm, rotation and activation give a row the same bits whatever the other rows;
-* a delta net gives the same bits for spans that end on the grid of states.
+* a delta net gives the same bits for spans that end on the grid of states;
+* experts that are run as one give a row the same bits whatever the other rows.
 
 None is assumed. The result is kept in the cache folder, under a key of everything it depends on.
 """
@@ -44,7 +45,7 @@ from penstock.kernels.spans import (
     WrittenPlaces,
 )
 from penstock.plan.grids import COARSER, FINE_ROWS, GPU_ROW_GRID, STATE_GRID, RowLaw, whole_lanes
-from penstock.plan.model import DeltaNetConfig, RecurrentConfig, ShortConvConfig, input_size
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig, RecurrentConfig, ShortConvConfig, input_size
 
 # A device may just hold a weight: what is made beside one is for so many of its rows at a time.
 ROWS_TOGETHER = 2048
@@ -129,6 +130,7 @@ class Random:
 # Products
 
 EXPERT_SLAB = 32
+_NUM_EXPERTS, _EXPERT_ROWS = 4, (1, 2, 7, 16, 64, 150, 333, 700)
 # If more than this share of counts is to be avoided, there is no rule in what the library does.
 _MOST_AVOIDED = 0.25
 # Where the queries of a chunk may begin and end in a tile.
@@ -240,6 +242,27 @@ def _place_is_free(kernels: Kernels, shape: ProductShape, slab: int, random: Ran
         moved = kernels.linear(x[start : start + slab].clone(), weight, bias)
         if not torch.equal(moved[: slab - start], reference[start:]):
             return False
+    return True
+
+
+def experts_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
+    """Experts that are run as one give a row the same bits whatever other rows there are. Few of them have few rows
+    and many, as many have in a model's passes."""
+    function, hidden = ACTIVATIONS[shapes.activation], shapes.hidden_size
+    for width in {shape.num_in for shape in shapes.expert_products if shape.num_out == hidden}:
+        config = ExpertsConfig(1, _NUM_EXPERTS, width, num_active=2)
+        gate_up = random.cancelling(_NUM_EXPERTS * 2 * width, hidden, 1).view(_NUM_EXPERTS, -1, hidden)
+        down = random.cancelling(_NUM_EXPERTS * hidden, width, 1).view(_NUM_EXPERTS, -1, width)
+        is_silu = function is ACTIVATIONS["silu"]
+        experts = kernels.stacked_experts(config, gate_up, down, None if is_silu else function)
+        x = random.cancelling(_EXPERT_ROWS[-1], hidden, -1)
+        scores = random.normal(len(x), _NUM_EXPERTS)
+        whole = experts.run(x, scores, None)
+        for num_rows in _EXPERT_ROWS:
+            for start in {0, len(x) - num_rows}:
+                rows = slice(start, start + num_rows)
+                if not torch.equal(experts.run(x[rows], scores[rows], None), whole[rows]):
+                    return False
     return True
 
 
@@ -377,7 +400,7 @@ def recurrence_holds(kernels: Kernels, sizes: RecurrentConfig, random: Random) -
 
 # All of them
 
-_VERSION = 20
+_VERSION = 21
 _MOST_BYTES = 1 << 20
 
 
@@ -392,6 +415,7 @@ class ProbeResult:
     passes_hold: bool
     head_holds: bool
     recurrence_holds: bool = True  # of models without recurrent layers too
+    experts_hold: bool = True  # as one; of models whose experts are run one by one too
     expert_slab: int = 0
     avoided_rows: tuple[
         int, ...
@@ -411,8 +435,13 @@ class ProbeResult:
     @property
     def same_bits(self) -> bool:
         """Whether all the laws hold, so that a prompt's bits do not depend on its chunks."""
-        laws = (self.attention_holds, self.passes_hold, self.head_holds, self.recurrence_holds)
-        return self.row_floor is not None and all(laws)
+        return self.row_floor is not None and all(self.answers)
+
+    @property
+    def answers(self) -> tuple[bool, ...]:
+        """To the laws that hold or do not."""
+        passes = (self.attention_holds, self.passes_hold, self.recurrence_holds)
+        return (*passes, self.head_holds, self.experts_hold)
 
 
 def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
@@ -430,6 +459,9 @@ def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: tor
 def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
     """Measure the laws now."""
     random, tried = Random(dtype, device), tried_on(device)
+    grouped = shapes if kernels.stacks_experts else None
+    if grouped is not None:
+        shapes = replace(shapes, expert_products=())
     others = [
         other_counts(kernels, shape, shapes.mlp_widths, tried, random)
         for shape in (*shapes.products, *shapes.expert_products)
@@ -452,6 +484,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         passes_hold=passes_hold(kernels, shapes, random),
         head_holds=slab_holds(kernels, (shapes.head,) if shapes.head else (), kernels.head_rows, random),
         recurrence_holds=shapes.recurrent is None or recurrence_holds(kernels, shapes.recurrent, random),
+        experts_hold=grouped is None or experts_hold(kernels, grouped, random),
         expert_slab=expert_slab,
         avoided_rows=() if row_slab else tuple(avoided),
     )
@@ -483,13 +516,12 @@ def _read(path: Path, tried: Tried) -> ProbeResult | None:
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
         return None
     floors = (result.row_slab,) if result.row_slab else (None, *tried.floors)
-    answers = (result.attention_holds, result.passes_hold, result.head_holds, result.recurrence_holds)
     is_valid = (
         not isinstance(result.row_floor, bool | float)
         and result.row_floor in floors
         and result.row_slab in (0, *tried.slabs)
         and result.expert_slab in (0, EXPERT_SLAB)
-        and all(type(answer) is bool for answer in answers)
+        and all(type(answer) is bool for answer in result.answers)
         and avoided <= set(tried.counts)
     )
     return result if is_valid else None

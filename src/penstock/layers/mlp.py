@@ -1,6 +1,7 @@
 """Feed-forward blocks: one for all tokens, and a mixture of such experts."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.kernels.elementwise import ElementWise
+from penstock.kernels.experts import GroupedExperts
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
 from penstock.plan.model import ExpertsConfig
@@ -18,7 +20,7 @@ from penstock.plan.model import ExpertsConfig
 class MLP:
     """down(activation(gate(x)) * up(x)), with gate and up as one product; or down(activation(up(x)))."""
 
-    is_dense: ClassVar[bool] = True  # every row goes through the same products
+    waits_for_host: ClassVar[bool] = False  # which has to know where rows go before products are launched
 
     gate_up: Linear  # [2 * width, hidden]; without a gate [width, hidden]
     down: Linear  # [hidden, width]
@@ -48,34 +50,47 @@ class MLP:
 
 @dataclass(frozen=True)
 class ExpertMLP:
-    """Each token goes through a few of many blocks, and through a shared one. Tokens are grouped by expert: a group
-    is one product, padded like the batch."""
-
-    is_dense: ClassVar[bool] = False
+    """Each token goes through a few of many blocks, and through a shared one. Kernels may have all of them as one;
+    otherwise tokens are grouped by expert here, and a group is one product, padded like the batch."""
 
     config: ExpertsConfig
     router: Linear  # [experts, or experts + lanes with the shared expert's gate first among them, hidden]
-    experts: tuple[MLP, ...]
+    experts: tuple[MLP, ...] | GroupedExperts
     shared: MLP | None
     choice_bias: Tensor | None = None  # [experts], float32
 
     @property
+    def waits_for_host(self) -> bool:
+        return isinstance(self.experts, tuple)
+
+    @property
     def widths(self) -> tuple[int, ...]:
-        return self.experts[0].widths + (self.shared.widths if self.shared else ())
+        return (self.expert_products()[1].shape[1], *(self.shared.widths if self.shared else ()))
 
     def products(self) -> tuple[Linear, ...]:
         return (self.router, *(self.shared.products() if self.shared else ()))
 
     def expert_products(self) -> tuple[Linear, ...]:
         """Those of one expert, whose shapes all experts have."""
-        return self.experts[0].products()
+        if isinstance(self.experts, tuple):
+            return self.experts[0].products()
+        return tuple(Linear((weight,)) for weight in self.experts.one)
 
     def __call__(self, x: Tensor, step: ForwardPass, num_rows: int | None = None) -> Tensor:
-        """x [rows, hidden], of which the first `num_rows` are tokens and the others padding, whose output is zero but
-        for the shared expert's."""
-        num_experts = len(self.experts)
+        """x [rows, hidden], of which the first `num_rows` are tokens and the others padding, whose output is of no
+        use."""
+        if isinstance(self.experts, tuple):
+            return self._run_each(self.experts, x, step, num_rows)
+        scores = self.router(x, step)
+        return self.experts.run(x, scores, self.shared(x, step) if self.shared else None)
+
+    def _run_each(
+        self, experts: tuple[MLP, ...], x: Tensor, step: ForwardPass, num_rows: int | None
+    ) -> Tensor:
+        num_experts = len(experts)
         scores = self.router(x, step).float()
-        weights, chosen = self._route(scores[:num_rows, :num_experts].contiguous(), step)
+        own = scores[:num_rows, :num_experts].contiguous()
+        weights, chosen = route(own, self.config, self.choice_bias, step.kernels.sigmoid)
         # A token's outputs are summed in the order of its experts, which no other token can change.
         order = chosen.flatten().argsort(stable=True)
         weights = weights.flatten()[order]
@@ -83,7 +98,7 @@ class ExpertMLP:
         counts = torch.bincount(chosen.flatten(), minlength=num_experts).tolist()
         total = x.new_zeros(x.shape, dtype=torch.float32)
         start = 0
-        for expert, count in zip(self.experts, counts, strict=True):
+        for expert, count in zip(experts, counts, strict=True):
             if not count:
                 continue
             group = slice(start, start + count)
@@ -97,20 +112,24 @@ class ExpertMLP:
             total += self.shared(x, step)
         return total.to(x.dtype)
 
-    def _route(self, scores: Tensor, step: ForwardPass) -> tuple[Tensor, Tensor]:
-        """Weights and numbers [rows, active] of the experts that each row goes to, from scores [rows, experts]."""
-        config = self.config
-        is_softmax = config.scores == "softmax"
-        chances = torch.softmax(scores, dim=-1) if is_softmax else step.kernels.sigmoid(scores)
-        choice = chances if self.choice_bias is None else chances + self.choice_bias
-        if config.num_groups > 1:
-            choice = _of_best_groups(choice, config)
-        weights, chosen = torch.topk(choice, config.num_active, dim=-1)
-        if choice is not chances:
-            weights = chances.gather(1, chosen)
-        if config.normalised:
-            weights /= weights.sum(dim=-1, keepdim=True)
-        return weights if config.scale == 1.0 else weights * config.scale, chosen
+
+def route(
+    scores: Tensor,
+    config: ExpertsConfig,
+    choice_bias: Tensor | None,
+    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
+) -> tuple[Tensor, Tensor]:
+    """Weights and numbers [rows, active] of the experts that each row goes to, from scores [rows, experts]."""
+    chances = torch.softmax(scores, dim=-1) if config.scores == "softmax" else sigmoid(scores)
+    choice = chances if choice_bias is None else chances + choice_bias
+    if config.num_groups > 1:
+        choice = _of_best_groups(choice, config)
+    weights, chosen = torch.topk(choice, config.num_active, dim=-1)
+    if choice is not chances:
+        weights = chances.gather(1, chosen)
+    if config.normalised:
+        weights /= weights.sum(dim=-1, keepdim=True)
+    return weights if config.scale == 1.0 else weights * config.scale, chosen
 
 
 def _of_best_groups(choice: Tensor, config: ExpertsConfig) -> Tensor:

@@ -186,11 +186,11 @@ class Decoder:
 
     @property
     def can_record(self) -> bool:
-        """Whether passes can be recorded. How many rows an expert has, the host must know before it is launched."""
+        """Whether passes can be recorded: without the host, and with plain layers."""
         config = self.config
-        is_dense = all(layer.mlp.is_dense for layer in self.layers) and not config.parallel_blocks
+        waits = any(layer.mlp.waits_for_host for layer in self.layers) or config.parallel_blocks
         has_plain_layers = config.window is None and config.recurrent is config.delta_net
-        return self.kernels.can_capture and self.is_whole and is_dense and has_plain_layers
+        return self.kernels.can_capture and self.is_whole and has_plain_layers and not waits
 
     @property
     def num_weight_bytes(self) -> int:
@@ -286,7 +286,7 @@ class Decoder:
                 return self.finish(x, rows, step, logit_rows, fed)
             mixed = layer.mixer.mix(rows, step)
             del rows
-            if slabs and layer.mlp.is_dense and fed is None:
+            if slabs and not layer.mlp.waits_for_host and fed is None:
                 x, normed = self._run_mlp_in_slabs(index, x, mixed, slabs, step)
                 del mixed
                 continue

@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 from penstock.errors import SettingError
 from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise, xielu
+from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
 from penstock.kernels.spans import DeltaHeads, HeadLayout, MambaHeads, Scoring, ShortConv, StateNet
@@ -299,30 +300,57 @@ class _Loader:
         self._source.load_into(weights.router.name, router[:count])
         if weights.shared_gate:
             self._source.load_into(weights.shared_gate.name, router[count : count + 1])
+        bias = weights.choice_bias
+        choice_bias = None if bias is None else self._tensor(bias, torch.float32)
         return ExpertMLP(
             config=experts,
             router=Linear((self._kernels.pack(router),)),
-            experts=tuple(map(self._mlp, weights.experts))
-            if weights.stacked is None
-            else self._unstacked(*weights.stacked),
+            experts=self._expert_blocks(weights, choice_bias),
             shared=self._mlp(weights.shared) if weights.shared else None,
-            choice_bias=self._tensor(weights.choice_bias, torch.float32) if weights.choice_bias else None,
+            choice_bias=choice_bias,
         )
 
-    def _unstacked(self, stored_gate_up: Stored, stored_down: Stored) -> tuple[MLP, ...]:
-        """Experts that are stored as two tensors for all of them."""
-        count, hidden, inner = stored_down.shape
-        width = whole_lanes(inner)
-        gate_up = self._tensor(stored_gate_up)
-        if width > inner:
-            gate_up = pad(gate_up.view(count, 2, inner, hidden), (0, 0, 0, width - inner)).flatten(1, 2)
-        gate_ups = [Linear((self._pack(each),)) for each in gate_up]
-        del gate_up
-        down = torch.zeros(count, hidden, width, dtype=self._dtype, device=self._device)
-        self._source.load_into(stored_down.name, down[:, :, :inner])
-        downs = [Linear((self._pack(each),)) for each in down]
-        function = self._activation()
+    def _expert_blocks(
+        self, weights: ExpertsWeights, choice_bias: Tensor | None
+    ) -> tuple[MLP, ...] | GroupedExperts:
+        config, function = self._config.experts, self._activation()
+        assert config is not None
+        if self._kernels.stacks_experts:
+            stack = self._gate_up_stack(weights), self._down_stack(weights)
+            return self._kernels.stacked_experts(config, *stack, function, choice_bias)
+        if weights.stacked is None:
+            return tuple(map(self._mlp, weights.experts))
+        gate_ups = [Linear((self._pack(each),)) for each in self._gate_up_stack(weights)]
+        downs = [Linear((self._pack(each),)) for each in self._down_stack(weights)]
         return tuple(MLP(*pair, function) for pair in zip(gate_ups, downs, strict=True))
+
+    def _gate_up_stack(self, weights: ExpertsWeights) -> Tensor:
+        """[experts, 2 * width, hidden], of whole vectors, with zeros to fill them."""
+        if weights.stacked is None:
+            return self._stack([expert.gate_up for expert in weights.experts])
+        stored, (count, hidden, inner) = weights.stacked[0], weights.stacked[1].shape
+        gate_up, missing = self._tensor(stored), whole_lanes(inner) - inner
+        if missing:
+            gate_up = pad(gate_up.view(count, 2, inner, hidden), (0, 0, 0, missing)).flatten(1, 2)
+        return gate_up
+
+    def _down_stack(self, weights: ExpertsWeights) -> Tensor:
+        """[experts, hidden, width], likewise."""
+        if weights.stacked is None:
+            return self._stack([expert.down for expert in weights.experts])
+        stored = weights.stacked[1]
+        count, hidden, inner = stored.shape
+        down = torch.zeros(count, hidden, whole_lanes(inner), dtype=self._dtype, device=self._device)
+        self._source.load_into(stored.name, down[:, :, :inner])
+        return down
+
+    def _stack(self, products: Sequence[Product]) -> Tensor:
+        """The weights of products of one shape."""
+        shape = (len(products), products[0].num_out, products[0].num_in)
+        stack = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        for out, product in zip(stack, products, strict=True):
+            self._fill(out, product.rows("weight"))
+        return stack
 
     # Tensors
 
@@ -400,14 +428,16 @@ class _Loader:
 
     def _assembled(self, parts: Sequence[Rows], dtype: torch.dtype, *shape: int) -> Tensor:
         """Tensors as one, each at its place; zeros around them."""
-        out = torch.zeros(shape, dtype=dtype, device=self._device)
+        return self._fill(torch.zeros(shape, dtype=dtype, device=self._device), parts)
+
+    def _fill(self, out: Tensor, parts: Sequence[Rows]) -> Tensor:
         for part in parts:
             stored = self._source.shape(part.name)
             if part.heads is None:
                 rows = out[part.start : part.start + stored[0]]
                 self._source.load_into(part.name, rows[:, : stored[1]] if len(stored) > 1 else rows)
             else:
-                values = torch.empty(stored, dtype=dtype, device=self._device)
+                values = torch.empty(stored, dtype=out.dtype, device=self._device)
                 self._source.load_into(part.name, values)
                 out[part.outputs()] = values
         return out

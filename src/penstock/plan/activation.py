@@ -152,7 +152,7 @@ class PassSizes:
     @property
     def graphs(self) -> int:
         """What chunks that a GPU has recorded attend into, which is kept."""
-        can_record = self.kernels == "cuda" and not self.shape.recurrent and not self.shape.experts
+        can_record = self.kernels == "cuda" and not self.shape.recurrent
         return self.bytes(self.query, min(self.rows, GRAPH_ROWS)) if can_record else 0
 
     @property
@@ -426,14 +426,15 @@ def _feed_forward(sizes: PassSizes) -> Iterator[StepMemory]:
     hidden, begun = sizes.shape.hidden_size, sizes.entered("mlp")
     feed_rows = sizes.workspace.feed_rows
     is_in_slabs = 0 < feed_rows < sizes.rows
-    if sizes.shape.num_dense_layers and is_in_slabs:
+    experts, is_on_device = sizes.shape.experts, sizes.kernels == "cuda"
+    if is_in_slabs and (sizes.shape.num_dense_layers or is_on_device):
         # Sums and norms are written over what they are made of.
-        yield replace(
-            begun,
-            hidden_bytes=sizes.bytes(2 * hidden) + sizes.bytes(2 * hidden, feed_rows),
-            mlp_bytes=_feeding(sizes, sizes.shape.intermediate_size, feed_rows),
-        )
-        if not sizes.shape.experts:
+        slab = replace(begun, hidden_bytes=sizes.bytes(2 * hidden) + sizes.bytes(2 * hidden, feed_rows))
+        if sizes.shape.num_dense_layers:
+            yield replace(slab, mlp_bytes=_feeding(sizes, sizes.shape.intermediate_size, feed_rows))
+        if experts and is_on_device:
+            yield replace(slab, mlp_bytes=_grouped_experts(sizes, experts, feed_rows))
+        if not experts or is_on_device:
             return
     # A block's output is added to the residual and normed, with all three still there: and beside mixing's what it
     # was made of, beside this block's what it was fed with.
@@ -442,8 +443,10 @@ def _feed_forward(sizes: PassSizes) -> Iterator[StepMemory]:
     yield replace(begun, hidden_bytes=adding + sizes.norm_held(hidden))
     if sizes.shape.num_dense_layers and not is_in_slabs:
         yield replace(begun, mlp_bytes=_feeding(sizes, sizes.shape.intermediate_size, sizes.rows))
-    if sizes.shape.experts:
-        yield replace(begun, mlp_bytes=_experts(sizes, sizes.shape.experts))
+    if experts and is_on_device:
+        yield replace(begun, mlp_bytes=_grouped_experts(sizes, experts, sizes.rows))
+    elif experts:
+        yield replace(begun, mlp_bytes=_experts(sizes, experts))
 
 
 def _feeding(sizes: PassSizes, width: int, rows: int) -> int:
@@ -456,6 +459,18 @@ def _feeding(sizes: PassSizes, width: int, rows: int) -> int:
         sizes.bytes(3 * width, rows),
         sizes.bytes(width, rows) + sizes.product(sizes.shape.hidden_size, rows),
     )
+
+
+def _grouped_experts(sizes: PassSizes, experts: ExpertsShape, rows: int) -> int:
+    """On a GPU, all at once: each row has a place for each of its experts."""
+    hidden, shared = sizes.shape.hidden_size, experts.shared_intermediate_size
+    num_places = rows * (sizes.workspace.num_active_experts or 1)
+    # Scores; then weights, choices, places and their order, and the shared block's output.
+    held = sizes.bytes(experts.num_experts + (LANES if shared else 0), rows)
+    routing = 4 * FLOAT32 * num_places + (sizes.bytes(hidden, rows) if shared else 0)
+    width = rounded_up(experts.intermediate_size, LANES)
+    feeding = sizes.bytes(hidden, num_places) + max(sizes.bytes(width, num_places), sizes.bytes(hidden, rows))
+    return held + max(routing + feeding, _feeding(sizes, shared, rows) if shared else 0)
 
 
 def _experts(sizes: PassSizes, experts: ExpertsShape) -> int:

@@ -1,18 +1,18 @@
 """Kernels for NVIDIA's GPUs: products by cuBLAS, attention to a long past by cuDNN, the rest in Triton."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime import driver
 
 from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.cuda import delta, fla
+from penstock.kernels.cuda.experts import CudaExperts
+from penstock.kernels.cuda.launch import KeptKernel, precision, shared_bytes
 from penstock.kernels.cuda.past import attend_past, prepare_past
 from penstock.kernels.cuda.work import (
     ChunkWork,
@@ -22,7 +22,6 @@ from penstock.kernels.cuda.work import (
     device_places,
     device_states,
 )
-from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.quantised import Weight
 from penstock.kernels.reference.kernels import TorchKernels
@@ -69,36 +68,10 @@ _FEW_ROWS_WEIGHT = 1 << 24
 _FEW_ROWS_OUTPUTS = 16
 _FEW_ROWS_BLOCK = 256
 _WIDTH_BLOCK = 1024
-_HOPPER_SHARED_BYTES = 232_448
 _HEADS_TOGETHER = 16
 
 
-class _KeptKernel:
-    """A kernel, launched by its compiled form: finding that anew takes the host longer than the launch."""
-
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        self._compiled: dict[Hashable, Any] = {}
-
-    def launch(
-        self,
-        key: Hashable,
-        grid: tuple[int, int, int],
-        args: Sequence[object],
-        constants: Mapping[str, object],
-        **options: int,
-    ) -> None:
-        """`args` and then `constants` are in the order of the kernel's own. Calls with the same key differ in nothing
-        that Triton compiles a kernel anew for: constants, types, alignment, numbers that it takes for constants."""
-        found = self._compiled.get(key)
-        if found is None:
-            # The interpreter gives nothing to keep.
-            self._compiled[key] = self._kernel[grid](*args, **constants, **options)
-        else:
-            found[grid](*args, *constants.values())
-
-
-_tile_attention = _KeptKernel(tile_attention_kernel)
+_tile_attention = KeptKernel(tile_attention_kernel)
 
 
 class CudaKernels(TorchKernels):
@@ -109,6 +82,8 @@ class CudaKernels(TorchKernels):
     feed_rows = FEED_ROWS
     activation_stride = 2
     can_capture = True
+    stacks_experts = True
+    stacked_experts = CudaExperts
 
     def __init__(self, tile_size: int = GPU_TILE, row_slab: int = 0) -> None:
         self.law = RowLaw(tile_size, row_slab=row_slab, row_grid=GPU_ROW_GRID)
@@ -278,7 +253,7 @@ class CudaKernels(TorchKernels):
             "HAS_SINKS": scoring.sinks is not None,
             "ROWS": size,
             "BLOCK": BLOCK_TOKENS,
-            "PRECISION": _precision(queries),
+            "PRECISION": precision(queries),
         }
         strides = (queries.stride(0), *past_strides[:3], *lse_strides[:2])
         _tile_attention.launch(
@@ -342,7 +317,7 @@ class CudaKernels(TorchKernels):
             SOFT_CAP=scoring.soft_cap,
             GROUP_ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
             BLOCK=BLOCK_TOKENS,
-            PRECISION=_precision(queries),
+            PRECISION=precision(queries),
             num_warps=4,
             num_stages=_num_stages(queries),
         )
@@ -403,7 +378,7 @@ def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_rows)),
         OUTPUTS=_FEW_ROWS_OUTPUTS,
         BLOCK=_FEW_ROWS_BLOCK,
-        PRECISION=_precision(x),
+        PRECISION=precision(x),
         num_warps=4,
         num_stages=3,
     )
@@ -438,19 +413,6 @@ def _num_stages(queries: Tensor) -> int:
     wanted = 3 if bytes_per_token <= 256 else 2 if bytes_per_token <= 512 else 1
     block_bytes = BLOCK_TOKENS * bytes_per_token
     held = (
-        _shared_bytes(queries.device) // block_bytes - 1
+        shared_bytes(queries.device) // block_bytes - 1
     ) // 2  # beside the queries, keys and values for each
     return max(min(wanted, held), 1)
-
-
-@cache
-def _shared_bytes(device: torch.device) -> int:
-    """What a program may have of a multiprocessor's memory."""
-    if device_kind(device).capability is None:
-        return _HOPPER_SHARED_BYTES
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
-
-
-def _precision(x: Tensor) -> str:
-    return "ieee" if x.dtype == torch.float32 else "tf32"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.elementwise import ElementWise, in_shares
+from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference import attention, delta
 from penstock.kernels.spans import (
@@ -30,6 +31,7 @@ from penstock.kernels.spans import (
     part_of,
 )
 from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, TILE, RowLaw
+from penstock.plan.model import ExpertsConfig
 from penstock.plan.step import KernelKind
 
 if TYPE_CHECKING:  # a subclass has them
@@ -51,6 +53,7 @@ class TorchKernels:
     feed_rows = 0  # feed-forward blocks run on no more rows than this at a time; 0: on all
     activation_stride = 1  # rows of an activation are so many times as far apart as they are long
     can_capture = False  # whether passes can be kept as graphs of a device's own
+    stacks_experts = False  # whether `stacked_experts` runs a layer's experts as one
     quantised: "NativeProducts | None" = None  # what makes weights of blocks, where `linear` takes them
     attend_tile = staticmethod(attention.attend_tile)
     attend_one = staticmethod(attention.attend_one)
@@ -103,6 +106,18 @@ class TorchKernels:
         """Such layers as one call, which gives the bits of products that are not canonical; None where there is none
         for them."""
         return None
+
+    def stacked_experts(
+        self,
+        config: ExpertsConfig,
+        gate_up: Tensor,
+        down: Tensor,
+        activation: ElementWise | None = None,
+        choice_bias: Tensor | None = None,
+    ) -> GroupedExperts:
+        """Experts with weights gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]; without an
+        activation, silu's."""
+        raise TypeError("these kernels run experts one by one")
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         """Rows [n, hidden] of an embedding [vocab, hidden], which is not packed unless it is quantised."""

@@ -1,0 +1,51 @@
+"""How kernels in Triton are launched, and what a program may have of a GPU."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime import driver
+
+from penstock.kernels.device import device_kind
+
+_HOPPER_SHARED_BYTES = 232_448
+
+
+class KeptKernel:
+    """A kernel, launched by its compiled form: finding that anew takes the host longer than the launch."""
+
+    def __init__(self, kernel: Any) -> None:
+        self._kernel = kernel
+        self._compiled: dict[Hashable, Any] = {}
+
+    def launch(
+        self,
+        key: Hashable,
+        grid: tuple[int, int, int],
+        args: Sequence[object],
+        constants: Mapping[str, object],
+        **options: int,
+    ) -> None:
+        """`args` and then `constants` are in the order of the kernel's own. Calls with the same key differ in nothing
+        that Triton compiles a kernel anew for: constants, types, alignment, numbers that it takes for constants."""
+        found = self._compiled.get(key)
+        if found is None:
+            # The interpreter gives nothing to keep.
+            self._compiled[key] = self._kernel[grid](*args, **constants, **options)
+        else:
+            found[grid](*args, *constants.values())
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """What a program may have of a multiprocessor's memory."""
+    if device_kind(device).capability is None:
+        return _HOPPER_SHARED_BYTES
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def precision(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
