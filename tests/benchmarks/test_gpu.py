@@ -190,9 +190,20 @@ def test_start_is_of_a_process_of_its_own() -> None:
     assert 0.1 < imported.median < again.median
 
 
+def test_experts() -> None:
+    results = measured("experts")
+    assert [figure.name.removeprefix("30B-A3B, ") for figure in results.figures] == [
+        *2 * ["12 layers, 200 tokens, chunk 64"],
+        "12 layers, decode, batch 1, after 20 tokens",
+        "loaded and probed",
+        "200 tokens, chunk 64",
+        "decode, batch 2, after 20 tokens",
+    ]
+
+
 def test_bits() -> None:
     results = measured("bits")
-    assert len(results.facts) == (1 + 2 * 7) * 2 + 1 + 3 * 5
+    assert len(results.facts) == (1 + 2 * 7) * 3 + 1 + 3 * 5
     assert [fact.name for fact in results.facts if not fact.holds] == []
     names = {fact.name for fact in results.facts}
     assert "8B, 4 layers, chunk 50, beside 2 decodes: same keys and values as whole" in names

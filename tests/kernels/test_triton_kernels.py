@@ -116,6 +116,7 @@ def test_experts_of_rows_alone(kernels: Kernels) -> None:
     check_experts_alone(subject, ExpertsConfig(1, 4, 64, num_active=3), 150, (1, 3, 13, 17, 100))
 
 
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow encountered in reduce")
 def test_a_row_without_a_number_chooses_experts(kernels: Kernels) -> None:
     """And changes no other's."""
     rows = ExpertRows(Subject(kernels, torch.float32), ROUTERS["softmax"], 20)
