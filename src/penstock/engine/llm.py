@@ -22,6 +22,7 @@ from penstock.engine.graphs import record_passes
 from penstock.engine.profile import load_profile
 from penstock.engine.run import ProgressCallback, Run, TextStream
 from penstock.engine.sampler import SamplingParams, stop_strings
+from penstock.engine.self_check import check_chunks
 from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
 from penstock.kernels.device import DeviceKind, device_kind, find_devices
 from penstock.kernels.interface import select_kernels
@@ -119,6 +120,9 @@ class LLM:
     it runs, and `target_ttft_ms`, the time to a prompt's first token. Without these `PENSTOCK_MAX_ACTIVATION`,
     `PENSTOCK_TARGET_ITL` and `PENSTOCK_TARGET_TTFT` apply.
 
+    `model_impl` is whose code runs the model: "penstock", "transformers", or "auto", which is Penstock's where it has
+    the family, else transformers', if the family was tried with it; without it `PENSTOCK_MODEL_IMPL` applies.
+
     `weights` says how matrices lie in memory: "auto" leaves them as quantised as the file has them where the kernels
     can compute with that, or takes bfloat16 where the processor has AMX and the machine the memory; "int8" and "int4"
     quantise them, "bf16" and "f32" do not; without it `PENSTOCK_WEIGHTS` applies, else "auto". `weights` says
@@ -168,12 +172,11 @@ class LLM:
         _set_threads(settings.threads)
         self.stages: Pipeline | None = None
         self.path = resolve_model(str(model))
-        opened = open_model(self.path)
+        opened = open_model(self.path, settings.model_impl.effective)
         try:
             settings = settings.for_model(has_state=opened.source.config.has_state)
             self.tokenizer = opened.tokenizer
             ignored = opened.tokenizer.ignored and f"ignored: {opened.tokenizer.ignored}"
-            self.skipped = "; ".join(filter(None, (opened.skipped.describe(), ignored))) or None
             with _memory_for(opened.source.describe(), settings.device.name):
                 if settings.stages is not None:
                     _check_stages(opened.source.config)
@@ -184,6 +187,7 @@ class LLM:
                 self.model, self.probe, weights = in_own_thread(
                     partial(_load, opened.source, torch_dtype, torch_device, settings, self.stages)
                 )
+            self.skipped = "; ".join(filter(None, (opened.skipped.describe(), ignored))) or None
             trim_heap()  # what loading and probing had for a while
             device_kind(torch_device).release()
         except BaseException:
@@ -194,6 +198,8 @@ class LLM:
             opened.source.close()
         self.eos_ids = frozenset(self.model.config.eos_token_ids) | frozenset(self.tokenizer.eos_ids)
         self.canon = self.probe.bind(self.model.kernels)
+        if self.model.config.by_transformers:
+            self.probe = in_own_thread(partial(check_chunks, self.model, self.canon, self.probe))
         record_passes(self.model)
         if self.stages is not None:
             self.canon = self.model.kernels.law = self.stages.begin(self.canon)
@@ -441,6 +447,10 @@ class LLM:
 
 
 def _check_stages(config: ModelConfig) -> None:
+    if config.by_transformers:
+        raise SettingError(
+            "stages", ..., "one machine", because=f"transformers' code runs {config.family}, without stages"
+        )
     if config.window is not None:
         raise SettingError(
             "stages", ..., "one machine", because="layers with a window are not run in stages yet"

@@ -31,6 +31,12 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 MODEL = on_model(
     DEFAULT_MODEL, "smollm2, a folder with safetensors, a GGUF file or a Hugging Face name.", metavar="NAME"
 )
+MODEL_IMPL = on_model(
+    None,
+    "Whose code runs it: penstock, transformers, or auto, which is Penstock's where it has the family, else "
+    "transformers', if that was tried. Without it $PENSTOCK_MODEL_IMPL applies, else auto.",
+    metavar="WHOSE",
+)
 DTYPE = on_model("auto", "What to compute in; auto is bfloat16 where the device does it natively.")
 WEIGHTS = on_model(
     None,

@@ -253,11 +253,10 @@ def read_model(model: str) -> PlannedModel:
 
 
 def _read_config_file(path: Path) -> ModelConfig:
-    from penstock.models.hf.config import hf_model_config
-    from penstock.models.hf.folder import read_json
+    from penstock.models.hf.folder import model_config, read_json
     from penstock.models.reading import Fields
 
-    return hf_model_config(Fields(str(path), read_json(path)), Fields(str(path), {}))
+    return model_config(Fields(str(path), read_json(path)), Fields(str(path), {}))
 
 
 def _from_hugging_face(name: str) -> Path | None:

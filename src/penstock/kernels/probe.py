@@ -51,6 +51,10 @@ from penstock.plan.model import DeltaNetConfig, ExpertsConfig, RecurrentConfig, 
 ROWS_TOGETHER = 2048
 
 
+# Forms of weights that are not packed, whose products are others than the kernels': in the model's dtype, or float32.
+PLAIN, PLAIN_FLOAT32 = "plain", "plain float32"
+
+
 @dataclass(frozen=True)
 class ProductShape:
     """A weight [num_out, num_in], with a bias or without; of blocks, where there is a form."""
@@ -183,9 +187,14 @@ def tried_on(device: torch.device) -> Tried:
 
 def _factors(kernels: Kernels, shape: ProductShape, num_rows: int, random: Random) -> tuple[Weight, Tensor]:
     """A weight of that shape and rows to multiply with it, whose product is zero but for rounding."""
-    if not shape.form:
-        weight = kernels.pack(random.cancelling(shape.num_out, shape.num_in, 1))
-        return weight, random.cancelling(num_rows, shape.num_in, -1)
+    if shape.form in ("", PLAIN, PLAIN_FLOAT32):
+        weight, x = (
+            random.cancelling(shape.num_out, shape.num_in, 1),
+            random.cancelling(num_rows, shape.num_in, -1),
+        )
+        if shape.form == PLAIN_FLOAT32:
+            weight, x = weight.float(), x.float()
+        return weight if shape.form else kernels.pack(weight), x
     assert kernels.quantised is not None
     form = BLOCK_FORMS[shape.form]
     quantised = kernels.quantised.zeros(form, shape.num_out, shape.num_in)

@@ -1,7 +1,7 @@
 """Feed-forward blocks: one for all tokens, and a mixture of such experts."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -91,26 +91,39 @@ class ExpertMLP:
         scores = self.router(x, step).float()
         own = scores[:num_rows, :num_experts].contiguous()
         weights, chosen = route(own, self.config, self.choice_bias, step.kernels.sigmoid)
-        # A token's outputs are summed in the order of its experts, which no other token can change.
-        order = chosen.flatten().argsort(stable=True)
-        weights = weights.flatten()[order]
-        tokens = order // chosen.shape[1]
-        counts = torch.bincount(chosen.flatten(), minlength=num_experts).tolist()
-        total = x.new_zeros(x.shape, dtype=torch.float32)
-        start = 0
-        for expert, count in zip(experts, counts, strict=True):
-            if not count:
-                continue
-            group = slice(start, start + count)
-            out = _run_expert(expert, x[tokens[group]], step)
-            total.index_add_(0, tokens[group], out * weights[group, None])
-            start += count
+        total = mix_experts(experts, x, chosen, weights, step)
         if self.shared is not None and self.config.shared_gate:
             gate = step.kernels.sigmoid(scores[:, num_experts:])[:, :1]
             total.addcmul_(self.shared(x, step), gate)
         elif self.shared is not None:
             total += self.shared(x, step)
         return total.to(x.dtype)
+
+
+def mix_experts(
+    experts: Sequence[Callable[[Tensor, ForwardPass], Tensor]],
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    step: ForwardPass,
+) -> Tensor:
+    """The sum, in float32, of the outputs of each row's experts, `chosen` [rows, active], with their weights. Rows of
+    x [rows or more, hidden] that have none are zero."""
+    # A token's outputs are summed in the order of its experts, which no other token can change.
+    order = chosen.flatten().argsort(stable=True)
+    weights = weights.flatten()[order]
+    tokens = order // chosen.shape[1]
+    counts = torch.bincount(chosen.flatten(), minlength=len(experts)).tolist()
+    total = x.new_zeros(x.shape, dtype=torch.float32)
+    start = 0
+    for expert, count in zip(experts, counts, strict=True):
+        if not count:
+            continue
+        group = slice(start, start + count)
+        out = _run_expert(expert, x[tokens[group]], step)
+        total.index_add_(0, tokens[group], out * weights[group, None])
+        start += count
+    return total
 
 
 def route(
@@ -141,7 +154,7 @@ def _of_best_groups(choice: Tensor, config: ExpertsConfig) -> Tensor:
     return groups.masked_fill(~is_chosen[..., None], -math.inf).flatten(1)
 
 
-def _run_expert(expert: MLP, x: Tensor, step: ForwardPass) -> Tensor:
+def _run_expert(expert: Callable[[Tensor, ForwardPass], Tensor], x: Tensor, step: ForwardPass) -> Tensor:
     """One expert's tokens. How many they are depends on the chunk, and must not matter to any of them."""
     if not step.batch.is_canonical:
         return expert(x, step)

@@ -5,6 +5,7 @@ Not by memory map: a mapped page counts as this process's memory, and a file cut
 
 from itertools import cycle
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -21,13 +22,14 @@ class ByteFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._lock = Lock()  # threads may read: a place and what lies there are one
         with reading(path):
             self._stream = path.open("rb", buffering=0)
 
     def read_into(self, start: int, buffer: torch.Tensor) -> None:
         """Fill `buffer` (uint8, contiguous, on the CPU) with the bytes from `start` on."""
         view = memoryview(buffer.numpy().data)
-        with reading(self.path):
+        with reading(self.path), self._lock:
             self._stream.seek(start)
             while view:
                 count = self._stream.readinto(view)

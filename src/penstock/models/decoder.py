@@ -229,11 +229,7 @@ class Decoder:
         float32, or None where none are wanted; of a stage without the head, the residual [rows, hidden].
 
         A stage without the embedding takes the `residual` of the stage before it, which it may write over."""
-        for group, own in zip(caches.kv_groups, batch.groups, strict=True):
-            works = {id(work): work for work in (own.all_layers, own.last_layer)}
-            for work in works.values():
-                group.check_places(place for span in work.spans for place in span.places)
-            group.check_places(own.places.ranges)
+        check_places(batch, caches)
         if self.recorded is not None and (found := self.recorded.find(batch, caches)) is not None:
             return found.run(batch, self, caches)
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
@@ -379,6 +375,15 @@ class Decoder:
         padded = pad(x, (0, 0, 0, -len(x) % num_rows))
         slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, num_rows)]
         return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
+
+
+def check_places(batch: ForwardBatch, caches: CacheTensors) -> None:
+    """ValueError where a batch reads or writes outside of the caches."""
+    for group, own in zip(caches.kv_groups, batch.groups, strict=True):
+        works = {id(work): work for work in (own.all_layers, own.last_layer)}
+        for work in works.values():
+            group.check_places(place for span in work.spans for place in span.places)
+        group.check_places(own.places.ranges)
 
 
 # What a step's memory follows from

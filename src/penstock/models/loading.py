@@ -62,8 +62,10 @@ def load_decoder(
 ) -> Decoder:
     """Build a model, or a stage of these `layers` alone, from a file. Matrices stay in the blocks that the file has
     them in where the kernels can compute with those (`auto`), become blocks (`int8`, `int4`), or are of `dtype`."""
-    check_source(source)
     kind = device_kind(device)
+    if source.config.by_transformers:
+        return _by_transformers(source, kernels, dtype, device, weights, layers)
+    check_source(source)
     if weights in QUANTISED_WEIGHTS and not kind.takes_quantised:
         raise SettingError(
             "weights",
@@ -87,6 +89,30 @@ def load_decoder(
     ):
         raise SettingError("layers", layers, f"a range of at least one layer, of 0 to {every.stop}")
     return _Loader(source, kernels, dtype, device, weights, every if layers is None else layers).decoder()
+
+
+def _by_transformers(
+    source: WeightSource,
+    kernels: Kernels,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: WeightsName,
+    layers: range | None,
+) -> Decoder:
+    from penstock.models.by_transformers.folder import TransformersFolder
+
+    assert isinstance(source, TransformersFolder)
+    lacking = {"weights": weights if weights in QUANTISED_WEIGHTS else None, "layers": layers}
+    for name, value in lacking.items():
+        if value is not None:
+            raise SettingError(
+                name,
+                value,
+                "model_impl penstock" if name == "layers" else "auto, bf16 or f32",
+                where=f"for {source.config.family}",
+                because="transformers' code runs it, which has no quantised weights and no stages here",
+            )
+    return source.decoder(kernels, dtype, device)
 
 
 def settled_weights(

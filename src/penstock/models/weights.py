@@ -50,6 +50,9 @@ class WeightSource(ABC):
 
     config: ModelConfig
     shapes: Mapping[str, Shape]  # of all tensors
+    unused: frozenset[str] = (
+        frozenset()
+    )  # names of those that the model has no use for, once they were checked
 
     def names(self) -> frozenset[str]:
         return frozenset(self.shapes)
@@ -466,18 +469,19 @@ def check_source(source: WeightSource) -> frozenset[str]:
     expected = expected_shapes(source.config, present)
     missing = [name for name in expected if name not in present]
     if missing:
-        raise ModelFileError(f"{source.describe()}: {_some(missing)} missing")
+        raise ModelFileError(f"{source.describe()}: {describe_some(missing)} missing")
     wrong = [
         f"{name} is {list(source.shape(name))} where its configuration says {list(shape)}"
         for name, shape in expected.items()
         if source.shape(name) != shape
     ]
     if wrong:
-        raise ModelFileError(f"{source.describe()}: {_some(wrong)}")
+        raise ModelFileError(f"{source.describe()}: {describe_some(wrong)}")
     return present - expected.keys()
 
 
-def _some(items: list[str]) -> str:
+def describe_some(items: list[str]) -> str:
+    """The first few, and how many more there are."""
     more = f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else ""
     return ", ".join(items[:_SHOWN]) + more
 

@@ -230,6 +230,7 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     window: WindowConfig | None = None
     family: str = ""  # transformers' model_type: llama, qwen3, qwen3_5_text, ...
+    by_transformers: str = ""  # a hash of transformers' configuration, where its code runs the model
     max_position: int = 1 << 20
     norm_eps: float = 1e-6
     tied_head: bool = False

@@ -23,6 +23,7 @@ MAX_ACTIVATION_VARIABLE = "PENSTOCK_MAX_ACTIVATION"
 TARGET_ITL_VARIABLE = "PENSTOCK_TARGET_ITL"
 TARGET_TTFT_VARIABLE = "PENSTOCK_TARGET_TTFT"
 WEIGHTS_VARIABLE = "PENSTOCK_WEIGHTS"
+MODEL_IMPL_VARIABLE = "PENSTOCK_MODEL_IMPL"
 DEVICE_VARIABLE = "PENSTOCK_DEVICE"
 KERNELS_VARIABLE = "PENSTOCK_KERNELS"
 THREADS_VARIABLE = "PENSTOCK_THREADS"
@@ -32,6 +33,7 @@ CACHE_SIZE_VARIABLE = "PENSTOCK_CACHE_SIZE"
 SettingSource = Literal["argument", "environment", "default"]
 WeightsName = Literal["auto", "bf16", "int8", "int4", "f32"]
 Dtype = Literal["auto", "bfloat16", "float32"]
+ModelImpl = Literal["auto", "penstock", "transformers"]
 WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
 QUANTISED_WEIGHTS: tuple[WeightsName, ...] = ("int8", "int4")
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -161,6 +163,9 @@ MAX_ACTIVATION: Setting[int | None] = Setting("max_activation", MAX_ACTIVATION_V
 TARGET_ITL: Setting[float | None] = Setting("target_itl_ms", TARGET_ITL_VARIABLE, None, _milliseconds)
 TARGET_TTFT: Setting[float | None] = Setting("target_ttft_ms", TARGET_TTFT_VARIABLE, None, _milliseconds)
 WEIGHTS_SETTING: Setting[WeightsName] = Setting("weights", WEIGHTS_VARIABLE, "auto", one_of(*WEIGHTS))
+MODEL_IMPL: Setting[ModelImpl] = Setting(
+    "model_impl", MODEL_IMPL_VARIABLE, "auto", one_of(*get_args(ModelImpl))
+)
 DEVICE = Setting("device", DEVICE_VARIABLE, "auto", _device)
 KERNELS: Setting[str] = Setting("kernels", KERNELS_VARIABLE, "auto", lambda value, name: str(value))
 THREADS: Setting[int | None] = Setting("threads", THREADS_VARIABLE, None, _threads, _threads_text)
@@ -506,6 +511,7 @@ def resolve_store(
 class EngineKeywords(TypedDict, total=False):
     """The settings of an engine, as arguments. None leaves one to its variable, or to the default."""
 
+    model_impl: str | None
     dtype: Dtype
     weights: str | None
     device: str | None
@@ -546,6 +552,7 @@ class EngineSettings:
     store: StoreSettings | None
     reuse_tokens: int
     stages: StagesSetting | None = None
+    model_impl: Resolved[ModelImpl] = Resolved("auto")
 
     @classmethod
     def resolve(
@@ -586,6 +593,7 @@ class EngineSettings:
                 mixed=given("mixed", False),
                 token_file=given("token_file"),
             ),
+            model_impl=MODEL_IMPL.resolve(given("model_impl"), environ),
         )
         ChunkedPrefillConfig(chunk.effective, settings.overlap)
         if settings.overlap and (settings.store or settings.reuse_tokens):

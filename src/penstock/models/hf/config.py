@@ -16,6 +16,7 @@ from typing import Any
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.kernels.elementwise import ACTIVATIONS
+from penstock.models.by_transformers.families import REASONS, TRIED
 from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
 from penstock.models.hf.recurrent import recurrent_parts
 from penstock.models.reading import Fields, Most, check_experts, check_heads, delta_net_of, recurrent_layers
@@ -75,16 +76,14 @@ _LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attent
 
 def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     """`file` is config.json, `generation` is generation_config.json (empty where there is none)."""
-    name, config = file.text("model_type"), file
-    if name in MULTIMODAL:  # older files have the text model's keys beside the others
-        config = file.nested("text_config") if file.has("text_config") else file
-        name = config.text("model_type", MULTIMODAL[name])
-        name = MULTIMODAL.get(name, name)
+    name, config = text_model(file)
     family = FAMILIES.get(name)
     if family is None:
-        supported = ", ".join((*FAMILIES, *MULTIMODAL))
+        supported = ", ".join((*FAMILIES, *MULTIMODAL, *sorted(TRIED - FAMILIES.keys())))
+        why = REASONS.get(name)
         raise ModelError(
-            f"{file.origin}: the model type {name!r} is not supported; supported are {supported}"
+            f"{file.origin}: the model type {name!r} is not supported"
+            + (f": {why}" if why else f"; supported are {supported}")
         )
     config = replace(config, defaults=family_defaults(name), keys=family.keys)
     if file.has("quantization_config") or config.has("quantization_config"):
@@ -168,6 +167,16 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         **recurrent_parts(config, num_layers, hidden, kinds),
         **{"zero_centred_norm": is_hybrid, **family.model, **_scales(config, family, hidden)},
     )
+
+
+def text_model(file: Fields) -> tuple[str, Fields]:
+    """The type of the text model, and the part of config.json that describes it."""
+    name, config = file.text("model_type"), file
+    if name in MULTIMODAL:  # older files have the text model's keys beside the others
+        config = file.nested("text_config") if file.has("text_config") else file
+        name = config.text("model_type", MULTIMODAL[name])
+        name = MULTIMODAL.get(name, name)
+    return name, config
 
 
 def family_defaults(name: str) -> Mapping[str, Any]:

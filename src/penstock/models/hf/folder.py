@@ -10,12 +10,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelError, ModelFileError
+from penstock.models.by_transformers.families import TRIED
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
-from penstock.models.hf.config import hf_model_config
+from penstock.models.hf.config import hf_model_config, text_model
 from penstock.models.hf.families import FAMILIES
 from penstock.models.reading import Fields, first_line, reading, shortened
 from penstock.models.weights import FileSource, require_shape
 from penstock.plan.model import ModelConfig
+from penstock.plan.settings import ModelImpl
 
 _DTYPES = {
     "F64": torch.float64,
@@ -66,7 +68,7 @@ class HfFolder(FileSource):
     format = "safetensors"
 
     def _open(self) -> None:
-        self.config = read_folder_config(self.path)
+        self.config = self._read_config()
         self._tensors: dict[str, _Stored] = {}
         with reading(self.path):
             shards = _weight_files(self.path)
@@ -75,15 +77,26 @@ class HfFolder(FileSource):
         self._resolve_head()
         self.shapes = {name: stored.shape for name, stored in self._tensors.items()}
 
+    def _read_config(self) -> ModelConfig:
+        return hf_model_config(*read_config_files(self.path))
+
+    def _own_name(self, name: str) -> str:
+        """Of a tensor that the family may call otherwise."""
+        return FAMILIES[self.config.family].tensor_name(name)
+
     def load_into(self, name: str, out: torch.Tensor) -> None:
-        stored = self._tensors[name]
+        stored, dtype = self._tensors[name], self.dtype_of(name)
         require_shape(name, stored.shape, out)
-        dtype = _DTYPES.get(stored.dtype)
-        if dtype is None:
+        copy_plain(stored.file, stored.start, dtype, out)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Of a tensor in the file."""
+        stored = self._tensors[name]
+        if (dtype := _DTYPES.get(stored.dtype)) is None:
             raise ModelFileError(
                 f"{stored.file.path}: tensor {name} is {stored.dtype}; accepted are {', '.join(_DTYPES)}"
             )
-        copy_plain(stored.file, stored.start, dtype, out)
+        return dtype
 
     def _add_file(self, path: Path) -> None:
         with reading(path), path.open("rb") as stream:
@@ -114,7 +127,7 @@ class HfFolder(FileSource):
         for prefix, alone in _TEXT_PREFIXES.items():
             if name.startswith(prefix):
                 name = alone + name.removeprefix(prefix)
-        name = FAMILIES[self.config.family].tensor_name(name)
+        name = self._own_name(name)
         if name.endswith(".e_score_correction_bias"):  # some have a dimension of 1 more
             stored = replace(stored, shape=(math.prod(stored.shape),))
         if len(self._tensors) >= _MAX_TENSORS:
@@ -136,15 +149,36 @@ class HfFolder(FileSource):
             self.config = replace(self.config, tied_head=False)
 
 
+def is_by_transformers(family: str, model_impl: ModelImpl) -> bool:
+    """Whether transformers' code is to run a family."""
+    is_left = family not in FAMILIES and family in TRIED
+    return model_impl == "transformers" or (model_impl == "auto" and is_left)
+
+
 def read_folder_config(path: Path) -> ModelConfig:
     """The configuration alone, without opening any weights."""
+    return model_config(*read_config_files(path))
+
+
+def model_config(file: Fields, generation: Fields) -> ModelConfig:
+    """Of the two files, whoever's code is to run the model."""
+    name, config = text_model(file)
+    if not is_by_transformers(name, "auto"):
+        return hf_model_config(file, generation)
+    from penstock.models.by_transformers.config import transformers_config  # loads transformers' models
+
+    return transformers_config(file, config, name, generation).model
+
+
+def read_config_files(path: Path) -> tuple[Fields, Fields]:
+    """A folder's config.json, and its generation_config.json, which is empty where there is none."""
     generation = path / "generation_config.json"
     with reading(path):
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} is not a model folder: it has no config.json")
         generation_values = read_json(generation) if generation.is_file() else {}
     config = Fields(str(path / "config.json"), read_json(path / "config.json"))
-    return hf_model_config(config, Fields(str(generation), generation_values))
+    return config, Fields(str(generation), generation_values)
 
 
 def read_json(path: Path, max_bytes: int = _MAX_JSON_BYTES) -> dict[str, object]:

@@ -1,0 +1,117 @@
+"""Small configurations of every decoder of text that transformers has, and random models of them."""
+
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from tests.oracle import Oracle
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 96,
+    "intermediate_size": 136,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "sliding_window": 48,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+    # Experts, by all their names.
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 8),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk", "moe_top_k"), 3),
+    **dict.fromkeys(("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"), 40),
+    "shared_expert_intermediate_size": 40,
+    "shared_intermediate_size": 40,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    # Latent attention.
+    "q_lora_rank": 32,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+    # Names of older families.
+    "n_embd": 96,
+    "n_layer": 3,
+    "n_head": 6,
+    "n_positions": 512,
+    "n_inner": 136,
+    "ffn_dim": 136,
+    "word_embed_proj_dim": 96,
+}
+# What a family needs beside these.
+_WINDOWED = (
+    *(
+        "afmoe",
+        "cohere2",
+        "cohere2_moe",
+        "exaone4",
+        "exaone_moe",
+        "flint",
+        "gemma3_text",
+        "kolibri1",
+        "laguna",
+    ),
+    *("mellum", "olmo3"),
+)
+_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+OWN: dict[str, dict[str, Any]] = {
+    **{name: {"num_key_value_heads": 6} for name in _LATENT},
+    **{
+        name: {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+        for name in _WINDOWED
+    },
+    "mimo_v2_flash": {"num_attention_heads": 8},
+    "gemma4_text": {
+        "vocab_size_per_layer_input": 256,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
+    "cwm": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
+}
+
+
+@cache
+def small_config(name: str, **changes: Any) -> PreTrainedConfig:
+    """Of a family: what it knows of the sizes above, and what differs."""
+    config_class = transformers.CONFIG_MAPPING[name]
+    known = {key for base in config_class.__mro__ for key in getattr(base, "__annotations__", {})}
+    renamed = getattr(config_class, "attribute_map", {})
+    settings = {key: value for key, value in SIZES.items() if key in known and key not in renamed}
+    return config_class(**{**settings, **OWN.get(name, {}), **changes})
+
+
+@cache
+def small_model(name: str, **changes: Any) -> Oracle:
+    """A random model whose attention, norms and routers all matter."""
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(
+        small_config(name, **changes), dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() < 2:
+                parameter.add_(torch.empty_like(parameter).uniform_(-0.3, 0.3))
+            else:
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
+        model.get_input_embeddings().weight.normal_()
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.uniform_(-0.2, 0.2)
+    folder = Path(mkdtemp(prefix="penstock-small-"))
+    model.save_pretrained(folder)
+    return Oracle(model, folder)
