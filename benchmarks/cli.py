@@ -27,6 +27,10 @@ SUITES = {
     ),
     "hybrid": ("prefill:HYBRID", "the same on a random Qwen3.5, three delta nets to one attention"),
     "decode": ("decode:DECODE", "where the time of a decode step goes"),
+    "implementations": (
+        "implementations:IMPLEMENTATIONS",
+        "a family by transformers' code, over Penstock's own",
+    ),
     "start": ("start:START", "how soon there is progress, and what a loaded model occupies"),
     "sweep": ("sweep:SWEEP", "chunk sizes against prompt lengths"),
     "serve": ("serve:SERVE", "many users at once"),

@@ -3,16 +3,19 @@
 
 from pathlib import Path
 
+import transformers
+
 from penstock.models.gguf.config import ARCHITECTURES
 from penstock.models.hf.config import family_defaults
 from penstock.models.hf.families import FAMILIES, MULTIMODAL
 from tests.engine.test_families import MODELS
 from tests.engine.test_parity import MODELS as PLAIN
 from tests.models.family_gguf import ARCHITECTURES as CHECKED_GGUF
+from tests.models.sweep import families, runner
 from tests.oracle import HYBRIDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "families.md"
-_BEGIN, _END = "<!-- table -->\n", "<!-- end -->\n"
+_BEGIN, _OTHERS, _END = "<!-- table -->\n", "<!-- others -->\n", "<!-- end -->\n"
 # What switches of the decoder mean.
 _SWITCHES = {
     "norm_all_heads": "q/k norm of all heads",
@@ -36,7 +39,9 @@ _STATES = {
 
 
 def table() -> str:
-    inside = {text: outer for outer, text in MULTIMODAL.items()}
+    inside: dict[str, list[str]] = {}
+    for outer, text in MULTIMODAL.items():
+        inside.setdefault(text, []).append(outer)
     files: dict[str, list[str]] = {}
     for name, architecture in ARCHITECTURES.items():
         files.setdefault(architecture.family, []).append(name)
@@ -53,20 +58,52 @@ def table() -> str:
         words += ["rotary by kind of layer"] if family.rotary_by_kind else []
         words += ["rotary in windows only"] if family.rotated_in_windows else []
         words += [text for key, text in _SWITCHES.items() if key in {**family.model, **family.experts}]
-        outer = inside.get(name, "")
-        num_shapes = shapes.count(name) + (shapes.count(outer) if outer else 0)
+        outers = inside.get(name, [])
+        num_shapes = sum(map(shapes.count, (name, *outers)))
         checked = f"{num_shapes} shape{'' if num_shapes == 1 else 's'}"
         checked = "`test_hybrid_parity.py`" if name in (*HYBRIDS, "qwen3_moe") else checked
         gguf = ", ".join(f"`{each}`" for each in files.get(name, []))
-        rows.append(
-            f"| `{name}` | {f'`{outer}`' if outer else ''} | {', '.join(words)} | {checked} | {gguf} |"
-        )
+        rows.append(f"| `{name}` | {_listed(outers)} | {', '.join(words)} | {checked} | {gguf} |")
     return "\n".join(rows) + "\n"
 
 
+def others() -> str:
+    """Families that are no rows of the table, and how many there are of all."""
+    by_transformers: list[str] = []
+    refused: dict[str, list[str]] = {}
+    for name in (name for name in families() if name not in FAMILIES and name not in MULTIMODAL):
+        if (by := runner(name)) == "transformers":
+            by_transformers.append(name)
+        else:
+            refused.setdefault(by, []).append(name)
+    num_rows = sum(name in FAMILIES for name in families())
+    lines = [
+        f"Of the {len(families())} decoders of text that transformers {transformers.__version__} has, {num_rows} are "
+        f"rows of the table above, {len(by_transformers)} run by transformers' code:",
+        "",
+        _listed(by_transformers) + ".",
+        "",
+        "Within multimodal ones: "
+        + _listed([outer for outer, text in MULTIMODAL.items() if text not in FAMILIES])
+        + ".",
+        "",
+        "| refused, since | families |",
+        "|---|---|",
+        *(f"| {why} | {_listed(names)} |" for why, names in sorted(refused.items())),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 def page() -> str:
-    before, _, rest = PAGE.read_text().partition(_BEGIN)
-    return before + _BEGIN + table() + _END + rest.partition(_END)[2]
+    text = PAGE.read_text()
+    for begin, content in ((_BEGIN, table()), (_OTHERS, others())):
+        before, _, rest = text.partition(begin)
+        text = before + begin + content + _END + rest.partition(_END)[2]
+    return text
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
 
 from tests.oracle import Oracle
 
@@ -53,6 +53,14 @@ SIZES: dict[str, Any] = {
     "ffn_dim": 136,
     "word_embed_proj_dim": 96,
 }
+_VISION = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 32,
+    "patch_size": 16,
+}
 # What a family needs beside these.
 _WINDOWED = (
     *(
@@ -81,11 +89,21 @@ OWN: dict[str, dict[str, Any]] = {
         "hidden_size_per_layer_input": 0,
         "num_kv_shared_layers": 0,
     },
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 500.0},
+        },
+    },
+    "modernbert-decoder": {
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id"), 1),
+        "local_attention": 48,
+    },
     "cwm": {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
 }
 
 
-@cache
 def small_config(name: str, **changes: Any) -> PreTrainedConfig:
     """Of a family: what it knows of the sizes above, and what differs."""
     config_class = transformers.CONFIG_MAPPING[name]
@@ -96,12 +114,31 @@ def small_config(name: str, **changes: Any) -> PreTrainedConfig:
 
 
 @cache
-def small_model(name: str, **changes: Any) -> Oracle:
-    """A random model whose attention, norms and routers all matter."""
+def small_model(name: str) -> Oracle:
+    """A random model of a family, as it is."""
+    return make_model(small_config(name), Path(mkdtemp(prefix="penstock-small-")))
+
+
+def make_model(config: PreTrainedConfig, folder: Path) -> Oracle:
+    """A random model whose attention, norms and routers all matter, in that folder."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(
-        small_config(name, **changes), dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    return _saved(model, folder)
+
+
+def make_multimodal(outer: str, folder: Path) -> Oracle:
+    """A random model of text and pictures, in that folder."""
+    torch.manual_seed(7)
+    config_class = transformers.CONFIG_MAPPING[outer]
+    usual = config_class()
+    parts = {"text_config": small_config(usual.text_config.model_type, pad_token_id=0).to_dict()}
+    vision = {key: value for key, value in _VISION.items() if hasattr(usual.vision_config, key)}
+    parts["vision_config"] = {"model_type": usual.vision_config.model_type, **vision}
+    model = AutoModelForImageTextToText.from_config(config_class(**parts), dtype=torch.float32).eval()
+    return _saved(model, folder)
+
+
+def _saved(model: Any, folder: Path) -> Oracle:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() < 2:
@@ -112,6 +149,5 @@ def small_model(name: str, **changes: Any) -> Oracle:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.uniform_(-0.2, 0.2)
-    folder = Path(mkdtemp(prefix="penstock-small-"))
     model.save_pretrained(folder)
     return Oracle(model, folder)

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness import OURS
 from benchmarks.reading import FIRST_TOKEN, PREFILLING, TOTAL
-from benchmarks.suites import decode, start, sweep
+from benchmarks.suites import decode, implementations, start, sweep
 from benchmarks.suites.sweep import specs_of
 from benchmarks.systems import AUTO, Spec
 from tests.benchmarks.made_up import results_of, run
@@ -29,6 +30,21 @@ def test_a_decode_step_in_parts(tiny: Path, tmp_path: Path) -> None:
     spent = [parts[name].median for name in ("products", "attention", "step")]
     assert second.value == pytest.approx((spent[0] + spent[1]) / spent[2])
     assert (first.limit, first.is_lower_limit) == (decode.LEAST_SHARE, True)
+
+
+def test_a_family_runs_both_ways(tmp_path: Path) -> None:
+    sizes = {"--layers": "1", "--chunk": "64", "--past": "20", "--rounds": "1", "--dtype": "float32"}
+    arguments = ["implementations", *(word for option in sizes.items() for word in option)]
+    status, results = run(arguments, tmp_path / "both.json")
+    assert status in (0, 3)
+    counts = {
+        (figure.system, figure.name): len(figure.values) for figure in results.of(implementations.STEPS)
+    }
+    systems = (OURS, implementations.THEIRS)
+    assert counts == {
+        (system, name): number for name, number in (("chunk", 1), ("decode", 8)) for system in systems
+    }
+    assert [bar.limit for bar in results.bars] == [1.3, 1.7]
 
 
 def test_start_is_measured_in_fresh_processes(

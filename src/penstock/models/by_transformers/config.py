@@ -49,6 +49,9 @@ def transformers_config(file: Fields, config: Fields, name: str, generation: Fie
         )
     try:
         own = transformers.CONFIG_MAPPING[name].from_dict({**config.values, **_RETURNED})
+        if config is not file:  # a multimodal model ties its head by the outer key
+            outer = transformers.CONFIG_MAPPING[file.text("model_type")].from_dict(dict(file.values))
+            own.tie_word_embeddings = outer.tie_word_embeddings
     except Exception as error:  # a class checks what it likes
         raise ModelFileError(f"{config.origin}: transformers refuses it: {first_line(error)}") from error
     _check(config.origin, own)
