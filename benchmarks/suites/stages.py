@@ -95,7 +95,8 @@ class StagesEngine(Engine):
         """Bytes of weights, and of the cache for each token, by stage."""
         own, pipeline = self._llm.model, getattr(self._llm, "stages", None)
         parts = [
-            (stage.weight_bytes, stage.bytes_per_token) for stage in (pipeline.stages if pipeline else ())
+            (stage.weight_bytes, stage.cache.bytes_per_token)
+            for stage in (pipeline.stages if pipeline else ())
         ]
         return {"stages": [*parts, (own.num_weight_bytes, own.cache_spec.bytes_per_token)]}
 

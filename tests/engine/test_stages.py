@@ -16,6 +16,7 @@ from penstock.cache.space import CacheSpace
 from penstock.engine.capacity import cache_tokens_elsewhere, cache_tokens_that_fit
 from penstock.engine.events import Generation, GenerationRequest
 from penstock.engine.llm import LLM
+from penstock.engine.run import Run
 from penstock.engine.service import ServiceConfig
 from penstock.engine.stages import pipeline
 from penstock.engine.stages.header import HeaderError, HeaderLimits, read_header, write_header
@@ -25,7 +26,7 @@ from penstock.errors import MemoryExhaustedError, SettingError, StageLostError
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.measure.stages import run_digest, tokens_at_once, verify_stages
 from penstock.models.decoder import Decoder
-from penstock.plan import EngineSettings, ScheduleConfig, Span
+from penstock.plan import ChunkedPrefillConfig, EngineSettings, ScheduleConfig, Span
 from penstock.plan.stage_settings import resolve_stages
 from tests.byte_models import byte_backend
 from tests.engine.hybrids import Tape
@@ -37,13 +38,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 4},
     "qwen3_5_text": {},
     "qwen3_moe": {"num_hidden_layers": 4, "mlp_only_layers": (1,)},
+    "mistral": {"num_hidden_layers": 4, "sliding_window": 100},
+}
+# The first layers see everything, the last a window: a stage may have none of either.
+TWO_GROUPS = {
+    "qwen2": {
+        "num_hidden_layers": 4,
+        "use_sliding_window": True,
+        "sliding_window": 65,
+        "max_window_layers": 2,
+    }
 }
 PROMPT = random_prompt(300)
 
 
 @cache
 def folder_of(family: str) -> Path:
-    folder = make_oracle(family, vocab_size=256, **FAMILIES[family]).folder
+    folder = make_oracle(family, vocab_size=256, **(FAMILIES | TWO_GROUPS)[family]).folder
     byte_backend().save(str(folder / "tokenizer.json"))
     return folder
 
@@ -58,12 +69,23 @@ def staged(family: str, stages: int, **settings: Any) -> LLM:
     return LLM(folder_of(family), stages=stages, device="cpu", **{"dtype": "bfloat16", **settings})
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | TWO_GROUPS)
 def test_one_hash_for_any_number_of_stages(family: str) -> None:
     found = set()
     for stages in (1, 2, 3, 4):
         with staged(family, stages) as llm:
             found |= {run_digest(llm, PROMPT, chunk) for chunk in (64, 100, 0)}
+    assert len(found) == 1
+
+
+def test_what_lies_behind_a_window_is_given_back_while_steps_are_in_flight() -> None:
+    prompt, found = random_prompt(900), set()
+    for stages in (1, 3):
+        with staged("mistral", stages) as llm:
+            run = Run(llm.model, prompt, config=ChunkedPrefillConfig(64), canon=llm.canon, stages=llm.stages)
+            (pool,) = run.space.windows
+            assert pool.num_blocks * 64 < len(prompt)
+            found.add(run_digest(llm, prompt, 64))
     assert len(found) == 1
 
 
@@ -149,7 +171,7 @@ def batch() -> ForwardBatch:
     return build_batch([replace(items[0], wants_logits=False), items[1]], canon=canon_of(model))
 
 
-LIMITS = HeaderLimits(vocab_size=211, max_position=4096, num_places=64 * 64, num_slots=8)
+LIMITS = HeaderLimits(vocab_size=211, max_position=4096, num_places=(64 * 64,), num_slots=8)
 
 
 def test_a_header_is_the_batch() -> None:
@@ -172,7 +194,8 @@ def test_other_headers_are_refused() -> None:
     for limits in (
         replace(LIMITS, vocab_size=3),
         replace(LIMITS, max_position=60),
-        replace(LIMITS, num_places=64),
+        replace(LIMITS, num_places=(64,)),
+        replace(LIMITS, num_places=(64 * 64, 64 * 64)),
         replace(LIMITS, num_slots=1),
     ):
         with pytest.raises(HeaderError):
@@ -243,7 +266,7 @@ def test_verify_compares_stages(differs: bool) -> None:
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", FAMILIES | TWO_GROUPS)
 def test_each_stage_keeps_its_part_on_disk(family: str, stages: int, tmp_path: Path) -> None:
     """What all stages have is not read again, to the same bits; where one has lost a file, what is before it."""
 
@@ -261,7 +284,8 @@ def test_each_stage_keeps_its_part_on_disk(family: str, stages: int, tmp_path: P
     lost[0].unlink()
     third = generate()
     assert third.token_ids == alone.token_ids
-    assert third.usage.cached_tokens == 128
+    # What goes on after two blocks is there as well, but windows, which are kept where the prompt ends.
+    assert third.usage.cached_tokens == (0 if family in ("mistral", "qwen2") else 128)
 
 
 def test_a_stage_of_two_holds_half_of_weights_and_cache() -> None:
@@ -275,11 +299,13 @@ def test_a_stage_of_two_holds_half_of_weights_and_cache() -> None:
         assert first.weight_bytes - vocabulary <= most
         assert llm.model.num_weight_bytes - vocabulary <= most
         spec = whole.model.cache_spec
-        assert first.bytes_per_token == llm.model.cache_spec.bytes_per_token == spec.bytes_per_token // 2
+        assert (
+            first.cache.bytes_per_token == llm.model.cache_spec.bytes_per_token == spec.bytes_per_token // 2
+        )
         arguments = (4, 1 << 60, torch.device("cpu"))
         together = cache_tokens_that_fit(llm.model.cache_spec, *arguments, beside=[first])
         assert together == pytest.approx(cache_tokens_that_fit(spec, *arguments), rel=0.2)
-        tight = [first, replace(first, free_bytes=2 * 100 * 64 * first.bytes_per_token)]
+        tight = [first, replace(first, free_bytes=2 * 100 * 64 * first.cache.bytes_per_token)]
         assert cache_tokens_elsewhere(tight, 4, 1 << 60) == 6400
         with pytest.raises(MemoryExhaustedError):
             cache_tokens_elsewhere([replace(first, free_bytes=64)], 4, 1 << 60)

@@ -95,10 +95,9 @@ def _measure(job: Job, case: PrefillCase) -> None:
     found = []
     for chain in (one, two):
         cache, logits, _ = read(chain)
-        places = cache.blocks.locate(0, cache.num_tokens)
         slot = cache.state.slot if cache.state else None
-        parts = [cache_digests(tensors, places, slot) for tensors in chain.caches]
-        kv = [digest for part in parts for digest in part.kv]
+        parts = [cache_digests(tensors, cache.places, slot) for tensors in chain.caches]
+        kv = [digest for part in parts for group in part.kv for digest in group]
         states = [digest for part in parts for digest in part.states]
         found.append((kv, states, logits.cpu()))
         cache.free()

@@ -272,6 +272,14 @@ class SequenceCache:
         return self.kv_groups[0].num_tokens
 
     @property
+    def places(self) -> list[list[TokenRange]]:
+        """Of its tokens in each K/V group, as far as they are not gone."""
+        return [
+            blocks.locate(min(blocks.num_gone * BLOCK_TOKENS, blocks.num_tokens), blocks.num_tokens)
+            for blocks in self.kv_groups
+        ]
+
+    @property
     def keeps_prefix(self) -> bool:
         """Whether it may be cut back to a shorter one, and gone on with at any of its blocks."""
         return self.state is None and not any(self._windows)

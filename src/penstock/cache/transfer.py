@@ -1,7 +1,7 @@
 """Copies between the cache's tensors and what the disk store keeps: bit for bit, either way."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 
 import torch
@@ -20,9 +20,27 @@ def copy_out(tensors: CacheTensors, blocks: Sequence[Sequence[int]]) -> list[Ten
     return [_copy_group_out(group, ids) for group, ids in zip(tensors.whole_groups, blocks, strict=True)]
 
 
-def copy_windows_out(tensors: CacheTensors, windows: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The same of the groups with a window, each of as many blocks as a window takes: zeros stand for those before a
-    sequence's first."""
+def copy_kept_out(tensors: CacheTensors, windows: Sequence[Sequence[int]], slot: int | None) -> StoredState:
+    """What a sequence goes on with: its windows, in these blocks, and its state in a slot, where there are any."""
+    kept = StoredState(windows=tuple(_copy_windows_out(tensors, windows)))
+    if slot is None or tensors.recurrent is None:
+        return kept
+    tails, matrices = copy_state_out(tensors, slot)
+    return replace(kept, tails=tails, matrices=matrices)
+
+
+def copy_kept_in(
+    tensors: CacheTensors, windows: Sequence[Sequence[int]], slot: int | None, kept: StoredState
+) -> None:
+    """Write it to blocks and a slot that nobody else reads yet."""
+    _copy_windows_in(tensors, windows, kept.windows)
+    if slot is not None and tensors.recurrent is not None:
+        copy_state_in(tensors, slot, kept)
+
+
+def _copy_windows_out(tensors: CacheTensors, windows: Sequence[Sequence[int]]) -> list[Tensor]:
+    """Keys and values of the groups with a window, each of as many blocks as a window takes: zeros stand for those
+    before a sequence's first."""
     copied = []
     for group, ids in zip(tensors.window_groups, windows, strict=True):
         out = _copy_group_out(group, ids)
@@ -31,10 +49,9 @@ def copy_windows_out(tensors: CacheTensors, windows: Sequence[Sequence[int]]) ->
     return copied
 
 
-def copy_windows_in(
+def _copy_windows_in(
     tensors: CacheTensors, windows: Sequence[Sequence[int]], stored: Sequence[Tensor]
 ) -> None:
-    """Write stored windows into these blocks, which nobody else reads yet."""
     for group, ids, given in zip(tensors.window_groups, windows, stored, strict=True):
         for run in _runs_of(group, ids):
             own = given[len(given) - len(ids) :][
@@ -98,18 +115,22 @@ def copy_state_in(tensors: CacheTensors, slot: int, state: StoredState) -> None:
 
 @dataclass(frozen=True)
 class CacheDigests:
-    """Of each layer, in order: keys and values of a sequence, and its state."""
+    """Of each layer: keys and values of a sequence by K/V group, and its states; each in the order of layers."""
 
-    kv: tuple[str, ...]
+    kv: tuple[tuple[str, ...], ...]
     states: tuple[str, ...]
 
 
-def cache_digests(tensors: CacheTensors, places: Sequence[TokenRange], slot: int | None) -> CacheDigests:
-    """Hashes of what a sequence has in a cache with one K/V group: two sequences with equal ones have equal bits."""
-    kvs = (layer.read(places) for layer in tensors.kv.layers)
+def cache_digests(
+    tensors: CacheTensors, places: Sequence[Sequence[TokenRange]], slot: int | None
+) -> CacheDigests:
+    """Hashes of what a sequence has in a cache, at these places of each K/V group: two sequences with equal ones have
+    equal bits."""
+    groups = zip(tensors.kv_groups, places, strict=True)
+    kvs = [[layer.read(own) for layer in group.layers] for group, own in groups]
     states = () if tensors.recurrent is None or slot is None else tensors.recurrent.layers
     return CacheDigests(
-        tuple(_digest(kv.keys, kv.values) for kv in kvs),
+        tuple(tuple(_digest(kv.keys, kv.values) for kv in group) for group in kvs),
         tuple(_digest(layer.tail(slot), layer.matrix(slot)) for layer in states if slot is not None),
     )
 

@@ -12,7 +12,7 @@ from penstock.models.decoder import Decoder
 from penstock.plan.admission import WindowRoom
 
 if TYPE_CHECKING:  # loads torch.distributed
-    from penstock.engine.stages.pipeline import Pipeline
+    from penstock.engine.stages.caches import WorkerCaches
 
 # A cache over which passes are recorded has room for a multiple of so many tokens.
 _RECORDED_GRID = 4096
@@ -57,7 +57,7 @@ class RequestSpaces:
         num_slots: int,
         step_tokens: int,
         reuse_tokens: int,
-        stages: "Pipeline | None" = None,
+        stages: "WorkerCaches | None" = None,
     ) -> None:
         """A request needs `num_slots` recurrent states, and its steps in flight write so many tokens, or all (0)."""
         self._model = model

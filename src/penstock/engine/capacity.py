@@ -35,19 +35,22 @@ class StageMemory(Protocol):
     def free_bytes(self) -> int | None: ...
 
     @property
-    def bytes_per_token(self) -> int: ...
-
-    @property
-    def bytes_per_slot(self) -> int: ...
+    def cache(self) -> CacheSpec: ...
 
 
-def cache_tokens_elsewhere(stages: Sequence[StageMemory], num_slots: int, most_tokens: int) -> int:
+def cache_tokens_elsewhere(
+    stages: Sequence[StageMemory], num_slots: int, most_tokens: int, windows: WindowRoom | None = None
+) -> int:
     """Places in half of the memory that is free on the machine of each of these stages: those of the tightest."""
-    for stage in stages:
-        if stage.free_bytes is not None and stage.bytes_per_token:
-            room_bytes = int(stage.free_bytes * _SHARE) - num_slots * stage.bytes_per_slot
-            fitting = max(room_bytes, 0) // (BLOCK_TOKENS * stage.bytes_per_token) * BLOCK_TOKENS
-            most_tokens = min(most_tokens, fitting)
+
+    def fits(num_blocks: int) -> bool:
+        return all(
+            stage.cache.num_bytes(num_blocks, num_slots, windows) <= stage.free_bytes * _SHARE
+            for stage in stages
+            if stage.free_bytes is not None
+        )
+
+    most_tokens = min(most_tokens, largest_that(fits, 0, -(-most_tokens // BLOCK_TOKENS) + 1) * BLOCK_TOKENS)
     if most_tokens < BLOCK_TOKENS:
         raise MemoryExhaustedError(
             "there is no memory for a cache on the machine of a stage: free some there"
@@ -66,7 +69,8 @@ def cache_tokens_that_fit(
 ) -> int:
     """Places for keys and values in half of the memory that is free, beside the states; no more than are of use. On a
     GPU, in most of what steps leave that were measured to need `step_bytes`. Stages `beside` share the memory."""
-    states_bytes = spec.num_bytes(0, num_slots) + num_slots * sum(each.bytes_per_slot for each in beside)
+    specs = (spec, *(stage.cache for stage in beside))
+    states_bytes = num_slots * sum(each.bytes_per_slot for each in specs)
     free_bytes = device_kind(device).free_bytes()
     if free_bytes is None:
         return most_tokens
@@ -76,8 +80,7 @@ def cache_tokens_that_fit(
     room_bytes = int(max(free_bytes - needed_bytes, 0) * share) - states_bytes
 
     def fits(num_blocks: int) -> bool:
-        beside_bytes = num_blocks * BLOCK_TOKENS * sum(each.bytes_per_token for each in beside)
-        return spec.num_bytes(num_blocks, 0, windows) + beside_bytes <= room_bytes
+        return sum(each.num_bytes(num_blocks, 0, windows) for each in specs) <= room_bytes
 
     if not fits(1):
         needed = f" beside {format_bytes(needed_bytes)} that a step needs" if needed_bytes else ""

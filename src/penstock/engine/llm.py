@@ -46,7 +46,6 @@ from penstock.plan import (
     peak_memory_estimate,
 )
 from penstock.plan.checks import check_bool, check_type
-from penstock.plan.model import ModelConfig
 from penstock.plan.settings import DeviceSetting, ThreadsSetting
 from penstock.plan.settings import Dtype as Dtype
 from penstock.process_memory import trim_heap
@@ -222,7 +221,7 @@ class LLM:
             }
             own = self.fingerprint
             if self.stages is not None:
-                own = self.stages.open_store(
+                own = self.stages.caches.open_store(
                     stored.folder, self.fingerprint, max_bytes=stored.max_bytes, about=about
                 )
             self.store = BlockStore(
@@ -241,7 +240,7 @@ class LLM:
             num_slots=num_slots,
             step_tokens=self.steps_in_flight * self.most_chunk + self._config.overlap,
             reuse_tokens=settings.reuse_tokens,
-            stages=self.stages,
+            stages=None if self.stages is None else self.stages.caches,
         )
         self.load_s = time.perf_counter() - started
 
@@ -450,10 +449,6 @@ def _check_stages(config: ModelConfig) -> None:
     if config.by_transformers:
         raise SettingError(
             "stages", ..., "one machine", because=f"transformers' code runs {config.family}, without stages"
-        )
-    if config.window is not None:
-        raise SettingError(
-            "stages", ..., "one machine", because="layers with a window are not run in stages yet"
         )
 
 

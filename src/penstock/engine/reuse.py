@@ -5,29 +5,26 @@ import os
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, Extent, SequenceCache, SequenceState
 from penstock.cache.keys import BlockKey, KeyChain, root_key
 from penstock.cache.prefix import PrefixHit, PrefixIndex
 from penstock.cache.space import CacheSpace
-from penstock.cache.store.block_store import BlockStore, StoredPrefix, StoredState
+from penstock.cache.store.block_store import BlockStore, StoredPrefix
 from penstock.cache.tensors import CacheSpec
 from penstock.cache.transfer import (
     copy_in,
+    copy_kept_in,
+    copy_kept_out,
     copy_out,
-    copy_state_in,
-    copy_state_out,
     copy_tokens,
-    copy_windows_in,
-    copy_windows_out,
 )
 from penstock.engine.status import ReuseStatus
 from penstock.errors import StageLostError
 
 if TYPE_CHECKING:  # loads torch.distributed
-    from penstock.engine.stages.pipeline import Pipeline
+    from penstock.engine.stages.caches import WorkerCaches
     from penstock.engine.stages.store import Ticket
 
 _log = logging.getLogger("penstock.engine")
@@ -46,7 +43,7 @@ MOST_FOUND = 512
 
 def kept_windows(spec: CacheSpec, most: int) -> int:
     """How many of them a cache is to have room for."""
-    return min(most, max(KEPT_WINDOW_BYTES // spec.bytes_per_window, 1)) if spec.bytes_per_window else 0
+    return min(most, max(KEPT_WINDOW_BYTES // max(spec.bytes_per_window, 1), 1)) if spec.windows else 0
 
 
 class Reuse:
@@ -61,7 +58,7 @@ class Reuse:
         store: BlockStore | None = None,
         clean_only: bool = False,
         max_snapshots: int = 0,
-        stages: "Pipeline | None" = None,
+        stages: "WorkerCaches | None" = None,
     ) -> None:
         """With `clean_only`, what decoding left is not shared: a cold engine would have read it as a prompt, whose
         last bits may differ. `fingerprint` names the model to a store; without one nobody else needs its name."""
@@ -94,14 +91,12 @@ class Reuse:
     ) -> tuple[StoredPrefix | None, "Ticket | None"]:
         """What is on disk of the blocks from `start` on: as far as all stages have it, where there are several."""
         assert self.store is not None
+        needs_state = self.store.keeps_states
         if self.stages is None:
-            return self.store.find(keys, start, needs_state=not self.goes_on_anywhere), None
-        needs_state, ticket = self.space.tensors.recurrent is not None, None
-        end = len(keys)
+            return self.store.find(keys, start, needs_state=needs_state), None
+        end, ticket = len(keys), None
         try:
-            while end > start and (
-                stored := self.store.find(keys[:end], start, needs_state=needs_state and self.has_state)
-            ):
+            while end > start and (stored := self.store.find(keys[:end], start, needs_state=needs_state)):
                 end = start + stored.num_blocks
                 ticket, counts = self.stages.find_stored(ticket, keys[:end], start)
                 if min(counts) == stored.num_blocks:
@@ -284,15 +279,11 @@ class Prefix:
             reuse.index.snapshot(keys, slot, windows)
         if on_disk and reuse.store is not None:
             with reuse.unharmed():
-                tensors = reuse.space.tensors
-                state = StoredState(windows=tuple(copy_windows_out(tensors, windows)))
-                if slot is not None and tensors.recurrent is not None:
-                    tails, matrices = copy_state_out(tensors, slot)
-                    state = replace(state, tails=tails, matrices=matrices)
-                if state.windows or tensors.recurrent is not None:
-                    reuse.store.put_state(len(keys), keys[-1], state.tails, state.matrices, state.windows)
-                if slot is not None and reuse.stages is not None:
-                    reuse.stages.keep_state(reuse.space, len(keys), keys[-1], slot)
+                if reuse.store.keeps_states:
+                    kept = copy_kept_out(reuse.space.tensors, windows, slot)
+                    reuse.store.put_state(len(keys), keys[-1], kept.tails, kept.matrices, kept.windows)
+                if reuse.stages is not None:
+                    reuse.stages.keep_state(reuse.space, len(keys), keys[-1], windows, slot)
 
     def end(self) -> None:
         """The request is over, and gives up all that it holds."""
@@ -451,11 +442,9 @@ class Prefix:
                 (slot,) = space.slots.allocate(1)
                 given_back.callback(space.slots.release, slot)
             if state is not None:
-                copy_windows_in(space.tensors, kept, state.windows)
-                if slot is not None and space.tensors.recurrent is not None:
-                    copy_state_in(space.tensors, slot, state)
+                copy_kept_in(space.tensors, kept, slot, state)
             if self._ticket is not None and stages is not None:
-                stages.fetch(self._ticket, space, skipped, own, slot)
+                stages.fetch(self._ticket, space, skipped, own, kept, slot)
             cache.adopt([own, *kept], slot)
 
     def _publish(self, start: int) -> None:

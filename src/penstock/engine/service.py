@@ -104,7 +104,7 @@ class Service:
                 store=llm.store,
                 clean_only=config.strict,
                 max_snapshots=max_snapshots,
-                stages=llm.stages,
+                stages=None if llm.stages is None else llm.stages.caches,
             )
             if config.reuse
             else None
@@ -375,7 +375,7 @@ def _resolve_cache_tokens(
     model = llm.model
     beside = () if llm.stages is None else llm.stages.stages
     if llm.settings.stages is not None and llm.settings.stages.addresses:
-        most, beside = cache_tokens_elsewhere(beside, num_slots, most), ()
+        most, beside = cache_tokens_elsewhere(beside, num_slots, most, windows), ()
     step_bytes = _step_bytes(llm, schedule)
     return cache_tokens_that_fit(model.cache_spec, num_slots, most, model.device, step_bytes, beside, windows)
 

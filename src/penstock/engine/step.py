@@ -342,7 +342,7 @@ class StepRunner:
         """`stages` run the layers before the model's, which is the last of them."""
         record_passes(model)
         self._stages = stages
-        self._space_number = 0 if stages is None else stages.open_space(space)
+        self._space_number = 0 if stages is None else stages.caches.open_space(space)
         self._model = model
         self._device = device_kind(model.device)
         self._canon = canon

@@ -80,10 +80,10 @@ def run_digest(llm: LLM, prompt: Sequence[int], chunk: int, *, num_decodes: int 
         run.step()
     if llm.stages is None:
         slot = run.cache.state.slot if run.cache.state else None
-        found = cache_digests(run.space.tensors, run.cache.blocks.locate(0, run.cache.num_tokens), slot)
+        found = cache_digests(run.space.tensors, run.cache.places, slot)
     else:
-        found = llm.stages.digests(run.space, run.cache)
-    assert len(found.kv) + len(found.states) == llm.model.config.num_layers
+        found = llm.stages.caches.digests(run.space, run.cache)
+    assert sum(map(len, found.kv)) + len(found.states) == llm.model.config.num_layers
     assert run.logits is not None
     logits = sha256(run.logits.cpu().numpy().tobytes()).hexdigest()
     run.cancel()

@@ -150,12 +150,7 @@ class Decoder:
     @property
     def cache_spec(self) -> CacheSpec:
         """What these layers cache."""
-        config, net = self.part, self.part.recurrent
-        kv = KVSpec(config.num_full_layers, config.num_kv_heads, config.head_dim, self.dtype)
-        groups: tuple[KVSpec, ...] = (kv,)
-        if (window := config.window) is not None:
-            groups += (replace(kv, num_layers=window.num_layers, window=window.size),)
-        return CacheSpec(groups, RecurrentSpec.of(net, self.dtype) if net else None)
+        return cache_spec_of(self.part, self.dtype)
 
     @property
     def has_state(self) -> bool:
@@ -384,6 +379,16 @@ def check_places(batch: ForwardBatch, caches: CacheTensors) -> None:
         for work in works.values():
             group.check_places(place for span in work.spans for place in span.places)
         group.check_places(own.places.ranges)
+
+
+def cache_spec_of(config: ModelConfig, dtype: torch.dtype) -> CacheSpec:
+    """What layers of such a configuration cache. Parts of a model have the same K/V groups, some without layers."""
+    net = config.recurrent
+    kv = KVSpec(config.num_full_layers, config.num_kv_heads, config.head_dim, dtype)
+    groups: tuple[KVSpec, ...] = (kv,)
+    if (window := config.window) is not None:
+        groups += (replace(kv, num_layers=window.num_layers, window=window.size),)
+    return CacheSpec(groups, RecurrentSpec.of(net, dtype) if net else None)
 
 
 # What a step's memory follows from

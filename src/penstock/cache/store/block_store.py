@@ -121,6 +121,11 @@ class BlockStore:
         self._readers = ThreadPoolExecutor(_NUM_READERS, "penstock-store-reader")
         self.is_usable = self._output.open()
 
+    @property
+    def keeps_states(self) -> bool:
+        """Whether blocks of this model are of use only with a state or windows after them."""
+        return FileKind.STATE in self._layouts
+
     def find(self, keys: Sequence[BlockKey], start: int, *, needs_state: bool) -> StoredPrefix | None:
         """The blocks from `start` on that are on disk and whole, as far as they go without a gap; with `needs_state`
         only up to the last one after which there is a state. None where there are none.
@@ -169,7 +174,7 @@ class BlockStore:
     ) -> None:
         """Keep the state and the windows after `index` blocks, the last of which has this key. The tensors are as in
         `StoredState`, on the CPU, and nobody else's from now on."""
-        if FileKind.STATE not in self._layouts:
+        if not self.keeps_states:
             raise ValueError("this model has no recurrent state and no windows to keep")
         parts = self._layouts[FileKind.STATE].parts
         given = {"matrices": matrices, "tails": tails}

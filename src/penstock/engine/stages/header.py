@@ -8,8 +8,9 @@ import sys
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cache
-from typing import Any, get_args, get_origin, get_type_hints
+from functools import cache, partial
+from itertools import chain
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,12 @@ from numpy.typing import NDArray
 from penstock.cache import TokenRange
 from penstock.cache.states import EMPTY
 from penstock.errors import PenstockError
-from penstock.kernels.spans import AttendedSpan, StateRows
+from penstock.kernels.spans import AttendedSpan, GroupWork, StateRows
 from penstock.layers.forward_batch import ForwardBatch
 
 _VERSION = 1
 _NUMBER = np.dtype("<i8")
+Group = TypeVar("Group", bound=GroupWork)
 
 
 class HeaderError(PenstockError, ValueError):
@@ -34,7 +36,7 @@ class HeaderLimits:
 
     vocab_size: int
     max_position: int
-    num_places: int  # of the cache
+    num_places: tuple[int, ...]  # of each K/V group of the cache
     num_slots: int
 
 
@@ -56,8 +58,12 @@ def read_header(data: bytes | bytearray | memoryview, limits: HeaderLimits) -> F
     batch: ForwardBatch = reader.read(ForwardBatch)
     reader.check_end()
     _check(batch, limits)
-    # Where the last layer has the work of all others, it is the same object.
-    return replace(batch, last_layer=batch.all_layers) if batch.last_layer == batch.all_layers else batch
+    return replace(_joined(batch), windows=tuple(map(_joined, batch.windows)))
+
+
+def _joined(work: Group) -> Group:
+    """Where the last layer has the work of all others, it is the same object."""
+    return replace(work, last_layer=work.all_layers) if work.last_layer == work.all_layers else work
 
 
 def _is_array(kind: Any) -> bool:
@@ -128,7 +134,7 @@ class _Reader:
         limits = self._limits
         match value:
             case TokenRange(start=start, end=end):
-                is_right = 0 <= start <= end <= limits.num_places
+                is_right = 0 <= start <= end
             case AttendedSpan():
                 num_seen = value.num_tokens - value.first_token
                 is_right = (
@@ -157,13 +163,24 @@ def _check(batch: ForwardBatch, limits: HeaderLimits) -> None:
         and _lie_within(batch.token_ids, limits.vocab_size)
         and _lie_within(batch.positions, end)
         and _lie_within(batch.logit_rows, num_rows)
-        and batch.places.num_tokens == batch.num_tokens
-        and _follow(batch.all_layers.spans, batch.num_tokens)
-        and _follow(batch.last_layer.spans, batch.num_logits)
         and _follow(batch.states.rows, batch.num_tokens)
+        and len(batch.groups) == len(limits.num_places)
+        and all(map(partial(_is_right, batch), batch.groups, limits.num_places))
     )
     if not is_right:
         raise HeaderError(f"a header whose {num_rows} rows do not agree")
+
+
+def _is_right(batch: ForwardBatch, work: GroupWork, num_places: int) -> bool:
+    """Whether the work of a K/V group is of the batch's rows, and of places that the group has."""
+    spans = (*work.all_layers.spans, *work.last_layer.spans)
+    places = chain(work.places.ranges, *(span.places for span in spans))
+    return (
+        work.places.num_tokens == batch.num_tokens
+        and _follow(work.all_layers.spans, batch.num_tokens)
+        and _follow(work.last_layer.spans, batch.num_logits)
+        and all(place.end <= num_places for place in places)
+    )
 
 
 def _lie_within(numbers: NDArray[np.int64], end: int) -> bool:

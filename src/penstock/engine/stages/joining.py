@@ -1,5 +1,5 @@
 """What a worker must have in common with its driver, part by part, so that a model in stages has the bits of one
-machine; and the law of rows that all of them obey."""
+machine; and the law of rows that all of them obey, measured of the products of all."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.engine.fingerprint import code_digest, processor_features, weights_digest, weights_state
 from penstock.errors import StageRefusedError
 from penstock.kernels.device import device_kind
+from penstock.kernels.probe import ProbeShapes, ProductShape
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
 
@@ -93,6 +94,38 @@ def join_laws(laws: Sequence[RowLaw]) -> RowLaw:
 def read_law(about: Mapping[str, Any]) -> RowLaw:
     """A law out of a message."""
     return RowLaw(**{**about, "avoided_rows": tuple(about["avoided_rows"])})
+
+
+def joined_shapes(parts: Sequence[ProbeShapes], model: Decoder) -> ProbeShapes:
+    """What is probed of a whole model, from what is of its stages; the first is the last stage's, which has the
+    head."""
+
+    def union(name: str) -> tuple[Any, ...]:
+        return tuple(sorted({each for part in parts for each in getattr(part, name)}, key=_by_fields))
+
+    config = model.config
+    return replace(
+        parts[0],
+        products=union("products"),
+        mlp_widths=union("mlp_widths"),
+        expert_products=union("expert_products"),
+        recurrent=config.recurrent,
+        num_experts=config.experts.num_experts if config.experts else 0,
+    )
+
+
+def _by_fields(item: Any) -> Any:
+    return item if isinstance(item, int) else tuple(asdict(item).values())
+
+
+def read_shapes(about: Mapping[str, Any], model: Decoder) -> ProbeShapes:
+    """What a worker said of its products; all else is the model's."""
+    return replace(
+        model.probe_shapes,
+        products=tuple(ProductShape(**each) for each in about["products"]),
+        mlp_widths=tuple(int(width) for width in about["mlp_widths"]),
+        expert_products=tuple(ProductShape(**each) for each in about["expert_products"]),
+    )
 
 
 def _slabs_of(law: RowLaw) -> tuple[int, int]:

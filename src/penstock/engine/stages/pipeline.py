@@ -6,14 +6,11 @@ A worker that is gone ends the *generation*: whatever waits has its StageLostErr
 until `begin_generation` has made another group.
 """
 
-import queue
 import threading
 import time
-import weakref
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -22,15 +19,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.cache import SequenceCache
-from penstock.cache.keys import BlockKey
-from penstock.cache.space import CacheSpace
-from penstock.cache.transfer import CacheDigests, cache_digests
+from penstock.engine.stages.caches import WorkerCaches
 from penstock.engine.stages.control import DEFAULT_STAGE_TIMEOUT_S, Control, Message, read_token
 from penstock.engine.stages.header import write_header
-from penstock.engine.stages.joining import check_parts, common_parts, join_laws, read_law
+from penstock.engine.stages.joining import (
+    check_parts,
+    common_parts,
+    join_laws,
+    joined_shapes,
+    read_law,
+    read_shapes,
+)
 from penstock.engine.stages.link import Link, LinkKind, LinkStore, Receipt
-from penstock.engine.stages.store import Ticket, joined_keys, stage_fingerprint
+from penstock.engine.stages.peer import LoadedStage, Peer, StageTimes
 from penstock.engine.stages.workers import (
     ListeningWorker,
     LocalWorker,
@@ -41,51 +42,14 @@ from penstock.engine.stages.workers import (
     run_worker,
 )
 from penstock.engine.status import StageStatus
-from penstock.errors import PenstockError, SettingError, StageError, StageLostError, StageRefusedError
-from penstock.kernels.probe import ProbeShapes, ProductShape
+from penstock.errors import PenstockError, SettingError, StageError, StageLostError
+from penstock.kernels.probe import ProbeShapes
 from penstock.layers.forward_batch import ForwardBatch
-from penstock.models.decoder import Decoder
-from penstock.plan.grids import BLOCK_TOKENS, RowLaw
+from penstock.models.decoder import Decoder, cache_spec_of
+from penstock.plan.grids import RowLaw
 from penstock.plan.model import ModelConfig
 from penstock.plan.settings import EngineSettings
 from penstock.plan.stage_settings import StagesSetting
-
-
-def open_pipeline(
-    path: Path, config: ModelConfig, settings: EngineSettings, stages: StagesSetting
-) -> "Pipeline":
-    """Start the workers of a model, or connect to them. Raises StageLostError, StageRefusedError. Of torchrun's
-    processes the last goes on; the others are its workers, and end with it (SystemExit)."""
-    places: list[WorkerPlace] = []
-    share = None
-    if stages.addresses:
-        token = read_token(stages.token_file or "")
-        places += [ListeningWorker(address, token) for address in stages.addresses]
-    elif (ranks := Ranks.find()) is not None:
-        if stages.token_file is None:
-            raise SettingError("stages", stages.num_stages, needs=("token_file",), where="under torchrun")
-        if ranks.world_size != stages.num_stages:
-            raise SettingError("stages", stages.num_stages, str(ranks.world_size), where="under torchrun")
-        token = read_token(stages.token_file)
-        if not ranks.drives:
-            run_worker(ranks.listen(token), device=settings.device.name, once=True)
-            raise SystemExit(0)
-        places += ranks.workers(token)
-    else:
-        share, *shares = divide_machine(stages.num_stages, settings.threads.count)
-        torch.set_num_threads(share.threads)
-        places += [LocalWorker(own, device=settings.device.name) for own in shares]
-    pipeline = Pipeline(
-        path,
-        places,
-        stages.cut(config),
-        stage_timeout_s=stages.timeout_s,
-        same_machine=share is not None,
-        mixed=stages.mixed,
-    )
-    pipeline.share = share
-    return pipeline
-
 
 # How long a worker's own reason is waited for, where a link has ended.
 _REASON_S = 0.5
@@ -98,79 +62,11 @@ _STEPS_KEPT = 512
 
 
 @dataclass(frozen=True)
-class LoadedStage:
-    """What a worker says of its layers."""
-
-    layers: range
-    weight_bytes: int
-    bytes_per_token: int
-    bytes_per_slot: int
-    free_bytes: int | None
-    device: str
-
-
-@dataclass
-class StageTimes:
-    """Of one stage, in seconds, since it was loaded."""
-
-    num_steps: int = 0
-    busy_s: float = 0.0
-    waited_s: float = 0.0  # for a residual
-    link_s: float = 0.0  # to hand a residual on
-
-    def count(self, *, busy_s: float, waited_s: float, link_s: float) -> None:
-        self.num_steps += 1
-        self.busy_s += busy_s
-        self.waited_s += waited_s
-        self.link_s += link_s
-
-
-@dataclass(frozen=True)
 class Issued:
     """A step that the workers run."""
 
     number: int
     receipt: Receipt
-
-
-@dataclass(eq=False)
-class _Peer:
-    """A worker, as the driver knows it."""
-
-    stage: int
-    control: Control
-    layers: range
-    replies: "queue.SimpleQueue[Message | StageLostError]" = field(default_factory=queue.SimpleQueue)
-    found: "queue.SimpleQueue[Message]" = field(default_factory=queue.SimpleQueue)
-    loaded: LoadedStage | None = None
-    times: StageTimes = field(default_factory=StageTimes)
-    shapes: ProbeShapes | None = None
-    num_restarts: int = 0
-    differs: bool = False  # its bits may be others than the driver's
-
-    def count_found(self, round_number: int) -> int:
-        """The answer to a question for what is on disk."""
-        while True:
-            try:
-                about = self.found.get(timeout=_REASON_S).about
-            except queue.Empty:
-                if not self.control.is_alive:
-                    raise StageLostError(self.stage, self.control.peer, "it is not connected") from None
-                continue
-            if about["round"] == round_number:
-                return int(about["num_blocks"])
-
-    def reply(self, kind: str) -> Message:
-        """The answer to what was asked of it last."""
-        while True:
-            message = self.replies.get()
-            if isinstance(message, StageLostError):
-                self.replies.put(message)
-                raise message
-            if message.kind == "failed":
-                raise StageRefusedError(self.stage, self.control.peer, str(message.about.get("error")))
-            if message.kind == kind:
-                return message
 
 
 class Pipeline:
@@ -206,23 +102,16 @@ class Pipeline:
         self._model: Decoder | None = None
         self._law: RowLaw | None = None
         self._num_issued = 0
-        self._num_spaces = 0
-        self._spaces: dict[int, tuple[int, weakref.finalize[..., Any]]] = {}  # by id of their tensors
-        self._space_sizes: dict[int, dict[str, int]] = {}
-        self._dropped: deque[int] = deque()
-        self._fingerprint: bytes | None = None  # of the whole model, where blocks are kept on disk
-        self._store_about: dict[str, object] = {}
-        self._asking = threading.Lock()
-        self._num_asked = 0
         self._errors: dict[int, Exception] = {}  # of steps that workers failed in
         self._changed = threading.Condition()
         self._lost: StageError | None = None
         self._incoming: Link | None = None
         self._store: LinkStore | None = None
-        self._peers: list[_Peer] = []
+        self._peers: list[Peer] = []
+        self.caches = WorkerCaches(self._peers, self.layers[-1], lambda: self.generation)
         try:
             for stage, place in enumerate(places):
-                self._peers.append(_Peer(stage, self._open(stage, place), self.layers[stage]))
+                self._peers.append(Peer(stage, self._open(stage, place), self.layers[stage]))
         except BaseException:
             self.close()
             raise
@@ -347,7 +236,7 @@ class Pipeline:
         same caches, empty. Then `begin_generation` goes on. Raises StageLostError."""
         before = self._peers[stage]
         control = self._open(stage, self.places[stage], timeout_s=min(_REOPEN_S, self._stage_timeout_s))
-        peer = self._peers[stage] = _Peer(
+        peer = self._peers[stage] = Peer(
             stage, control, self.layers[stage], times=before.times, num_restarts=before.num_restarts + 1
         )
         self._listen(peer)
@@ -355,9 +244,7 @@ class Pipeline:
         self._take_ready(peer)
         assert self._law is not None
         control.send("law", asdict(self._law))
-        self._tell_store(peer)
-        for number, sizes in self._space_sizes.items():
-            control.send("space", {"space": number, **sizes})
+        self.caches.tell_again(peer)
 
     def begin_generation(self) -> None:
         """Connect the stages anew. Steps of the generation before are forgotten. Raises StageLostError."""
@@ -406,7 +293,7 @@ class Pipeline:
         for peer in self._peers:
             with suppress(PenstockError):
                 peer.control.send("stop")
-        for peer in self._peers if self._fingerprint is not None else ():
+        for peer in self._peers if self.caches.has_store else ():
             peer.control.wait_closed(_WRITE_S)  # what waits is written
         for place in self.places:
             place.close()
@@ -415,117 +302,6 @@ class Pipeline:
         timeout_s = self._stage_timeout_s if timeout_s is None else timeout_s
         return place.open(stage, timeout_s=timeout_s, stage_timeout_s=self._stage_timeout_s)
 
-    # Caches
-
-    def open_space(self, space: CacheSpace) -> int:
-        """The number of a cache among the workers' own, which have as many blocks and slots."""
-        tensors = space.tensors
-        known = self._spaces.get(id(tensors))
-        if known is not None and known[1].alive:
-            return known[0]
-        self._drop_spaces()
-        self._num_spaces += 1
-        number = self._num_spaces
-        sizes = {
-            "num_blocks": space.blocks.num_blocks,
-            "num_slots": space.slots.num_slots if space.slots else 0,
-            "block_tokens": BLOCK_TOKENS,
-        }
-        self._space_sizes[number] = sizes
-        self._tell("space", None, {"space": number, **sizes})
-        # A cache may end on any thread, also on one that is about to send: its workers are told before the next step.
-        dropped = weakref.finalize(tensors, self._dropped.append, number)
-        dropped.atexit = False
-        self._spaces[id(tensors)] = number, dropped
-        return number
-
-    def copy_tokens(self, space: CacheSpace, source: int, target: int, num_tokens: int) -> None:
-        """Copy the first tokens of one block of a cache to another, as the driver has done with its own."""
-        self._tell("copy", space, {"source": source, "target": target, "num_tokens": num_tokens})
-
-    def _tell(
-        self, kind: str, space: CacheSpace | None, about: Mapping[str, object], data: bytes = b""
-    ) -> None:
-        """Tell all workers. One that is gone has lost what it is told of, too: the next step says so."""
-        own = {} if space is None else {"space": self.open_space(space)}
-        for peer in self._peers:
-            with suppress(StageLostError):
-                peer.control.send(kind, {**own, **about}, data)
-
-    # What is on disk: each stage has a part of every block
-
-    def open_store(
-        self, folder: Path, fingerprint: bytes, *, max_bytes: int, about: Mapping[str, str]
-    ) -> bytes:
-        """Let workers keep their part in this folder, too. The fingerprint of the driver's."""
-        self._store_about = {"folder": str(folder), "max_bytes": max_bytes, "about": dict(about)}
-        self._fingerprint = fingerprint
-        for peer in self._peers:
-            self._tell_store(peer)
-        return stage_fingerprint(fingerprint, self.layers[-1])
-
-    def _tell_store(self, peer: _Peer) -> None:
-        if self._fingerprint is not None:
-            own = stage_fingerprint(self._fingerprint, peer.layers)
-            peer.control.send("store", self._store_about, own)
-
-    def find_stored(
-        self, ticket: Ticket | None, keys: Sequence[BlockKey], start: int
-    ) -> tuple[Ticket, list[int]]:
-        """How many blocks from `start` on each worker has on disk; by a ticket they hold them. On any thread."""
-        with self._asking:
-            self._num_asked += 1
-            round_number = self._num_asked
-            ticket = ticket or Ticket(round_number, self.generation)
-            about = {"ticket": ticket.number, "start": start, "round": round_number}
-            for peer in self._peers:
-                peer.control.send("find", about, joined_keys(keys))
-            return ticket, [peer.count_found(round_number) for peer in self._peers]
-
-    def is_current(self, ticket: Ticket) -> bool:
-        return ticket.generation == self.generation
-
-    def forget(self, ticket: Ticket) -> None:
-        """Give up what was found."""
-        if self.is_current(ticket):
-            self._tell("forget", None, {"ticket": ticket.number})
-
-    def fetch(
-        self, ticket: Ticket, space: CacheSpace, first: int, blocks: Sequence[int], slot: int | None
-    ) -> None:
-        """Copy what was found, from its block `first` on, into these blocks of a cache, and its state into a slot."""
-        about = {"ticket": ticket.number, "first": first, "blocks": list(blocks), "slot": slot}
-        self._tell("fetch", space, about)
-
-    def keep_blocks(
-        self, space: CacheSpace, start: int, keys: Sequence[BlockKey], blocks: Sequence[int]
-    ) -> None:
-        """Blocks [start, start + len(keys)) of a sequence are to go to disk."""
-        self._tell("keep", space, {"start": start, "blocks": list(blocks)}, joined_keys(keys))
-
-    def keep_state(self, space: CacheSpace, index: int, key: BlockKey, slot: int) -> None:
-        self._tell("keep_state", space, {"index": index, "slot": slot}, key)
-
-    def digests(self, space: CacheSpace, cache: SequenceCache) -> CacheDigests:
-        """Of what all stages have of a sequence, in the order of layers."""
-        places = cache.blocks.locate(0, cache.num_tokens)
-        slot = None if cache.state is None else cache.state.slot
-        about = {"space": self.open_space(space), "places": [(each.start, each.end) for each in places]}
-        for peer in self._peers:
-            peer.control.send("digest", {**about, "slot": slot})
-        found = [CacheDigests(**peer.reply("digests").about) for peer in self._peers]
-        found.append(cache_digests(space.tensors, places, slot))
-        return CacheDigests(
-            tuple(digest for part in found for digest in part.kv),
-            tuple(digest for part in found for digest in part.states),
-        )
-
-    def _drop_spaces(self) -> None:
-        while self._dropped:
-            number = self._dropped.popleft()
-            del self._space_sizes[number]
-            self._tell("drop", None, {"space": number})
-
     # Steps
 
     def issue(self, batch: ForwardBatch, space: int) -> Issued:
@@ -533,7 +309,7 @@ class Pipeline:
         incoming = self._incoming
         if self._lost is not None or incoming is None:
             raise self._lost_error()
-        self._drop_spaces()
+        self.caches.drop_unused()
         self._num_issued += 1
         number, header = self._num_issued, write_header(batch)
         about = {"generation": self.generation, "step": number, "space": space}
@@ -584,11 +360,11 @@ class Pipeline:
 
     # What workers say
 
-    def _listen(self, peer: _Peer) -> None:
+    def _listen(self, peer: Peer) -> None:
         peer.control.stage = peer.stage
         threading.Thread(target=self._read, args=(peer,), name=f"stage-{peer.stage}", daemon=True).start()
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: Peer) -> None:
         try:
             while True:
                 self._take(peer, peer.control.receive())
@@ -597,7 +373,7 @@ class Pipeline:
             if self._peers[peer.stage] is peer:
                 self._lose(error)
 
-    def _take(self, peer: _Peer, message: Message) -> None:
+    def _take(self, peer: Peer, message: Message) -> None:
         about = message.about
         match message.kind:
             case "found":
@@ -651,22 +427,22 @@ class Pipeline:
         if link is not None:
             link.close(error)
 
-    def _tell_load(self, peer: _Peer) -> None:
+    def _tell_load(self, peer: Peer) -> None:
         peer.control.send("load", {**self._load_about, "layers": [peer.layers.start, peer.layers.stop]})
 
-    def _take_ready(self, peer: _Peer) -> None:
+    def _take_ready(self, peer: Peer) -> None:
         assert self._model is not None
         assert self._parts is not None
         model, about = self._model, peer.reply("ready").about
         differ = check_parts(peer.stage, peer.control.peer, self._parts, about["parts"], mixed=self._mixed)
         if differ:
             peer.differs, self.same_bits = True, False
-        peer.shapes = _shapes_of(about["shapes"], model)
+        peer.shapes = read_shapes(about["shapes"], model)
+        layers = model.config.of_layers(peer.layers.start, peer.layers.stop)
         peer.loaded = LoadedStage(
             peer.layers,
+            cache_spec_of(layers, model.dtype),
             int(about["weight_bytes"]),
-            int(about["bytes_per_token"]),
-            int(about["bytes_per_slot"]),
             about["free_bytes"],
             str(about["device"]),
         )
@@ -688,36 +464,40 @@ class Pipeline:
         ]
 
 
-def joined_shapes(parts: Sequence[ProbeShapes], model: Decoder) -> ProbeShapes:
-    """What is probed of a whole model, from what is of its stages; the first is the last stage's, which has the
-    head."""
-
-    def union(name: str) -> tuple[Any, ...]:
-        return tuple(sorted({each for part in parts for each in getattr(part, name)}, key=_by_fields))
-
-    config = model.config
-    return replace(
-        parts[0],
-        products=union("products"),
-        mlp_widths=union("mlp_widths"),
-        expert_products=union("expert_products"),
-        recurrent=config.recurrent,
-        num_experts=config.experts.num_experts if config.experts else 0,
+def open_pipeline(
+    path: Path, config: ModelConfig, settings: EngineSettings, stages: StagesSetting
+) -> "Pipeline":
+    """Start the workers of a model, or connect to them. Raises StageLostError, StageRefusedError. Of torchrun's
+    processes the last goes on; the others are its workers, and end with it (SystemExit)."""
+    places: list[WorkerPlace] = []
+    share = None
+    if stages.addresses:
+        token = read_token(stages.token_file or "")
+        places += [ListeningWorker(address, token) for address in stages.addresses]
+    elif (ranks := Ranks.find()) is not None:
+        if stages.token_file is None:
+            raise SettingError("stages", stages.num_stages, needs=("token_file",), where="under torchrun")
+        if ranks.world_size != stages.num_stages:
+            raise SettingError("stages", stages.num_stages, str(ranks.world_size), where="under torchrun")
+        token = read_token(stages.token_file)
+        if not ranks.drives:
+            run_worker(ranks.listen(token), device=settings.device.name, once=True)
+            raise SystemExit(0)
+        places += ranks.workers(token)
+    else:
+        share, *shares = divide_machine(stages.num_stages, settings.threads.count)
+        torch.set_num_threads(share.threads)
+        places += [LocalWorker(own, device=settings.device.name) for own in shares]
+    pipeline = Pipeline(
+        path,
+        places,
+        stages.cut(config),
+        stage_timeout_s=stages.timeout_s,
+        same_machine=share is not None,
+        mixed=stages.mixed,
     )
-
-
-def _by_fields(item: Any) -> Any:
-    return item if isinstance(item, int) else tuple(asdict(item).values())
-
-
-def _shapes_of(about: Mapping[str, Any], model: Decoder) -> ProbeShapes:
-    """What a worker said of its products; all else is the model's."""
-    return replace(
-        model.probe_shapes,
-        products=tuple(ProductShape(**each) for each in about["products"]),
-        mlp_widths=tuple(int(width) for width in about["mlp_widths"]),
-        expert_products=tuple(ProductShape(**each) for each in about["expert_products"]),
-    )
+    pipeline.share = share
+    return pipeline
 
 
 def _error_of(stage: int, about: Mapping[str, Any]) -> Exception:

@@ -12,7 +12,7 @@ from typing import Any
 from penstock.cache.keys import KEY_BYTES, BlockKey
 from penstock.cache.store.block_store import BlockStore, StoredPrefix
 from penstock.cache.tensors import CacheSpec, CacheTensors
-from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out
+from penstock.cache.transfer import copy_in, copy_kept_in, copy_kept_out, copy_out
 from penstock.engine.stages.control import Control, Message
 
 _log = logging.getLogger("penstock.engine")
@@ -47,13 +47,11 @@ class StageStore:
     def __init__(self, control: Control) -> None:
         self._control = control
         self._store: BlockStore | None = None
-        self._has_state = False
         self._found: dict[int, StoredPrefix] = {}
         # Files are looked at beside the steps.
         self._finder = ThreadPoolExecutor(1, "stage-finder")
 
     def open(self, about: Mapping[str, Any], fingerprint: bytearray, spec: CacheSpec) -> None:
-        self._has_state = spec.recurrent is not None
         self._store = BlockStore(
             Path(about["folder"]),
             bytes(fingerprint),
@@ -78,7 +76,7 @@ class StageStore:
         try:
             keys = _keys_of(message.data)
             if self._store is not None:
-                found = self._store.find(keys, start, needs_state=self._has_state)
+                found = self._store.find(keys, start, needs_state=self._store.keeps_states)
         except Exception as error:  # the disk is a help: what is not found is read
             _log.warning("what is on disk of a prompt could not be looked for", exc_info=error)
         if found is not None:
@@ -101,12 +99,12 @@ class StageStore:
                 found = self._found[int(about["ticket"])]
                 first, blocks = int(about["first"]), about["blocks"]
                 copy_in(tensors, [blocks], found.blocks[first : first + len(blocks)])
-                if found.state is not None and about["slot"] is not None:
-                    copy_state_in(tensors, int(about["slot"]), found.state)
+                if found.state is not None:
+                    copy_kept_in(tensors, about["windows"], about["slot"], found.state)
             case "keep":
                 copied = copy_out(tensors, [about["blocks"]])
                 store.put_blocks(int(about["start"]), _keys_of(message.data), copied)
-            case "keep_state" if self._has_state:
-                store.put_state(
-                    int(about["index"]), bytes(message.data), *copy_state_out(tensors, int(about["slot"]))
-                )
+            case "keep_state" if store.keeps_states:
+                kept = copy_kept_out(tensors, about["windows"], about["slot"])
+                key = bytes(message.data)
+                store.put_state(int(about["index"]), key, kept.tails, kept.matrices, kept.windows)

@@ -8,11 +8,11 @@ Messages of the driver, each answered where it says so:
     probe   measure it here, where this worker differs from its driver   > probed
     group   generation, hops                         > joined (or why not); left, once a neighbour is gone
     meet    generation, hop: how the other end of a hop is reached, as torch.distributed says it
-    space   number, blocks, slots: a cache; drop: it is not needed any more
+    space   number, blocks of each K/V group, slots: a cache; drop: it is not needed any more
     copy    space, source, target, tokens: from one block to another
     store   folder, size; and a fingerprint: blocks are kept there
     find    ticket, start; and keys                  > found (how many blocks), until forget
-    fetch   ticket, space, blocks: what was found is copied; keep, keep_state: the other way
+    fetch   ticket, space, blocks, windows, slot: what was found is copied; keep, keep_state: the other way
     digest  space, places, slot                      > digests
     step    generation, number, space; and a header  > done (times), error
     stop
@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from penstock.cache import TokenRange
+from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.tensors import CacheTensors
 from penstock.cache.transfer import cache_digests, copy_tokens
 from penstock.engine.stages.control import Control, Message
@@ -152,7 +152,7 @@ class Worker:
             return
         assert self._model is not None
         config = self._model.config
-        num_places = int(about["num_blocks"]) * int(about["block_tokens"])
+        num_places = tuple(int(blocks) * BLOCK_TOKENS for blocks in about["num_blocks"])
         self._limits[number] = HeaderLimits(
             config.vocab_size, config.max_position, num_places, int(about["num_slots"])
         )
@@ -194,7 +194,7 @@ class Worker:
                 assert self._model is not None
                 self._spaces[int(about["space"])] = CacheTensors.of(
                     self._model.cache_spec,
-                    [int(about["num_blocks"])],
+                    list(map(int, about["num_blocks"])),
                     int(about["num_slots"]),
                     self._model.device,
                 )
@@ -211,7 +211,7 @@ class Worker:
             case "fetch" | "keep" | "keep_state":
                 self._store_part.handle(item.message, self._spaces[int(about["space"])])
             case "digest":
-                places = [TokenRange(start, end) for start, end in about["places"]]
+                places = [[TokenRange(start, end) for start, end in group] for group in about["places"]]
                 found = cache_digests(self._spaces[int(about["space"])], places, about["slot"])
                 self._control.send("digests", asdict(found))
             case "step":
@@ -239,15 +239,12 @@ class Worker:
         trim_heap()
         kind.release()
         self._model = model
-        spec = model.cache_spec
         return {
             "parts": common_parts(
                 path, model, str(about["weights"]), same_machine=bool(about["same_machine"])
             ),
             "shapes": asdict(model.probe_shapes),
             "weight_bytes": model.num_weight_bytes,
-            "bytes_per_token": spec.bytes_per_token,
-            "bytes_per_slot": spec.bytes_per_slot,
             "free_bytes": kind.free_bytes(),
             "device": str(device),
         }
