@@ -130,6 +130,12 @@ class StageRefusedError(StageError):
     _WHAT = "is refused"
 
 
+class StageFailedError(StageError):
+    """A stage that was lost again and again in steps of one request, and is not tried any more for it."""
+
+    _WHAT = "fails again and again"
+
+
 # What torch and the libraries under it say where they have no type of their own for it: on a processor, and on a GPU
 # whose driver, and not torch's allocator, was asked for memory.
 _OUT_OF_MEMORY = (

@@ -19,7 +19,14 @@ from penstock.engine.reuse import Prefix, Reuse
 from penstock.engine.sampling import Choice
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
 from penstock.engine.step import Launched, SpanInput, Step, StepOutcome, StepRunner
-from penstock.errors import MemoryExhaustedError, PenstockError, RequestFailedError, is_out_of_memory
+from penstock.errors import (
+    MemoryExhaustedError,
+    PenstockError,
+    RequestFailedError,
+    StageFailedError,
+    StageLostError,
+    is_out_of_memory,
+)
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.plan.admission import CacheLimits
@@ -111,6 +118,13 @@ _log = logging.getLogger("penstock.engine")
 STEPS_SHOWN = 240
 # The last requests that ended whose chunks can still be explained.
 ENDED_EXPLAINED = 64
+# A request in whose steps a stage was lost so often, with nothing new of it in between, is run alone, and given up.
+SUSPICIOUS_LOSSES, MOST_LOSSES = 2, 5
+
+
+def steps_in_flight(model: Decoder, stages: "Pipeline | None" = None) -> int:
+    """As many as the stages can have, or the device."""
+    return device_kind(model.device).steps_in_flight if stages is None else stages.depth
 
 
 @dataclass(frozen=True)
@@ -163,17 +177,14 @@ class Batcher:
         depth are the device's. `lock` guards what is known of requests: it is taken for the short parts of a step.
 
         With `raises`, what a step of one request raises is raised on, and the request stands where it stood; else the
-        request ends with it. `stages` run the layers before the model's. One that is lost is raised as a
-        StageLostError, and every request then stands where it stood before the steps in flight."""
+        request ends with it. `stages` run the layers before the model's."""
         self.space = space
         self.reuse = reuse
         self.notices: deque[Notice] = deque()
         self.num_shrinks = 0  # how often memory ran out, and chunks were halved
-        own_depth = device_kind(model.device).steps_in_flight
-        if depth is None:
-            depth = own_depth if stages is None else stages.depth
-        self._depth = depth
-        self._waits_for_tokens = self._depth <= own_depth
+        self._stages = stages
+        self._depth = steps_in_flight(model, stages) if depth is None else depth
+        self._waits_for_tokens = self._depth <= steps_in_flight(model)
         limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.keeps_prefix)
         self._jobs: dict[RequestId, Job] = {}  # in order of arrival
         self._scheduler = BatchScheduler(
@@ -182,6 +193,7 @@ class Batcher:
             sizer,
             PoolLedger(space.pools, self._jobs),
             depth=1 if self._waits_for_tokens else self._depth,
+            num_groups=None if stages is None else stages.num_stages,
         )
         self._sizer = sizer
         looks_ahead = model.can_record and self._waits_for_tokens if looks_ahead is None else looks_ahead
@@ -211,14 +223,37 @@ class Batcher:
 
     def step(self) -> StepRecord | None:
         """Launch as many steps as may be in flight, then settle the oldest. None where nothing was committed: nothing
-        can be run now, or the step failed and was undone."""
+        can be run now, or the step failed and was undone.
+
+        Where a stage is lost, requests keep their tokens, and the next call brings it back. It raises StageError if
+        that cannot be done now, and may be called again."""
+        if self._stages is not None and self._stages.lost is not None:
+            self._restore(self._stages)
+            return None
         with self._threads:
             try:
                 return self._run_oldest()
+            except StageLostError as error:
+                _log.warning("%s: requests wait until it is back", error)
+                return None
             except BaseException:
                 with self._lock:
                     self._abort_all(self._scheduler.abort)
                 raise
+
+    def _restore(self, stages: "Pipeline") -> None:
+        """A stage is gone, and with it what it had of every request. One that it was lost in too often ends."""
+        with self._lock:
+            in_flight = {span.request_id for begun in self._flight for span in begun.step.plan.spans}
+            self.restart()
+            for job in [self._jobs[request_id] for request_id in in_flight & self._jobs.keys()]:
+                job.lose_stage()
+                if job.num_losses >= MOST_LOSSES:
+                    lost = stages.lost_error()
+                    reason = f"{MOST_LOSSES} times at the same place of a request: {lost.reason}"
+                    self._end_with(job, StageFailedError(lost.stage, lost.address, reason))
+        stages.restore()
+        _log.warning("all stages are there again")
 
     def _run_oldest(self) -> StepRecord | None:
         while self._has_room_in_flight():
@@ -334,8 +369,7 @@ class Batcher:
         for job in self._jobs.values():
             job.pause()
             if job.prefix is not None:
-                job.prefix.leave()
-                job.prefix.close()
+                job.prefix.begin_again()
             job.cache.cut(0)
         if self.reuse is not None:
             self.reuse.index.clear()
@@ -443,7 +477,14 @@ class Batcher:
             suspect = self._suspects.popleft()
             if suspect in self._jobs and (plan := self._scheduler.schedule(only=suspect)) is not None:
                 return plan
-        return self._scheduler.schedule(held=self.admit())
+        held = self.admit()
+        for job in self._jobs.values():
+            if job.num_losses >= SUSPICIOUS_LOSSES:
+                if self._flight:
+                    return None
+                if (plan := self._scheduler.schedule(only=job.id)) is not None:
+                    return plan
+        return self._scheduler.schedule(held=held)
 
     def _preempt(self, preemption: Preemption) -> None:
         job = self._jobs[preemption.request_id]
@@ -535,11 +576,15 @@ class Batcher:
             self._abort_all(self._scheduler.abort)
         if len(planned) > 1:
             self._suspects.extend(planned)
-        elif self._raises:
-            raise error
         elif planned[0] in self._jobs:
-            self._scheduler.remove(planned[0])
-            self._end(self._jobs[planned[0]], error)
+            self._end_with(self._jobs[planned[0]], error)
+
+    def _end_with(self, job: Job, error: Exception) -> None:
+        """End a request that is in no step, or raise its error on."""
+        if self._raises:
+            raise error
+        self._scheduler.remove(job.id)
+        self._end(job, error)
 
     def _abort_all(self, undo: Callable[[StepPlan], bool | None]) -> bool | None:
         """Undo all steps in flight: every request stands where it stood before the oldest. What was cancelled

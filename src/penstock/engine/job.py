@@ -54,6 +54,7 @@ class Job:
         self.num_prompt = len(self.tokens)
         self.listener = listener
         self.wants_cancel = False
+        self._num_losses = self._done_at_loss = 0
         self.chunks: list[ChunkRecord] = []  # of its prompt, as they were run; some twice, if it gave them up
         self.cuts: set[int] = set()  # where spans of its prompt began, ended, or left a state off
         self._eos_ids = frozenset() if request.ignore_eos else eos_ids
@@ -99,6 +100,19 @@ class Job:
         news = end > self._clock.progress().num_done
         self._clock.skip(end)
         return PromptProgress(self.progress) if news else None
+
+    @property
+    def num_losses(self) -> int:
+        """How often a stage was lost in its steps, in a row, with nothing new of it in between."""
+        return self._num_losses if self._num_done <= self._done_at_loss else 0
+
+    def lose_stage(self) -> None:
+        """A stage was lost in a step of this request."""
+        self._num_losses, self._done_at_loss = self.num_losses + 1, self._num_done
+
+    @property
+    def _num_done(self) -> int:
+        return self._clock.progress().num_done + self.num_generated
 
     def pause(self) -> None:
         """It gave cache space up: how long it waits now says nothing of how fast it reads."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Self, TypedDict, TypeVar, Unpack
 import torch
 
 from penstock.cache.store.block_store import BlockStore
+from penstock.engine.batcher import steps_in_flight
 from penstock.engine.cache_choice import RequestSpaces
 from penstock.engine.events import AnswerFormat, Generation, GenerationRequest, Grammar, JsonFormat
 from penstock.engine.fingerprint import cache_fingerprint
@@ -294,7 +295,7 @@ class LLM:
 
     @property
     def steps_in_flight(self) -> int:
-        return self.device_kind.steps_in_flight if self.stages is None else self.stages.depth
+        return steps_in_flight(self.model, self.stages)
 
     @property
     def device_kind(self) -> DeviceKind:

@@ -260,6 +260,12 @@ class Prefix:
         if not self._reuse.goes_on_anywhere and self._is_clean_at(position):
             self._snapshot(position, None if state is None else state.slot)
 
+    def begin_again(self) -> None:
+        """A stage is lost, and with it what the cache held, and what it was about to write."""
+        self._num_noted = self._num_stored = 0
+        self._needs_search = self._reuse.store is not None
+        self.close()
+
     def _snapshot(
         self, position: int, slot: int | None, *, on_disk: bool = False, in_memory: bool = True
     ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.cache import SequenceCache
 from penstock.cache.space import CacheSpace
-from penstock.engine.batcher import Batcher
+from penstock.engine.batcher import Batcher, steps_in_flight
 from penstock.engine.events import (
     ChunkRecord,
     Event,
@@ -33,8 +33,7 @@ from penstock.engine.events import (
 from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse
 from penstock.engine.sampler import SamplingParams, TokenLogprobs
-from penstock.engine.status import StepRecord
-from penstock.errors import PenstockError, SettingError, StageError, StageLostError
+from penstock.errors import PenstockError, SettingError, StageError, StageFailedError
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.models.text.tokenizer import Tokenizer
@@ -122,8 +121,7 @@ class Run:
         num_prompt = len(request.token_ids)
         if chunk_ends is not None:
             sizer = _ScriptedSizer(request.token_ids, chunk_ends)
-        if depth is None:
-            depth = device_kind(model.device).steps_in_flight if stages is None else stages.depth
+        depth = steps_in_flight(model, stages) if depth is None else depth
         schedule = _schedule_of(model.config, config, sizer, num_prompt)
         # The last token generated is never run, so it needs no place.
         self.space = space or CacheSpace.for_tokens(
@@ -223,38 +221,33 @@ class Run:
         return self._job.lies_on(grid)
 
     def step(self) -> StepResult:
-        """Run the next span. Where memory runs out, the chunk is halved and tried again."""
+        """Run the next span. Where memory runs out, the chunk is halved and tried again. A stage that is lost is
+        waited for, and what it had is read again."""
         if self.finish_reason is not None:
             raise SettingError(f"the request has ended ({self.finish_reason}): there is no step to run")
         device_kind(self.model.device).use()
         num_before = self._job.num_generated
-        while (record := self._try_step()) is None:
-            pass
+        record, lost_s = None, 0.0  # since when a stage is
+        while record is None:
+            try:
+                record = self._batcher.step()
+                lost_s = 0.0
+            except StageError as error:
+                lost_s = lost_s or time.monotonic()
+                is_late = time.monotonic() > lost_s + _STAGE_PATIENCE_S
+                if (
+                    is_late
+                    or isinstance(error, StageFailedError)
+                    or (self._stages and self._stages.is_closed)
+                ):
+                    raise
+                time.sleep(_STAGE_RETRY_S)
         self._deliver()
         if self._inbox.failure is not None:
             raise self._inbox.failure
         (span,) = record.spans
         token = self._job.tokens[-1] if self._job.num_generated > num_before else None
         return StepResult(Span(span.start, span.end), span.kind is SpanKind.CHUNK, token)
-
-    def _try_step(self) -> StepRecord | None:
-        """None where nothing was committed. A stage that is lost is waited for, and what it had is read again."""
-        try:
-            return self._batcher.step()
-        except StageLostError as lost:
-            if self._stages is None or self._stages.is_closed:
-                raise
-            self._batcher.restart()
-            deadline = time.monotonic() + _STAGE_PATIENCE_S
-            _log.warning("%s: it is waited for", lost)
-            while True:
-                try:
-                    self._stages.restore()
-                    return None
-                except StageError:
-                    if time.monotonic() > deadline:
-                        raise
-                    time.sleep(_STAGE_RETRY_S)
 
     def cancel(self) -> None:
         """Stop between steps and free everything."""

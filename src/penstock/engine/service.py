@@ -26,7 +26,6 @@ from penstock.errors import (
     ServiceClosedError,
     SettingError,
     StageError,
-    StageLostError,
 )
 from penstock.models.decoder import activation_model
 from penstock.plan.admission import WindowRoom
@@ -37,7 +36,7 @@ from penstock.plan.sizing import ChunkSizer, SizeRules
 from penstock.plan.step import RequestId
 
 if TYPE_CHECKING:
-    from penstock.engine.stages.pipeline import Pipeline
+    pass
 
 _log = logging.getLogger("penstock.engine")
 # A chunk has room for decodes where it has so many tokens for each request that may run.
@@ -69,12 +68,14 @@ class Service:
         config = config or ServiceConfig()
         self.schedule = _resolve_schedule(config.schedule, llm)
         max_snapshots = check_int("max_snapshots", config.max_snapshots, 0) if config.reuse else 0
-        # A step reads a state and writes another; each further step in flight writes one more.
-        num_in_flight = 1 if llm.stages is None else llm.stages.depth
-        num_slots = (1 + num_in_flight) * self.schedule.max_running + max_snapshots
+        # A step reads a state and writes another; each further step in flight writes one more. The few that run ahead
+        # on one device have what nobody else needs.
+        num_slots = (
+            1 + (llm.steps_in_flight if llm.stages else 1)
+        ) * self.schedule.max_running + max_snapshots
         windows = WindowRoom(
             self.schedule.max_running,
-            max(num_in_flight, llm.device_kind.steps_in_flight) * self.schedule.chunk_size,
+            llm.steps_in_flight * self.schedule.chunk_size,
             kept_windows(llm.model.cache_spec, max_snapshots),
         )
         cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots, windows)
@@ -277,8 +278,6 @@ class Service:
     def _step(self) -> bool:
         """Run a step, or prepare for the next, or wait for something to do. False: the service is closed, and nothing
         runs any more."""
-        if self.llm.stages is not None and self.llm.stages.lost is not None:
-            return self._restore(self.llm.stages)
         with self._changed:
             is_idle = not self._batcher.has_work and not self._batcher.notices
             if is_idle and self.is_closing:
@@ -287,37 +286,21 @@ class Service:
                 self._changed.wait()
             if self._closes_at is not None and time.monotonic() >= self._closes_at:
                 self._batcher.cancel_all()
-            self._is_stepping = has_work = self._batcher.has_work
-        if has_work:
+            self._is_stepping = is_wanted = self._batcher.has_work or self.missing is not None
+        if is_wanted:
+            missing: StageError | None = None
             try:
                 self._batcher.step()
-            except StageLostError as error:  # what was in flight is undone
-                _log.warning("%s: requests wait until it is back", error)
+            except StageError as error:  # a stage that is not back yet
+                _log.info("%s", error)
+                missing = error
             with self._changed:
                 self._is_stepping = False
                 self._changed.notify_all()
+                if missing is not None and not self._batcher.notices:
+                    self._changed.wait(_RETRY_S)
         elif is_idle:
             self._prepare()
-        return True
-
-    def _restore(self, stages: "Pipeline") -> bool:
-        """A stage is gone, and with it what it had of every request: they keep their tokens, and wait until it is
-        back. False: the service is closed."""
-        with self._changed:
-            self._batcher.restart()
-            if self._closes_at is not None:
-                if time.monotonic() >= self._closes_at:
-                    self._batcher.cancel_all()
-                if not self._batcher.has_work and not self._batcher.notices:
-                    return False
-        try:
-            stages.restore()
-            _log.warning("all stages are there again")
-        except StageError as error:
-            _log.info("%s", error)
-            with self._changed:
-                if not self._batcher.notices:
-                    self._changed.wait(_RETRY_S)
         return True
 
     def _wake(self) -> None:

@@ -107,12 +107,14 @@ class BatchScheduler:
         sizer: ChunkSizer | None = None,
         ledger: BlockLedger | None = None,
         depth: int = 1,
+        num_groups: int | None = None,
     ) -> None:
-        """`depth` is how many steps are in flight though some of them sample: decodes are then dealt to one fewer
-        groups, so that others run while one waits for its tokens."""
+        """`depth` is how many steps are in flight though some of them sample: decodes are then dealt to groups, one
+        fewer unless their number is given, so that others run while one waits for its tokens."""
         self.config = config
         self.limits = limits
         self._depth = check_int("depth", depth, 1)
+        self._num_groups = max(depth - 1, 1) if num_groups is None else num_groups
         self._budget = StepBudget(config, sizer)
         self._requests: dict[RequestId, TrackedRequest] = {}  # all three in order of arrival
         self._running: list[TrackedRequest] = []
@@ -239,8 +241,10 @@ class BatchScheduler:
         while self._running:
             if not (chosen := self._choose(held or ())):
                 return None  # all that could run are held, or in flight
-            if 1 < self._depth <= len(self._flight) + 1 and all(
-                choice.request.kind is SpanKind.DECODE for choice in chosen
+            if (
+                self._depth > 1
+                and len(self._flight) >= self._num_groups
+                and all(choice.request.kind is SpanKind.DECODE for choice in chosen)
             ):
                 return None  # there are as many groups in flight as they are dealt to: others join this one
             choices = self._place(chosen, given)
@@ -378,10 +382,10 @@ class BatchScheduler:
     def _group_of(self, able: list[TrackedRequest]) -> list[TrackedRequest]:
         """The decodes of one step, of those that could run: a group's part of all, those that were served longest
         ago; and each that would wait for more than `depth` steps if this one left it out."""
-        if self._depth <= 2 or not able:
+        if self._num_groups == 1 or not able:
             return able
         num_decoding = sum(request.kind is SpanKind.DECODE for request in self._running)
-        num_group = -(-num_decoding // (self._depth - 1))
+        num_group = -(-num_decoding // self._num_groups)
         last = (
             self._num_committed + len(self._flight) + 1 - self._depth
         )  # the token of one that is due, or earlier

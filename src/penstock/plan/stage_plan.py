@@ -127,9 +127,9 @@ class StageQuestion:
 
     @property
     def num_slots(self) -> int:
-        """Recurrent states: each step in flight writes one of its own, one more than there are stages."""
-        in_flight = len(self.machines) + 1 if len(self.machines) > 1 else 1
-        return (1 + self.num_decodes) * (ChunkedPrefillConfig().num_state_slots + in_flight - 1)
+        """Recurrent states: each step in flight writes one of its own, and one is in each stage and on each link."""
+        num_ahead = 2 * (len(self.machines) - 1)
+        return (1 + self.num_decodes) * (ChunkedPrefillConfig().num_state_slots + num_ahead)
 
     @property
     def token_bytes(self) -> int:

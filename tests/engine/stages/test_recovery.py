@@ -8,7 +8,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,18 +16,22 @@ from typing import Any
 
 import pytest
 
+from penstock.engine.batcher import MOST_LOSSES
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest, TokenGenerated
 from penstock.engine.fingerprint import processor_features
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
-from penstock.engine.stages import joining
+from penstock.engine.stages import joining, worker
 from penstock.engine.stages.control import Listener, new_token
+from penstock.engine.stages.header import HeaderError, HeaderLimits, read_header
+from penstock.engine.stages.link import Link
 from penstock.engine.stages.pipeline import Pipeline
 from penstock.engine.stages.workers import LocalWorker, run_worker
 from penstock.engine.status import ServiceStatus
-from penstock.errors import StageRefusedError
+from penstock.errors import StageFailedError, StageRefusedError
 from penstock.frontends.server.metrics import Telemetry
 from penstock.frontends.server.settings import ServerSettings
+from penstock.layers.forward_batch import ForwardBatch
 from penstock.plan import ScheduleConfig
 from tests.engine.stages.test_workers import wait_until_gone
 from tests.engine.stages.threads import ThreadWorker, workers_as_threads
@@ -43,7 +47,7 @@ REQUESTS = [
 STAGE_TIMEOUT_S = 1.5
 
 
-CONFIG = ServiceConfig(ScheduleConfig(chunk_size=64, grid=64), cache_tokens=64 * 32, strict=True)
+CONFIG = ServiceConfig(ScheduleConfig(chunk_size=64, grid=64), cache_tokens=64 * 48, strict=True)
 
 
 def staged(family: str = "llama", stages: int | str = 3, **settings: Any) -> LLM:
@@ -60,11 +64,11 @@ def serving(family: str = "llama", stages: int | str = 3, **settings: Any) -> It
 class Asked:
     """Requests at once, and their tokens."""
 
-    def __init__(self, service: Service) -> None:
-        self.events: list[list[Event]] = [[] for _ in REQUESTS]
+    def __init__(self, service: Service, requests: Sequence[GenerationRequest] = REQUESTS) -> None:
+        self.events: list[list[Event]] = [[] for _ in requests]
         self.num_tokens = 0
         self._over = threading.Semaphore(0)
-        for request, events in zip(REQUESTS, self.events, strict=True):
+        for request, events in zip(requests, self.events, strict=True):
             service.submit(request, partial(self._listen, events))
 
     def _listen(self, events: list[Event], event: Event) -> None:
@@ -73,9 +77,12 @@ class Asked:
         if isinstance(event, Finished | Failed):
             self._over.release()
 
+    def wait(self) -> None:
+        for _ in self.events:
+            assert self._over.acquire(timeout=120), "an answer does not arrive"
+
     def tokens(self) -> list[list[int]]:
-        for _ in REQUESTS:
-            assert self._over.acquire(timeout=60), "an answer does not arrive"
+        self.wait()
         assert all(isinstance(events[-1], Finished) for events in self.events)
         return [[each.token for each in events if isinstance(each, TokenGenerated)] for events in self.events]
 
@@ -115,6 +122,62 @@ def test_a_worker_that_goes_while_nothing_runs_is_replaced_at_once() -> None:
         assert isinstance(place, ThreadWorker)
         place.kill()
         wait_for(lambda: service.status().stages[1].num_restarts == 1 and service.missing is None)
+
+
+def test_a_request_that_a_stage_is_lost_with_again_and_again_ends_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker takes a step for none of its driver's, and ends: the request at fault is tried a few times."""
+    num_refused = 0
+
+    def refuse(data: bytearray, limits: HeaderLimits) -> ForwardBatch:
+        nonlocal num_refused
+        batch = read_header(data, limits)
+        if batch.end_position > 250:
+            num_refused += 1
+            raise HeaderError("as the test wants it")
+        return batch
+
+    monkeypatch.setattr(worker, "read_header", refuse)
+    long = GenerationRequest((*BEGIN, *random_prompt(200, vocab_size=256)), 4, ignore_eos=True)
+    with workers_as_threads():
+        with serving(stages=2) as service:
+            asked = Asked(service, [REQUESTS[1], long])
+            asked.wait()
+            short, failed = (events[-1] for events in asked.events)
+            assert isinstance(short, Finished)
+            assert isinstance(failed, Failed)
+            assert isinstance(failed.error, StageFailedError)
+            assert "as the test wants it" in failed.error.reason
+            assert MOST_LOSSES <= num_refused <= 3 * MOST_LOSSES  # of each loss, some steps in flight
+            assert isinstance(service.run(REQUESTS[1])[-1], Finished)
+            service.check_integrity()
+        with staged(stages=2) as llm, pytest.raises(StageFailedError):
+            llm.generate(long.token_ids, max_tokens=4)
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+def test_a_link_that_falls_silent_is_noticed_though_both_ends_hear_the_driver(
+    hop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, senders, made = undisturbed("llama"), [], Link.__init__
+
+    def remember(self: Link, *arguments: Any, sends: bool, **settings: Any) -> None:
+        made(self, *arguments, sends=sends, **settings)
+        if sends:
+            senders.append(self)
+
+    monkeypatch.setattr(Link, "__init__", remember)
+    with workers_as_threads(), serving() as service:
+        stages = service.llm.stages
+        assert stages is not None
+        asked, began, generation = Asked(service), time.monotonic(), stages.generation
+        monkeypatch.setattr(senders[hop], "send", lambda *_: None)  # nothing goes over it any more
+        monkeypatch.setattr(senders[hop]._beats, "_send", lambda *_: None)
+        wait_for(lambda: stages.lost is not None or stages.generation > generation)
+        assert time.monotonic() - began < STAGE_TIMEOUT_S + 1
+        assert asked.tokens() == expected
+        assert service.status().stages[0].num_restarts == 0  # it was there all the time
 
 
 def processes(service: Service) -> list[LocalWorker]:

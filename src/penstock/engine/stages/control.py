@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from penstock.errors import SettingError, StageLostError, StageRefusedError
+from penstock.errors import PenstockError, SettingError, StageLostError, StageRefusedError
 
 DEFAULT_STAGE_TIMEOUT_S = 10.0
 LEAST_TOKEN_CHARACTERS = 16
@@ -255,6 +255,14 @@ class Control:
             self._socket.shutdown(socket.SHUT_RDWR)
         for callback in callbacks:
             callback(self._lost())
+
+
+def tell_failure(control: Control, error: Exception) -> str:
+    """A worker's: why it ends, to its driver, and to whoever watches it."""
+    why = str(error) if isinstance(error, PenstockError) else repr(error)
+    with suppress(StageLostError):
+        control.send("failed", {"error": why, "kind": type(error).__name__})
+    return why
 
 
 def _parse(text: bytearray, data: bytearray) -> Message:

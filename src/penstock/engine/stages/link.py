@@ -3,6 +3,9 @@
 gloo carries them between processors, and between GPUs through pinned memory. NCCL carries them where each of two
 stages has a GPU of its own; it has not been run on two cards. The group's rendezvous is told through the driver
 (`LinkStore`), so nothing listens but the two ends of a hop, each on the one interface that it reaches its driver by.
+
+That a neighbour is gone is seen by its driver. That the way to it is gone is seen by the two ends alone: beside the
+group they have a connection that beats, as each has to its driver, and one that is silent has lost its neighbour.
 """
 
 import threading
@@ -15,6 +18,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from penstock.engine.stages.control import Address, Control, Listener, connect, new_token
 from penstock.errors import StageLostError
 from penstock.kernels.device import device_kind
 
@@ -23,7 +27,8 @@ LinkKind = Literal["gloo", "nccl"]
 # Step and status, before the residual. A residual begins where torch's allocator would have put it.
 _HEAD_BYTES = 64
 _FINE, _FAILED = 0, 1
-# How long a stage computes has no bound: that a peer is gone is seen on the control connection.
+_BEATS = "beats"
+# How long a stage computes has no bound, nor has a slow link: beats tell that there is one.
 _NEVER = timedelta(days=7)
 
 
@@ -34,7 +39,7 @@ class LinkStore(dist.Store):  # type: ignore[name-defined, misc]
     def __init__(self, tell: Callable[[str, bytes], None], timeout_s: float) -> None:
         super().__init__()
         self._tell = tell
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._known: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._error: Exception | None = None
@@ -58,7 +63,7 @@ class LinkStore(dist.Store):  # type: ignore[name-defined, misc]
 
     def get(self, key: str) -> bytes:
         with self._changed:
-            self._changed.wait_for(lambda: key in self._known or self._error is not None, self._timeout_s)
+            self._changed.wait_for(lambda: key in self._known or self._error is not None, self.timeout_s)
             if key not in self._known:
                 raise RuntimeError(
                     f"the other end of a link has not said {key}: {self._error or 'timed out'}"
@@ -115,8 +120,9 @@ class Link:
         dtype: torch.dtype,
         device: torch.device,
         kind: LinkKind = "gloo",
+        on_lost: Callable[[StageLostError], None] = lambda _: None,
     ) -> None:
-        """Returns when both ends are there."""
+        """Returns when both ends are there. `on_lost` is called on another thread, if they part before `close`."""
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
@@ -124,11 +130,14 @@ class Link:
         self._pins = kind == "gloo" and device_kind(device).copies_pinned
         self._peer = 1 if sends else 0
         self._group = _new_group(store, 1 - self._peer, host, kind)
+        self._beats = _connected(store, host, listens=not sends)
+        self._on_lost = on_lost
         self._sent: deque[tuple[Any, Tensor]] = deque()  # until they are gone
         self._lock = threading.Lock()
         self._awaited: deque[tuple[int, Any, Tensor, Receipt]] = deque()
         self._changed = threading.Condition()
         self._error: Exception | None = None
+        self._beats.when_lost(self._lose)
         if not sends:
             threading.Thread(target=self._receive, name="stage-receive", daemon=True).start()
 
@@ -173,6 +182,11 @@ class Link:
             self._changed.notify_all()
         self._sent.clear()
         self._group = None
+        self._beats.close()
+
+    def _lose(self, error: StageLostError) -> None:
+        self.close(error)
+        self._on_lost(error)
 
     def _receive(self) -> None:
         while True:
@@ -187,7 +201,7 @@ class Link:
                 if sent != step:
                     raise RuntimeError(f"step {sent} came in place of step {step}")
             except RuntimeError as error:
-                self.close(_lost(error))
+                self._lose(_lost(error))
                 return
             found = self._residual_of(buffer) if status == _FINE else None
             if found is not None and found.device != self._device:
@@ -210,6 +224,21 @@ class Link:
 _MOST_SENT = 8
 
 
+def _connected(store: LinkStore, host: str, *, listens: bool) -> Control:
+    """A connection between the two ends, who tell each other the way as they do for the group."""
+    timeout_s = store.timeout_s
+    try:
+        if not listens:
+            token, _, address = store.get(_BEATS).decode().partition(" ")
+            return connect(address, token.encode(), timeout_s=timeout_s, stage_timeout_s=timeout_s)
+        token = new_token().decode()
+        with Listener(Address(host, 0), token.encode()) as listener:
+            store.set(_BEATS, f"{token} {listener.address}".encode())
+            return listener.accept(timeout_s)
+    except (RuntimeError, TimeoutError) as error:
+        raise _lost(error) from error
+
+
 def _new_group(store: LinkStore, rank: int, host: str, kind: LinkKind) -> Any:
     try:
         if kind == "nccl":
@@ -217,7 +246,7 @@ def _new_group(store: LinkStore, rank: int, host: str, kind: LinkKind) -> Any:
             return dist.ProcessGroupNCCL(store, rank, 2, options)
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
-        options._timeout = _NEVER
+        options._timeout = timedelta(seconds=store.timeout_s)  # to be connected; what is awaited has none
         options._devices = [gloo.create_device(hostname=host)]
         return gloo(store, rank, 2, options)
     except RuntimeError as error:

@@ -124,8 +124,8 @@ class Pipeline:
 
     @property
     def depth(self) -> int:
-        """Steps in flight: one for each stage, and one that waits for the first."""
-        return self.num_stages + 1
+        """Steps in flight: one in each stage, and one on each link. More are of no use (`run_pipeline`)."""
+        return 2 * self.num_stages - 1
 
     @property
     def stages(self) -> tuple[LoadedStage, ...]:
@@ -268,22 +268,40 @@ class Pipeline:
                 about["incoming"] = {"number": peer.stage - 1, "kind": kinds[peer.stage - 1]}
             about["outgoing"] = {"number": peer.stage, "kind": kinds[peer.stage]}
             peer.control.send("group", about)
+        # All are waited for, also where one fails: who still waits for a neighbour would miss the next generation.
+        errors: list[StageError] = []
+        for join in (
+            partial(self._join, kinds[-1]),
+            *(partial(self._await_joined, peer) for peer in self._peers),
+        ):
+            try:
+                join()
+            except StageError as error:
+                errors.append(error)
+        if errors:
+            raise errors[-1]
+
+    def _join(self, kind: LinkKind) -> None:
+        """The driver's end of the last hop."""
+        assert self._model is not None
+        assert self._store is not None
         model = self._model
-        host = self._peers[-1].control.local_host
         self._incoming = Link(
             self._store,
             sends=False,
-            host=host,
+            host=self._peers[-1].control.local_host,
             hidden_size=model.config.hidden_size,
             dtype=model.dtype,
             device=model.device,
-            kind=kinds[-1],
+            kind=kind,
+            on_lost=partial(self._lose_link, self.generation),
         )
-        for peer in self._peers:
-            while (joined := peer.reply("joined").about)["generation"] != self.generation:
-                pass
-            if (why := joined.get("error")) is not None:
-                raise StageLostError(peer.stage, peer.control.peer, str(why))
+
+    def _await_joined(self, peer: Peer) -> None:
+        while (joined := peer.reply("joined").about)["generation"] != self.generation:
+            pass
+        if (why := joined.get("error")) is not None:
+            raise StageLostError(peer.stage, peer.control.peer, str(why))
 
     def close(self) -> None:
         """End the workers. More than once is allowed."""
@@ -308,13 +326,17 @@ class Pipeline:
         """Tell all workers of a step. Raises StageLostError."""
         incoming = self._incoming
         if self._lost is not None or incoming is None:
-            raise self._lost_error()
+            raise self.lost_error()
         self.caches.drop_unused()
         self._num_issued += 1
         number, header = self._num_issued, write_header(batch)
         about = {"generation": self.generation, "step": number, "space": space}
-        for peer in self._peers:
-            peer.control.send("step", about, header)
+        try:
+            for peer in self._peers:
+                peer.control.send("step", about, header)
+        except StageLostError as error:
+            self._lose(error)
+            raise
         self._step_times[number] = [None] * self.num_stages
         self._step_times.pop(number - _STEPS_KEPT, None)
         return Issued(number, incoming.expect(number, len(batch.token_ids)))
@@ -325,11 +347,8 @@ class Pipeline:
         try:
             residual = issued.receipt.wait()
         except StageLostError as error:
-            # A neighbour of the one that is gone sees it first, and not why.
-            with self._changed:
-                self._changed.wait_for(lambda: self._lost is not None, _REASON_S)
-            self._lose(error)
-            raise self._lost_error() from error
+            self._lose_link(self.generation, error)
+            raise self.lost_error() from error
         if residual is not None:
             return residual
         with self._changed:
@@ -340,7 +359,7 @@ class Pipeline:
                 raise self._errors.pop(issued.number)
             if self._lost is None:
                 raise RuntimeError("a stage failed, and did not say why")
-            raise self._lost_error()
+            raise self.lost_error()
 
     def run(self, issued: Issued, layers: Callable[[Tensor], Tensor | None]) -> Tensor | None:
         """The driver's own part of a step, its last layers."""
@@ -354,7 +373,8 @@ class Pipeline:
             times[-1] = busy_s
         return out
 
-    def _lost_error(self) -> StageLostError:
+    def lost_error(self) -> StageLostError:
+        """What whoever needs the stages has, until they are connected again."""
         lost = self._lost or StageError(None, "a neighbour", "the stages are not connected")
         return StageLostError(lost.stage, lost.address, lost.reason)
 
@@ -383,9 +403,9 @@ class Pipeline:
                 peer.times.count(**seconds)
                 if (times := self._step_times.get(int(about["step"]))) is not None:
                     times[peer.stage] = seconds["busy_s"]
-            case "left":  # it lost a neighbour
-                if about["generation"] == self.generation:
-                    self._lose(StageLostError(peer.stage, peer.control.peer, str(about["error"])))
+            case "left":  # it lost a neighbour, or the way to it
+                lost = StageLostError(peer.stage, peer.control.peer, str(about["error"]))
+                self._lose_link(int(about["generation"]), lost)
             case "failed":
                 peer.replies.put(message)
                 self._lose(StageLostError(peer.stage, peer.control.peer, str(about.get("error"))))
@@ -402,7 +422,8 @@ class Pipeline:
                 hop = int(about["hop"])
                 target = hop if hop != peer.stage else hop + 1
                 if target < len(self._peers):
-                    self._peers[target].control.send("meet", about, bytes(message.data))
+                    with suppress(StageLostError):  # of the other one, whose own reader says so
+                        self._peers[target].control.send("meet", about, bytes(message.data))
                 elif self._store is not None:
                     self._store.put(str(about["key"]), bytes(message.data))
             case _:
@@ -411,6 +432,14 @@ class Pipeline:
     def _tell_meet(self, hop: int, key: str, value: bytes) -> None:
         about = {"generation": self.generation, "hop": hop, "key": key}
         self._peers[hop].control.send("meet", about, value)
+
+    def _lose_link(self, generation: int, error: StageLostError) -> None:
+        """A link of this generation has ended. A neighbour of a stage that is gone sees it first, and not why, which
+        is waited for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost or generation != self.generation, _REASON_S)
+        if generation == self.generation:
+            self._lose(error)
 
     def _lose(self, error: StageLostError) -> None:
         with self._changed:

@@ -2,6 +2,7 @@
 what all of them have. Which blocks are kept and looked for, the driver says."""
 
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -42,12 +43,13 @@ class Ticket:
 
 
 class StageStore:
-    """A worker's part. Nothing is kept or found before `open`."""
+    """A worker's part. Nothing is kept before `open`; what is looked for earlier is found after it."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
         self._store: BlockStore | None = None
         self._found: dict[int, StoredPrefix] = {}
+        self._is_open = threading.Event()
         # Files are looked at beside the steps.
         self._finder = ThreadPoolExecutor(1, "stage-finder")
 
@@ -59,9 +61,11 @@ class StageStore:
             max_bytes=int(about["max_bytes"]),
             about=about["about"],
         )
+        self._is_open.set()
 
     def close(self) -> None:
         """Write what waits."""
+        self._is_open.set()
         self._finder.shutdown()
         if self._store is not None:
             self._store.close()
@@ -71,6 +75,7 @@ class StageStore:
         self._finder.submit(self._find, message)
 
     def _find(self, message: Message) -> None:
+        self._is_open.wait()  # a driver that asks has one, and layers may still be loaded
         number, start = int(message.about["ticket"]), int(message.about["start"])
         found: StoredPrefix | None = None
         try:

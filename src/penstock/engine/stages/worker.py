@@ -33,7 +33,7 @@ import torch
 from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.tensors import CacheTensors
 from penstock.cache.transfer import cache_digests, copy_tokens
-from penstock.engine.stages.control import Control, Message
+from penstock.engine.stages.control import Control, Message, tell_failure
 from penstock.engine.stages.header import HeaderLimits, read_header
 from penstock.engine.stages.joining import common_parts, read_law
 from penstock.engine.stages.link import Link, LinkStore, Receipt
@@ -95,8 +95,7 @@ class Worker:
                     self._handle(item)
                 except StageLostError as error:  # of a neighbour: the driver makes another group
                     self._leave(error)
-                    with suppress(StageLostError):
-                        self._control.send("left", {"generation": self._generation, "error": str(error)})
+                    self._tell_lost(self._generation, error)
         finally:
             self._leave(StageLostError(None, self._control.peer, "the driver is gone"))
             self._store_part.close()
@@ -112,6 +111,7 @@ class Worker:
             pass
         except Exception as error:  # what is no message of a driver's
             self._failure = error
+            tell_failure(self._control, error)  # before the neighbours see that it is gone
         gone = StageLostError(None, self._control.peer, "the driver is gone")
         with self._stores_lock:
             for store in self._stores.values():
@@ -265,12 +265,17 @@ class Worker:
                 dtype=model.dtype,
                 device=model.device,
                 kind=hop["kind"],
+                on_lost=partial(self._tell_lost, generation),
             )
             for name, hop in hops.items()
             if hop is not None
         }
         self._incoming, self._outgoing = links.get("incoming"), links.get("outgoing")
         self._control.send("joined", {"generation": generation})
+
+    def _tell_lost(self, generation: int, error: StageLostError) -> None:
+        with suppress(StageLostError):
+            self._control.send("left", {"generation": generation, "error": str(error)})
 
     def _leave(self, error: Exception) -> None:
         for link in (self._incoming, self._outgoing):

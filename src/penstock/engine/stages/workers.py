@@ -10,16 +10,24 @@ import signal
 import socket
 import subprocess
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from penstock import machine
-from penstock.engine.stages.control import DEFAULT_STAGE_TIMEOUT_S, Address, Control, Listener, connect
-from penstock.errors import PenstockError, SettingError, StageError, StageLostError
+from penstock.engine.stages.control import (
+    DEFAULT_STAGE_TIMEOUT_S,
+    Address,
+    Control,
+    Listener,
+    connect,
+    tell_failure,
+)
+from penstock.errors import SettingError, StageError, StageLostError
 
 # What runs in a worker for one driver, by name, since a child has to find it: `serve(control, device=...)`.
 SERVE = "penstock.engine.stages.worker:serve_driver"
@@ -59,32 +67,12 @@ def divide_machine(
     ]
 
 
-class WorkerPlace(Protocol):
+class WorkerPlace(ABC):
     """Where a stage's worker is, or is to be: opened again after it was lost."""
 
-    @property
-    def name(self) -> str: ...
-
-    def open(self, stage: int, *, timeout_s: float, stage_timeout_s: float) -> Control:
-        """A connection to a worker that has no model yet. Raises `StageLostError` where there is none in time."""
-        ...
-
-    def close(self) -> None:
-        """Nothing of it is left here."""
-        ...
-
-
-class ListeningWorker:
-    """A process that listens, on this machine or another, and is not ours to start. Its address may be a function,
-    asked at each connection, where whoever starts it may start it elsewhere."""
-
-    def __init__(self, address: str | Callable[[], str], token: bytes) -> None:
-        if isinstance(address, str):
-            Address.parse(address)
-        self._address = address
-        self._token = token
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._control: Control | None = None
-        self.name = address if isinstance(address, str) else "a worker"
 
     def open(
         self,
@@ -93,29 +81,52 @@ class ListeningWorker:
         timeout_s: float = DEFAULT_STAGE_TIMEOUT_S,
         stage_timeout_s: float = DEFAULT_STAGE_TIMEOUT_S,
     ) -> Control:
-        self.close()
-        if not isinstance(self._address, str):
-            self.name = self._address()
+        """A connection to a worker that has no model yet. Raises StageLostError where there is none in time,
+        StageRefusedError where it is another's."""
+        self._end()
         try:
-            self._control = connect(
-                self.name, self._token, timeout_s=timeout_s, stage_timeout_s=stage_timeout_s
-            )
+            self._control = self._connect(timeout_s, stage_timeout_s)
         except StageError as error:
             raise type(error)(stage, error.address, error.reason) from None
         self._control.stage = stage
         return self._control
 
     def close(self) -> None:
+        """Nothing of it is left here."""
+        self._end()
+
+    @abstractmethod
+    def _connect(self, timeout_s: float, stage_timeout_s: float) -> Control: ...
+
+    def _end(self) -> None:
+        """Of what was opened before."""
         if self._control is not None:
             self._control.close()
 
 
-class LocalWorker:
+class ListeningWorker(WorkerPlace):
+    """A process that listens, on this machine or another, and is not ours to start. Its address may be a function,
+    asked at each connection, where whoever starts it may start it elsewhere."""
+
+    def __init__(self, address: str | Callable[[], str], token: bytes) -> None:
+        if isinstance(address, str):
+            Address.parse(address)
+        super().__init__(address if isinstance(address, str) else "a worker")
+        self._address = address
+        self._token = token
+
+    def _connect(self, timeout_s: float, stage_timeout_s: float) -> Control:
+        if not isinstance(self._address, str):
+            self.name = self._address()
+        return connect(self.name, self._token, timeout_s=timeout_s, stage_timeout_s=stage_timeout_s)
+
+
+class LocalWorker(WorkerPlace):
     """A child of this process. It ends with the connection, one end of a socket pair that it inherits, and by the
     kernel's hand when its parent ends: also one that is stopped, also where the parent is killed."""
 
     def __init__(self, share: StageShare, *, device: str | None = None, serve: str = SERVE) -> None:
-        self.name = "a child"
+        super().__init__("a child")
         self._about = {
             "device": device,
             "serve": serve,
@@ -123,7 +134,6 @@ class LocalWorker:
             "processors": None if share.processors is None else sorted(share.processors),
         }
         self._process: subprocess.Popen[bytes] | None = None
-        self._control: Control | None = None
         # The kernel ends a child when the thread that started it does: this one stays.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="stage-starter")
 
@@ -131,26 +141,17 @@ class LocalWorker:
     def pid(self) -> int | None:
         return None if self._process is None else self._process.pid
 
-    def open(
-        self,
-        stage: int,
-        *,
-        timeout_s: float = DEFAULT_STAGE_TIMEOUT_S,
-        stage_timeout_s: float = DEFAULT_STAGE_TIMEOUT_S,
-    ) -> Control:
-        self._end()
+    def _connect(self, timeout_s: float, stage_timeout_s: float) -> Control:
         try:
             self._process, ours = self._starter.submit(self._start, stage_timeout_s).result()
         except OSError as error:
-            raise StageLostError(stage, self.name, f"it cannot be started: {error}") from None
+            raise StageLostError(None, self.name, f"it cannot be started: {error}") from None
         self.name = f"process {self._process.pid}"
         patience_s = max(timeout_s, _START_S)
-        self._control = Control(ours, self.name, stage_timeout_s=stage_timeout_s, patience_s=patience_s)
-        self._control.stage = stage
-        return self._control
+        return Control(ours, self.name, stage_timeout_s=stage_timeout_s, patience_s=patience_s)
 
     def close(self) -> None:
-        self._end()
+        super().close()
         self._starter.shutdown()
 
     def _start(self, stage_timeout_s: float) -> tuple[subprocess.Popen[bytes], socket.socket]:
@@ -181,8 +182,7 @@ class LocalWorker:
         return process, ours
 
     def _end(self) -> None:
-        if self._control is not None:
-            self._control.close()
+        super()._end()
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -256,10 +256,7 @@ def _serve(control: Control, serve: Callable[..., None], device: str | None) -> 
         except StageLostError as error:
             return error.reason
         except Exception as error:
-            why = str(error) if isinstance(error, PenstockError) else repr(error)
-            with contextlib.suppress(StageLostError):
-                control.send("failed", {"error": why, "kind": type(error).__name__})
-            return why
+            return tell_failure(control, error)
 
 
 @dataclass(frozen=True)
