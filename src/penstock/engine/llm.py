@@ -47,6 +47,7 @@ from penstock.plan import (
     peak_memory_estimate,
 )
 from penstock.plan.checks import check_bool, check_type
+from penstock.plan.model import ModelConfig
 from penstock.plan.settings import DeviceSetting, ThreadsSetting
 from penstock.plan.settings import Dtype as Dtype
 from penstock.process_memory import trim_heap
