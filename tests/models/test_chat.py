@@ -1,7 +1,6 @@
 """Templates render as in transformers, and what they do to their process is not done to ours."""
 
 import os
-import random
 import resource
 import signal
 import subprocess
@@ -146,33 +145,6 @@ def test_a_template_without_bounds_is_an_error_and_not_a_hang(
         ChatTemplate(template, {}).render(MESSAGES)
     assert time.monotonic() - started < 10
     assert peak_bytes() - before < 256 << 20
-
-
-WORDS = """
-{{ }} {% %} {%- -%} {# #} for in endfor if endif set endset macro endmacro = == ( ) [ ] { } : , . | ~ + * ** % -
-< ' 'a' x messages messages[0] loop loop.index range( namespace( cycler( 1 0 10**9 1e308 join tojson replace( sort
-map( upper __class__ __init__ break continue generation endgeneration raw include import extends block call filter
-"""
-PIECES = WORDS.split()
-
-
-def test_random_templates_give_a_text_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "LIMIT_S", 2.0)
-    rng = random.Random(0)
-    errors = []
-    for _ in range(400):
-        sound = rng.choice([*TEMPLATES, HOSTILE[0]])
-        at = rng.randrange(len(sound))
-        changed = sound[:at] + rng.choice(PIECES) + sound[at + rng.randrange(9) :]
-        template = rng.choice([changed, " ".join(rng.choices(PIECES, k=rng.randrange(1, 20)))])
-        started = time.monotonic()
-        try:
-            ChatTemplate(template, {}).render(MESSAGES)
-        except (ModelFileError, PromptError) as error:
-            errors.append(str(error))
-        assert time.monotonic() - started < 10, template
-    assert 100 < len(errors) < 400
-    assert all(len(error.splitlines()) == 1 and len(error) < 1000 for error in errors)
 
 
 def test_a_process_stays_and_is_replaced_where_it_died() -> None:

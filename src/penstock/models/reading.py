@@ -61,7 +61,7 @@ class Most(IntEnum):
     EXPERTS_IN_ALL = 1 << 17
 
 
-# Of rotary embeddings: what scales them, either way, and the base, of which yarn takes the logarithm.
+# What scales rotary embeddings, scores and logits, either way; the base of the first: yarn takes its logarithm.
 MIN_SCALE, MAX_SCALE = 1e-9, 1e9
 _MIN_THETA, _MAX_THETA = 1.0, 1e15
 
@@ -122,7 +122,7 @@ class Fields:
         return float(value)
 
     def scale(self, key: str, default: float | None = None) -> float:
-        """What scales a rotary embedding."""
+        """What scales a rotary embedding, scores or logits."""
         return self.number(key, default, above=MIN_SCALE, high=MAX_SCALE)
 
     def theta(self, key: str, default: float) -> float:

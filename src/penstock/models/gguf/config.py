@@ -19,6 +19,7 @@ from penstock.models.reading import (
     check_heads,
     delta_net_of,
     recurrent_layers,
+    shortened,
 )
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig
 
@@ -88,7 +89,7 @@ def gguf_model_config(
     architecture = ARCHITECTURES.get(name)
     if architecture is None:
         raise ModelError(
-            f"{origin} has the architecture {name!r}; supported in GGUF are {', '.join(ARCHITECTURES)}"
+            f"{origin} has the architecture {shortened(repr(name))}; supported in GGUF are {', '.join(ARCHITECTURES)}"
         )
     fields = Fields(origin, _without_prefix(metadata, f"{name}."))
     if name == "llama" and fields.integer("expert_count", 0) > 0:
@@ -174,13 +175,13 @@ def _scales(fields: Fields, family: str, hidden: int) -> dict[str, float]:
     if FAMILIES[family].embedding_is_scaled:
         return {"embedding_scale": math.sqrt(hidden)}
     if family == "cohere":
-        return {"logit_scale": fields.number("logit_scale")}
+        return {"logit_scale": fields.scale("logit_scale")}
     if family not in _GRANITE:
         return {}
     keys = {"embedding_scale": "embedding_scale", "residual_scale": "residual_scale"}
     keys["attention_scale"] = "attention.scale"
-    found = {name: fields.number(key) for name, key in keys.items() if fields.has(key)}
-    return {**found, "logit_scale": 1.0 / fields.number("logit_scale", 1.0)}
+    found = {name: fields.scale(key) for name, key in keys.items() if fields.has(key)}
+    return {**found, "logit_scale": 1.0 / fields.scale("logit_scale", 1.0)}
 
 
 def token_id(fields: Fields, key: str) -> int | None:
@@ -223,8 +224,8 @@ def _rotary(
         )
     if kind not in ("none", "linear") or gain != 1.0:
         raise ModelError(
-            f"{fields.origin} scales its rotary embedding by {kind!r} with an attention factor of {gain:g}; "
-            "supported in GGUF are linear and yarn"
+            f"{fields.origin} scales its rotary embedding by {shortened(repr(kind))} with an attention factor of "
+            f"{gain:g}; supported in GGUF are linear and yarn"
         )
     if kind == "none" or factor == 1.0:
         return RotaryConfig(theta=theta, frequency_divisors=divisors)

@@ -19,7 +19,15 @@ from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.models.by_transformers.families import REASONS, TRIED
 from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
 from penstock.models.hf.recurrent import recurrent_parts
-from penstock.models.reading import Fields, Most, check_experts, check_heads, delta_net_of, recurrent_layers
+from penstock.models.reading import (
+    Fields,
+    Most,
+    check_experts,
+    check_heads,
+    delta_net_of,
+    recurrent_layers,
+    shortened,
+)
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig, WindowConfig
 
 DEFAULT_KEYS = (
@@ -82,7 +90,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         supported = ", ".join((*FAMILIES, *MULTIMODAL, *sorted(TRIED - FAMILIES.keys())))
         why = REASONS.get(name)
         raise ModelError(
-            f"{file.origin}: the model type {name!r} is not supported"
+            f"{file.origin}: the model type {shortened(repr(name))} is not supported"
             + (f": {why}" if why else f"; supported are {supported}")
         )
     config = replace(config, defaults=family_defaults(name), keys=family.keys)
@@ -95,7 +103,8 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     activation = config.text("hidden_act") if config.knows("hidden_act") else "silu"
     if activation not in known:
         raise ModelError(
-            f"{config.origin}: the activation {activation!r} is not supported, only {', '.join(known)} are"
+            f"{config.origin}: the activation {shortened(repr(activation))} is not supported, only "
+            f"{', '.join(known)} are"
         )
 
     fixed = {**_table()[name]["fixed"], **family.only}
@@ -194,18 +203,18 @@ def _table() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 def _scales(config: Fields, family: Family, hidden: int) -> dict[str, float | None]:
     """What multiplies embeddings, attention's scores, what blocks add, and logits."""
     scales: dict[str, float | None] = {
-        name: config.number(key) for name, key in _MULTIPLIERS.items() if config.knows(key)
+        name: config.scale(key) for name, key in _MULTIPLIERS.items() if config.knows(key)
     }
     if family.embedding_is_scaled:
         scales["embedding_scale"] = math.sqrt(hidden)
     if config.knows("logits_scaling"):
-        scales["logit_scale"] = 1.0 / config.number("logits_scaling")
+        scales["logit_scale"] = 1.0 / config.scale("logits_scaling")
     if config.knows("query_pre_attn_scalar"):
-        scales["attention_scale"] = config.number("query_pre_attn_scalar") ** -0.5
+        scales["attention_scale"] = config.scale("query_pre_attn_scalar") ** -0.5
     caps = {"logit_softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
     for name, key in caps.items():
         if _or_default(config, key) is not None:
-            scales[name] = config.number(key)
+            scales[name] = config.scale(key)
     return scales
 
 
@@ -314,8 +323,10 @@ def _dense_size(config: Fields, experts: ExpertsConfig | None) -> int:
     if not config.boolean("block_auto_adjust_ff_dim"):
         return size
     multiple = config.size("block_multiple_of", Most.WIDTH)
-    size = int(config.number("block_ffn_dim_multiplier") * int(2 * size / 3))
-    return -(-size // multiple) * multiple
+    size = int(config.scale("block_ffn_dim_multiplier") * int(2 * size / 3))
+    if not 0 < (size := -(-size // multiple) * multiple) <= Most.WIDTH:
+        raise config.error("block_ffn_dim_multiplier", size, f"a product from 1 to {Most.WIDTH}")
+    return size
 
 
 def _delta_net(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> DeltaNetConfig | None:
@@ -358,12 +369,12 @@ def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig |
         grouping = {
             "num_groups": config.size("n_group", Most.EXPERTS),
             "num_active_groups": config.size("topk_group", Most.EXPERTS),
-            "scale": config.number("routed_scaling_factor"),
+            "scale": config.scale("routed_scaling_factor"),
         }
     elif config.knows("use_expert_bias"):
         grouping = {
             "choice_bias": config.boolean("use_expert_bias"),
-            "scale": config.number("routed_scaling_factor"),
+            "scale": config.scale("routed_scaling_factor"),
         }
     experts = ExpertsConfig(
         num_layers=len(layers),
@@ -439,11 +450,12 @@ def _rotary(
     theta = rope.theta("rope_theta", _default_theta(config, kind_of_layer))
     kind = rope.text("rope_type", rope.text("type", "default"))
     kind = family.rope_kinds.get(kind, kind)
-    if kind == "ntk_alpha" and rope.has("alpha"):  # the base alone is stretched
+    if kind == "ntk_alpha" and rope.has("alpha") and head_dim > 2:  # the base alone is stretched
         return RotaryConfig(theta=theta * rope.scale("alpha") ** (head_dim / (head_dim - 2)))
     if kind not in _KINDS:
         raise ModelError(
-            f"{rope.origin}: the rope type {kind!r} is not supported; supported are {', '.join(_KINDS)}"
+            f"{rope.origin}: the rope type {shortened(repr(kind))} is not supported; supported are "
+            f"{', '.join(_KINDS)}"
         )
     if kind == "default":
         return RotaryConfig(theta=theta)

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from penstock.errors import ModelError
-from penstock.models.reading import Fields, Most, check_state
+from penstock.models.reading import MAX_SCALE, Fields, Most, check_state
 from penstock.plan.model import MambaConfig, ShortConvConfig
 
 
@@ -19,15 +19,15 @@ def recurrent_parts(config: Fields, num_layers: int, hidden: int, kinds: tuple[s
 
 def _layers(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
     """Those without attention."""
-    every = tuple(range(num_layers))
+    every = range(num_layers)
     if config.knows("attn_layer_indices"):
-        attending = config.integers("attn_layer_indices", high=Most.LAYERS)
+        attending = set(config.integers("attn_layer_indices", high=Most.LAYERS))
     elif kinds:
-        attending = tuple(index for index in every if kinds[index] == "full_attention")
+        attending = {index for index in every if kinds[index] == "full_attention"}
     elif config.has("full_attn_idxs"):
-        attending = config.integers("full_attn_idxs", high=Most.LAYERS)
+        attending = set(config.integers("full_attn_idxs", high=Most.LAYERS))
     else:
-        attending = () if config.knows("mamba_n_heads") else every
+        attending = set() if config.knows("mamba_n_heads") else set(every)
     layers = tuple(index for index in every if index not in attending)
     if len(layers) == num_layers:
         raise ModelError(
@@ -45,6 +45,8 @@ def _mamba(config: Fields, layers: tuple[int, ...], hidden: int) -> MambaConfig 
     head_dim = config.values.get(config.keys.get("mamba_d_head", "mamba_d_head"))
     if head_dim is None or head_dim == "auto":
         head_dim = inner // num_heads
+        if not 0 < head_dim <= Most.DELTA_HEAD:
+            raise config.error("mamba_n_heads", num_heads, f"heads of 1 to {Most.DELTA_HEAD} elements")
     else:
         head_dim = config.size("mamba_d_head", Most.DELTA_HEAD)
     least, most = _step_limits(config)
@@ -82,13 +84,15 @@ def _step_limits(config: Fields) -> tuple[float, float]:
         return 0.0, math.inf
     is_pair = isinstance(limits, list) and len(limits) == 2
     found = [_number(each) for each in limits] if isinstance(limits, list) and is_pair else [None]
-    numbers = [each for each in found if each is not None and not math.isnan(each)]
-    if len(numbers) < 2 or not 0 <= numbers[0] <= numbers[1]:
+    numbers = [each for each in found if each is not None]
+    if len(numbers) < 2 or numbers[0] > numbers[1]:
         raise config.error("time_step_limit", limits, "two numbers from 0 on, the smaller one first")
     return numbers[0], numbers[1]
 
 
 def _number(value: object) -> float | None:
-    if isinstance(value, dict) and value == {"__float__": "Infinity"}:
+    if value in (math.inf, {"__float__": "Infinity"}):
         return math.inf
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if 0 <= value <= MAX_SCALE else None

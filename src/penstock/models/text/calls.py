@@ -183,18 +183,20 @@ def _numbered(form: CallFormat) -> CallFormat:
 
 
 def _split(text: str) -> CallFormat | None:
-    """What follows a name, taken apart: arguments are found by their values. `closing` is all that comes after."""
-    for found in re.finditer(r"\{", text):
+    """What follows a name, taken apart: arguments are found by their values. `closing` is all that comes after. The
+    text is a template's, and may be anything: each step goes through it once."""
+    for found in re.finditer(r"\{[^{}\[\]]*\}", text):
         try:
-            value, end = json.JSONDecoder().raw_decode(text, found.start())
+            if json.loads(found[0]) == _ARGUMENTS:
+                return CallFormat("", text[: found.start()], text[found.end() :], None)
         except ValueError:
             continue
-        if value == _ARGUMENTS:
-            return CallFormat("", text[: found.start()], text[end:], None)
-    found_tags = re.search(r"prb_key(.*?)prb text(.*?)prb_count(.*?)7(.*)", text, re.DOTALL)
-    if found_tags is None or found_tags[1] != found_tags[3]:
+    head, _, rest = text.partition("prb_key")
+    value_mark, _, rest = rest.partition("prb text")
+    next_key, _, rest = rest.partition("prb_count")
+    second_mark, found_7, tail = rest.partition("7")
+    if not found_7 or value_mark != second_mark:
         return None
-    head, (value_mark, next_key, _, tail) = text[: found_tags.start()], found_tags.groups()
     shared = _shared(next_key, tail)
     end_mark = shared[: shared.rfind(">") + 1]
     key = next_key[len(end_mark) :]

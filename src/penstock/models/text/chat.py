@@ -33,6 +33,7 @@ class ChatTemplate:
             raise ModelFileError(f"the model's chat template is absurdly large: {len(source)} characters")
         self.source = source
         self._special_tokens = dict(special_tokens)
+        self._is_slow = False
 
     def render(
         self,
@@ -67,7 +68,17 @@ class ChatTemplate:
         return read_thoughts(self.source, self._probe)
 
     def _probe(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-        return self.render(messages, tools=tools, add_generation_prompt=False)
+        if self._is_slow:  # one that took too long is not waited for again
+            raise _failure("it took too long")
+        try:
+            return self.render(messages, tools=tools, add_generation_prompt=False)
+        except _SlowTemplateError:
+            self._is_slow = True
+            raise
+
+
+class _SlowTemplateError(ModelFileError):
+    pass
 
 
 class _TemplateProcess:
@@ -127,7 +138,9 @@ class _TemplateProcess:
             raise
         if not answer or is_late.is_set():
             self.stop()
-            raise _failure(f"it takes more than {LIMIT_S:g} s" if is_late.is_set() else "its process died")
+            if is_late.is_set():
+                raise _failure(f"it takes more than {LIMIT_S:g} s", _SlowTemplateError)
+            raise _failure("its process died")
         return answer
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -155,8 +168,8 @@ class _TemplateProcess:
                 process.communicate()
 
 
-def _failure(what: str) -> ModelFileError:
-    return ModelFileError(f"the model's chat template fails: {what}")
+def _failure(what: str, kind: type[ModelFileError] = ModelFileError) -> ModelFileError:
+    return kind(f"the model's chat template fails: {what}")
 
 
 _process = _TemplateProcess()
