@@ -70,4 +70,6 @@ TINY = replace(
     stages=(PrefillCase(BIG, 200, 64), PrefillCase(MIXED_LAYERS, 200, 64)),
     expert_decodes=(DecodeCase(SPARSE, 1, 20), DecodeCase(DEEP_SPARSE, 2, 20)),
     deep=PrefillCase(DEEP_SPARSE, 200, 64),
+    weights=(PrefillCase(BIG, 200, 64), DecodeCase(BIG, 1, 20)),
+    forms=("int8", "Q4_K_M"),
 )

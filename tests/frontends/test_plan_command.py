@@ -103,19 +103,24 @@ def test_a_budget_that_is_too_small_names_one_that_is_not(tmp_path: Path) -> Non
     assert run(*arguments, "--memory", typed)[0] == 0
 
 
-def test_a_gpu_is_planned_with_its_own_kernels_and_plain_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_planned_with_its_own_kernels_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.delenv("PENSTOCK_KERNELS", raising=False)
     gpu = torch.device("cuda:0")
     workspace = expected_workspace(gpu)
     assert (workspace.kernels, workspace.tile_size, workspace.row_floor) == ("cuda", 1024, 512)
-    known = PlannedModel(None, WeightBits(4.5, 8.5, is_tied=True))  # type: ignore[arg-type]
-    settled = known.settled(resolve_weights(environ={}), "bfloat16", gpu)
-    assert settled.name == "bf16"
-    assert "only a CPU computes" in settled.reason
-    assert known.bits(settled.name, "bfloat16", gpu) is None
+    here, there = WeightBits(6.0, 10.0, is_tied=True), WeightBits(4.625, 6.5625, is_tied=True)
+    known, asked = PlannedModel(None, here, there), resolve_weights(environ={})  # type: ignore[arg-type]
+    monkeypatch.setattr("penstock.frontends.plan.weight_bytes", lambda *sizes: 1)
+    settled = known.settled(asked, "bfloat16", gpu)
+    assert (settled.name, settled.reason) == ("auto", "auto: as the file has them")
+    assert known.bits(settled.name, "bfloat16", gpu) == there
+    plain = known.settled(asked, "float32", gpu)
+    assert plain.name == "f32"
+    assert "these kernels do not compute" in plain.reason
     monkeypatch.setenv("PENSTOCK_KERNELS", "torch")
     assert expected_workspace(gpu).kernels == "torch"
+    assert known.settled(asked, "bfloat16", gpu).name == "bf16"
 
 
 def test_json_has_the_table(tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.cuda import fla as fla_delta
 from penstock.kernels.cuda import kernels as cuda_kernels
 from penstock.kernels.cuda.delta import carry_states
+from penstock.kernels.cuda.fp8 import scale_rows
 from penstock.kernels.cuda.kernels import CudaKernels
 from penstock.kernels.elementwise import ACTIVATIONS
+from penstock.kernels.quantised import F8_BLOCK, Q4_K, Q6_K
 from penstock.kernels.spans import (
     AttendedSpan,
     AttentionWork,
@@ -111,12 +113,25 @@ def experts() -> None:
                 found.run(x, scores, x if function else None)
 
 
+def weights() -> None:
+    kernels = CudaKernels()
+    for form in (Q4_K, Q6_K, F8_BLOCK):
+        weight = kernels.quantised.zeros(form, 4096, 4096, torch.device("cpu"))
+        kernels.embed(torch.zeros(1, dtype=torch.int64), weight)
+        for num_rows in (1, 32):
+            x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
+            kernels.linear(x, weight, is_canonical=False)
+    scale_rows(torch.zeros(64, 4096, dtype=torch.bfloat16), 4096, 1)
+    scale_rows(torch.zeros(64, 4096, dtype=torch.bfloat16), 128, 16)
+
+
 LAUNCHES: dict[str, Callable[[], None]] = {
     "rows": rows,
     "heads": heads,
     "attention": attention,
     "delta_nets": delta_nets,
     "experts": experts,
+    "weights": weights,
 }
 
 

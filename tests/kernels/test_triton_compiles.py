@@ -8,7 +8,7 @@ import pytest
 from tests.kernels.triton_interpreter import require_interpreter
 
 
-@pytest.mark.parametrize("kernels", ["rows", "heads", "attention", "delta_nets", "experts"])
+@pytest.mark.parametrize("kernels", ["rows", "heads", "attention", "delta_nets", "experts", "weights"])
 def test_every_kernel_compiles(kernels: str) -> None:
     require_interpreter()
     command = [sys.executable, "-m", "tests.kernels.triton_compiler", kernels]

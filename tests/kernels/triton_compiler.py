@@ -21,6 +21,10 @@ _TYPES = {
     torch.float16: "*fp16",
     torch.int64: "*i64",
     torch.int32: "*i32",
+    torch.int16: "*i16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }
 _OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 _compiled: set[tuple[object, ...]] = set()

@@ -81,7 +81,7 @@ def test_devices_models_and_profiles_give_new_values() -> None:
     here = settings.on(DevicesFound(num_cuda=1))
     assert (settings.device.name, here.device.name) == ("auto", "cuda:0")
     assert here.on(DevicesFound()) is here  # settled before
-    assert EngineSettings.resolve(environ={}, weights="int4").on(DevicesFound(1)).device.name == "cpu"
+    assert EngineSettings.resolve(environ={}, weights="int4").on(DevicesFound(1)).device.name == "cuda:0"
     native = EngineSettings.resolve(environ={"PENSTOCK_KERNELS": "native"}).on(DevicesFound(1))
     assert native.device.name == "cpu"
     hybrid = here.for_model(has_state=True)

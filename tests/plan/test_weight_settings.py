@@ -30,7 +30,7 @@ def test_resolved(
 
 @pytest.mark.parametrize("value", ["", "INT8", "q4", "int8 ", "bfloat16"])
 def test_refused(value: str) -> None:
-    accepted = "give one of auto, bf16, int8, int4, f32"
+    accepted = "give one of auto, bf16, fp8, int8, int4, f32"
     with pytest.raises(SettingError, match=f"weights={value!r} is not accepted: {accepted}"):
         resolve_weights(value, environ={})
     with pytest.raises(SettingError, match=f"PENSTOCK_WEIGHTS={value!r} is not accepted: {accepted}"):

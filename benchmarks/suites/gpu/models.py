@@ -17,6 +17,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig
 from penstock.plan.grids import RowLaw
+from penstock.plan.settings import WeightsName
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,11 @@ class Subject:
         return run.generated[0]
 
 
-def load_subject(weights: RandomWeights, dtype: torch.dtype, device: torch.device) -> Subject:
+def load_subject(
+    weights: RandomWeights, dtype: torch.dtype, device: torch.device, form: WeightsName = "auto"
+) -> Subject:
     """Load and probe."""
-    model = load_decoder(weights, kernels_of(device), dtype, device)
+    model = load_decoder(weights, kernels_of(device), dtype, device, form)
     found = probe(model.kernels, model.probe_shapes, dtype, device)
     return Subject(model, found.bind(model.kernels), found)
 

@@ -9,11 +9,13 @@ from penstock.measure.random_weights import FAMILIES
 # Sections, in the order in which they run.
 LARGE, SMALL, HYBRID = "8b", "0.6b", "hybrid"
 EXPERTS = "experts"
-_OTHERS = ("decode", "memory", "start", "bits", "tiles", "mixed", "stages", "profile", "sweep")
+_OTHERS = ("decode", "memory", "start", "bits", "tiles", "mixed", "stages", "weights", "profile", "sweep")
 SECTIONS = (LARGE, SMALL, HYBRID, EXPERTS, *_OTHERS)
 # Models of published shapes, by what they are called in the results.
 BIG, LITTLE, MIXED_LAYERS = "8B", "0.6B", "9B hybrid"
 SPARSE, DEEP_SPARSE = "30B-A3B, 12 layers", "30B-A3B"
+# Forms of weights; the first is what others are compared with.
+PLAIN, FLOATS, FOUR_BITS = "bf16", "fp8", "Q4_K_M"
 CHUNK = 2048
 LONG, SHORT, LONGEST = 32_768, 8_192, 131_072
 
@@ -93,6 +95,8 @@ class Plan:
     stages: tuple[PrefillCase, ...] = ()  # through two stages on the one card
     expert_decodes: tuple[DecodeCase, ...] = ()
     deep: PrefillCase | None = None  # a model with as many layers as were published; without transformers
+    weights: tuple[PrefillCase | DecodeCase, ...] = ()  # in each form, all of one model
+    forms: tuple[str, ...] = (FLOATS, FOUR_BITS)
 
 
 _SPARSE = {**FAMILIES["qwen3-30b-a3b"], "num_experts": 128, "num_experts_per_tok": 8}
@@ -165,4 +169,9 @@ PLAN = Plan(
         *(DecodeCase(DEEP_SPARSE, count, 128) for count in (1, 8, 32)),
     ),
     deep=PrefillCase(DEEP_SPARSE, SHORT, CHUNK),
+    weights=(
+        *_cases(BIG, (LONG, CHUNK), (SHORT, CHUNK)),
+        DecodeCase(BIG, 1, 128),
+        DecodeCase(BIG, 32, 128),
+    ),
 )

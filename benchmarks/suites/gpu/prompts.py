@@ -27,7 +27,7 @@ READY = "from the start of a process until ready"
 TILES_COST = "time with tiles over without, less 1"
 PEER = "transformers"
 # Libraries make plans in the first pass, graphs are captured in the second.
-_WARM_UPS = 2
+WARM_UPS = 2
 _LONG_PROMPT = 65_536
 # transformers' passes that take longer than this are repeated so many times, at most.
 _SLOW_PEER_MS, _SLOW_PEER_REPEATS = 1000.0, 3
@@ -54,7 +54,7 @@ def _measure_prefill(job: Job, case: PrefillCase, subject: Subject, space: Cache
         PEER: lambda: peer_first_token(peer, prompt, case.chunk),
     }
     repeats = {OURS: job.repeats, PEER: 0}
-    for _ in range(1 if case.prompt_tokens >= _LONG_PROMPT else _WARM_UPS):
+    for _ in range(1 if case.prompt_tokens >= _LONG_PROMPT else WARM_UPS):
         turns[OURS]()
     if peer is not None and _has_peer(job, case):
         repeats[PEER] = _peer_repeats(job, case, turns[PEER])
@@ -128,7 +128,7 @@ def measure_tiles(job: Job, errors: list[str]) -> None:
     space = subjects["with tiles"].space(case.prompt_tokens)
     prompt = job.prompt(case.model, case.prompt_tokens)
     turns = {name: partial(each.first_token, space, prompt, case.chunk) for name, each in subjects.items()}
-    for read in _WARM_UPS * [*turns.values()]:
+    for read in WARM_UPS * [*turns.values()]:
         read()
     times = job.time_turns(turns, dict.fromkeys(turns, job.repeats))
     for name, values in times.items():
@@ -232,7 +232,7 @@ def _profile(job: Job, subject: Subject, case: PrefillCase) -> None:
     space, prompt = subject.space(case.prompt_tokens), job.prompt(case.model, case.prompt_tokens)
 
     read = partial(subject.first_token, space, prompt, case.chunk)
-    for _ in range(_WARM_UPS):
+    for _ in range(WARM_UPS):
         read()
     times: list[float] = []
     samples = watch_power(lambda: times.extend(job.milliseconds(read) for _ in range(2 * job.repeats)))

@@ -96,7 +96,7 @@ def _measure_decodes_of(
     for case in cases:
         if case.model == model:
             with job.attempt(case.label, errors):
-                job.figure(case.label, "ms", _time_decodes(job, subject, case))
+                job.figure(case.label, "ms", time_decodes(job, subject, case))
 
 
 def measure_experts(job: Job, errors: list[str]) -> None:
@@ -115,7 +115,7 @@ def measure_experts(job: Job, errors: list[str]) -> None:
     _measure_decodes_of(job, errors, subjects[0], deep.model, decodes)
 
 
-def _time_decodes(job: Job, subject: Subject, case: DecodeCase) -> list[float]:
+def time_decodes(job: Job, subject: Subject, case: DecodeCase) -> list[float]:
     """Milliseconds of a step, in each of some rows of them."""
     num_steps = _WARM_UP_STEPS + job.plan.decode_steps + _STEPS_IN_A_ROW
     if case.num_sequences == 1:

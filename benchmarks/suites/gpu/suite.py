@@ -13,12 +13,14 @@ import torch
 from benchmarks.harness import Bar, Bench, Results, SectionRun, Series, bar_of
 from benchmarks.show import Picture
 from benchmarks.suite import Suite, number, some_of, switch, value
-from benchmarks.suites.gpu import prompts, stages, steps
+from benchmarks.suites.gpu import prompts, stages, steps, weights
 from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.plan import (
     BIG,
     CHUNK,
     EXPERTS,
+    FLOATS,
+    FOUR_BITS,
     HYBRID,
     LARGE,
     LITTLE,
@@ -87,6 +89,18 @@ TARGETS = (
         for target in (
             Target("stages", f"{case.label}, {stages.OVER_ONE}", 1.03),
             Target("stages", f"{case.label}, {stages.PREDICTED}", 1 / 1.8),
+        )
+    ),
+    *(
+        Target("weights", weights.against(label, form), bar)
+        for form, label, bar in (
+            (FLOATS, f"{BIG}, {weights.TAKEN}", 0.53),
+            (FLOATS, PrefillCase(BIG, LONG, CHUNK).label, 0.80),
+            (FLOATS, DecodeCase(BIG, 1, 128).label, 0.65),
+            (FLOATS, DecodeCase(BIG, 32, 128).label, 0.75),
+            (FOUR_BITS, f"{BIG}, {weights.TAKEN}", 0.32),
+            (FOUR_BITS, PrefillCase(BIG, SHORT, CHUNK).label, 1.15),
+            (FOUR_BITS, DecodeCase(BIG, 1, 128).label, 0.55),
         )
     ),
     Target("tiles", f"{PLAN.tiles.label}, {prompts.TILES_COST}", 0.03),
@@ -184,6 +198,7 @@ _WORK: Mapping[str, Callable[[Job, list[str]], None]] = {
     "tiles": prompts.measure_tiles,
     "mixed": steps.measure_mixed,
     "stages": stages.measure_stages,
+    "weights": weights.measure_weights,
     "profile": prompts.measure_profile,
     "sweep": prompts.measure_sweep,
 }

@@ -40,7 +40,7 @@ MODEL_IMPL = on_model(
 DTYPE = on_model("auto", "What to compute in; auto is bfloat16 where the device does it natively.")
 WEIGHTS = on_model(
     None,
-    "How weights lie in memory: auto (as quantised as the file has them), int8, int4, bf16 or f32. "
+    "How weights lie in memory: auto (as quantised as the file has them), fp8, int8, int4, bf16 or f32. "
     "Without it $PENSTOCK_WEIGHTS applies, else auto.",
     metavar="FORM",
 )

@@ -146,6 +146,11 @@ def plan(
         kept = known.settled(asked, computed, place)
         workspace = workspace_for(known.config, expected_workspace(place))
         bits = known.bits(kept.name, computed, place)
+        if bits is not None and kept.name != "fp8" and workspace.kernels == "cuda":
+            largest = (
+                2 * known.config.intermediate_size * known.config.hidden_size
+            )  # gate and up, in bfloat16
+            workspace = replace(workspace, unpacked_bytes=2 * largest)
         if is_staged:
             found = make_stage_plan(
                 StageQuestion(
@@ -198,10 +203,12 @@ def plan(
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A configuration, and what the weights take where its file has them quantised."""
+    """A configuration, and what the weights take where its file has them quantised: in a processor's memory, and in a
+    GPU's."""
 
     config: ModelConfig
     stored: WeightBits | None = None
+    stored_on_gpu: WeightBits | None = None
 
     def settled(self, setting: WeightsSetting, dtype: str, device: "torch.device") -> WeightsSetting:
         """What `auto` would come to on this machine, and why."""
@@ -209,27 +216,32 @@ class PlannedModel:
 
         if self.stored is None or self.stored.matrices >= _PLAIN_BITS:
             return setting
-        if not device_kind(device).takes_quantised:
-            return settle_without_blocks(setting, dtype)
+        is_host = device_kind(device).is_host
         if self.bits("auto", dtype, device) is None:
-            return setting
+            return setting if is_host else settle_without_blocks(setting, dtype)
         return settle_weights(
             setting,
-            fast_bfloat16=has_fast_bfloat16(processor_flags()),
+            fast_bfloat16=is_host and has_fast_bfloat16(processor_flags()),
             bfloat16_bytes=weight_bytes(self.config, 2),
             memory_bytes=memory_bytes(),
         )
 
     def bits(self, weights: str, dtype: str, device: "torch.device") -> WeightBits | None:
         """What weights take that are kept in this way; None where they are of the dtype."""
+        kernels = _expected_kernels(device)
         if weights == "auto":
-            return self.stored if dtype == "bfloat16" and _expected_kernels(device) == "native" else None
-        from penstock.kernels.quantised import Q4_1, Q8_0
+            stored = {"native": self.stored, "cuda": self.stored_on_gpu}.get(kernels)
+            return stored if dtype == "bfloat16" else None
+        from penstock.kernels.quantised import F8_ROW, Q4_1, Q8_0
 
-        form = {"int8": Q8_0, "int4": Q4_1}.get(weights)
+        form = {"fp8": F8_ROW, "int8": Q8_0, "int4": Q4_1}.get(weights)
         if form is None:
             return None
-        return WeightBits(form.resident_bits, Q8_0.resident_bits, self.config.tied_head)
+        vocabulary_form = F8_ROW if form is F8_ROW else Q8_0
+        matrices, vocabulary = (
+            each.device_bits if kernels == "cuda" else each.resident_bits for each in (form, vocabulary_form)
+        )
+        return WeightBits(matrices, vocabulary, self.config.tied_head)
 
 
 def read_model(model: str) -> PlannedModel:
@@ -249,7 +261,8 @@ def read_model(model: str) -> PlannedModel:
 
     source = open_weights(resolve_model(model))
     source.close()
-    return PlannedModel(source.config, stored_bits(source, _PLAIN_BITS))
+    on_gpu = stored_bits(source, _PLAIN_BITS, on_gpu=True)
+    return PlannedModel(source.config, stored_bits(source, _PLAIN_BITS), on_gpu)
 
 
 def _read_config_file(path: Path) -> ModelConfig:

@@ -152,7 +152,6 @@ class _Cuda(DeviceKind):
     kernels = "cuda"
     is_host = False
     has_own_memory = True
-    takes_quantised = False
     draws = True
     records = True
     copies_pinned = True

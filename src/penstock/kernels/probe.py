@@ -30,7 +30,7 @@ from penstock.home import cache_home
 from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.kernels.interface import Kernels
-from penstock.kernels.quantised import BLOCK_FORMS, Weight
+from penstock.kernels.quantised import ALL_FORMS, Weight
 from penstock.kernels.spans import (
     AttendedSpan,
     AttentionWork,
@@ -90,10 +90,10 @@ class Random:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self._generator = torch.Generator(device).manual_seed(0)
         self._dtype = dtype
-        self._device = device
+        self.device = device
 
     def normal(self, *shape: int) -> Tensor:
-        return torch.randn(shape, dtype=self._dtype, generator=self._generator, device=self._device)
+        return torch.randn(shape, dtype=self._dtype, generator=self._generator, device=self.device)
 
     def cancelling(self, num_rows: int, width: int, sign: int, block: int = 1) -> Tensor:
         """Rows whose second half repeats the first in another order of blocks, with a sign.
@@ -108,7 +108,11 @@ class Random:
     def cancelling_blocks(self, num_rows: int, num_blocks: int, block_bytes: int) -> Tensor:
         """The same for rows of quantised blocks of any form: no byte of theirs makes a scale below 0 or above 2."""
         rows = torch.randint(
-            64, (num_rows, num_blocks, block_bytes), dtype=torch.uint8, generator=self._generator
+            64,
+            (num_rows, num_blocks, block_bytes),
+            dtype=torch.uint8,
+            generator=self._generator,
+            device=self.device,
         )
         self._repeat_half(rows, 1)
         return rows.flatten(1)
@@ -117,7 +121,7 @@ class Random:
         """In rows [rows, blocks, values], write the first half of the blocks over the second."""
         num_blocks = rows.shape[1]
         half = num_blocks // 2
-        order = torch.randperm(half, generator=torch.Generator().manual_seed(num_blocks)).to(self._device)
+        order = torch.randperm(half, generator=torch.Generator().manual_seed(num_blocks)).to(self.device)
         for part in torch.split(rows, ROWS_TOGETHER):
             part[:, half : 2 * half] = part[:, order].mul_(sign)
         rows[:, 2 * half :] = 0
@@ -196,8 +200,8 @@ def _factors(kernels: Kernels, shape: ProductShape, num_rows: int, random: Rando
             weight, x = weight.float(), x.float()
         return weight if shape.form else kernels.pack(weight), x
     assert kernels.quantised is not None
-    form = BLOCK_FORMS[shape.form]
-    quantised = kernels.quantised.zeros(form, shape.num_out, shape.num_in)
+    form = ALL_FORMS[shape.form]
+    quantised = kernels.quantised.zeros(form, shape.num_out, shape.num_in, random.device)
     for outputs in torch.split(torch.arange(shape.num_out), ROWS_TOGETHER):
         blocks = random.cancelling_blocks(len(outputs), shape.num_in // form.block_size, form.block_bytes)
         kernels.quantised.place(quantised, outputs, blocks)

@@ -9,6 +9,7 @@ from penstock.kernels.spans import HeadLayout
 
 # Inputs to a group of values with one scale, as far as products are concerned.
 GROUP = 32
+FLOAT8, FLOAT8_MOST = torch.float8_e4m3fn, 448.0
 _INT8_MOST = 127
 _INT4_MOST = 15
 
@@ -16,32 +17,38 @@ _INT4_MOST = 15
 @dataclass(frozen=True)
 class BlockForm:
     """A way to store values, `block_size` successive inputs of an output in `block_bytes` bytes. `number` is its own
-    in `native/quantised.cpp`."""
+    in `native/quantised.cpp`; a value takes `resident_bits` in a processor's memory, `device_bits` in a GPU's."""
 
     name: str
     number: int
     block_size: int
     block_bytes: int
-    resident_bits: float  # of a value, as it lies in memory
+    resident_bits: float
+    device_bits: float
 
     def row_bytes(self, num_in: int) -> int:
         return num_in // self.block_size * self.block_bytes
 
 
-Q4_1 = BlockForm("Q4_1", 0, 32, 20, 5.0)  # scale, minimum, 16 bytes of two quants
-Q4_0 = BlockForm("Q4_0", 1, 32, 18, 4.5)
-Q8_0 = BlockForm("Q8_0", 2, 32, 34, 8.5)  # scale, 32 quants
-Q4_K = BlockForm(
-    "Q4_K", 3, 256, 144, 6.0
-)  # scales and minimums become float32, products of what the file has
-Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0)  # 5 bits become 8
-Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0)
+Q4_1 = BlockForm("Q4_1", 0, 32, 20, 5.0, 5.0)  # scale, minimum, 16 bytes of two quants
+Q4_0 = BlockForm("Q4_0", 1, 32, 18, 4.5, 4.5)
+Q8_0 = BlockForm("Q8_0", 2, 32, 34, 8.5, 8.5)  # scale, 32 quants
+# On a processor scales and minimums become float32, products of what the file has, and 5 bits become 8. On a GPU the
+# 6 bits of a scale and of a minimum become 8.
+Q4_K = BlockForm("Q4_K", 3, 256, 144, 6.0, 4.625)
+Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0, 5.625)
+Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0, 6.5625)
 BLOCK_FORMS = {form.name: form for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K)}
+# 8-bit floats, which a GPU alone keeps: a scale of float32 and 32 of them. A row has one scale, or each 128 inputs.
+F8_ROW = BlockForm("F8_ROW", 6, 32, 36, 8.0, 8.0)
+F8_BLOCK = BlockForm("F8_BLOCK", 7, 32, 36, 8.25, 8.25)
+FLOAT_FORMS = (F8_ROW, F8_BLOCK)
+ALL_FORMS = {form.name: form for form in (*BLOCK_FORMS.values(), *FLOAT_FORMS)}
 
 
 @dataclass(frozen=True, eq=False)
 class QuantisedWeight:
-    """A weight [out, in] in panels of 32 outputs, which the native kernels made and which they alone can read."""
+    """A weight [out, in] in panels, which a device's kernels made and which they alone can read."""
 
     form: BlockForm
     shape: tuple[int, int]
@@ -85,6 +92,11 @@ class DenseLayer:
 def quantise(values: Tensor, form: BlockForm) -> Tensor:
     """Rows of values [rows, in] as rows of blocks [rows, bytes], each value rounded to the nearest of its block."""
     groups = values.float().view(len(values), -1, GROUP)  # [rows, blocks, 32]
+    if form is F8_ROW:
+        scale = groups.abs().amax(dim=(1, 2), keepdim=True) / FLOAT8_MOST
+        floats = torch.where(scale == 0, 0.0, groups / scale).clamp_(-FLOAT8_MOST, FLOAT8_MOST).to(FLOAT8)
+        scales = scale.expand(-1, groups.shape[1], -1).contiguous()
+        return torch.cat((scales.view(torch.uint8), floats.view(torch.uint8)), dim=-1).flatten(1)
     if form is Q8_0:
         scale = _half(groups.abs().amax(dim=-1, keepdim=True) / _INT8_MOST)
         quants = _quants(groups, scale, -_INT8_MOST, _INT8_MOST).to(torch.int8).view(torch.uint8)
@@ -96,7 +108,7 @@ def quantise(values: Tensor, form: BlockForm) -> Tensor:
         quants = _quants(groups - minimum, scale, 0, _INT4_MOST).to(torch.uint8)
         both = quants[..., : GROUP // 2] | quants[..., GROUP // 2 :] << 4
         return torch.cat((_bytes(scale), _bytes(minimum), both), dim=-1).flatten(1)
-    raise ValueError(f"there is no quantisation to {form.name}, only to {Q8_0.name} and {Q4_1.name}")
+    raise ValueError(f"there is no quantisation to {form.name}, only to Q8_0, Q4_1 and F8_ROW")
 
 
 def _half(values: Tensor) -> Tensor:

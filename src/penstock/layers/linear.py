@@ -39,6 +39,6 @@ class Linear:
         start = 0
         for part, bias in zip(self.parts, self.biases, strict=True):
             end = start + part.shape[0]
-            out[:, start:end] = step.kernels.linear(x, part, bias, is_canonical=is_canonical)
+            step.kernels.linear_into(out[:, start:end], x, part, bias, is_canonical=is_canonical)
             start = end
         return out

@@ -1,12 +1,13 @@
 """Random models with the layers of published ones, a few of each: activations are a layer's, and each next layer uses
 the memory of the one before again. Their weights are made in place and lie in no file."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from penstock.errors import SettingError
+from penstock.kernels.quantised import Q4_K, Q6_K, BlockForm
 from penstock.models.hf.config import hf_model_config
 from penstock.models.reading import Fields
 from penstock.models.weights import WeightSource, expected_shapes
@@ -99,6 +100,57 @@ class RandomWeights(WeightSource):
 
     def describe(self) -> str:
         return f"{self._name} (random, {self.config.num_layers} layers)"
+
+
+def _q4_k_m(name: str, num_layers: int) -> BlockForm:
+    """As llama.cpp mixes them: 6 bits for the head, and for values and the last product in half of the layers."""
+    if name == "lm_head.weight":
+        return Q6_K
+    *_, layer, _, kind, _ = ("0", *name.split("."))[-5:]
+    eighth = num_layers // 8
+    index = int(layer) if layer.isdigit() else 0
+    is_more = index < eighth or index >= 7 * eighth or (index - eighth) % 3 == 2
+    return Q6_K if is_more and kind in ("v_proj", "down_proj") else Q4_K
+
+
+# Of the forms in a file, by a tensor's name and the number of layers.
+MIXTURES: Mapping[str, Callable[[str, int], BlockForm]] = {"Q4_K_M": _q4_k_m}
+# Scales in float16, and where they lie in a block, for values of about the size of the others.
+_HALVES = {"Q4_K": (0, (1.4e-4, 1e-3)), "Q6_K": (208, (1.5e-5,))}
+_BLOCK_ROWS = 512
+
+
+class RandomBlocks(RandomWeights):
+    """The same in a file's blocks, whose quants are random."""
+
+    def __init__(
+        self,
+        name: str,
+        settings: Mapping[str, Any],
+        device: torch.device | str,
+        mixture: Callable[[str, int], BlockForm],
+    ) -> None:
+        super().__init__(name, settings, device)
+        self._mixture = mixture
+
+    def block_form(self, name: str) -> BlockForm | None:
+        shape = self.shapes[name]
+        form = self._mixture(name, self.config.num_layers) if len(shape) == 2 else None
+        return None if form is None or shape[1] % form.block_size else form
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        form, (height, width) = self.block_form(name), self.shapes[name]
+        assert form is not None
+        shape, device = (
+            (min(height, _BLOCK_ROWS), width // form.block_size, form.block_bytes),
+            self._numbers.device,
+        )
+        blocks = torch.randint(256, shape, dtype=torch.uint8, device=device)
+        start, halves = _HALVES[form.name]
+        scales = torch.tensor(halves, dtype=torch.float16).view(torch.uint8).to(device)
+        blocks[..., start : start + len(scales)] = scales
+        for first in range(0, height, len(blocks)):
+            yield blocks.flatten(1)[: height - first]
 
 
 def config_of(name: str, settings: Mapping[str, Any]) -> ModelConfig:

@@ -187,6 +187,12 @@ class Decoder:
         has_plain_layers = config.window is None and config.recurrent is config.delta_net
         return self.kernels.can_capture and self.is_whole and has_plain_layers and not waits
 
+    def weights(self) -> Iterator[Weight]:
+        """Of all products but the head's."""
+        for layer in self.layers:
+            for product in (*layer.products(), *layer.mlp.expert_products()):
+                yield from product.parts
+
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of the weights in memory."""
@@ -414,6 +420,7 @@ def workspace_of(model: Decoder) -> Workspace:
         head_rows=kernels.head_rows,
         feed_rows=kernels.feed_rows,
         library_bytes=device_kind(model.device).library_bytes,
+        unpacked_bytes=max(map(kernels.unpacked_bytes, model.weights()), default=0),
         **asdict(kernels.law),
     )
     return workspace_for(model.config, workspace)

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise, xielu
 from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.interface import Kernels
-from penstock.kernels.quantised import GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
+from penstock.kernels.quantised import F8_ROW, GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
 from penstock.kernels.spans import DeltaHeads, HeadLayout, MambaHeads, Scoring, ShortConv, StateNet
 from penstock.layers.attention import Attention
 from penstock.layers.linear import Linear
@@ -72,7 +72,7 @@ def load_decoder(
             weights,
             "auto, bf16 or f32",
             where=f"on {kind.name}",
-            because="only a CPU computes with quantised weights",
+            because="only a CPU and NVIDIA's GPUs compute with quantised weights",
         )
     if weights in QUANTISED_WEIGHTS and (kernels.quantised is None or dtype != torch.bfloat16):
         raise SettingError(
@@ -80,8 +80,16 @@ def load_decoder(
             weights,
             "bf16 or f32",
             where="here",
-            because="quantised weights need the native kernels, a processor with AVX-512 and bfloat16, and dtype "
-            "bfloat16",
+            because="quantised weights need a GPU of NVIDIA's, or the native kernels and a processor with AVX-512 "
+            "and bfloat16; and dtype bfloat16",
+        )
+    if weights == "fp8" and kernels.quantised is not None and not kernels.quantised.takes(F8_ROW, device):
+        raise SettingError(
+            "weights",
+            weights,
+            "int8, int4, bf16 or f32",
+            where="here",
+            because="8-bit floats need a GPU with units for them (Ada, Hopper or newer)",
         )
     every = range(source.config.num_layers)
     if layers is not None and not (
@@ -123,14 +131,14 @@ def settled_weights(
     setting: WeightsSetting,
 ) -> WeightsSetting:
     """What `auto` comes to for these weights on this machine, and why."""
-    is_quantised = any(source.block_form(name) is not None for name in source.names())
-    if is_quantised and not device_kind(device).takes_quantised:
-        return settle_without_blocks(setting, str(dtype).removeprefix("torch."))
-    if kernels.quantised is None or dtype != torch.bfloat16 or not is_quantised:
+    if not any(source.block_form(name) is not None for name in source.names()):
         return setting
+    is_host = device_kind(device).is_host
+    if kernels.quantised is None or dtype != torch.bfloat16:
+        return setting if is_host else settle_without_blocks(setting, str(dtype).removeprefix("torch."))
     return settle_weights(
         setting,
-        fast_bfloat16=has_fast_bfloat16(processor_flags()),
+        fast_bfloat16=is_host and has_fast_bfloat16(processor_flags()),
         bfloat16_bytes=weight_bytes(source.config, dtype.itemsize),
         memory_bytes=memory_bytes(),
     )
@@ -147,16 +155,16 @@ class _Run:
     parts: tuple[Rows, ...]
 
 
-def _runs_of(source: WeightSource, parts: Sequence[Rows], height: int) -> list[_Run]:
+def _runs_of(form_of: Callable[[str], BlockForm | None], parts: Sequence[Rows], height: int) -> list[_Run]:
     """The longest runs that make up a matrix of so many outputs. Outputs that no tensor has, which are zero, go with
     those before them."""
-    forms = list(dict.fromkeys(source.block_form(part.name) for part in parts))
+    forms = list(dict.fromkeys(form_of(part.name) for part in parts))
     if len(forms) == 1:
         return [_Run(0, height, forms[0], tuple(parts))]
     owners: dict[BlockForm | None, list[Rows]] = {form: [] for form in forms}
     stored = torch.full((height,), -1)  # by output, the index of its form
     for part in parts:
-        form = source.block_form(part.name)
+        form = form_of(part.name)
         stored[part.outputs()] = forms.index(form)
         owners[form].append(part)
     known = torch.where(stored < 0, 0, torch.arange(height)).cummax(0).values
@@ -187,7 +195,7 @@ class _Loader:
         self._device = device
         self._products = kernels.quantised if dtype == torch.bfloat16 else None
         self._keeps_blocks = weights == "auto"
-        self._form = {"int8": Q8_0, "int4": Q4_1}.get(weights)
+        self._form = {"int8": Q8_0, "int4": Q4_1, "fp8": F8_ROW}.get(weights)
 
     def decoder(self) -> Decoder:
         table, layers = self._table, self._layers
@@ -224,9 +232,9 @@ class _Loader:
             return kept[0]
         if self._form is None or width % GROUP:
             return self._tensor(stored)
-        return self._quantised(
-            self._assembled([Rows(stored.name, height)], torch.float32, height, width), Q8_0
-        )
+        form = F8_ROW if self._form is F8_ROW else Q8_0
+        values = self._assembled([Rows(stored.name, height)], torch.float32, height, width)
+        return self._quantised(values, form)
 
     # Layers
 
@@ -414,11 +422,17 @@ class _Loader:
         dtype = self._dtype if self._form is None else torch.float32
         return (self._pack(self._assembled(parts, dtype, height, width)),)
 
+    def _form_of(self, name: str) -> BlockForm | None:
+        """That a tensor is kept in."""
+        form = self._source.block_form(name)
+        assert self._products is not None
+        return form if form is not None and self._products.takes(form, self._device) else None
+
     def _kept(self, parts: Sequence[Rows], height: int, width: int) -> tuple[Weight, ...]:
         """The same in the blocks that the file has them in, where those are to be kept; none without blocks."""
         if self._products is None or not self._keeps_blocks or width % GROUP:
             return ()
-        runs = _runs_of(self._source, parts, height)
+        runs = _runs_of(self._form_of, parts, height)
         if all(run.form is None for run in runs):
             return ()
         return tuple(self._run(run, height, width) for run in runs)
@@ -428,7 +442,7 @@ class _Loader:
             whole = self._assembled(run.parts, self._dtype, height, width)
             return self._kernels.pack(whole[run.start : run.end].clone())
         assert self._products is not None
-        weight = self._products.zeros(run.form, run.end - run.start, width)
+        weight = self._products.zeros(run.form, run.end - run.start, width, self._device)
         for part in run.parts:
             outputs = part.outputs() - run.start
             if not bool(_is_within(outputs, weight).any()):
@@ -447,7 +461,7 @@ class _Loader:
     def _quantised(self, values: Tensor, form: BlockForm) -> QuantisedWeight:
         assert self._products is not None
         height, width = values.shape
-        weight = self._products.zeros(form, height, width)
+        weight = self._products.zeros(form, height, width, self._device)
         for rows in torch.split(torch.arange(height), max(1, _QUANTISED_AT_ONCE // width)):
             self._products.place(weight, rows, quantise(values[rows], form))
         return weight

@@ -527,7 +527,7 @@ def _counted(number: int, kind: str) -> str:
     return f"{number} {kind} weight{'' if number == 1 else 's'}"
 
 
-def stored_bits(source: WeightSource, plain_bits: int) -> WeightBits:
+def stored_bits(source: WeightSource, plain_bits: int, *, on_gpu: bool = False) -> WeightBits:
     """What a file's weights take where they are kept as it has them, the others having `plain_bits`."""
     embedding = "model.embed_tokens.weight"
     sizes: dict[str, float] = {}
@@ -537,7 +537,10 @@ def stored_bits(source: WeightSource, plain_bits: int) -> WeightBits:
         if len(shape) == 2:
             form = source.block_form(name)
             sizes[name] = math.prod(shape)
-            bits[name] = plain_bits if form is None else form.resident_bits
+            if form is None or (on_gpu and ".mlp.experts." in name):  # a GPU has experts as plain stacks
+                bits[name] = plain_bits
+            else:
+                bits[name] = form.device_bits if on_gpu else form.resident_bits
     matrices = [name for name in sizes if name not in (embedding, "lm_head.weight")]
     total = sum(sizes[name] for name in matrices)
     return WeightBits(

@@ -146,7 +146,7 @@ class PassSizes:
     @property
     def inputs(self) -> int:
         ids = self.rows * (3 if self.kernels == "cuda" else 2) * INT64  # and places, on a GPU
-        kept = SMALL_BYTES + self.workspace.library_bytes + self.rotary_tables
+        kept = SMALL_BYTES + self.workspace.library_bytes + self.workspace.unpacked_bytes + self.rotary_tables
         return kept + ids + self.bytes(2 * self.rotary_width)
 
     @property

@@ -31,11 +31,11 @@ CACHE_DIR_VARIABLE = "PENSTOCK_CACHE_DIR"
 CACHE_SIZE_VARIABLE = "PENSTOCK_CACHE_SIZE"
 
 SettingSource = Literal["argument", "environment", "default"]
-WeightsName = Literal["auto", "bf16", "int8", "int4", "f32"]
+WeightsName = Literal["auto", "bf16", "fp8", "int8", "int4", "f32"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 ModelImpl = Literal["auto", "penstock", "transformers"]
 WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
-QUANTISED_WEIGHTS: tuple[WeightsName, ...] = ("int8", "int4")
+QUANTISED_WEIGHTS: tuple[WeightsName, ...] = ("fp8", "int8", "int4")
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 DEFAULT_CACHE_BYTES = 10 << 30
 MAX_THREADS = 1024
@@ -435,7 +435,7 @@ def settle_without_blocks(setting: WeightsSetting, dtype: str) -> WeightsSetting
     if setting.effective != "auto":
         return setting
     name: WeightsName = "bf16" if dtype == "bfloat16" else "f32"
-    reason = f"auto: {dtype}, made of the file's blocks, with which only a CPU computes"
+    reason = f"auto: {dtype}, made of the file's blocks, with which these kernels do not compute"
     return replace(setting, effective=name, reason=reason)
 
 
@@ -621,8 +621,6 @@ class EngineSettings:
         if self.device.is_settled:
             return self
         only_cpu = "native kernels" if self.kernels.effective == "native" else ""
-        if self.weights.effective in QUANTISED_WEIGHTS:
-            only_cpu = f"{self.weights.effective} weights"
         return replace(self, device=settle_device(self.device, found, only_cpu=only_cpu))
 
     def for_model(self, *, has_state: bool) -> Self:

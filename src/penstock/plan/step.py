@@ -148,6 +148,7 @@ class Workspace:
     num_active_experts: int = 0  # that a token is sent to; 0: not known
     joins_past: bool = False  # a past may lie in several places, and is copied together
     library_bytes: int = 0  # what libraries take for themselves on a GPU, and keep
+    unpacked_bytes: int = 0  # the largest matrix that is made values for a product
     avoided_rows: tuple[int, ...] = ()
 
     @property

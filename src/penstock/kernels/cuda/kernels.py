@@ -1,5 +1,6 @@
 """Kernels for NVIDIA's GPUs: products by cuBLAS, attention to a long past by cuDNN, the rest in Triton."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.metadata import version
@@ -14,6 +15,7 @@ from penstock.kernels.cuda import delta, fla
 from penstock.kernels.cuda.experts import CudaExperts
 from penstock.kernels.cuda.launch import KeptKernel, precision, shared_bytes
 from penstock.kernels.cuda.past import attend_past, prepare_past
+from penstock.kernels.cuda.quantised import GpuProducts
 from penstock.kernels.cuda.work import (
     ChunkWork,
     DecodeWork,
@@ -23,7 +25,7 @@ from penstock.kernels.cuda.work import (
     device_states,
 )
 from penstock.kernels.elementwise import ElementWise
-from penstock.kernels.quantised import Weight
+from penstock.kernels.quantised import FLOAT_FORMS, QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import (
     AttentionWork,
@@ -84,6 +86,7 @@ class CudaKernels(TorchKernels):
     can_capture = True
     stacks_experts = True
     stacked_experts = CudaExperts
+    quantised: GpuProducts
 
     def __init__(self, tile_size: int = GPU_TILE, row_slab: int = 0) -> None:
         self.law = RowLaw(tile_size, row_slab=row_slab, row_grid=GPU_ROW_GRID)
@@ -92,6 +95,7 @@ class CudaKernels(TorchKernels):
         if fla.is_available():
             self.name = "cuda+fla"
             self.libraries += f", fla-core {version('fla-core')}"
+        self.quantised = GpuProducts()
 
     def memory_kind(self, dtype: torch.dtype, head_dim: int) -> KernelKind:
         return "cuda"
@@ -109,9 +113,29 @@ class CudaKernels(TorchKernels):
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
     ) -> Tensor:
-        if not is_canonical and isinstance(weight, Tensor) and _has_few_rows(x, weight):
+        if isinstance(weight, QuantisedWeight):
+            return self.quantised.linear(x, weight, bias, is_canonical)
+        if not is_canonical and _has_few_rows(x, weight):
             return _few_rows_product(x, weight, bias)
         return super().linear(x, weight, bias, is_canonical=is_canonical)
+
+    def unpacked_bytes(self, weight: Weight) -> int:
+        if not isinstance(weight, QuantisedWeight) or weight.form in FLOAT_FORMS:
+            return 0
+        return math.prod(weight.shape) * weight.dtype.itemsize
+
+    def linear_into(
+        self, out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, *, is_canonical: bool
+    ) -> None:
+        if isinstance(weight, QuantisedWeight):
+            self.quantised.linear(x, weight, bias, is_canonical, out)
+        else:
+            super().linear_into(out, x, weight, bias, is_canonical=is_canonical)
+
+    def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
+        if isinstance(embedding, QuantisedWeight):
+            return self.quantised.rows(embedding, token_ids, torch.bfloat16)
+        return embedding[token_ids]
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)

@@ -75,6 +75,7 @@ class NativeKernels(TorchKernels):
     """What the library has no code for (other dtypes and head sizes) and products with plain weights are torch's."""
 
     name = "native"
+    quantised: NativeProducts | None
 
     def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         super().__init__(tile_size, row_slab)

@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from penstock.cache.tensors import KV
-from penstock.kernels.quantised import GROUP, BlockForm, DenseLayer, DenseProduct, QuantisedWeight
+from penstock.kernels.quantised import (
+    BLOCK_FORMS,
+    GROUP,
+    BlockForm,
+    DenseLayer,
+    DenseProduct,
+    QuantisedWeight,
+)
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
 from penstock.kernels.threads import native_threads
 
@@ -41,8 +48,14 @@ class NativeProducts:
         # Without rows, it does nothing but tell.
         self.is_available = bool(self._linear(ctypes.byref(_Weight()), None, None, None, 0, 0, 0, 0, 1))
 
-    def zeros(self, form: BlockForm, num_out: int, num_in: int) -> QuantisedWeight:
-        """A weight [out, in] of zeros, to be filled by `place`; inputs in whole groups."""
+    def takes(self, form: BlockForm, device: torch.device) -> bool:
+        """Whether there are kernels for such weights."""
+        return form.name in BLOCK_FORMS
+
+    def zeros(
+        self, form: BlockForm, num_out: int, num_in: int, device: torch.device | None = None
+    ) -> QuantisedWeight:
+        """A weight [out, in] of zeros, to be filled by `place`; inputs in whole groups. There is but one device."""
         if num_in % GROUP:
             raise ValueError(f"{num_in} inputs are not a multiple of {GROUP}")
         num_bytes = self._bytes(ctypes.byref(_Weight(None, num_out, num_in, form.number)))

@@ -35,6 +35,7 @@ from penstock.plan.model import ExpertsConfig
 from penstock.plan.step import KernelKind
 
 if TYPE_CHECKING:  # a subclass has them
+    from penstock.kernels.cuda.quantised import GpuProducts
     from penstock.kernels.native.quantised import NativeLayers, NativeProducts
 
 # The number of rows that packed weights are laid out for.
@@ -54,7 +55,8 @@ class TorchKernels:
     activation_stride = 1  # rows of an activation are so many times as far apart as they are long
     can_capture = False  # whether passes can be kept as graphs of a device's own
     stacks_experts = False  # whether `stacked_experts` runs a layer's experts as one
-    quantised: "NativeProducts | None" = None  # what makes weights of blocks, where `linear` takes them
+    # What makes weights of blocks, where `linear` takes them.
+    quantised: "NativeProducts | GpuProducts | None" = None
     attend_tile = staticmethod(attention.attend_tile)
     attend_one = staticmethod(attention.attend_one)
     causal_conv = staticmethod(delta.causal_conv)
@@ -95,6 +97,16 @@ class TorchKernels:
         if 0 < row_slab < x.shape[0]:
             return torch.cat([self._product(slab, weight, bias) for slab in torch.split(x, row_slab)])
         return self._product(x, weight, bias)
+
+    def unpacked_bytes(self, weight: Weight) -> int:
+        """What a product of many rows takes for the weight's values, beside rows and outputs."""
+        return 0
+
+    def linear_into(
+        self, out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, *, is_canonical: bool
+    ) -> None:
+        """The same into `out` [rows, out], which may be a part of wider rows."""
+        out.copy_(self.linear(x, weight, bias, is_canonical=is_canonical))
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if not weight.is_mkldnn:

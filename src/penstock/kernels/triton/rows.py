@@ -158,6 +158,39 @@ def silu_and_mul_kernel(gate_up, row_stride, width, BLOCK: tl.constexpr):
     tl.store(gate_at, (activated * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
+@triton.jit
+def store_sums(total, bias, out, rows, output, out_stride, num_rows, num_out, HAS_BIAS: tl.constexpr):
+    """Sums [outputs, rows] of a part of a product, to be joined; of all of it, with a bias."""
+    if HAS_BIAS:
+        total += tl.load(bias + output, mask=output < num_out, other=0.0).to(tl.float32)[:, None]
+    row = (tl.program_id(1) * num_rows + rows).to(tl.int64)[None, :]
+    mask = (rows < num_rows)[None, :] & (output < num_out)[:, None]
+    tl.store(out + row * out_stride + output[:, None], total.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def join_sums_kernel(
+    sums,  # [parts, rows, num_out], float32
+    bias,  # [num_out], or none
+    out,  # [rows, num_out]
+    out_stride,
+    num_out,
+    HAS_BIAS: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The parts of a product's sums together, in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < num_out
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(sums + (part * tl.num_programs(0) + row) * num_out + at, mask=mask, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out + row * out_stride + at, total.to(out.dtype.element_ty), mask=mask)
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def few_rows_kernel(
     x,  # [rows, num_in]

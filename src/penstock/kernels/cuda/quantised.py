@@ -1,0 +1,309 @@
+"""Weights that stay quantised on a GPU: from a file's blocks to words that load fast, and products with those."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import linear
+
+from penstock.kernels.cuda import fp8
+from penstock.kernels.cuda.launch_sizes import Launch, least_rows, shared_out, summed
+from penstock.kernels.device import device_kind
+from penstock.kernels.quantised import FLOAT_FORMS, GROUP, BlockForm, QuantisedWeight
+from penstock.kernels.triton.blocks import block_row_kernel, block_rows_kernel, block_values_kernel
+from penstock.plan.grids import GPU_HEAD_ROWS
+
+# Up to so many rows, blocks are multiplied as they lie; beyond, they are made values first.
+MOST_ROWS = 64
+_FLOAT8_CAPABILITY = (8, 9)  # that has units for 8-bit floats
+_WHOLE = 8  # pieces of a block of 256
+_ALIGNED = 16  # bytes
+
+
+class _Unpacked(NamedTuple):
+    """Rows of blocks: quants [rows, inputs] from 0 up, and the numbers of each row that its scales are made of."""
+
+    quants: Tensor
+    scales: Tensor
+    minimums: Tensor | None = None
+    wholes: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How a form lies in a GPU's memory, as `triton/blocks.py` reads it: scales and minimums of each piece of 32
+    inputs, or of several, `wholes` of eight pieces."""
+
+    bits: int
+    unpack: Callable[[Tensor], _Unpacked]
+    scales: torch.dtype = torch.float16
+    minimums: torch.dtype | None = None
+    wholes: torch.dtype | None = None
+    group: int = GROUP
+    per_scale: int = 1
+
+    @property
+    def slots(self) -> int:
+        """Quants to a word."""
+        return 4 if self.bits == 8 else 8
+
+    def planes(self, num_out: int, num_in: int) -> list[tuple[torch.dtype, int]]:
+        """Of each part of a weight, in the order of `_Planes`, its dtype and how many numbers it has."""
+        num_pieces, num_groups = num_in // GROUP, num_in // self.group
+        num_scales = num_pieces // self.per_scale
+        counts = (
+            (torch.int32, num_in // self.slots),
+            (torch.int32, num_groups if self.bits in (5, 6) else 0),
+            (self.scales, num_groups if self.group < GROUP else num_scales),
+            (self.minimums or torch.uint8, num_scales if self.minimums else 0),
+            (self.wholes or torch.uint8, num_pieces // _WHOLE if self.wholes else 0),
+        )
+        return [(dtype, num_out * count) for dtype, count in counts]
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        return {"BITS": self.bits, "PER_SCALE": self.per_scale, "GROUP": self.group}
+
+
+def _aligned(dtype: torch.dtype, count: int) -> int:
+    return -(-count * dtype.itemsize // _ALIGNED) * _ALIGNED
+
+
+# From a file's blocks [rows, blocks, bytes]
+
+
+def _split(last: Tensor, *sizes: int) -> Tensor:
+    return last.reshape(*last.shape[:-1], *sizes)
+
+
+def _nibbles(both: Tensor) -> Tensor:
+    """Low ones, then high ones, of bytes [..., n]."""
+    return torch.cat((both & 15, both >> 4), dim=-1)
+
+
+def _unpack_q4_0(blocks: Tensor) -> _Unpacked:
+    return _Unpacked(_nibbles(blocks[..., 2:]), blocks[..., :2])
+
+
+def _unpack_q4_1(blocks: Tensor) -> _Unpacked:
+    return _Unpacked(_nibbles(blocks[..., 4:]), blocks[..., :2], blocks[..., 2:4])
+
+
+def _unpack_q8_0(blocks: Tensor) -> _Unpacked:
+    return _Unpacked(blocks[..., 2:] ^ 128, blocks[..., :2])
+
+
+def _k_scales(packed: Tensor) -> Tensor:
+    """Eight pairs of a scale and a minimum of 6 bits, out of 12 bytes [..., 12]."""
+    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), dim=-1)
+    minimums = torch.cat((second & 63, third >> 4 | second >> 6 << 4), dim=-1)
+    return torch.stack((scales, minimums), dim=-1).flatten(-2)
+
+
+def _k_quants(found: Tensor) -> Tensor:
+    """Nibbles of groups two by two, out of 128 bytes [..., 128]."""
+    return _nibbles(_split(found, 4, 32)).flatten(-2)
+
+
+def _unpack_q4_k(blocks: Tensor) -> _Unpacked:
+    return _Unpacked(_k_quants(blocks[..., 16:]), _k_scales(blocks[..., 4:16]), wholes=blocks[..., :4])
+
+
+def _unpack_q5_k(blocks: Tensor) -> _Unpacked:
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+    fifth = (blocks[..., None, 16:48] >> shifts & 1).flatten(-2)
+    quants = _k_quants(blocks[..., 48:]) | fifth << 4
+    return _Unpacked(quants, _k_scales(blocks[..., 4:16]), wholes=blocks[..., :4])
+
+
+def _unpack_q6_k(blocks: Tensor) -> _Unpacked:
+    low, high = _split(blocks[..., :128], 2, 64), _split(blocks[..., 128:192], 2, 1, 32)
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
+    quants = _nibbles(low) | (high >> shifts & 3).flatten(-2) << 4  # [..., halves, 128]
+    return _Unpacked(quants.flatten(-2), blocks[..., 192:208], wholes=blocks[..., 208:])
+
+
+_LAYOUTS: Mapping[str, _Layout] = {
+    "Q4_0": _Layout(4, _unpack_q4_0),
+    "Q4_1": _Layout(4, _unpack_q4_1, minimums=torch.float16),
+    "Q8_0": _Layout(8, _unpack_q8_0),
+    "Q4_K": _Layout(4, _unpack_q4_k, torch.int16, wholes=torch.int32),  # a scale and a minimum to each number
+    "Q5_K": _Layout(5, _unpack_q5_k, torch.int16, wholes=torch.int32),
+    "Q6_K": _Layout(6, _unpack_q6_k, torch.int8, wholes=torch.float16, group=16),
+}
+
+
+def _num_bytes(form: BlockForm, num_out: int, num_in: int) -> int:
+    return sum(_aligned(dtype, count) for dtype, count in _LAYOUTS[form.name].planes(num_out, num_in))
+
+
+class _Planes(NamedTuple):
+    """A weight's parts, in one piece of memory; rows are outputs."""
+
+    quants: Tensor
+    high: Tensor | None
+    scales: Tensor
+    minimums: Tensor | None
+    wholes: Tensor | None
+
+
+# Made once for a weight, and kept as long.
+_PLANES: WeakKeyDictionary[QuantisedWeight, _Planes] = WeakKeyDictionary()
+
+
+def _planes(weight: QuantisedWeight) -> _Planes:
+    if weight not in _PLANES:
+        found: list[Tensor | None] = []
+        start, panels = 0, weight.panels
+        for dtype, count in _LAYOUTS[weight.form.name].planes(*weight.shape):
+            part = panels[start : start + count * dtype.itemsize].view(dtype)
+            found.append(part.view(weight.shape[0], -1) if count else None)
+            start += _aligned(dtype, count)
+        _PLANES[weight] = _Planes(*found)  # type: ignore[arg-type]
+    return _PLANES[weight]
+
+
+_VALUES, _ROW, _ROWS = Launch(4, 1024, 1, 4), Launch(8, 1024, 1, 8, 2), Launch(64, 128, 3, 4)
+
+
+class GpuProducts:
+    """Makes quantised weights on a GPU, and multiplies with them, as `NativeProducts` does on a processor."""
+
+    def takes(self, form: BlockForm, device: torch.device) -> bool:
+        """Whether there are kernels for such weights there."""
+        capability = device_kind(device).capability
+        return form not in FLOAT_FORMS or capability is None or capability >= _FLOAT8_CAPABILITY
+
+    def zeros(
+        self, form: BlockForm, num_out: int, num_in: int, device: torch.device | None = None
+    ) -> QuantisedWeight:
+        """A weight [out, in] of zeros, to be filled by `place`; inputs in whole groups."""
+        if num_in % max(GROUP, form.block_size):
+            raise ValueError(f"{num_in} inputs are not a multiple of {max(GROUP, form.block_size)}")
+        is_float = form in FLOAT_FORMS
+        num_bytes = (fp8.num_bytes if is_float else _num_bytes)(form, num_out, num_in)
+        return QuantisedWeight(
+            form, (num_out, num_in), torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+        )
+
+    def place(self, weight: QuantisedWeight, outputs: Tensor, blocks: Tensor) -> None:
+        """Rows of blocks [rows, bytes] become those `outputs` [rows]; inputs that they do not have stay zero."""
+        if weight.form in FLOAT_FORMS:
+            fp8.place(weight, outputs, blocks)
+            return
+        layout, planes, device = _LAYOUTS[weight.form.name], _planes(weight), weight.panels.device
+        outputs, blocks = outputs.to(device), blocks.to(device)
+        found = layout.unpack(blocks.view(len(blocks), -1, weight.form.block_bytes))
+        lanes = layout.group // layout.slots
+        quants = found.quants.reshape(len(blocks), -1, layout.slots, lanes)  # of each group
+        low = quants if layout.bits == 8 else quants[:, :, ::2] & 15 | quants[:, :, 1::2] << 4
+        parts = [low.transpose(2, 3), None, found.scales, found.minimums, found.wholes]
+        if planes.high is not None:
+            num_bits = layout.bits - 4
+            shifts = torch.arange(0, num_bits * layout.group, num_bits, device=device)
+            parts[1] = ((quants >> 4).flatten(2).long() << shifts).sum(dim=2).to(torch.int32)
+        for plane, part in zip(planes, parts, strict=True):
+            if plane is not None and part is not None:
+                rows = part.contiguous().view(len(blocks), -1).view(plane.dtype)
+                plane[outputs, : rows.shape[1]] = rows
+
+    def rows(self, weight: QuantisedWeight, outputs: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Rows [n, in] of the weight, those of the outputs [n], or all."""
+        if weight.form in FLOAT_FORMS:
+            return fp8.rows(weight, outputs, dtype)
+        num_rows = weight.shape[0] if outputs is None else len(outputs)
+        out = torch.empty(num_rows, weight.shape[1], dtype=dtype, device=weight.panels.device)
+        grid = triton.cdiv(num_rows, _VALUES.outputs), triton.cdiv(weight.shape[1], _VALUES.inputs)
+        block_values_kernel[grid](
+            *_planes(weight),
+            outputs,
+            out,
+            num_rows,
+            weight.shape[1] // GROUP,
+            HAS_ROWS=outputs is not None,
+            FORM=weight.form.name,
+            **_LAYOUTS[weight.form.name].constants,
+            OUTPUTS=_VALUES.outputs,
+            PIECES=_VALUES.inputs // GROUP,
+            num_warps=_VALUES.warps,
+        )
+        return out
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: QuantisedWeight,
+        bias: Tensor | None,
+        is_canonical: bool,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """x [rows, in] of bfloat16 times a weight, plus bias [out]: a few rows as the weight lies, more by cuBLAS.
+        Rows that are canonical are as many as the head has at a time, or more than a few."""
+        num_rows, is_float = len(x), weight.form in FLOAT_FORMS
+        if num_rows > (GPU_HEAD_ROWS if is_canonical else MOST_ROWS):
+            multiply = fp8.multiply if is_float else self._multiply
+            found = multiply(x, weight, bias)
+            return found if out is None else out.copy_(found)
+        out = x.new_empty(num_rows, weight.shape[0]) if out is None else out
+        x = x if x.stride(1) == 1 else x.contiguous()
+        if is_float:
+            fp8.multiply_few(x, weight, bias, out)
+        elif num_rows == 1:
+            _multiply_row(x, weight, bias, out)
+        else:
+            _multiply_rows(x, weight, bias, out)
+        return out
+
+    def _multiply(self, x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
+        """With the weight's values, which take as much as they do in bfloat16 for that long."""
+        return linear(x, self.rows(weight, None, x.dtype), bias)
+
+
+def _multiply_row(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
+    num_out, num_in = weight.shape
+    block_row_kernel[(triton.cdiv(num_out, _ROW.fold * _ROW.outputs),)](
+        x,
+        *_planes(weight),
+        bias,
+        out,
+        num_out,
+        num_in // GROUP,
+        HAS_BIAS=bias is not None,
+        FORM=weight.form.name,
+        **_LAYOUTS[weight.form.name].constants,
+        OUTPUTS=_ROW.outputs,
+        FOLD=_ROW.fold,
+        PIECES=_ROW.inputs // GROUP,
+        num_warps=_ROW.warps,
+    )
+
+
+def _multiply_rows(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
+    num_out, num_in = weight.shape
+    grid, part_in = shared_out(_ROWS, num_out, num_in)
+    with summed(grid[1], bias, out) as (own_bias, sums, stride, has_bias):
+        block_rows_kernel[grid](
+            x,
+            *_planes(weight),
+            own_bias,
+            sums,
+            x.stride(0),
+            stride,
+            len(x),
+            num_out,
+            num_in // GROUP,
+            part_in // GROUP,
+            HAS_BIAS=has_bias,
+            FORM=weight.form.name,
+            **_LAYOUTS[weight.form.name].constants,
+            ROWS=least_rows(len(x)),
+            OUTPUTS=_ROWS.outputs,
+            PIECES=_ROWS.inputs // GROUP,
+            STAGES=_ROWS.stages,
+            num_warps=_ROWS.warps,
+        )

@@ -1,0 +1,120 @@
+"""Weights of 4 to 8 bits for GPUs, by Triton's interpreter: values are the file's, and products are theirs."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
+from torch import Tensor
+
+from penstock.kernels.interface import select_kernels
+from penstock.kernels.quantised import (
+    BLOCK_FORMS,
+    F8_BLOCK,
+    F8_ROW,
+    FLOAT8,
+    FLOAT_FORMS,
+    BlockForm,
+    QuantisedWeight,
+    quantise,
+)
+from penstock.models.gguf.file import GgufFile
+from penstock.models.loading import load_decoder
+from tests.kernels.parity import check_close
+from tests.kernels.test_quantised import random_blocks
+from tests.kernels.triton_interpreter import interpreted_kernels
+from tests.models.test_gguf_mixed import MIXED, write_mixed
+from tests.oracle import random_prompt, run_prompt
+
+if TYPE_CHECKING:
+    from penstock.kernels.cuda.kernels import CudaKernels
+
+CPU = torch.device("cpu")
+NUM_OUT, NUM_IN = 20, 512
+# Interpreted, what becomes bfloat16 is cut off: weights of a few rows, and every output.
+MOST = 0.012
+forms = pytest.mark.parametrize("form", [*BLOCK_FORMS.values(), *FLOAT_FORMS], ids=lambda form: form.name)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Iterator["CudaKernels"]:
+    with interpreted_kernels(256) as found:
+        yield found
+
+
+def blocks_of(form: BlockForm) -> Tensor:
+    if form in FLOAT_FORMS:
+        values = torch.randn(NUM_OUT, NUM_IN, generator=torch.Generator().manual_seed(1))
+        values[:, :128] *= 5
+        return quantise(values, F8_ROW)
+    return random_blocks(form, NUM_OUT, NUM_IN)
+
+
+def values_of(form: BlockForm, blocks: Tensor) -> Tensor:
+    """In float32, as the gguf package has them; of 8-bit floats, as they are defined."""
+    if form not in FLOAT_FORMS:
+        return torch.from_numpy(dequantize(blocks.numpy(), Kind[form.name])).view(NUM_OUT, NUM_IN)
+    found = blocks.view(NUM_OUT, -1, form.block_bytes)
+    scales, floats = found[..., :4].contiguous().view(torch.float32), found[..., 4:].contiguous()
+    return (floats.view(FLOAT8).float() * scales).flatten(1)
+
+
+def weight_of(kernels: "CudaKernels", form: BlockForm) -> tuple[QuantisedWeight, Tensor]:
+    """In an order of rows that is not the file's."""
+    blocks, outputs = blocks_of(form), torch.arange(NUM_OUT).flip(0)
+    weight = kernels.quantised.zeros(form, NUM_OUT, NUM_IN, CPU)
+    for part in (slice(0, 7), slice(7, NUM_OUT)):
+        kernels.quantised.place(weight, outputs[part], blocks[part])
+    return weight, values_of(form, blocks).flip(0)
+
+
+@forms
+def test_values_are_those_of_the_file(kernels: "CudaKernels", form: BlockForm) -> None:
+    weight, values = weight_of(kernels, form)
+    assert torch.equal(kernels.quantised.rows(weight, None, torch.float32), values)
+    some = torch.tensor([7, 0, 19, 7])
+    assert torch.equal(kernels.quantised.rows(weight, some, torch.float32), values[some])
+    per_row = 32 / NUM_IN if form is F8_ROW else 0
+    assert 8 * weight.nbytes / values.numel() == form.device_bits + per_row
+    assert kernels.unpacked_bytes(weight) == (0 if form in FLOAT_FORMS else 2 * values.numel())
+
+
+@forms
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_products_of_a_few_rows(kernels: "CudaKernels", form: BlockForm, num_rows: int) -> None:
+    weight, values = weight_of(kernels, form)
+    x = torch.randn(num_rows, 2 * NUM_IN).bfloat16()[:, :NUM_IN]
+    bias = torch.randn(NUM_OUT).bfloat16()
+    exact = x.double() @ values.double().T + bias.double()
+    check_close(kernels.linear(x, weight, bias, is_canonical=False), exact, MOST)
+    wide = torch.zeros(num_rows, NUM_OUT + 8, dtype=torch.bfloat16)
+    kernels.linear_into(wide[:, 3:-5], x, weight, None, is_canonical=False)
+    check_close(wide[:, 3:-5], exact - bias.double(), MOST)
+    assert not wide[:, :3].any()
+    assert not wide[:, -5:].any()
+
+
+@pytest.mark.parametrize("form", [*BLOCK_FORMS.values(), F8_BLOCK], ids=lambda form: form.name)
+def test_products_of_many_rows_are_those_of_bfloat16(kernels: "CudaKernels", form: BlockForm) -> None:
+    """Of 8-bit floats, too, where a block of them has not 128 outputs."""
+    weight, values = weight_of(kernels, form)
+    x = torch.randn(65, NUM_IN).bfloat16()
+    rounded = kernels.quantised.rows(weight, None, torch.bfloat16)
+    assert torch.equal(kernels.linear(x, weight), torch.nn.functional.linear(x, rounded))
+    check_close(rounded, values, MOST)
+
+
+def test_a_file_s_blocks_are_a_gpu_s(kernels: "CudaKernels", tmp_path: Path) -> None:
+    """A model in blocks of several forms answers as it does in bfloat16, prompt and decodes."""
+    source = GgufFile(write_mixed(tmp_path / "mixed.gguf", "llama", MIXED))
+    kept = load_decoder(source, kernels, torch.bfloat16, CPU)
+    plain = load_decoder(source, select_kernels(CPU), torch.bfloat16, CPU, "bf16")
+    assert kept.num_weight_bytes < 0.45 * plain.num_weight_bytes
+    prompt = random_prompt(3)
+    ours, theirs = (run_prompt(model, prompt, chunk_size=3, num_tokens=2) for model in (kept, plain))
+    assert ours.logits is not None
+    assert theirs.logits is not None
+    assert float((ours.logits - theirs.logits).norm() / theirs.logits.norm()) < 0.08
