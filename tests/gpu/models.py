@@ -14,6 +14,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.plan.grids import RowLaw
+from penstock.plan.settings import WeightsName
 from tests.oracle import Oracle, make_oracle
 
 _DELTA_NET = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
@@ -61,10 +62,12 @@ def _without_fla() -> Iterator[None]:
 
 
 @cache
-def model_of(name: str, dtype: torch.dtype, *, can_record: bool = True) -> Decoder:
+def model_of(
+    name: str, dtype: torch.dtype, *, can_record: bool = True, weights: WeightsName = "auto"
+) -> Decoder:
     kernels = select_kernels(gpu())
     kernels.can_capture = kernels.can_capture and can_record
-    return load_decoder(HfFolder(oracle_of(name).folder), kernels, dtype, gpu())
+    return load_decoder(HfFolder(oracle_of(name).folder), kernels, dtype, gpu(), weights)
 
 
 @cache

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from penstock.models.decoder import Decoder
 from penstock.plan.policy import ScheduleConfig
+from penstock.plan.settings import QUANTISED_WEIGHTS, WeightsName
 from tests.engine.batching import RecordingJob, Wish, serve
 from tests.gpu.cases import over
 from tests.gpu.models import KINDS, canon_of, model_of, probed
@@ -22,23 +24,31 @@ WISHES = [
 class BitsCase:
     name: str
     dtype: torch.dtype
+    weights: WeightsName = "auto"
 
     def __str__(self) -> str:
-        return f"{self.name}, {str(self.dtype).removeprefix('torch.')}"
+        kept = "" if self.weights == "auto" else f", weights {self.weights}"
+        return f"{self.name}, {str(self.dtype).removeprefix('torch.')}{kept}"
+
+    def model(self, *, can_record: bool = True) -> Decoder:
+        return model_of(self.name, self.dtype, can_record=can_record, weights=self.weights)
 
 
-CASES = [BitsCase(name, dtype) for name in KINDS for dtype in DTYPES]
+CASES = [
+    *(BitsCase(name, dtype) for name in KINDS for dtype in DTYPES),
+    *(BitsCase("llama", torch.bfloat16, weights) for weights in QUANTISED_WEIGHTS),
+]
 
 
 @over(CASES)
 def test_the_laws_of_the_probe_hold(case: BitsCase) -> None:
-    found = probed(model_of(case.name, case.dtype))
+    found = probed(case.model())
     assert found.same_bits, str(found)
 
 
 @over(CASES)
 def test_chunks_change_no_bits(case: BitsCase) -> None:
-    model = model_of(case.name, case.dtype)
+    model = case.model()
     prompt = random_prompt(3900)  # whole, more than a feed-forward block has at a time
     # Off the grid of a recurrent state, chunks change its bits by rounding.
     sizes = (64, 128, 512, 1024, 2048) if model.config.has_state else (7, 64, 100, 512, 1000, 2048)
@@ -52,7 +62,7 @@ def test_chunks_change_no_bits(case: BitsCase) -> None:
 
 @over(CASES)
 def test_batched_is_alone(case: BitsCase) -> None:
-    model = model_of(case.name, case.dtype)
+    model = case.model()
     schedule = ScheduleConfig(chunk_size=256)
     jobs = serve(model, WISHES, schedule, strict=True)
     for wish, job in zip(WISHES, jobs, strict=True):
@@ -66,8 +76,8 @@ def test_recorded_is_launched(case: BitsCase) -> None:
     schedule = ScheduleConfig(chunk_size=256)
     # Twice: a pass is recorded when its shape comes again.
     wishes = [*WISHES, *(Wish(wish.prompt, wish.max_tokens, wish.arrives + 60) for wish in WISHES)]
-    ours = serve(model_of(case.name, case.dtype), wishes, schedule)
-    theirs = serve(model_of(case.name, case.dtype, can_record=False), wishes, schedule)
+    ours = serve(case.model(), wishes, schedule)
+    theirs = serve(case.model(can_record=False), wishes, schedule)
     for wish, recorded, launched in zip(wishes, ours, theirs, strict=True):
         check_same(recorded, launched, f"the prompt of {len(wish.prompt)} tokens")
 

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from penstock.cache.states import EMPTY
 from penstock.cache.tensors import LayerStates, RecurrentCache, RecurrentSpec
+from penstock.kernels.cuda.quantised import GpuProducts
 from penstock.kernels.interface import select_kernels
+from penstock.kernels.probe import Random
+from penstock.kernels.quantised import ALL_FORMS, FLOAT_FORMS
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import DeltaHeads, StateRows, StateWork
 from penstock.plan.model import DeltaNetConfig
@@ -100,6 +103,24 @@ def test_experts(case: torch.dtype) -> None:
     for num_rows in (1, 7, 1000):
         check_experts(subject_of(case), config, num_rows)
     check_experts_alone(subject_of(case), config, 1200, (1, 5, 16, 17, 100, 333, 700))
+
+
+@over(ALL_FORMS)
+def test_products_with_quantised_weights(case: str) -> None:
+    """Of one row, a few and many; rows have the same bits among any number of many."""
+    form, products, (num_out, num_in) = ALL_FORMS[case], GpuProducts(), (768, 1024)
+    weight = products.zeros(form, num_out, num_in, gpu())
+    random = Random(torch.bfloat16, gpu())
+    blocks = random.cancelling_blocks(num_out, num_in // form.block_size, form.block_bytes)
+    products.place(weight, torch.arange(num_out), blocks)
+    x, bias = random.normal(640, num_in), random.normal(num_out)
+    exact = x.double() @ products.rows(weight, None, torch.float32).double().T + bias.double()
+    many = products.linear(x, weight, bias, True)
+    for num_rows in (1, 2, 17, 32, 64):
+        check_close(products.linear(x[:num_rows], weight, bias, False), exact[:num_rows], 0.01)
+    check_close(many, exact, 0.04 if form in FLOAT_FORMS else 0.01)  # rows become 8-bit floats, too
+    for num_rows in (192, 320, 512):
+        assert torch.equal(products.linear(x[:num_rows], weight, bias, True), many[:num_rows])
 
 
 @over(HEAD_CASES)

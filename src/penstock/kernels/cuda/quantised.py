@@ -168,7 +168,7 @@ def _planes(weight: QuantisedWeight) -> _Planes:
     return _PLANES[weight]
 
 
-_VALUES, _ROW, _ROWS = Launch(4, 1024, 1, 4), Launch(8, 1024, 1, 8, 2), Launch(64, 128, 3, 4)
+_VALUES, _ROW, _ROWS = Launch(4, 1024, 1, 4), Launch(4, 1024, 1, 8, 2), Launch(64, 128, 3, 4)
 
 
 class GpuProducts:
