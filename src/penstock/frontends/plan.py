@@ -246,10 +246,10 @@ class PlannedModel:
 
 def read_model(model: str) -> PlannedModel:
     """What is known of a folder, a config.json, a GGUF file or a Hugging Face name; weights are not needed."""
-    from penstock.models.hf.folder import read_folder_config
+    from penstock.models.hf.folder import has_quantised, read_folder_config
 
     path = Path(model).expanduser()
-    if path.is_dir():
+    if path.is_dir() and not has_quantised(path):
         return PlannedModel(read_folder_config(path))
     if path.is_file() and path.suffix == ".json":
         return PlannedModel(_read_config_file(path))

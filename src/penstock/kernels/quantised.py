@@ -40,10 +40,12 @@ Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0, 5.625)
 Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0, 6.5625)
 BLOCK_FORMS = {form.name: form for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K)}
 # 8-bit floats, which a GPU alone keeps: a scale of float32 and 32 of them. A row has one scale, or each 128 inputs.
-F8_ROW = BlockForm("F8_ROW", 6, 32, 36, 8.0, 8.0)
-F8_BLOCK = BlockForm("F8_BLOCK", 7, 32, 36, 8.25, 8.25)
+F8_ROW = BlockForm("F8_ROW", 6, 32, 36, 16.0, 8.0)
+F8_BLOCK = BlockForm("F8_BLOCK", 7, 32, 36, 16.0, 8.25)
 FLOAT_FORMS = (F8_ROW, F8_BLOCK)
-ALL_FORMS = {form.name: form for form in (*BLOCK_FORMS.values(), *FLOAT_FORMS)}
+# As Q4_1, with a zero point in place of the minimum: scale * (quant - zero). A GPU alone keeps it, too.
+Q4_Z = BlockForm("Q4_Z", 8, 32, 20, 16.0, 5.0)
+ALL_FORMS = {form.name: form for form in (*BLOCK_FORMS.values(), *FLOAT_FORMS, Q4_Z)}
 
 
 @dataclass(frozen=True, eq=False)

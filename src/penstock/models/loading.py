@@ -14,7 +14,17 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise, xielu
 from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.interface import Kernels
-from penstock.kernels.quantised import F8_ROW, GROUP, Q4_1, Q8_0, BlockForm, QuantisedWeight, Weight, quantise
+from penstock.kernels.quantised import (
+    BLOCK_FORMS,
+    F8_ROW,
+    GROUP,
+    Q4_1,
+    Q8_0,
+    BlockForm,
+    QuantisedWeight,
+    Weight,
+    quantise,
+)
 from penstock.kernels.spans import DeltaHeads, HeadLayout, MambaHeads, Scoring, ShortConv, StateNet
 from penstock.layers.attention import Attention
 from penstock.layers.linear import Linear
@@ -131,11 +141,14 @@ def settled_weights(
     setting: WeightsSetting,
 ) -> WeightsSetting:
     """What `auto` comes to for these weights on this machine, and why."""
-    if not any(source.block_form(name) is not None for name in source.names()):
+    forms = {form for name in source.names() if (form := source.block_form(name)) is not None}
+    if not forms:
         return setting
-    is_host = device_kind(device).is_host
-    if kernels.quantised is None or dtype != torch.bfloat16:
-        return setting if is_host else settle_without_blocks(setting, str(dtype).removeprefix("torch."))
+    is_host, products = device_kind(device).is_host, kernels.quantised
+    if products is None and is_host and forms <= {*BLOCK_FORMS.values()}:
+        return setting
+    if products is None or dtype != torch.bfloat16 or not any(products.takes(form, device) for form in forms):
+        return settle_without_blocks(setting, str(dtype).removeprefix("torch."))
     return settle_weights(
         setting,
         fast_bfloat16=is_host and has_fast_bfloat16(processor_flags()),

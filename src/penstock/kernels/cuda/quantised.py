@@ -131,6 +131,7 @@ def _unpack_q6_k(blocks: Tensor) -> _Unpacked:
 _LAYOUTS: Mapping[str, _Layout] = {
     "Q4_0": _Layout(4, _unpack_q4_0),
     "Q4_1": _Layout(4, _unpack_q4_1, minimums=torch.float16),
+    "Q4_Z": _Layout(4, _unpack_q4_1, minimums=torch.float16),
     "Q8_0": _Layout(8, _unpack_q8_0),
     "Q4_K": _Layout(4, _unpack_q4_k, torch.int16, wholes=torch.int32),  # a scale and a minimum to each number
     "Q5_K": _Layout(5, _unpack_q5_k, torch.int16, wholes=torch.int32),

@@ -18,6 +18,7 @@ from penstock.errors import ModelError, ModelFileError
 from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.models.by_transformers.families import REASONS, TRIED
 from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
+from penstock.models.hf.quantised import method_of
 from penstock.models.hf.recurrent import recurrent_parts
 from penstock.models.reading import (
     Fields,
@@ -94,10 +95,8 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
             + (f": {why}" if why else f"; supported are {supported}")
         )
     config = replace(config, defaults=family_defaults(name), keys=family.keys)
-    if file.has("quantization_config") or config.has("quantization_config"):
-        raise ModelError(
-            f"{file.origin}: quantised safetensors are not supported; use the original weights or a GGUF file"
-        )
+    for each in (file, config):
+        method_of(each)
     is_hybrid = config.knows("linear_num_key_heads")  # gates, norms around 1, a part of each head rotated
     known = ["silu", "swish"] if is_hybrid or config.knows("mamba_n_heads") else ACTIVATIONS
     activation = config.text("hidden_act") if config.knows("hidden_act") else "silu"

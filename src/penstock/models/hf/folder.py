@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,10 +11,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.errors import ModelError, ModelFileError
+from penstock.kernels.quantised import GROUP, BlockForm
 from penstock.models.by_transformers.families import TRIED
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
 from penstock.models.hf.config import hf_model_config, text_model
 from penstock.models.hf.families import FAMILIES
+from penstock.models.hf.quantised import combined, in_slices
 from penstock.models.reading import Fields, first_line, reading, shortened
 from penstock.models.weights import FileSource, require_shape
 from penstock.plan.model import ModelConfig
@@ -25,6 +28,8 @@ _DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+# Of the parts of quantised tensors, too.
+_PART_DTYPES = {**_DTYPES, "I32": torch.int32, "F8_E4M3": torch.uint8}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PICKLE_REASON = "loading a pickle runs whatever code it contains; convert it to safetensors"
 _SINGLE = "model.safetensors"
@@ -48,6 +53,20 @@ class _Stored:
     num_bytes: int
     dtype: str
     shape: tuple[int, ...]
+
+    def read(self, start: int = 0, end: int | None = None) -> torch.Tensor:
+        """Its rows [start, end)."""
+        dtype = _PART_DTYPES.get(self.dtype)
+        if dtype is None:
+            raise ModelFileError(
+                f"{self.file.path}: a part of a quantised tensor is {self.dtype}; accepted are "
+                f"{', '.join(_PART_DTYPES)}"
+            )
+        end = (self.shape[0] if self.shape else 1) if end is None else end
+        out = torch.empty((end - start, *self.shape[1:]) if self.shape else (), dtype=dtype)
+        row_bytes = self.num_bytes // self.shape[0] if self.shape and self.shape[0] else 0
+        copy_plain(self.file, self.start + start * row_bytes, dtype, out)
+        return out
 
     def equals(self, other: "_Stored") -> bool:
         if (self.dtype, self.shape) != (other.dtype, other.shape):
@@ -76,7 +95,20 @@ class HfFolder(FileSource):
         for shard in shards:
             self._add_file(shard)
         self._resolve_head()
-        self.shapes = {name: stored.shape for name, stored in self._tensors.items()}
+        values = read_json(self.path / "config.json")
+        stated = values if "quantization_config" in values else values.get("text_config")
+        config = Fields(str(self.path / "config.json"), stated if isinstance(stated, dict) else {})
+        self._quantised, parts = combined(self._tensors, config)
+        plain = {name: stored.shape for name, stored in self._tensors.items() if name not in parts}
+        self.shapes = {**plain, **{name: stored.shape for name, stored in self._quantised.items()}}
+
+    def block_form(self, name: str) -> BlockForm | None:
+        stored = self._quantised.get(name)
+        return None if stored is None or stored.shape[1] % GROUP else stored.form
+
+    def blocks(self, name: str) -> Iterator[torch.Tensor]:
+        stored = self._quantised[name]
+        yield from in_slices(stored, stored.blocks_of)
 
     def _read_config(self) -> ModelConfig:
         return hf_model_config(*read_config_files(self.path))
@@ -86,6 +118,13 @@ class HfFolder(FileSource):
         return FAMILIES[self.config.family].tensor_name(name)
 
     def load_into(self, name: str, out: torch.Tensor) -> None:
+        if (quantised := self._quantised.get(name)) is not None:
+            require_shape(name, quantised.shape, out)
+            start = 0
+            for values in in_slices(quantised, quantised.values_of):
+                out[start : start + len(values)].copy_(values)
+                start += len(values)
+            return
         stored, dtype = self._tensors[name], self.dtype_of(name)
         require_shape(name, stored.shape, out)
         copy_plain(stored.file, stored.start, dtype, out)
@@ -154,6 +193,12 @@ def is_by_transformers(family: str, model_impl: ModelImpl) -> bool:
     """Whether transformers' code is to run a family."""
     is_left = family not in FAMILIES and family in TRIED
     return model_impl == "transformers" or (model_impl == "auto" and is_left)
+
+
+def has_quantised(path: Path) -> bool:
+    """Whether a folder's weights are there, and quantised."""
+    has_weights = any((path / name).is_file() for name in (_SINGLE, _INDEX))
+    return has_weights and '"quantization_config"' in json.dumps(read_json(path / "config.json"))
 
 
 def read_folder_config(path: Path) -> ModelConfig:
