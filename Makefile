@@ -47,7 +47,7 @@ test-ray: setup
 
 # Every suite runs, whatever became of those before it.
 bench: setup
-	status=0; for suite in prefill decode start hybrid serve targets cache $(if $(wildcard .peers),peers); do \
+	status=0; for suite in prefill decode start hybrid experts serve targets cache $(if $(wildcard .peers),peers); do \
 	$(BIN)/python -m benchmarks $$suite --check || status=1; done; exit $$status
 
 # The engines to compare with, each in an environment of its own. llama.cpp is built for this processor: that needs a C++

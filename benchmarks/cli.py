@@ -26,6 +26,7 @@ SUITES = {
         "reading, decoding and memory beside transformers, on a model of your choice",
     ),
     "hybrid": ("prefill:HYBRID", "the same on a random Qwen3.5, three delta nets to one attention"),
+    "experts": ("prefill:EXPERTS", "the same on a random Qwen3-MoE with 64 experts"),
     "decode": ("decode:DECODE", "where the time of a decode step goes"),
     "implementations": (
         "implementations:IMPLEMENTATIONS",

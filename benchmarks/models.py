@@ -21,6 +21,8 @@ from penstock.plan.model import ModelConfig
 HYBRID = Path(__file__).parent / "random-qwen3.5.json"
 # Qwen3-30B-A3B with fewer and smaller layers and experts.
 EXPERTS = Path(__file__).parent / "random-qwen3-moe.json"
+# The same with more of them: 64, of which 8 are active.
+SPARSE = Path(__file__).parent / "random-64-experts.json"
 
 
 @dataclass(frozen=True)

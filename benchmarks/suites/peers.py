@@ -30,6 +30,7 @@ from benchmarks.systems import (
     ask,
 )
 from penstock.engine.llm import LLM
+from penstock.kernels.quantised import BLOCK_FORMS
 from penstock.measure.prompts import shuffled_rounds
 from penstock.models.opened import open_weights
 from penstock.pictures import Panel
@@ -90,7 +91,8 @@ class PenstockEngine:
         self.generate = system.generate
         shapes, plain = llm.model.probe_shapes, str(llm.model.dtype).removeprefix("torch.")
         products = (*shapes.products, *shapes.expert_products, shapes.head)
-        forms = ", ".join(sorted({product.form or plain for product in products if product}))
+        known = {product.form for product in products if product}
+        forms = ", ".join(sorted({form if form in BLOCK_FORMS else plain for form in known}))
         why = f" ({llm.weights.reason})" if llm.weights.reason else ""
         return {
             "about": f"penstock {penstock.__version__}, torch {torch.__version__}, weights in memory: {forms}, "

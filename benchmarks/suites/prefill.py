@@ -5,9 +5,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
 from benchmarks.harness import RATIOS, Bar, Bench, Results, bar_of, rotated, take_turns
 from benchmarks.models import HYBRID as HYBRID_CONFIG
+from benchmarks.models import SPARSE as SPARSE_CONFIG
 from benchmarks.models import Subject, random_subject, text_subject
 from benchmarks.reading import (
     ACTIVATIONS,
@@ -52,6 +54,7 @@ class Kind:
     limits: Mapping[str, tuple[float, bool]]  # by ratio: the limit, and whether it is a lower one
     limited: range  # lengths of prompts whose ratios have a limit
     growth: tuple[int, int, float]  # activations at the second length over those at the first, at most
+    random: Path | None = None  # the configuration of a random model; None: a model of one's choice
 
     def systems(self, chunk: int) -> list[Spec]:
         ours = [Spec("Penstock", chunk if size is None else size, tiled) for size, tiled in self.chunks]
@@ -85,6 +88,17 @@ DELTA_NETS = Kind(
     limits={OVER_TOKENWISE: (5.0, True), OVER_WHOLE: (1.0, True)},
     limited=range(1000, 1001),
     growth=(2000, 8000, 1.1),
+    random=HYBRID_CONFIG,
+)
+MIXTURES = Kind(
+    lengths=(512, 2048),
+    memory_lengths=(512, 2048),
+    chunks=((None, True), (0, True)),
+    memory_chunks=(0,),
+    limits={OVER_WHOLE: (2.0, True), DECODE_OVER: (4.0, True)},
+    limited=range(DEFAULT_CHUNK_SIZE, sys.maxsize),
+    growth=(512, 2048, 1.5),
+    random=SPARSE_CONFIG,
 )
 
 
@@ -127,7 +141,7 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
         raise SettingError("--only-memory needs Linux's /proc/self/status and /proc/self/clear_refs")
     if not with_memory and not options.skip_memory:
         bench.results.notes.append("memory growth is not measured: it needs Linux's /proc")
-    subject = random_subject(HYBRID_CONFIG) if kind is DELTA_NETS else text_subject(options.model)
+    subject = random_subject(kind.random) if kind.random else text_subject(options.model)
     longest = max(*lengths, *memory_lengths)
     subject.require_room(longest, options.decode_tokens + 1, "shorter --lengths or fewer --decode-tokens")
     more = {"lengths": lengths, "memory_lengths": memory_lengths if with_memory else ()}
@@ -229,6 +243,12 @@ PREFILL = _suite(
 HYBRID = _suite(
     DELTA_NETS,
     "A random Qwen3.5, three delta nets to one attention, reads random tokens in Penstock and in transformers, "
+    "taking turns. Takes about five minutes on two cores.",
+    ("--dtype", "--device", "--threads"),
+)
+EXPERTS = _suite(
+    MIXTURES,
+    "A random Qwen3-MoE with 64 experts, 8 of them active, reads random tokens in Penstock and in transformers, "
     "taking turns. Takes about five minutes on two cores.",
     ("--dtype", "--device", "--threads"),
 )

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.tensors import KV
-from penstock.kernels.experts import GroupedExperts
+from penstock.kernels.experts import GroupedExperts, route
 from penstock.kernels.interface import Kernels
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, Scoring, WrittenPlaces
-from penstock.layers.mlp import route
 from penstock.plan.grids import whole_lanes
 from penstock.plan.model import ExpertsConfig
 

@@ -14,13 +14,17 @@ from torch import Tensor
 from penstock.cache import TokenRange
 from penstock.cache.tensors import KV
 from penstock.errors import SettingError
+from penstock.kernels.experts import route
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.native import build as native_build
 from penstock.kernels.native.build import NativeUnavailableError, native_library
 from penstock.kernels.native.kernels import NativeKernels
+from penstock.kernels.quantised import Q4_1, Q8_0, QuantisedWeight, quantise
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, Scoring, WrittenPlaces
+from penstock.plan.model import ExpertsConfig
 from penstock.plan.settings import KERNELS_VARIABLE
+from tests.kernels.parity import ROUTERS, Subject, check_experts, check_experts_alone
 from tests.kernels.test_torch_kernels import plain_attention
 
 CPU = torch.device("cpu")
@@ -278,6 +282,43 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
     assert ours.shape == theirs.shape
     relative = 0.02 if ours.dtype == torch.bfloat16 else 2e-6
     return torch.allclose(ours.float(), theirs.float(), rtol=relative, atol=1e-6)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_experts(native: NativeKernels, router: str) -> None:
+    if native.quantised is None:
+        pytest.skip("this processor has no products of bfloat16")
+    subject, config = Subject(native, torch.bfloat16), ROUTERS[router]
+    check_experts(subject, config, 1)
+    check_experts(subject, config, 300)
+    check_experts_alone(subject, config, 300, (1, 7, 100))
+
+
+def test_quantised_experts_are_those_one_by_one(native: NativeKernels) -> None:
+    """Many rows, and a few in the way that is fastest for them, in any number of experts at a time."""
+    if native.quantised is None:
+        pytest.skip("this processor has no products of bfloat16")
+    config = ExpertsConfig(1, 6, 64, num_active=2)
+    generator = torch.Generator().manual_seed(0)
+    weights: list[list[QuantisedWeight]] = [[], []]
+    for index, (form, shape) in enumerate(((Q4_1, (128, 96)), (Q8_0, (96, 64)))):
+        for _ in range(config.num_experts):
+            weight = native.quantised.zeros(form, *shape)
+            values = torch.randn(shape, generator=generator)
+            native.quantised.place(weight, torch.arange(shape[0]), quantise(values, form))
+            weights[index].append(weight)
+    experts = native.quantised_experts(config, *weights)
+    for num_rows, is_canonical in ((1, False), (3, False), (3, True), (1100, True)):
+        x = torch.randn(num_rows, 96, generator=generator).bfloat16()
+        scores = torch.randn(num_rows, config.num_experts, generator=generator).bfloat16()
+        shares, chosen = route(scores.float(), config, None)
+        total = torch.zeros(num_rows, 96)
+        for expert, (gate_up, down) in enumerate(zip(*weights, strict=True)):
+            rows, slots = (chosen == expert).nonzero(as_tuple=True)
+            inner = native.silu_and_mul(native.linear(x[rows], gate_up, is_canonical=is_canonical))
+            own = native.linear(inner, down, is_canonical=is_canonical)
+            total.index_add_(0, rows, own * shares[rows, slots, None])
+        assert torch.equal(experts.run(x, scores, None, is_canonical=is_canonical), total.bfloat16())
 
 
 def test_head_sizes_without_code_are_computed_by_torch(native: NativeKernels) -> None:

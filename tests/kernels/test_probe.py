@@ -11,8 +11,10 @@ from torch import Tensor
 
 from penstock.cache.tensors import KV
 from penstock.kernels import probe as probing
+from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.probe import (
+    GROUPED,
     ON_CPU,
     ON_GPU,
     ProbeResult,
@@ -152,11 +154,12 @@ def test_experts_have_a_slab_of_their_own() -> None:
 class Grouped(TorchKernels):
     """Experts that are run as one, with other bits below some number of rows."""
 
-    stacks_experts = True
-
     def __init__(self, below: int) -> None:
         super().__init__()
         self.below = below
+
+    def stacks_experts(self, dtype: torch.dtype, activation: ElementWise | None = None) -> bool:
+        return True
 
     def stacked_experts(self, *given: Any) -> GroupedExperts:
         return GroupedRows(self.below)
@@ -170,12 +173,13 @@ class GroupedRows:
     def one(self) -> tuple[Weight, Weight]:
         raise NotImplementedError
 
-    def run(self, x: Tensor, scores: Tensor, shared: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, scores: Tensor, shared: Tensor | None, *, is_canonical: bool = True) -> Tensor:
         return x if len(x) >= self.below else x * (1 + 2 * torch.finfo(x.dtype).eps)
 
 
 def test_experts_as_one_have_a_law_of_their_own() -> None:
-    shapes = replace(SHAPES, expert_products=(ProductShape(128, 96), ProductShape(96, 64)), num_experts=4)
+    products = (ProductShape(128, 96, form=GROUPED), ProductShape(96, 64, form=GROUPED))
+    shapes = replace(SHAPES, expert_products=products, num_experts=4)
     assert measure(Grouped(1), shapes, torch.float32, CPU).same_bits
     result = measure(Grouped(3), shapes, torch.float32, CPU)
     assert (result.experts_hold, result.same_bits) == (False, False)

@@ -17,6 +17,7 @@ from penstock.frontends import options, plan_stages
 from penstock.frontends.exits import reported
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.plan import format_bytes
+from penstock.plan.grids import EXPERT_PLACES
 from penstock.plan.memory import WeightBits, weight_bytes
 from penstock.plan.model import ModelConfig
 from penstock.plan.pipeline import Link
@@ -298,7 +299,8 @@ def expected_workspace(device: "torch.device") -> Workspace:
     num_threads = resolve_threads().within(torch.get_num_threads())
     kind = _expected_kernels(device)
     if kind != "cuda":
-        return Workspace(kind, num_threads=num_threads)
+        places = 0 if kind != "native" or has_fast_bfloat16(processor_flags()) else EXPERT_PLACES
+        return Workspace(kind, num_threads=num_threads, expert_places=places)
     kernels = select_kernels(device)
     return Workspace(
         kind,

@@ -28,7 +28,7 @@ from penstock.cache.tensors import KV, RecurrentCache, RecurrentSpec
 from penstock.files import read_plain, replace_json
 from penstock.home import cache_home
 from penstock.kernels.device import device_kind
-from penstock.kernels.elementwise import ACTIVATIONS
+from penstock.kernels.elementwise import ACTIVATIONS, ElementWise
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import ALL_FORMS, Weight
 from penstock.kernels.spans import (
@@ -53,6 +53,8 @@ ROWS_TOGETHER = 2048
 
 # Forms of weights that are not packed, whose products are others than the kernels': in the model's dtype, or float32.
 PLAIN, PLAIN_FLOAT32 = "plain", "plain float32"
+# That of the weights of experts which kernels have as one.
+GROUPED = "grouped"
 
 
 @dataclass(frozen=True)
@@ -258,16 +260,22 @@ def _place_is_free(kernels: Kernels, shape: ProductShape, slab: int, random: Ran
     return True
 
 
+def _of_gates(shapes: ProbeShapes) -> ElementWise | None:
+    """None: silu."""
+    function = ACTIVATIONS[shapes.activation]
+    return None if function is ACTIVATIONS["silu"] else function
+
+
 def experts_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
     """Experts that are run as one give a row the same bits whatever other rows there are. Few of them have few rows
     and many, as many have in a model's passes."""
-    function, hidden = ACTIVATIONS[shapes.activation], shapes.hidden_size
-    for width in {shape.num_in for shape in shapes.expert_products if shape.num_out == hidden}:
+    hidden = shapes.hidden_size
+    grouped = {shape for shape in shapes.expert_products if shape.form == GROUPED}
+    for width in {shape.num_in for shape in grouped if shape.num_out == hidden}:
         config = ExpertsConfig(1, _NUM_EXPERTS, width, num_active=2)
         gate_up = random.cancelling(_NUM_EXPERTS * 2 * width, hidden, 1).view(_NUM_EXPERTS, -1, hidden)
         down = random.cancelling(_NUM_EXPERTS * hidden, width, 1).view(_NUM_EXPERTS, -1, width)
-        is_silu = function is ACTIVATIONS["silu"]
-        experts = kernels.stacked_experts(config, gate_up, down, None if is_silu else function)
+        experts = kernels.stacked_experts(config, gate_up, down, _of_gates(shapes))
         x = random.cancelling(_EXPERT_ROWS[-1], hidden, -1)
         scores = random.normal(len(x), _NUM_EXPERTS)
         whole = experts.run(x, scores, None)
@@ -472,22 +480,20 @@ def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: tor
 def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
     """Measure the laws now."""
     random, tried = Random(dtype, device), tried_on(device)
-    grouped = shapes if kernels.stacks_experts else None
-    if grouped is not None:
-        shapes = replace(shapes, expert_products=())
+    is_grouped = any(shape.form == GROUPED for shape in shapes.expert_products)
+    rest = tuple(shape for shape in shapes.expert_products if shape.form != GROUPED)
     others = [
-        other_counts(kernels, shape, shapes.mlp_widths, tried, random)
-        for shape in (*shapes.products, *shapes.expert_products)
+        other_counts(kernels, shape, shapes.mlp_widths, tried, random) for shape in (*shapes.products, *rest)
     ]
     row_floor = least_floor(tried, set().union(*others))
     avoided = sorted(count for count in set().union(*others) if row_floor is not None and count > row_floor)
     row_slab = expert_slab = 0
     if row_floor is None:
         products = shapes.products
-        if shapes.expert_products and slab_holds(kernels, shapes.expert_products, EXPERT_SLAB, random):
+        if rest and slab_holds(kernels, rest, EXPERT_SLAB, random):
             expert_slab = EXPERT_SLAB
         else:
-            products += shapes.expert_products
+            products += rest
         slabs = [slab for slab in tried.slabs if slab_holds(kernels, products, slab, random)]
         row_floor, row_slab = (slabs[0], slabs[0]) if slabs else (None, 0)
     return ProbeResult(
@@ -497,7 +503,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         passes_hold=passes_hold(kernels, shapes, random),
         head_holds=slab_holds(kernels, (shapes.head,) if shapes.head else (), kernels.head_rows, random),
         recurrence_holds=shapes.recurrent is None or recurrence_holds(kernels, shapes.recurrent, random),
-        experts_hold=grouped is None or experts_hold(kernels, grouped, random),
+        experts_hold=not is_grouped or experts_hold(kernels, shapes, random),
         expert_slab=expert_slab,
         avoided_rows=() if row_slab else tuple(avoided),
     )

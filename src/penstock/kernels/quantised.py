@@ -38,6 +38,8 @@ Q8_0 = BlockForm("Q8_0", 2, 32, 34, 8.5, 8.5)  # scale, 32 quants
 Q4_K = BlockForm("Q4_K", 3, 256, 144, 6.0, 4.625)
 Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0, 5.625)
 Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0, 6.5625)
+# Not of a file, and the native library's alone: weights of bfloat16 in its panels.
+BFLOAT16 = BlockForm("BF16", 6, 1, 2, 16.0, 16.0)
 BLOCK_FORMS = {form.name: form for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K)}
 # 8-bit floats, which a GPU alone keeps: a scale of float32 and 32 of them. A row has one scale, or each 128 inputs.
 F8_ROW = BlockForm("F8_ROW", 6, 32, 36, 16.0, 8.0)

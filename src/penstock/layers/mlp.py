@@ -1,6 +1,5 @@
 """Feed-forward blocks: one for all tokens, and a mixture of such experts."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.kernels.elementwise import ElementWise
-from penstock.kernels.experts import GroupedExperts
+from penstock.kernels.experts import GroupedExperts, route
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
 from penstock.plan.model import ExpertsConfig
@@ -82,7 +81,8 @@ class ExpertMLP:
         if isinstance(self.experts, tuple):
             return self._run_each(self.experts, x, step, num_rows)
         scores = self.router(x, step)
-        return self.experts.run(x, scores, self.shared(x, step) if self.shared else None)
+        shared = self.shared(x, step) if self.shared else None
+        return self.experts.run(x, scores, shared, is_canonical=step.batch.is_canonical)
 
     def _run_each(
         self, experts: tuple[MLP, ...], x: Tensor, step: ForwardPass, num_rows: int | None
@@ -124,34 +124,6 @@ def mix_experts(
         total.index_add_(0, tokens[group], out * weights[group, None])
         start += count
     return total
-
-
-def route(
-    scores: Tensor,
-    config: ExpertsConfig,
-    choice_bias: Tensor | None,
-    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
-) -> tuple[Tensor, Tensor]:
-    """Weights and numbers [rows, active] of the experts that each row goes to, from scores [rows, experts]."""
-    chances = torch.softmax(scores, dim=-1) if config.scores == "softmax" else sigmoid(scores)
-    choice = chances if choice_bias is None else chances + choice_bias
-    if config.num_groups > 1:
-        choice = _of_best_groups(choice, config)
-    weights, chosen = torch.topk(choice, config.num_active, dim=-1)
-    if choice is not chances:
-        weights = chances.gather(1, chosen)
-    if config.normalised:
-        weights /= weights.sum(dim=-1, keepdim=True)
-    return weights if config.scale == 1.0 else weights * config.scale, chosen
-
-
-def _of_best_groups(choice: Tensor, config: ExpertsConfig) -> Tensor:
-    """Those of the groups whose best two experts are best together; the others are out of reach."""
-    groups = choice.view(len(choice), config.num_groups, -1)
-    best = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(dim=-1)  # [rows, groups]
-    chosen = best.topk(config.num_active_groups, dim=-1).indices
-    is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
-    return groups.masked_fill(~is_chosen[..., None], -math.inf).flatten(1)
 
 
 def _run_expert(expert: Callable[[Tensor, ForwardPass], Tensor], x: Tensor, step: ForwardPass) -> Tensor:

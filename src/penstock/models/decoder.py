@@ -13,8 +13,8 @@ from penstock.cache.tensors import CacheSpec, CacheTensors, KVSpec, RecurrentSpe
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels
 from penstock.kernels.native.quantised import NativeLayers
-from penstock.kernels.probe import ProbeShapes, ProductShape
-from penstock.kernels.quantised import DenseLayer, DenseProduct, QuantisedWeight, Weight
+from penstock.kernels.probe import GROUPED, ProbeShapes, ProductShape
+from penstock.kernels.quantised import BLOCK_FORMS, DenseLayer, DenseProduct, QuantisedWeight, Weight
 from penstock.kernels.threads import StepThreads, num_threads
 from penstock.layers.attention import Attention
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
@@ -174,8 +174,8 @@ class Decoder:
             num_experts=config.experts.num_experts if config.experts else 0,
             activation=config.activation,
             layer_norm=config.layer_norm,
-            expert_products=_shapes(
-                product for layer in self.layers for product in layer.mlp.expert_products()
+            expert_products=tuple(
+                sorted({shape for layer in self.layers for shape in _expert_shapes(layer.mlp)}, key=astuple)
             ),
         )
 
@@ -421,6 +421,7 @@ def workspace_of(model: Decoder) -> Workspace:
         feed_rows=kernels.feed_rows,
         library_bytes=device_kind(model.device).library_bytes,
         unpacked_bytes=max(map(kernels.unpacked_bytes, model.weights()), default=0),
+        expert_places=kernels.expert_places if _groups_experts(model) else 0,
         **asdict(kernels.law),
     )
     return workspace_for(model.config, workspace)
@@ -434,6 +435,10 @@ def activation_model(model: Decoder, *, joins_past: bool = False) -> ActivationM
 
 
 # Parts
+
+
+def _groups_experts(model: Decoder) -> bool:
+    return any(isinstance(layer.mlp, ExpertMLP) and not layer.mlp.waits_for_host for layer in model.layers)
 
 
 def _dense_product(product: Linear) -> DenseProduct | None:
@@ -450,6 +455,13 @@ def _shapes(products: Iterable[Linear]) -> tuple[ProductShape, ...]:
         for part, bias in zip(product.parts, product.biases, strict=True)
     }
     return tuple(sorted(shapes, key=astuple))
+
+
+def _expert_shapes(block: MLP | ExpertMLP) -> tuple[ProductShape, ...]:
+    shapes = _shapes(block.expert_products())
+    if block.waits_for_host:
+        return shapes
+    return tuple(shape if shape.form in BLOCK_FORMS else replace(shape, form=GROUPED) for shape in shapes)
 
 
 def _shape(weight: Weight, bias: Tensor | None = None) -> ProductShape:

@@ -362,14 +362,30 @@ class _Loader:
     ) -> tuple[MLP, ...] | GroupedExperts:
         config, function = self._config.experts, self._activation()
         assert config is not None
-        if self._kernels.stacks_experts:
+        if self._stacks_experts(weights, function):
             stack = self._gate_up_stack(weights), self._down_stack(weights)
             return self._kernels.stacked_experts(config, *stack, function, choice_bias)
         if weights.stacked is None:
-            return tuple(map(self._mlp, weights.experts))
-        gate_ups = [Linear((self._pack(each),)) for each in self._gate_up_stack(weights)]
-        downs = [Linear((self._pack(each),)) for each in self._down_stack(weights)]
-        return tuple(MLP(*pair, function) for pair in zip(gate_ups, downs, strict=True))
+            experts = tuple(map(self._mlp, weights.experts))
+        else:
+            gate_ups = [Linear((self._pack(each),)) for each in self._gate_up_stack(weights)]
+            downs = [Linear((self._pack(each),)) for each in self._down_stack(weights)]
+            experts = tuple(MLP(*pair, function) for pair in zip(gate_ups, downs, strict=True))
+        quantised = [_quantised_parts(expert) for expert in experts if expert.activation is None]
+        gate_up, down = ([pair[at] for pair in quantised if pair is not None] for at in range(2))
+        if len(down) < len(experts) or not self._kernels.keeps_expert_blocks:
+            return experts
+        return self._kernels.quantised_experts(config, gate_up, down, choice_bias)
+
+    def _stacks_experts(self, weights: ExpertsWeights, function: ElementWise | None) -> bool:
+        """Not where they are blocks, or become some, and may stay so."""
+        if not self._kernels.stacks_experts(self._dtype, function):
+            return False
+        if self._products is None or not self._kernels.keeps_expert_blocks:
+            return True
+        names = (part.name for expert in weights.experts for part in expert.down.rows("weight"))
+        has_blocks = self._keeps_blocks and any(map(self._source.block_form, names))
+        return self._form is None and not has_blocks
 
     def _gate_up_stack(self, weights: ExpertsWeights) -> Tensor:
         """[experts, 2 * width, hidden], of whole vectors, with zeros to fill them."""
@@ -494,6 +510,14 @@ class _Loader:
                 self._source.load_into(part.name, values)
                 out[part.outputs()] = values
         return out
+
+
+def _quantised_parts(block: MLP) -> tuple[QuantisedWeight, QuantisedWeight] | None:
+    """Both weights, where each is of one form."""
+    match block.gate_up.parts, block.down.parts:
+        case (QuantisedWeight() as gate_up,), (QuantisedWeight() as down,):
+            return gate_up, down
+    return None
 
 
 def _softplus(x: float) -> float:

@@ -445,6 +445,8 @@ def _feed_forward(sizes: PassSizes) -> Iterator[StepMemory]:
         yield replace(begun, mlp_bytes=_feeding(sizes, sizes.shape.intermediate_size, sizes.rows))
     if experts and is_on_device:
         yield replace(begun, mlp_bytes=_grouped_experts(sizes, experts, sizes.rows))
+    elif experts and sizes.workspace.expert_places and sizes.dtype_bytes < FLOAT32:
+        yield replace(begun, mlp_bytes=_native_experts(sizes, experts))
     elif experts:
         yield replace(begun, mlp_bytes=_experts(sizes, experts))
 
@@ -471,6 +473,20 @@ def _grouped_experts(sizes: PassSizes, experts: ExpertsShape, rows: int) -> int:
     width = rounded_up(experts.intermediate_size, LANES)
     feeding = sizes.bytes(hidden, num_places) + max(sizes.bytes(width, num_places), sizes.bytes(hidden, rows))
     return held + max(routing + feeding, _feeding(sizes, shared, rows) if shared else 0)
+
+
+def _native_experts(sizes: PassSizes, experts: ExpertsShape) -> int:
+    """On a processor, some at a time: rows' inputs, both products and what is between them. Sums are float32."""
+    hidden, shared, rows = sizes.shape.hidden_size, experts.shared_intermediate_size, sizes.rows
+    width, active = rounded_up(experts.intermediate_size, LANES), sizes.workspace.num_active_experts or 1
+    num_scores = experts.num_experts + (LANES if shared else 0)
+    # Scores in both types, chances; weights and choices
+    scores = sizes.bytes(num_scores) + FLOAT32 * rows * num_scores
+    routing = scores + FLOAT32 * rows * 2 * experts.num_experts + rows * active * (2 * FLOAT32 + INT64)
+    places = min(max(sizes.workspace.expert_places, rows), rows * active)
+    running = sizes.bytes(2 * hidden + 3 * width, places) + FLOAT32 * rows * hidden + sizes.bytes(hidden)
+    fed = sizes.bytes(hidden) if shared else 0
+    return max(routing + fed + running, scores + (_feeding(sizes, shared, rows) if shared else 0))
 
 
 def _experts(sizes: PassSizes, experts: ExpertsShape) -> int:

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 # Tokens of a block of the cache: what is found, shared, stored and given out as one.
 BLOCK_TOKENS = 64
+# Rows of experts, each counted once for each of its experts, that a processor has at a time, unless there are more in
+# a pass.
+EXPERT_PLACES = 2048
 # Recurrent state passes through a prompt in blocks of so many tokens: chunks cut between blocks change no bits.
 STATE_GRID = 64
 # A chunk that shares its step with others is a multiple of so many tokens, but for a prompt's end: smaller ones would

@@ -71,7 +71,7 @@ class CudaExperts:
     def one(self) -> tuple[Tensor, Tensor]:
         return self.gate_up[0], self.down[0]
 
-    def run(self, x: Tensor, scores: Tensor, shared: Tensor | None) -> Tensor:
+    def run(self, x: Tensor, scores: Tensor, shared: Tensor | None, *, is_canonical: bool = True) -> Tensor:
         tiles = self.tiles_for(x)
         grouping = self.group(scores, tiles.inner.rows)
         out = self.feed(x, grouping, tiles)

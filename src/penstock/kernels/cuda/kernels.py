@@ -84,7 +84,6 @@ class CudaKernels(TorchKernels):
     feed_rows = FEED_ROWS
     activation_stride = 2
     can_capture = True
-    stacks_experts = True
     stacked_experts = CudaExperts
     quantised: GpuProducts
 
@@ -109,6 +108,9 @@ class CudaKernels(TorchKernels):
 
     def pack(self, weight: Tensor) -> Tensor:
         return weight
+
+    def stacks_experts(self, dtype: torch.dtype, activation: ElementWise | None = None) -> bool:
+        return True
 
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True

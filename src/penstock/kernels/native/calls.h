@@ -65,6 +65,23 @@ struct Weight {
     int32_t form;
 };
 
+// The form of panels in bfloat16: for each pair of inputs, the pairs of 32 outputs.
+constexpr int32_t BFLOAT16 = 6;
+
+// Rows of bfloat16, and where their products go.
+struct Rows {
+    const uint16_t* x;
+    uint16_t* out;
+    const uint16_t* bias;  // or none
+    int64_t num_rows;
+    int64_t x_stride;
+    int64_t out_stride;
+};
+
+// Rows by a weight, `count` times with rows and a weight of their own. What is not canonical may be computed in the way
+// that is fastest for a few rows.
+void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_canonical, int num_threads);
+
 }  // namespace penstock
 
 extern "C" {

@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 
 from penstock.cache.tensors import KV
+from penstock.kernels.elementwise import ElementWise
+from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.native.build import native_library
+from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.quantised import NativeLayers, NativeProducts
 from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, WrittenPlaces
 from penstock.kernels.threads import native_threads
-from penstock.plan.grids import TILE
+from penstock.machine import has_fast_bfloat16, processor_flags
+from penstock.plan.grids import EXPERT_PLACES, TILE
+from penstock.plan.model import ExpertsConfig
 from penstock.plan.step import KernelKind
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -76,6 +81,8 @@ class NativeKernels(TorchKernels):
 
     name = "native"
     quantised: NativeProducts | None
+    expert_places = EXPERT_PLACES
+    keeps_expert_blocks = True
 
     def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         super().__init__(tile_size, row_slab)
@@ -124,6 +131,33 @@ class NativeKernels(TorchKernels):
         if self.quantised is None or not self.can_attend(torch.bfloat16, layers[0].heads.head_dim):
             return None
         return NativeLayers(native_library(), layers)
+
+    def stacks_experts(self, dtype: torch.dtype, activation: ElementWise | None = None) -> bool:
+        if self.quantised is None or dtype != torch.bfloat16 or activation is not None:
+            return False
+        return not has_fast_bfloat16(processor_flags())  # then torch's are several times faster
+
+    def stacked_experts(
+        self,
+        config: ExpertsConfig,
+        gate_up: Tensor,
+        down: Tensor,
+        activation: ElementWise | None = None,
+        choice_bias: Tensor | None = None,
+    ) -> GroupedExperts:
+        assert self.quantised is not None
+        assert activation is None
+        weights = self.quantised.packed(gate_up), self.quantised.packed(down)
+        return self.quantised_experts(config, *weights, choice_bias)
+
+    def quantised_experts(
+        self,
+        config: ExpertsConfig,
+        gate_up: Sequence[QuantisedWeight],
+        down: Sequence[QuantisedWeight],
+        choice_bias: Tensor | None = None,
+    ) -> GroupedExperts:
+        return NativeExperts(native_library(), config, tuple(gate_up), tuple(down), choice_bias)
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         if self.quantised is None or not isinstance(embedding, QuantisedWeight):

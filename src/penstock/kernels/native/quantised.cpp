@@ -222,24 +222,16 @@ void unpack_row(const Weight& weight, int64_t out, float* to) {
 
 #ifdef __AVX512BF16__
 
-// A pass's rows of bfloat16, and where its products go.
-struct Rows {
-    const uint16_t* x;
-    uint16_t* out;
-    const uint16_t* bias;  // or none
-    int64_t num_rows;
-    int64_t x_stride;
-    int64_t out_stride;
+inline const uint32_t* pairs_of(const Rows& rows, int64_t row) {
+    return reinterpret_cast<const uint32_t*>(rows.x + row * rows.x_stride);
+}
 
-    const uint32_t* pairs(int64_t row) const { return reinterpret_cast<const uint32_t*>(x + row * x_stride); }
-
-    void store(int64_t row, int64_t first_out, int64_t num_out, __m512 sum) const {
-        if (first_out >= num_out) return;
-        const __mmask16 lanes = first_lanes(num_out - first_out);
-        if (bias) sum = _mm512_add_ps(sum, Bfloat16::load(bias + first_out, lanes));
-        Bfloat16::store(out + row * out_stride + first_out, lanes, sum);
-    }
-};
+inline void store(const Rows& rows, int64_t row, int64_t first_out, int64_t num_out, __m512 sum) {
+    if (first_out >= num_out) return;
+    const __mmask16 lanes = first_lanes(num_out - first_out);
+    if (rows.bias) sum = _mm512_add_ps(sum, Bfloat16::load(rows.bias + first_out, lanes));
+    Bfloat16::store(rows.out + row * rows.out_stride + first_out, lanes, sum);
+}
 
 inline __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
 
@@ -328,37 +320,41 @@ void sum_groups(const uint16_t* x, int64_t num_in, float* sums) {
     }
 }
 
+// The sums of all rows' groups, where a form has minimums.
 template <class F>
-void few_rows(const Weight& weight, const Rows& rows, int num_threads) {
-    const int64_t num_blocks = blocks_of(weight), num_panels = panels_of(weight);
-    const int64_t row_sums = F::HAS_MINIMUM ? num_blocks * F::GROUPS : 0;
+std::vector<float> all_group_sums(const Weight& weight, const Rows& rows) {
+    const int64_t row_sums = F::HAS_MINIMUM ? blocks_of(weight) * F::GROUPS : 0;
     std::vector<float> sums(rows.num_rows * row_sums);
     if (F::HAS_MINIMUM)
         for (int64_t row = 0; row < rows.num_rows; ++row)
             sum_groups<F>(rows.x + row * rows.x_stride, weight.num_in, sums.data() + row * row_sums);
-    for_pieces(num_panels, num_threads, [&](int64_t panel) {
-        const Tables tables = Tables::of<F>();
-        const uint8_t* blocks = weight.panels + panel * num_blocks * F::BLOCK_BYTES;
-        for (int64_t first = 0; first < rows.num_rows; first += MOST_FEW) {
-            const int count = std::min<int64_t>(MOST_FEW, rows.num_rows - first);
-            const uint32_t* x[MOST_FEW];
-            const float* own_sums[MOST_FEW];
-            for (int r = 0; r < count; ++r) {
-                x[r] = rows.pairs(first + r);
-                own_sums[r] = sums.data() + (first + r) * row_sums;
-            }
-            __m512 out[MOST_FEW][VECTORS];
-            switch (count) {
-                case 1: multiply_few<F, 1>(blocks, num_blocks, x, own_sums, tables, out); break;
-                case 2: multiply_few<F, 2>(blocks, num_blocks, x, own_sums, tables, out); break;
-                case 3: multiply_few<F, 3>(blocks, num_blocks, x, own_sums, tables, out); break;
-                case 4: multiply_few<F, 4>(blocks, num_blocks, x, own_sums, tables, out); break;
-            }
-            for (int r = 0; r < count; ++r)
-                for (int v = 0; v < VECTORS; ++v)
-                    rows.store(first + r, panel * PANEL + v * LANES, weight.num_out, out[r][v]);
+    return sums;
+}
+
+template <class F>
+void few_rows(const Weight& weight, const Rows& rows, const std::vector<float>& sums, int64_t panel) {
+    const int64_t num_blocks = blocks_of(weight), row_sums = F::HAS_MINIMUM ? num_blocks * F::GROUPS : 0;
+    const Tables tables = Tables::of<F>();
+    const uint8_t* blocks = weight.panels + panel * num_blocks * F::BLOCK_BYTES;
+    for (int64_t first = 0; first < rows.num_rows; first += MOST_FEW) {
+        const int count = std::min<int64_t>(MOST_FEW, rows.num_rows - first);
+        const uint32_t* x[MOST_FEW];
+        const float* own_sums[MOST_FEW];
+        for (int r = 0; r < count; ++r) {
+            x[r] = pairs_of(rows, first + r);
+            own_sums[r] = sums.data() + (first + r) * row_sums;
         }
-    });
+        __m512 out[MOST_FEW][VECTORS];
+        switch (count) {
+            case 1: multiply_few<F, 1>(blocks, num_blocks, x, own_sums, tables, out); break;
+            case 2: multiply_few<F, 2>(blocks, num_blocks, x, own_sums, tables, out); break;
+            case 3: multiply_few<F, 3>(blocks, num_blocks, x, own_sums, tables, out); break;
+            case 4: multiply_few<F, 4>(blocks, num_blocks, x, own_sums, tables, out); break;
+        }
+        for (int r = 0; r < count; ++r)
+            for (int v = 0; v < VECTORS; ++v)
+                store(rows, first + r, panel * PANEL + v * LANES, weight.num_out, out[r][v]);
+    }
 }
 
 // Many rows
@@ -419,7 +415,7 @@ void multiply_many(const uint32_t (*panels)[PANEL], int64_t num_pairs, const Row
     __m512 sums[R][P * VECTORS];
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < P * VECTORS; ++v) sums[r][v] = _mm512_setzero_ps();
-    const uint32_t* x = rows.pairs(first);
+    const uint32_t* x = pairs_of(rows, first);
     const int64_t stride = rows.x_stride / 2;
     for (int64_t k = 0; k < num_pairs; ++k) {
         __m512i values[P * VECTORS];
@@ -433,7 +429,7 @@ void multiply_many(const uint32_t (*panels)[PANEL], int64_t num_pairs, const Row
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < P * VECTORS; ++v) rows.store(first + r, first_out + v * LANES, num_out, sums[r][v]);
+        for (int v = 0; v < P * VECTORS; ++v) store(rows, first + r, first_out + v * LANES, num_out, sums[r][v]);
 }
 
 using MultiplyMany = void (*)(const uint32_t (*)[PANEL], int64_t, const Rows&, int64_t, int64_t, int64_t);
@@ -470,28 +466,73 @@ inline int64_t panels_together(int64_t num_panels, int num_threads) {
     return best;
 }
 
-template <class F>
-void many_rows(const Weight& weight, const Rows& rows, int num_threads) {
-    const int64_t num_blocks = blocks_of(weight), num_panels = panels_of(weight), num_pairs = weight.num_in / 2;
-    const int64_t together = panels_together(num_panels, std::abs(num_threads));
-    for_pieces((num_panels + together - 1) / together, num_threads, [&](int64_t piece) {
-        static thread_local std::vector<uint32_t> made;
-        made.resize(together * num_pairs * PANEL + LANES);
-        const uintptr_t aligned = (reinterpret_cast<uintptr_t>(made.data()) + 63) / 64 * 64;
-        auto* panels = reinterpret_cast<uint32_t (*)[PANEL]>(aligned);
-        const int64_t panel = piece * together, count = std::min(together, num_panels - panel);
+// `count` panels from `panel` on in bfloat16; made for the thread that asks, unless they are so in memory.
+const uint32_t (*bfloat16_panels(const Weight& weight, int64_t panel, int64_t count))[PANEL] {
+    const int64_t num_blocks = blocks_of(weight), num_pairs = weight.num_in / 2;
+    if (weight.form == BFLOAT16)
+        return reinterpret_cast<const uint32_t (*)[PANEL]>(weight.panels) + panel * num_pairs;
+    static thread_local std::vector<uint32_t> made;
+    made.resize(count * num_pairs * PANEL + LANES);
+    const uintptr_t aligned = (reinterpret_cast<uintptr_t>(made.data()) + 63) / 64 * 64;
+    auto* panels = reinterpret_cast<uint32_t (*)[PANEL]>(aligned);
+    with_form(weight.form, [&](auto form) {
+        using F = decltype(form);
         to_bfloat16<F>(weight.panels + panel * num_blocks * F::BLOCK_BYTES, count * num_blocks, panels);
-        switch (count) {
-            case 1: multiply_rows<1>(panels, num_pairs, rows, panel * PANEL, weight.num_out); break;
-            case 2: multiply_rows<2>(panels, num_pairs, rows, panel * PANEL, weight.num_out); break;
-            default: multiply_rows<3>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
-        }
     });
+    return panels;
+}
+
+void many_rows(const Weight& weight, const Rows& rows, int64_t panel, int64_t count) {
+    const int64_t num_pairs = weight.num_in / 2;
+    const auto* panels = bfloat16_panels(weight, panel, count);
+    switch (count) {
+        case 1: return multiply_rows<1>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
+        case 2: return multiply_rows<2>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
+        default: return multiply_rows<3>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
+    }
+}
+
+bool is_few(const Weight& weight, int64_t num_rows) {
+    bool found = false;
+    with_form(weight.form, [&](auto form) { found = num_rows <= decltype(form)::MOST_ROWS; });
+    return found;
 }
 
 #endif
 
 }  // namespace
+
+void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_canonical, int num_threads) {
+#ifdef __AVX512BF16__
+    struct Piece {
+        int64_t index, panel, count;
+        bool is_few;
+    };
+    int64_t num_panels = 0;
+    for (int64_t index = 0; index < count; ++index) num_panels += panels_of(weights[index]);
+    const int64_t together = panels_together(num_panels, std::abs(num_threads));
+    std::vector<Piece> pieces;
+    std::vector<std::vector<float>> sums(count);
+    for (int64_t index = 0; index < count; ++index) {
+        const Weight& weight = weights[index];
+        const bool few = !is_canonical && is_few(weight, rows[index].num_rows);
+        if (few)
+            with_form(weight.form,
+                      [&](auto form) { sums[index] = all_group_sums<decltype(form)>(weight, rows[index]); });
+        const int64_t step = few ? 1 : together, own_panels = panels_of(weight);
+        for (int64_t panel = 0; panel < own_panels; panel += step)
+            pieces.push_back({index, panel, std::min(step, own_panels - panel), few});
+    }
+    for_pieces(pieces.size(), num_threads, [&](int64_t at) {
+        const auto& [index, panel, num, few] = pieces[at];
+        const Weight& weight = weights[index];
+        if (!few) return many_rows(weight, rows[index], panel, num);
+        with_form(weight.form,
+                  [&](auto form) { few_rows<decltype(form)>(weight, rows[index], sums[index], panel); });
+    });
+#endif
+}
+
 }  // namespace penstock
 
 using namespace penstock;
@@ -540,12 +581,8 @@ extern "C" int penstock_quantised_linear(const Weight* weight, const uint16_t* x
                                          int num_threads) {
 #ifdef __AVX512BF16__
     const Rows rows{x, out, bias, num_rows, x_stride, out_stride};
-    return num_rows == 0 || with_form(weight->form, [&](auto form) {
-        if (is_canonical || num_rows > decltype(form)::MOST_ROWS)
-            many_rows<decltype(form)>(*weight, rows, num_threads);
-        else
-            few_rows<decltype(form)>(*weight, rows, num_threads);
-    });
+    if (num_rows) multiply(weight, &rows, 1, is_canonical, num_threads);
+    return 1;
 #else
     return 0;
 #endif

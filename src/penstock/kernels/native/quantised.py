@@ -11,6 +11,7 @@ from torch import Tensor
 
 from penstock.cache.tensors import KV
 from penstock.kernels.quantised import (
+    BFLOAT16,
     BLOCK_FORMS,
     GROUP,
     BlockForm,
@@ -24,7 +25,10 @@ from penstock.kernels.threads import native_threads
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
 
-class _Weight(ctypes.Structure):
+PANEL = 32  # outputs that lie together
+
+
+class WeightStruct(ctypes.Structure):
     _fields_ = (
         ("panels", _pointer),
         ("num_out", _long),
@@ -46,7 +50,7 @@ class NativeProducts:
         self._linear = library.penstock_quantised_linear
         self._linear.argtypes = [*[_pointer] * 4, *[_long] * 3, _int, _int]
         # Without rows, it does nothing but tell.
-        self.is_available = bool(self._linear(ctypes.byref(_Weight()), None, None, None, 0, 0, 0, 0, 1))
+        self.is_available = bool(self._linear(ctypes.byref(WeightStruct()), None, None, None, 0, 0, 0, 0, 1))
 
     def takes(self, form: BlockForm, device: torch.device) -> bool:
         """Whether there are kernels for such weights."""
@@ -58,8 +62,19 @@ class NativeProducts:
         """A weight [out, in] of zeros, to be filled by `place`; inputs in whole groups. There is but one device."""
         if num_in % GROUP:
             raise ValueError(f"{num_in} inputs are not a multiple of {GROUP}")
-        num_bytes = self._bytes(ctypes.byref(_Weight(None, num_out, num_in, form.number)))
+        num_bytes = self._bytes(ctypes.byref(WeightStruct(None, num_out, num_in, form.number)))
         return QuantisedWeight(form, (num_out, num_in), torch.zeros(num_bytes, dtype=torch.uint8))
+
+    def packed(self, weights: Tensor) -> list[QuantisedWeight]:
+        """Weights [count, out, in] of bfloat16 in panels, which products need not make so."""
+        _, num_out, num_in = weights.shape
+        missing = -num_out % PANEL
+        found = []
+        for weight in weights:
+            panels = torch.nn.functional.pad(weight, (0, 0, 0, missing)).view(-1, PANEL, num_in // 2, 2)
+            laid = panels.transpose(1, 2).contiguous().flatten().view(torch.uint8)
+            found.append(QuantisedWeight(BFLOAT16, (num_out, num_in), laid))
+        return found
 
     def place(self, weight: QuantisedWeight, outputs: Tensor, blocks: Tensor) -> None:
         """Rows of blocks [rows, bytes] become those `outputs` [rows]; inputs that they do not have stay zero."""
@@ -118,23 +133,23 @@ class NativeProducts:
         return out
 
 
-def _struct_of(weight: QuantisedWeight) -> _Weight:
+def struct_of(weight: QuantisedWeight) -> WeightStruct:
     """What the library is told of a weight; it does not keep the weight's memory."""
-    return _Weight(weight.panels.data_ptr(), *weight.shape, weight.form.number)
+    return WeightStruct(weight.panels.data_ptr(), *weight.shape, weight.form.number)
 
 
 def _address(weight: QuantisedWeight) -> int:
     if weight not in _STRUCTS:
-        _STRUCTS[weight] = _struct_of(weight)
+        _STRUCTS[weight] = struct_of(weight)
     return ctypes.addressof(_STRUCTS[weight])
 
 
 # Made once for a weight, and kept as long.
-_STRUCTS: WeakKeyDictionary[QuantisedWeight, _Weight] = WeakKeyDictionary()
+_STRUCTS: WeakKeyDictionary[QuantisedWeight, WeightStruct] = WeakKeyDictionary()
 
 
 class _Product(ctypes.Structure):
-    _fields_ = (("parts", ctypes.POINTER(_Weight)), ("num_parts", _long), ("bias", _pointer))
+    _fields_ = (("parts", ctypes.POINTER(WeightStruct)), ("num_parts", _long), ("bias", _pointer))
 
 
 class _Layer(ctypes.Structure):
@@ -236,7 +251,7 @@ def _layer_struct(layer: DenseLayer) -> _Layer:
 
 
 def _product_struct(product: DenseProduct) -> _Product:
-    parts = (_Weight * len(product.parts))(*map(_struct_of, product.parts))
+    parts = (WeightStruct * len(product.parts))(*map(struct_of, product.parts))
     return _Product(parts, len(parts), _pointer_to(product.bias))
 
 

@@ -53,8 +53,9 @@ class TorchKernels:
     )
     feed_rows = 0  # feed-forward blocks run on no more rows than this at a time; 0: on all
     activation_stride = 1  # rows of an activation are so many times as far apart as they are long
+    expert_places = 0  # rows of all experts that are run at a time, at least; 0: those of all rows
     can_capture = False  # whether passes can be kept as graphs of a device's own
-    stacks_experts = False  # whether `stacked_experts` runs a layer's experts as one
+    keeps_expert_blocks = False  # whether `quantised_experts` has those whose weights are blocks
     # What makes weights of blocks, where `linear` takes them.
     quantised: "NativeProducts | GpuProducts | None" = None
     attend_tile = staticmethod(attention.attend_tile)
@@ -119,6 +120,10 @@ class TorchKernels:
         for them."""
         return None
 
+    def stacks_experts(self, dtype: torch.dtype, activation: ElementWise | None = None) -> bool:
+        """Whether `stacked_experts` has a layer's experts as one."""
+        return False
+
     def stacked_experts(
         self,
         config: ExpertsConfig,
@@ -130,6 +135,16 @@ class TorchKernels:
         """Experts with weights gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]; without an
         activation, silu's."""
         raise TypeError("these kernels run experts one by one")
+
+    def quantised_experts(
+        self,
+        config: ExpertsConfig,
+        gate_up: Sequence[QuantisedWeight],
+        down: Sequence[QuantisedWeight],
+        choice_bias: Tensor | None = None,
+    ) -> GroupedExperts:
+        """Experts with quantised weights, and silu for an activation."""
+        raise TypeError("these kernels have no products with quantised weights")
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         """Rows [n, hidden] of an embedding [vocab, hidden], which is not packed unless it is quantised."""
