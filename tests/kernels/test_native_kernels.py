@@ -307,7 +307,7 @@ def test_quantised_experts_are_those_one_by_one(native: NativeKernels) -> None:
             values = torch.randn(shape, generator=generator)
             native.quantised.place(weight, torch.arange(shape[0]), quantise(values, form))
             weights[index].append(weight)
-    experts = native.quantised_experts(config, *weights)
+    experts = native.quantised_experts(config, weights[0], weights[1])
     for num_rows, is_canonical in ((1, False), (3, False), (3, True), (1100, True)):
         x = torch.randn(num_rows, 96, generator=generator).bfloat16()
         scores = torch.randn(num_rows, config.num_experts, generator=generator).bfloat16()
