@@ -28,6 +28,10 @@ SAMPLING: dict[str, tuple[Any, ...]] = {
     "presence_penalty": (0.0, 1.5, -1.0),
     "frequency_penalty": (0.0, 2.0),
     "logit_bias": ({}, {65: 30.0, 66: -100.0}),
+    "min_tokens": (0, 12),
+    "stop_token_ids": ((), (65, 80, 100)),
+    "allowed_token_ids": (None, tuple(range(60, 130))),
+    "bad_sequences": ((), ((66,), (70, 71), (65, 65))),
 }
 # Most of what the prompt says comes again in it: penalties that counted the prompt would show.
 PROMPT = random_prompt(40, 256, 3) * 5
@@ -109,13 +113,16 @@ def test_each_sampling_parameter(llm: LLM, service: Service, name: str, value: A
 @given(data=st.data())
 def test_whatever_is_asked_for(llm: LLM, service: Service, data: st.DataObject) -> None:
     chosen = {name: data.draw(st.sampled_from(values)) for name, values in SAMPLING.items()}
+    held = data.draw(st.sampled_from([None, None, JsonFormat(), JsonFormat(SCHEMA)]))
+    if held is not None:  # what they leave may not be JSON
+        chosen |= {"min_tokens": 0, "allowed_token_ids": None, "bad_sequences": ()}
     request = GenerationRequest(
         PROMPT[: data.draw(st.sampled_from([1, 63, 64, 65, 200]))],
         data.draw(st.integers(1, 20)),
         SamplingParams(**chosen),
         tuple(data.draw(st.sets(st.sampled_from(["e", "A", "zz", "AAA"]), max_size=2))),
         data.draw(st.sampled_from([None, 0, 3])),
-        data.draw(st.sampled_from([None, None, JsonFormat(), JsonFormat(SCHEMA)])),
+        held,
         data.draw(st.booleans()),
     )
     assert alone(llm, request) == served(service, request)

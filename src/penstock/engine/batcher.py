@@ -330,7 +330,10 @@ class Batcher:
 
     def add(self, job: Job) -> None:
         """Put a request into the queue, or raise QueueFullError or CacheFullError."""
-        self._scheduler.add(job.id, job.num_prompt, job.request.max_tokens, job.request.owner)
+        request = job.request
+        # A prompt without an answer is read to its end like others, and what follows it is left away.
+        num_answer = max(request.max_tokens, 1)
+        self._scheduler.add(job.id, job.num_prompt, num_answer, request.owner, request.priority)
         self._jobs[job.id] = job
 
     def admit(self) -> Collection[RequestId]:
@@ -508,7 +511,8 @@ class Batcher:
         state = job.cache.reserve(span.start, ends)
         tokens = job.tokens[span.start : span.end]
         cache = job.cache
-        return SpanInput(span, tokens, cache.kv_groups, is_chunk, planned.samples, state)
+        rows = job.rows if is_chunk else None
+        return SpanInput(span, tokens, cache.kv_groups, is_chunk, planned.samples, state, rows)
 
     def _commit(self, step: Step, outcome: StepOutcome) -> StepRecord:
         now = time.perf_counter()
@@ -531,6 +535,8 @@ class Batcher:
                 chunk = step.explain(planned, job.num_prompt, seconds)
                 if event := job.read(chunk, planned.resumes_at, now):
                     self._tell(job, event)
+                if job.rows is not None and (event := job.take_rows(outcome.rows[job.id], span.end)):
+                    self._tell(job, event)
             if planned.samples and (reason := self._take(job, outcome.choices[job.id], now)) is not None:
                 ended[job.id] = reason
         self._scheduler.commit(step.plan, ended, seconds)
@@ -552,9 +558,10 @@ class Batcher:
             event, reason = job.take(choice, now)
         except Exception as error:
             return error
-        for observer in self._observers:
-            self._observe(partial(observer.on_token, job.id, gap_s, is_first=is_first))
-        self._tell(job, event)
+        if event is not None:
+            for observer in self._observers:
+                self._observe(partial(observer.on_token, job.id, gap_s, is_first=is_first))
+            self._tell(job, event)
         return reason
 
     def _recover(self, plan: StepPlan, error: Exception) -> None:

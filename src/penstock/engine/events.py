@@ -4,8 +4,9 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
+from penstock.engine.prompt_rows import PooledRows, Pooling, PromptRows, PromptScores
 from penstock.engine.sampler import SamplingParams, StopMatcher, TokenLogprobs
 from penstock.errors import ContextLengthError, PenstockError, PromptError, SettingError
 from penstock.plan.checks import check_bool, check_int, check_type
@@ -134,6 +135,7 @@ class Generation:
     prefill: PrefillReport
     memory: MemoryReport
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None  # the first token has none
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
@@ -189,6 +191,18 @@ class GenerationRequest:
     cache_salt: str = field(default="", repr=False)  # only requests with the same one share what was read
     owner: str = field(default="", repr=False)  # owners of requests that wait take turns
     shown_special: frozenset[int] = frozenset()  # special tokens that are a part of the answer's text
+    includes_stop: bool = False  # the stop string, or the token that ends it, is the end of the answer's text
+    prompt_logprobs: int | None = (
+        None  # as `num_logprobs`, of the prompt's own tokens; it is then read, not reused
+    )
+    pooling: Pooling | None = None  # one vector of the prompt, in place of an answer
+    priority: int = 0  # of an owner's requests that wait, the lowest go first
+
+    def rows(self) -> PromptRows | None:
+        """What reads the prompt's own rows, where something is to be known of them."""
+        if self.prompt_logprobs is not None:
+            return PromptScores(self.token_ids, self.prompt_logprobs)
+        return None if self.pooling is None else PooledRows(self.pooling)
 
     def check(self, model: ModelConfig) -> None:
         """Refuse what a model cannot run, before any work."""
@@ -198,7 +212,7 @@ class GenerationRequest:
             raise PromptError("the prompt is empty: give at least one token, there is nothing to sample from")
         if set(map(type, prompt)) != {int}:  # True is no token id
             raise PromptError("the prompt has token ids that are no whole numbers")
-        check_int("max_tokens", max_tokens, 1)
+        check_int("max_tokens", max_tokens, 0)
         if len(prompt) + max_tokens > model.max_position:
             raise ContextLengthError(
                 f"the prompt has {len(prompt)} tokens and max_tokens is {max_tokens}, together "
@@ -215,6 +229,15 @@ class GenerationRequest:
         self.sampling.check_vocab(model.vocab_size)
         check_bool("ignore_eos", self.ignore_eos)
         check_type("json_format", self.json_format, AnswerFormat | None, "a JsonFormat or a Grammar")
+        for name in ("min_tokens", "allowed_token_ids", "bad_sequences"):
+            if self.json_format is not None and (value := getattr(self.sampling, name)):
+                raise SettingError(name, value, because="what holds the answer may leave no other token")
+        if self.prompt_logprobs is not None:
+            check_int("prompt_logprobs", self.prompt_logprobs, 0)
+        if self.pooling is not None and (
+            self.pooling not in get_args(Pooling) or max_tokens or self.prompt_logprobs is not None
+        ):
+            raise SettingError("pooling", self.pooling, "mean or last, without an answer or prompt_logprobs")
         check_type("cache_salt", self.cache_salt, str, "a text")
         StopMatcher(self.stop)
 
@@ -224,6 +247,13 @@ class PromptProgress:
     """A chunk of the prompt was read."""
 
     progress: Progress
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScored:
+    """The next of the prompt's tokens, and how likely they were; the first one was nothing."""
+
+    logprobs: tuple[TokenLogprobs | None, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +276,7 @@ class Finished:
     queue_s: float  # from its arrival to its first step
     prefill_s: float  # from its first step to its first token, the steps of others in between included
     decode_s: float  # from its first token to its last
+    vector: Sequence[float] | None = None  # of the prompt, where it was asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +286,6 @@ class Failed:
     error: PenstockError
 
 
-Event = PromptProgress | TokenGenerated | Finished | Failed
+Event = PromptProgress | PromptScored | TokenGenerated | Finished | Failed
 # Called on the engine's thread, in order; it must return at once. Finished or Failed is the last, and comes once.
 Listener = Callable[[Event], None]

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -15,9 +15,11 @@ from penstock.engine.events import (
     GenerationRequest,
     Listener,
     PromptProgress,
+    PromptScored,
     TokenGenerated,
     Usage,
 )
+from penstock.engine.prompt_rows import PooledRows, PromptScores
 from penstock.engine.reuse import Prefix
 from penstock.engine.sampler import Sampler, StopMatcher, token_logprobs
 from penstock.engine.sampling import Choice
@@ -57,11 +59,14 @@ class Job:
         self._num_losses = self._done_at_loss = 0
         self.chunks: list[ChunkRecord] = []  # of its prompt, as they were run; some twice, if it gave them up
         self.cuts: set[int] = set()  # where spans of its prompt began, ended, or left a state off
-        self._eos_ids = frozenset() if request.ignore_eos else eos_ids
-        self.sampler = Sampler(request.sampling)
+        self.rows = request.rows()
+        self._eos_ids = (frozenset() if request.ignore_eos else eos_ids).union(
+            request.sampling.stop_token_ids
+        )
+        self.sampler = Sampler(request.sampling, eos_ids)
         self._constraint = constraint
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer, request.shown_special)
-        self._stops = StopMatcher(request.stop)
+        self._stops = StopMatcher(request.stop, includes=request.includes_stop)
         self._clock = PrefillClock(self.num_prompt, 0)
         self._arrived_s = time.perf_counter()
         self._started_s: float | None = None  # its first step
@@ -150,8 +155,17 @@ class Job:
         self._chunk_began_s = now
         return PromptProgress(self.progress) if news else None
 
-    def take(self, choice: Choice, now: float) -> tuple[Event, FinishReason | None]:
+    def take_rows(self, found: Any, end: int) -> Event | None:
+        """What was read of its prompt's own rows, up to `end`."""
+        assert self.rows is not None
+        self.rows.take(found)
+        self.rows.num_taken = max(self.rows.num_taken, end)
+        return PromptScored(self.rows.news()) if isinstance(self.rows, PromptScores) else None
+
+    def take(self, choice: Choice, now: float) -> tuple[Event | None, FinishReason | None]:
         """The chosen token is the request's: what to tell of it, and whether it is the last."""
+        if not self.request.max_tokens:
+            return None, "length"
         token = choice.token
         self.tokens.append(token)
         if self._first_token_s is None:
@@ -160,7 +174,11 @@ class Job:
         is_end = token in self._eos_ids
         if self._constraint is not None:
             self._constraint.accept(token)
-        text = "" if is_end or self._decoder is None else self._stops.push(self._decoder.push(token))
+        text = ""
+        if self._decoder is not None and (not is_end or self.request.includes_stop):
+            text = self._decoder.push(token)
+            # No stop string is looked for in what has to come.
+            text = text if self.num_generated < self.request.sampling.min_tokens else self._stops.push(text)
         is_whole = self._constraint is not None and self._constraint.is_finished
         reason: FinishReason | None = None
         if is_end or self._stops.has_stopped or is_whole:
@@ -182,6 +200,7 @@ class Job:
             queue_s=started - self._arrived_s,
             prefill_s=first - started,
             decode_s=(self._last_token_s or first) - first,
+            vector=self.rows.vector if isinstance(self.rows, PooledRows) and reason == "length" else None,
         )
 
     def gap_s(self, now: float) -> float:

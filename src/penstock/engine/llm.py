@@ -21,6 +21,7 @@ from penstock.engine.events import AnswerFormat, Generation, GenerationRequest, 
 from penstock.engine.fingerprint import cache_fingerprint
 from penstock.engine.graphs import record_passes
 from penstock.engine.profile import load_profile
+from penstock.engine.prompt_rows import Pooling
 from penstock.engine.run import ProgressCallback, Run, TextStream
 from penstock.engine.sampler import SamplingParams, stop_strings
 from penstock.engine.self_check import check_chunks
@@ -104,6 +105,7 @@ class GenerateSettings(TypedDict, total=False):
     json_format: AnswerFormat | Mapping[str, Any] | None
     grammar: Grammar | str | None
     num_logprobs: int | None
+    prompt_logprobs: int | None
     ignore_eos: bool
     on_progress: ProgressCallback | None
 
@@ -354,6 +356,7 @@ class LLM:
         json_format: AnswerFormat | Mapping[str, Any] | None = None,
         grammar: Grammar | str | None = None,
         num_logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
         ignore_eos: bool = False,
         on_progress: ProgressCallback | None = None,
     ) -> TextStream:
@@ -362,8 +365,9 @@ class LLM:
 
         `json_format` makes the answer JSON: of a schema, or any object with `JsonFormat()`. `grammar` holds it to
         rules of Lark or GBNF; `Grammar.regex` and `Grammar.choice` make some. `num_logprobs` asks for
-        log-probabilities in the result: of each token, and of so many of the most likely. With `ignore_eos` the
-        answer goes on to `max_tokens`."""
+        log-probabilities in the result: of each token, and of so many of the most likely; `prompt_logprobs` asks for
+        those of the prompt's own tokens, which are all read for it. With `ignore_eos` the answer goes on to
+        `max_tokens`, which may be 0: the prompt is read and not answered."""
         started = time.perf_counter()
         if on_progress is not None and not callable(on_progress):
             raise SettingError("on_progress", on_progress, "what can be called")
@@ -384,11 +388,31 @@ class LLM:
             num_logprobs,
             json_format,
             ignore_eos,
+            prompt_logprobs=prompt_logprobs,
         )
+        return self._start(request, on_progress, started)
+
+    def embed(self, prompt: Prompt, *, pooling: Pooling = "mean") -> list[float]:
+        """The prompt as one vector of length 1: the mean of its tokens' last hidden states, or the last one's. A text
+        is taken as it is, without the chat template."""
+        request = GenerationRequest(self.tokenize(prompt, raw=isinstance(prompt, str)), 0, pooling=pooling)
+        with self._start(request, None, time.perf_counter()) as stream:
+            for _ in stream:
+                pass
+            assert stream.vector is not None
+            return list(stream.vector)
+
+    def _start(
+        self, request: GenerationRequest, on_progress: ProgressCallback | None, started: float
+    ) -> TextStream:
         request.check(self.model.config)
+        token_ids, json_format = request.token_ids, request.json_format
+        if self.overlap and request.rows() is not None:
+            because = "each token of the prompt is read once"
+            raise SettingError("overlap", self.overlap, "0", where="with prompt_logprobs", because=because)
         self.device_kind.use()
         constraint = None if json_format is None else self.constraints.new(json_format)
-        taken = self._spaces.take(token_ids, request.max_tokens)
+        taken = self._spaces.take(token_ids, max(request.max_tokens, 1))
         rules = self.size_rules(self.device_kind.free_bytes())
         self.activations.check(rules, max(len(token_ids), 1))
         run = Run(

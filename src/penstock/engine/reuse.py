@@ -79,12 +79,14 @@ class Reuse:
         self._has_failed = False
         self._num_hits = self._num_misses = 0
 
-    def open(self, prompt: Sequence[int], cache: SequenceCache, salt: str = "") -> "Prefix":
+    def open(
+        self, prompt: Sequence[int], cache: SequenceCache, salt: str = "", *, reads_all: bool = False
+    ) -> "Prefix":
         """A handle on what an empty sequence of this cache may share with others. Prompts of another salt share
-        nothing with it."""
+        nothing with it. One that `reads_all` gives, and takes nothing."""
         chain = KeyChain(root_key(self._fingerprint, salt))
         chain.extend(prompt)
-        return Prefix(self, cache, chain, len(prompt))
+        return Prefix(self, cache, chain, len(prompt), reads_all=reads_all)
 
     def find_stored(
         self, keys: Sequence[BlockKey], start: int
@@ -164,7 +166,10 @@ class Prefix:
     blocks [0, num_stored)      are on disk, or on their way there
     """
 
-    def __init__(self, reuse: Reuse, cache: SequenceCache, chain: KeyChain, num_prompt: int) -> None:
+    def __init__(
+        self, reuse: Reuse, cache: SequenceCache, chain: KeyChain, num_prompt: int, *, reads_all: bool = False
+    ) -> None:
+        self._reads_all = reads_all
         self._reuse = reuse
         self._cache = cache
         self._chain = chain
@@ -181,7 +186,7 @@ class Prefix:
 
     @property
     def num_shareable(self) -> int:
-        return (self.num_prompt - 1) // BLOCK_TOKENS
+        return 0 if self._reads_all else (self.num_prompt - 1) // BLOCK_TOKENS
 
     @property
     def has_more_on_disk(self) -> bool:
@@ -207,6 +212,9 @@ class Prefix:
     def find_more(self, *, in_pieces: bool) -> bool:
         """Put what is in memory and on disk of the prompt into the cache, all of it or, from disk, the next piece.
         Whether there was any."""
+        if self._reads_all:
+            self._needs_search = False
+            return False
         before = self._cache.num_tokens
         self._adopt()
         while True:
@@ -221,7 +229,7 @@ class Prefix:
         """Look on disk for what comes after the first `num_known` blocks. Takes a while; on any thread."""
         self._needs_search = False
         self._num_searched_from = num_known
-        if self._reuse.store is None:
+        if self._reuse.store is None or self._reads_all:
             return
         # Every block that was found is a mapping, of which a process may have only so many.
         end = min(self.num_shareable, num_known + MOST_FOUND)
@@ -310,9 +318,9 @@ class Prefix:
             self._ticket = None
 
     @property
-    def _last_blocks(self) -> tuple[int, int]:
+    def _last_blocks(self) -> tuple[int, ...]:
         """Where the same prompt would go on, and where one would that begins with all of it."""
-        return self.num_shareable * BLOCK_TOKENS, self.num_prompt // BLOCK_TOKENS * BLOCK_TOKENS
+        return tuple(end // BLOCK_TOKENS * BLOCK_TOKENS for end in (self.num_prompt - 1, self.num_prompt))
 
     def _worth_keeping(self, start: int, end: int) -> list[int]:
         """Positions in (start, end] from which others may go on; ascending."""

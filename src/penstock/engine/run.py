@@ -24,6 +24,7 @@ from penstock.engine.events import (
     MemoryReport,
     PrefillReport,
     PromptProgress,
+    PromptScored,
     Timings,
     TokenGenerated,
     Usage,
@@ -126,7 +127,7 @@ class Run:
         # The last token generated is never run, so it needs no place.
         self.space = space or CacheSpace.for_tokens(
             model,
-            num_prompt + request.max_tokens - 1,
+            num_prompt + max(request.max_tokens, 1) - 1,
             num_slots=config.num_state_slots + depth - 1,
             windows=WindowRoom(1, depth * (schedule.chunk_size or num_prompt) + config.overlap),
         )
@@ -153,7 +154,11 @@ class Run:
             eos_ids,
             constraint,
             self._inbox.take,
-            prefix=None if reuse is None else reuse.open(request.token_ids, cache, request.cache_salt),
+            prefix=None
+            if reuse is None
+            else reuse.open(
+                request.token_ids, cache, request.cache_salt, reads_all=request.rows() is not None
+            ),
         )
         self._stages = stages
         self._batcher.add(self._job)
@@ -327,6 +332,8 @@ class TextStream:
         self._first_token_s: float | None = None
         self._text: list[str] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        self.vector: Sequence[float] | None = None  # of the prompt, where it was asked for
         self._peak_bytes = 0
         self._pieces = self._generate()
 
@@ -404,6 +411,7 @@ class TextStream:
                 peak_resident_bytes=self._peak_bytes,
             ),
             logprobs=None if run.job.request.num_logprobs is None else tuple(self._logprobs),
+            prompt_logprobs=None if run.job.request.prompt_logprobs is None else tuple(self._prompt_logprobs),
         )
 
     def _generate(self) -> Generator[str, None, None]:
@@ -444,7 +452,10 @@ class TextStream:
                 if event.logprobs is not None:
                     self._logprobs.append(event.logprobs)
                 return event.text
+            case PromptScored():
+                self._prompt_logprobs += event.logprobs
             case Finished():
+                self.vector = event.vector
                 return event.text
         return ""
 

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -37,6 +37,10 @@ class SamplingParams:
     presence_penalty: float = 0.0  # taken from the logit of a token that was generated before
     frequency_penalty: float = 0.0  # the same for each time that it was
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)  # added to a token's logit
+    min_tokens: int = 0  # before so many, no token that ends the answer
+    stop_token_ids: tuple[int, ...] = ()  # that end the answer, too
+    allowed_token_ids: tuple[int, ...] | None = None  # None: all
+    bad_sequences: tuple[tuple[int, ...], ...] = ()  # tokens that never come in a row
 
     def __post_init__(self) -> None:
         temperature = _number(self.temperature)
@@ -55,16 +59,41 @@ class SamplingParams:
             accepted = f"from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
             _require_number(name, value, -MAX_PENALTY <= _number(value) <= MAX_PENALTY, accepted)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        _require_int("min_tokens", self.min_tokens, "0 or more")
+        object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
+        if self.allowed_token_ids is not None:
+            allowed = _checked_ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise SettingError("allowed_token_ids", [], "at least one token id, or None")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        bad = tuple(_checked_ids("bad_sequences", each) for each in self.bad_sequences)
+        if not all(bad):
+            raise SettingError("bad_sequences", [], "sequences of at least one token id")
+        object.__setattr__(self, "bad_sequences", bad)
+
+    @property
+    def forbids(self) -> bool:
+        """Whether some tokens are never chosen, or not yet."""
+        return bool(self.min_tokens or self.allowed_token_ids or self.bad_sequences)
 
     def check_vocab(self, vocab_size: int) -> None:
-        """Refuse a bias for tokens that a model does not have."""
-        outside = [token for token in self.logit_bias if token >= vocab_size]
-        if outside:
-            raise SettingError(
-                "logit_bias",
-                {outside[0]: self.logit_bias[outside[0]]},
-                because=f"the model's tokens are 0 to {vocab_size - 1}",
-            )
+        """Refuse tokens that a model does not have."""
+        named = {
+            "logit_bias": self.logit_bias,
+            "stop_token_ids": self.stop_token_ids,
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "bad_sequences": (token for each in self.bad_sequences for token in each),
+        }
+        for name, tokens in named.items():
+            if (outside := next((token for token in tokens if token >= vocab_size), None)) is not None:
+                shown = {outside: self.logit_bias[outside]} if name == "logit_bias" else [outside]
+                raise SettingError(name, shown, because=f"the model's tokens are 0 to {vocab_size - 1}")
+
+
+def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
+    if not isinstance(ids, Sequence) or not all(_is_int(token, 2**31) for token in ids):
+        raise SettingError(name, ..., "a list of token ids")
+    return tuple(ids)
 
 
 def _checked_bias(bias: object) -> Mapping[int, float]:
@@ -102,8 +131,10 @@ def _require_int(name: str, value: object, accepted: str, limit: int = 2**31) ->
 class Sampler:
     """Draws tokens for one sequence, which only grows, with a random state of its own."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, ends: Collection[int] = ()) -> None:
+        """`ends` are tokens that end an answer, beside those of the parameters."""
         self.params = params
+        self._ends = torch.tensor([*{*ends, *params.stop_token_ids}], dtype=torch.long)
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
@@ -118,7 +149,7 @@ class Sampler:
         """Whether logits are changed before a choice, by a bias or by the tokens so far."""
         params = self.params
         penalties = (params.repetition_penalty - 1.0, params.presence_penalty, params.frequency_penalty)
-        return bool(params.logit_bias) or any(penalties)
+        return bool(params.logit_bias) or params.forbids or any(penalties)
 
     def random_number(self) -> float:
         """The next one, from 0 up to 1: what a draw is decided by."""
@@ -171,6 +202,28 @@ class Sampler:
         if params.presence_penalty or params.frequency_penalty:
             counts = self._generated.counts(previous, num_prompt, logits.shape[0])
             logits = logits - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
+        return self._permitted(logits, previous, num_prompt) if params.forbids else logits
+
+    def _permitted(self, logits: Tensor, previous: Sequence[int], num_prompt: int) -> Tensor:
+        """A new tensor, in which what must not come now is at -inf."""
+        params = self.params
+        if params.allowed_token_ids is not None:
+            allowed = torch.tensor(params.allowed_token_ids, dtype=torch.long)
+            logits = torch.full_like(logits, -math.inf).index_copy(0, allowed, logits[allowed])
+        else:
+            logits = logits.clone()
+        if len(previous) - num_prompt < params.min_tokens:
+            logits[self._ends] = -math.inf
+        for bad in params.bad_sequences:
+            num_before = len(bad) - 1
+            recent = previous[max(len(previous) - num_before, num_prompt) :] if num_before else ()
+            if tuple(recent) == bad[:-1]:
+                logits[bad[-1]] = -math.inf
+        if not bool(logits.isfinite().any()):
+            because = "min_tokens, allowed_token_ids and what must not come leave no token"
+            raise SettingError(
+                "allowed_token_ids" if params.allowed_token_ids else "bad_words", ..., because=because
+            )
         return logits
 
 
@@ -240,24 +293,41 @@ def token_logprobs(logits: Tensor, token: int, num_most_likely: int) -> TokenLog
         raise SettingError("token", token, f"0 to {vocab_size - 1}, the vocabulary")
     if num_most_likely < 0:
         raise SettingError("num_most_likely", num_most_likely, "0 or more")
-    logits = logits.cpu().float()
+    return rank_rows(logits.cpu()[None], [token], num_most_likely).listed()[0]
+
+
+@dataclass(frozen=True)
+class RankedRows:
+    """Log-probabilities of a token in each row, and of the most likely, where the logits were."""
+
+    chosen: Tensor  # [rows]
+    tokens: Tensor  # [rows, most likely]
+    logprobs: Tensor  # of these
+
+    def listed(self) -> list[TokenLogprobs]:
+        rows = zip(self.chosen.tolist(), self.tokens.tolist(), self.logprobs.tolist(), strict=True)
+        return [TokenLogprobs(one, tuple(map(RankedToken, ids, found))) for one, ids, found in rows]
+
+
+def rank_rows(logits: Tensor, tokens: Sequence[int], num_most_likely: int) -> RankedRows:
+    """`token_logprobs` of rows of logits [rows, vocab], a token for each, without waiting for the device."""
+    logits = logits.float()
     logprobs = logits.log_softmax(dim=-1)
+    chosen = torch.tensor(tokens, dtype=torch.long).to(logits.device, non_blocking=True)[:, None]
     # By logits: two that differ may round to the same log-probability.
-    ranked = _largest(logits, min(num_most_likely, vocab_size))
-    most_likely = zip(ranked.tolist(), logprobs[ranked].tolist(), strict=True)
-    return TokenLogprobs(float(logprobs[token]), tuple(RankedToken(*each) for each in most_likely))
+    ranked = _largest(logits, min(num_most_likely, logits.shape[1]))
+    return RankedRows(logprobs.gather(1, chosen)[:, 0], ranked, logprobs.gather(1, ranked))
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:
-    """The ids of the largest logits, the largest first."""
-    if not count:
-        return torch.empty(0, dtype=torch.long)
-    # topk alone may return any of several equal values. All that reach the least of them, by id, sorted without
-    # changing the order of equal ones, gives the lowest ids.
-    least = logits.topk(count).values[-1]
-    candidates = torch.nonzero(logits >= least).flatten()
-    order = logits[candidates].sort(descending=True, stable=True).indices
-    return candidates[order[:count]]
+    """[rows, count]: the ids of each row's largest logits, the largest first, of equal ones the lowest id."""
+    if count <= 1:  # the first of equal ones is what this gives
+        return logits.argmax(dim=-1, keepdim=True)[:, :count]
+    # Whole numbers in the order of the logits (-0 is 0), and of equal ones that of their ids: none are equal.
+    bits = (logits + 0.0).view(torch.int32).long()
+    order = torch.where(bits < 0, -(bits & 0x7FFF_FFFF), bits)
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    return (order * 2**32 - ids).topk(count).indices
 
 
 def stop_strings(stops: object) -> tuple[str, ...]:
@@ -273,7 +343,9 @@ class StopMatcher:
     """Passes text through up to the first stop string, which is not part of it. A character costs the same however
     long the strings are."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, includes: bool = False) -> None:
+        """With `includes`, the stop string is the end of the text."""
+        self._includes = includes
         for stop in stop_strings(stops):
             if not isinstance(stop, str) or not stop:
                 raise SettingError("stop", stop, "strings of at least one character")
@@ -286,10 +358,13 @@ class StopMatcher:
         if self.has_stopped:
             return ""
         known, self._held = self._held + text, ""
-        starts = [start for search in self._searches if (start := search.push(text)) is not None]
-        if starts:
+        found = [
+            (start, search.length) for search in self._searches if (start := search.push(text)) is not None
+        ]
+        if found:
             self.has_stopped = True
-            return known[: len(known) - len(text) + min(starts)]
+            start, length = min(found)
+            return known[: len(known) - len(text) + start + (length if self._includes else 0)]
         num_held = max((search.num_matched for search in self._searches), default=0)
         self._held = known[len(known) - num_held :]
         return known[: len(known) - num_held]
@@ -310,6 +385,7 @@ class _Search:
         for index in range(1, len(wanted)):
             self._shorter.append(self._extend(self._shorter[index - 1], wanted[index]))
         self.num_matched = 0  # the text so far ends with so many of the string's first characters
+        self.length = len(wanted)
 
     def push(self, text: str) -> int | None:
         """Where in this piece the string begins, below 0 if that is before it, once it has come to its end."""

@@ -190,7 +190,8 @@ class Service:
     def _open_prefix(self, reuse: Reuse, request: GenerationRequest, cache: SequenceCache) -> Prefix:
         """What may be there of a prompt. Looking on disk takes a while: it is done by whoever asks, not by the
         engine's thread, nor with the lock."""
-        prefix = reuse.open(request.token_ids, cache, request.cache_salt)
+        reads_all = request.rows() is not None
+        prefix = reuse.open(request.token_ids, cache, request.cache_salt, reads_all=reads_all)
         if self.llm.store is not None:
             with self._changed:
                 num_known = prefix.num_in_memory()

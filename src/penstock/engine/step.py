@@ -2,8 +2,9 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from penstock.cache.space import CacheSpace
 from penstock.engine.events import ChunkRecord
 from penstock.engine.graphs import record_passes
 from penstock.engine.job import Job
+from penstock.engine.prompt_rows import PromptRows
 from penstock.engine.sampling import Choice, sample_rows
 from penstock.engine.status import SpanRecord, StepRecord
 from penstock.errors import StageLostError, is_out_of_memory
@@ -47,6 +49,12 @@ class SpanInput:
     is_prompt: bool  # prompt tokens run on the tile grid; a decode is a token that sees all before it
     wants_logits: bool  # of its last token
     state: StateStep | None = None  # where the model has recurrent layers
+    rows: PromptRows | None = None  # reads all of its rows behind the last layer
+
+    @property
+    def num_last(self) -> int:
+        """Rows at its end that go through the last layer."""
+        return len(self.span) if self.rows is not None else int(self.wants_logits)
 
     @property
     def extents(self) -> tuple[tuple[Extent, ...], ...]:
@@ -67,8 +75,7 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = Fa
         assert len(item.token_ids) == len(item.span), "a span has all of its tokens"
         states += _state_rows(item, num_tokens)
         num_tokens += len(item.span)
-        if item.wants_logits:
-            logit_rows.append(num_tokens - 1)
+        logit_rows += range(num_tokens - item.num_last, num_tokens)
     groups = [_group_work(inputs, index, canon, strict=strict) for index in range(len(inputs[0].kv_groups))]
 
     num_rows, num_logits = num_tokens, len(logit_rows)
@@ -103,7 +110,7 @@ def _group_work(inputs: Sequence[SpanInput], group: int, canon: RowLaw, *, stric
     places: list[TokenRange] = []
     spans: list[AttendedSpan] = []
     last_spans: list[AttendedSpan] = []
-    row_of_start = 0
+    row_of_start = row = 0
     for item in inputs:
         blocks, end = item.kv_groups[group], row_of_start + len(item.span)
         first_token = blocks.num_gone * BLOCK_TOKENS
@@ -120,12 +127,13 @@ def _group_work(inputs: Sequence[SpanInput], group: int, canon: RowLaw, *, stric
             first_token=first_token,
         )
         spans.append(span)
-        if item.wants_logits:
-            row = len(last_spans)
-            is_alike = span.start == row and len(item.span) == 1  # a decode among decodes
+        if count := item.num_last:
+            is_alike = span.start == row and len(item.span) == count  # a decode among decodes
+            position = item.span.end - count
             last_spans.append(
-                span if is_alike else replace(span, start=row, end=row + 1, position=item.span.end - 1)
+                span if is_alike else replace(span, start=row, end=row + count, position=position)
             )
+            row += count
         row_of_start = end
     work = AttentionWork(tuple(spans))
     last = work if last_spans == spans else AttentionWork(tuple(last_spans))
@@ -304,6 +312,7 @@ class StepOutcome:
     """What a step gave: a choice, or an error of its own, for each request that samples; or the step's error."""
 
     choices: dict[RequestId, Choice | Exception] = field(default_factory=dict)
+    rows: dict[RequestId, Any] = field(default_factory=dict)  # what was read of prompts' own rows
     error: Exception | None = None
     issued: int | None = None  # its number among those that several stages ran
 
@@ -319,6 +328,32 @@ class Launched:
     error: Exception | None = None
     run: Callable[[], Tensor | None] | None = None
     issued: int | None = None
+    rows: "_RowReading | None" = None
+
+
+class _RowReading:
+    """What reads the rows of prompts in one pass, behind its last layer, and leaves the head those that are sampled
+    from."""
+
+    def __init__(self, step: Step, model: Decoder) -> None:
+        self._step = step
+        self._model = model
+        self._waits: dict[RequestId, Callable[[], Any]] = {}
+
+    def __call__(self, rows: Tensor) -> Tensor | None:
+        start, sampled = 0, list[int]()
+        for planned, item in zip(self._step.plan.spans, self._step.inputs, strict=True):
+            end = start + item.num_last
+            if item.rows is not None:
+                wait = item.rows.read(rows[start:end], item.span.start, self._model.logits)
+                self._waits[planned.request_id] = wait
+            if item.wants_logits:
+                sampled.append(end - 1)
+            start = end
+        return self._model.logits(rows[sampled]) if sampled else None
+
+    def finish(self) -> dict[RequestId, Any]:
+        return {request_id: wait() for request_id, wait in self._waits.items()}
 
 
 class StepRunner:
@@ -355,13 +390,15 @@ class StepRunner:
     def launch(self, step: Step) -> Launched:
         """Start the forward pass. A GPU's is not done when this returns."""
         try:
+            reads = any(item.rows is not None for item in step.inputs)
+            rows = _RowReading(step, self._model) if reads else None
             if self._stages is not None:
-                return self._issue(self._stages, self._batch(step.inputs))
+                return self._issue(self._stages, self._batch(step.inputs), rows)
             logits = self._ahead.take(step.inputs)
             if logits is None:
-                logits = self._forward(self._batch(step.inputs))
+                logits = self._forward(self._batch(step.inputs), rows)
             # Of a step that samples, the tokens are waited for.
-            return Launched(logits, self._device.marker() if logits is None else None)
+            return Launched(logits, self._device.marker() if logits is None else None, rows=rows)
         except Exception as error:
             return Launched(error=self._recoverable(error))
 
@@ -371,19 +408,20 @@ class StepRunner:
             return StepOutcome(error=launched.error)
         try:
             if launched.run is not None:
-                launched = Launched(launched.run(), self._device.marker(), issued=launched.issued)
+                launched = replace(launched, logits=launched.run(), wait=self._device.marker(), run=None)
             logits = launched.logits
+            rows = launched.rows.finish() if launched.rows is not None else {}
             if logits is None:
                 if launched.wait is not None:
                     launched.wait()
-                return StepOutcome(issued=launched.issued)
+                return StepOutcome(rows=rows, issued=launched.issued)
             choices = sample_rows(logits, jobs, lambda: self._ahead.expect_after(step.inputs, self._batch))
         except Exception as error:
             return StepOutcome(error=self._recoverable(error))
         if self._keeps_logits:
             self.logits = logits
         chosen = {job.id: choice for job, choice in zip(jobs, choices, strict=True)}
-        return StepOutcome(chosen, issued=launched.issued)
+        return StepOutcome(chosen, rows, issued=launched.issued)
 
     def launch_next(self, jobs: Sequence[Job], outcome: StepOutcome) -> None:
         """Launch the step that follows the one in which these jobs sampled, all that it had, if it is plain that they
@@ -404,17 +442,20 @@ class StepRunner:
             raise error  # the device or a stage does nothing more, for anybody
         return error
 
-    def _issue(self, stages: "Pipeline", batch: ForwardBatch) -> Launched:
+    def _issue(self, stages: "Pipeline", batch: ForwardBatch, rows: _RowReading | None) -> Launched:
         """Let the other stages run a batch; then run the rest of it."""
         issued = stages.issue(batch, self._space_number)
 
         def layers(residual: Tensor) -> Tensor | None:
-            return self._model.forward(batch, self._tensors, residual)
+            return self._reading(rows)(batch, self._tensors, residual)
 
-        return Launched(run=lambda: stages.run(issued, layers), issued=issued.number)
+        return Launched(run=lambda: stages.run(issued, layers), issued=issued.number, rows=rows)
 
     def _batch(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
         return build_batch(inputs, canon=self._canon, strict=self._strict)
 
-    def _forward(self, batch: ForwardBatch) -> Tensor | None:
-        return self._model.forward(batch, self._tensors)
+    def _forward(self, batch: ForwardBatch, rows: _RowReading | None = None) -> Tensor | None:
+        return self._reading(rows)(batch, self._tensors)
+
+    def _reading(self, rows: _RowReading | None) -> Callable[..., Tensor | None]:
+        return self._model.forward if rows is None else partial(self._model.forward, read=rows)

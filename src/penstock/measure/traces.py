@@ -20,7 +20,7 @@ from penstock.engine.status import StepRecord
 from penstock.engine.step import Step, StepOutcome
 from penstock.kernels.spans import AttendedSpan, AttentionWork, part_of
 from penstock.layers.forward_batch import ForwardBatch
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import Decoder, ReadRows
 from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig
 from penstock.plan.grids import RowLaw
@@ -110,7 +110,11 @@ class WatchedDecoder(Decoder):
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, caches: CacheTensors, residual: Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        caches: CacheTensors,
+        residual: Tensor | None = None,
+        read: ReadRows | None = None,
     ) -> Tensor | None:
         rows, indices = self._watched(batch)
         if rows:
@@ -119,7 +123,7 @@ class WatchedDecoder(Decoder):
             self._out[indices] = seen.to(self._out.device)
             if not batch.num_logits:
                 return None
-        return super().forward(batch, caches)
+        return super().forward(batch, caches, residual, read)
 
     def _watched(self, batch: ForwardBatch) -> tuple[list[int], list[int]]:
         """Rows of the batch that are prompt tokens to be watched, and where their logits go."""

@@ -1,6 +1,6 @@
 """The decoder that all families share. What differs between them is in `ModelConfig`."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, astuple, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -57,6 +57,10 @@ class DecoderLayer:
                 qkv, out, gate_up, down = quantised
                 return DenseLayer(attention.heads, qkv, out, gate_up, down, mlp_norm, following)
         return None
+
+
+# What is made of the last layer's rows [num_logits, hidden], behind the last norm, where that is not their logits.
+ReadRows = Callable[[Tensor], Tensor | None]
 
 
 class RecordedPass(Protocol):
@@ -224,14 +228,20 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, caches: CacheTensors, residual: Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        caches: CacheTensors,
+        residual: Tensor | None = None,
+        read: ReadRows | None = None,
     ) -> Tensor | None:
         """Run a batch: what later tokens need of it goes into the caches. Returns logits [num_logits, vocab] in
-        float32, or None where none are wanted; of a stage without the head, the residual [rows, hidden].
+        float32, or None where none are wanted; of a stage without the head, the residual [rows, hidden]. With `read`,
+        that has the rows in place of the head, and its answer is returned.
 
         A stage without the embedding takes the `residual` of the stage before it, which it may write over."""
         check_places(batch, caches)
-        if self.recorded is not None and (found := self.recorded.find(batch, caches)) is not None:
+        recorded = self.recorded if read is None else None
+        if recorded is not None and (found := recorded.find(batch, caches)) is not None:
             return found.run(batch, self, caches)
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
         token_ids, positions, logit_rows = device_kind(self.device).all_copied(numbers)
@@ -241,6 +251,7 @@ class Decoder:
                 self.embed(token_ids) if residual is None else residual,
                 self.begin_pass(batch, caches, positions),
                 logit_rows,
+                read,
             )
 
     def begin_pass(self, batch: ForwardBatch, caches: CacheTensors, positions: Tensor) -> ForwardPass:
@@ -263,7 +274,9 @@ class Decoder:
         """The first layer's norm of what enters it [rows, hidden]."""
         return self.layers[0].mixer_norm(x, self.kernels)
 
-    def run_layers(self, x: Tensor, step: ForwardPass, logit_rows: Tensor | None) -> Tensor | None:
+    def run_layers(
+        self, x: Tensor, step: ForwardPass, logit_rows: Tensor | None, read: ReadRows | None = None
+    ) -> Tensor | None:
         """`forward` from x [rows, hidden] on, which may be written over; without `logit_rows`, logits of all rows are
         wanted."""
         kernels, batch = self.kernels, step.batch
@@ -271,7 +284,7 @@ class Decoder:
         if self.dense_layers and not batch.is_canonical and batch.num_logits == len(x):
             kvs = step.caches.kv.layers  # all layers are attention, of one shape
             normed = self.dense_layers.run(x, normed, *step.rotary[0], kvs, batch.places, batch.all_layers)
-            return x if self._head is None else self._logits(normed, batch)
+            return x if self._head is None else self.logits(normed, is_canonical=False)
         # What a layer's second block has at a time; none: all rows.
         slabs = kernels.law.slabs(len(x), kernels.feed_rows) if 0 < kernels.feed_rows < len(x) else []
         for index, layer in enumerate(self.layers):
@@ -280,7 +293,7 @@ class Decoder:
             fed = normed if self.config.parallel_blocks else None
             del normed  # what is not needed any more is not held at the next high-water mark
             if self._head is not None and index == len(self.layers) - 1:
-                return self.finish(x, rows, step, logit_rows, fed)
+                return self.finish(x, rows, step, logit_rows, fed, read)
             mixed = layer.mixer.mix(rows, step)
             del rows
             if slabs and not layer.mlp.waits_for_host and fed is None:
@@ -343,9 +356,10 @@ class Decoder:
         step: ForwardPass,
         logit_rows: Tensor | None,
         fed: Tensor | None = None,
+        read: ReadRows | None = None,
     ) -> Tensor | None:
         """From what the last layer read in to the logits, of the rows that they are wanted of. `fed` as in
-        `add_mixed`."""
+        `add_mixed`, `read` as in `forward`."""
         batch = step.batch
         if batch.num_logits == 0:
             return None
@@ -356,21 +370,22 @@ class Decoder:
         mixed = last.mixer.mix(rows, step, is_last=True)
         x, normed = self.add_mixed(index, x, mixed, fed)
         _, normed = self.run_mlp(index, x, normed, step, batch.num_logits)
-        return self._logits(normed[: batch.num_logits], batch)
+        normed = normed[: batch.num_logits]
+        return self.logits(normed, is_canonical=batch.is_canonical) if read is None else read(normed)
 
-    def _logits(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def logits(self, x: Tensor, *, is_canonical: bool = True) -> Tensor:
         """Of x [num_logits, hidden], in float32."""
-        logits, cap = self._head_product(x, batch).float(), self.config.logit_softcap
+        logits, cap = self._head_product(x, is_canonical).float(), self.config.logit_softcap
         if self.config.logit_scale != 1.0:
             logits.mul_(self.config.logit_scale)
         if cap is not None:
             return self.kernels.elementwise(torch.ops.aten.tanh.out, logits.div_(cap)).mul_(cap)
         return logits
 
-    def _head_product(self, x: Tensor, batch: ForwardBatch) -> Tensor:
+    def _head_product(self, x: Tensor, is_canonical: bool) -> Tensor:
         """How many rows there are must not matter to any of them: they run in slabs."""
         assert self._head is not None
-        if not batch.is_canonical:
+        if not is_canonical:
             return self.kernels.linear(x, self._head, is_canonical=False)
         num_rows = self.kernels.head_rows
         padded = pad(x, (0, 0, 0, -len(x) % num_rows))

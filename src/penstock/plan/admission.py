@@ -69,6 +69,7 @@ class TrackedRequest:
     max_tokens: int
     limits: CacheLimits = field(repr=False)
     owner: str = ""  # owners take turns; requests without one have the same
+    priority: int = 0  # of one owner's, the lowest go first
     num_tokens: int = 0
     num_run: int = 0
     num_issued: int = 0
@@ -158,8 +159,9 @@ def fair_line(
     max_running_per_key: int | None = None,
 ) -> Sequence[TrackedRequest]:
     """`waiting` in the order of turns: next is the owner of whom the fewest run, or stand in line already; of one
-    owner, and of owners with as many, in order of arrival. With `max_running_per_key`, no more of one owner than that
-    are in line or run."""
+    owner by priority, and of as much, and of owners with as many, in order of arrival. With `max_running_per_key`, no
+    more of one owner than that are in line or run."""
+    waiting = sorted(waiting, key=lambda request: request.priority)  # in order of arrival before
     queues: dict[str, list[TrackedRequest]] = {}
     for request in waiting:
         queues.setdefault(request.owner, []).append(request)

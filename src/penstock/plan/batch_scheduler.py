@@ -159,14 +159,18 @@ class BatchScheduler:
             phase, request.num_prompt, request.num_tokens, request.num_run, request.num_preemptions
         )
 
-    def add(self, request_id: RequestId, num_prompt: int, max_tokens: int, owner: str = "") -> None:
-        """Put a request at the end of its owner's line. Owners take turns; none may take all that is left of the
-        queue."""
+    def add(
+        self, request_id: RequestId, num_prompt: int, max_tokens: int, owner: str = "", priority: int = 0
+    ) -> None:
+        """Put a request at the end of its owner's line, behind those of its priority. Owners take turns; none may
+        take all that is left of the queue."""
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is here already: give each request an id of its own")
         check_int("num_prompt", num_prompt, 1)
         check_int("max_tokens", max_tokens, 1)
-        request = TrackedRequest(request_id, self._num_arrived, num_prompt, max_tokens, self.limits, owner)
+        request = TrackedRequest(
+            request_id, self._num_arrived, num_prompt, max_tokens, self.limits, owner, priority
+        )
         num_needed = self.limits.blocks_for(request.most_run)
         if num_needed > self.limits.num_blocks:
             raise CacheFullError(
@@ -346,6 +350,8 @@ class BatchScheduler:
         if self._waiting and not self._running:
             # It can run alone: what it lacks is held by others that wait, later than it, and they give way.
             first = self._waiting[0]
+            if not any(request.num_held for request in self._waiting):
+                first = min(self._waiting, key=lambda request: request.priority)
             num_room -= first.num_wanted
             self._start(first)
         num_places = max_running - len(self._running)

@@ -609,7 +609,8 @@ class EngineSettings:
     @property
     def config(self) -> ChunkedPrefillConfig:
         """How one prompt is cut. A chunk has more tokens than overlap."""
-        return ChunkedPrefillConfig(max(self.chunk.effective, self.overlap + 1), self.overlap)
+        size = self.chunk.effective  # 0: all in one
+        return ChunkedPrefillConfig(max(size, self.overlap + 1) if size else 0, self.overlap)
 
     @property
     def computes_in(self) -> str:

@@ -19,12 +19,12 @@ from penstock.frontends.server.bodies import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    GenerationBody,
     Ignored,
     TokenizeBody,
     parse,
 )
 from penstock.frontends.server.connections import Connections, Room
+from penstock.frontends.server.embeddings import EmbeddingAnswer, EmbeddingBody
 from penstock.frontends.server.errors import errors_about, request_id
 from penstock.frontends.server.explain import AnswerIds, explain_router
 from penstock.frontends.server.facts import fact_router, openapi_of
@@ -46,7 +46,7 @@ from penstock.frontends.server.responses_api import ResponsesAnswer, ResponsesBo
 from penstock.frontends.server.settings import ServerSettings
 
 _Body = TypeVar("_Body", bound=Body)
-_Asked = TypeVar("_Asked", bound=GenerationBody)
+_Asked = TypeVar("_Asked", bound=Body)
 _Result = TypeVar("_Result")
 _Endpoint = Callable[[Request], Awaitable[Response]]
 # Names that were ignored are logged once, and no more than so many.
@@ -167,6 +167,10 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
     @post("/messages/count_tokens", MessagesBody)
     async def count_tokens(request: Request) -> Response:
         return JsonResponse({"input_tokens": await read(request, MessagesBody, builder.count)})
+
+    @post("/embeddings", EmbeddingBody)
+    async def embeddings(request: Request) -> Response:
+        return await generate(request, EmbeddingBody, builder.embeddings, EmbeddingAnswer)
 
     @post("/tokenize", TokenizeBody)
     async def tokenize(request: Request) -> Response:

@@ -38,6 +38,7 @@ MAX_SALT_CHARACTERS = 256
 MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
 MAX_ENTRIES = 1024  # of logit_bias, and of metadata
+MAX_ALLOWED = 2**18  # tokens: no vocabulary has more
 MAX_TOOLS = 512
 MAX_IGNORED = 64  # names in a body that are not known
 # Lists and objects of a whole body: the smallest take three bytes as JSON, and a hundred as values of Python.
@@ -65,7 +66,6 @@ _IN_BODIES: Unsupported = {
     "service_tier": ("service tiers", ("auto", "default")),
     "best_of": ("choosing among answers; give n and choose", (1,)),
     "use_beam_search": ("beam search", (False,)),
-    "echo": ("answers that repeat the prompt", (False,)),
     "suffix": ("filling in before a suffix", ("",)),
     "chat_template": ("templates of a request's own", ()),
     "documents": ("documents beside messages; put them into a message", ([],)),
@@ -357,6 +357,8 @@ def thinking(effort: str | None, variables: Mapping[str, Any] | None) -> dict[st
 _FIXED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 Prompt = str | list[int | str]  # a text, ids, or texts and ids in a row
 Tokens = Annotated[int, Field(ge=1, le=MAX_INT)]
+Id = Annotated[int, Field(ge=0, le=MAX_INT)]
+Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
 _PROMPT_KINDS = (
     "give a text, a list of texts, a list of token ids (texts may be among them), or a list of such lists"
@@ -367,7 +369,7 @@ class Body(Part):
     prompt_param: ClassVar[str]  # what holds the prompt
 
 
-def _prompts(value: object) -> list[Prompt]:
+def prompts_of(value: object) -> list[Prompt]:
     """Whatever a prompt may be, as a list of prompts."""
     if isinstance(value, str):
         return [value]
@@ -528,7 +530,15 @@ class GenerationBody(Body):
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float], AfterValidator(_biases), at_most(MAX_ENTRIES)] | None = None
     ignore_eos: bool | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
+    stop_token_ids: Annotated[list[Id], at_most(MAX_ENTRIES)] | None = None
+    allowed_token_ids: Annotated[list[Id], Field(min_length=1), at_most(MAX_ALLOWED)] | None = None
+    bad_words: Annotated[list[Word], at_most(MAX_ENTRIES)] | None = None
+    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    return_token_ids: bool | None = None
+    priority: Annotated[int, Field(ge=-MAX_INT, le=MAX_INT)] | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: GivenSchema | None = None
@@ -554,6 +564,11 @@ class GenerationBody(Body):
     @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens are reported with each token; None: no log-probabilities."""
+
+    @property
+    def num_scores(self) -> int | None:
+        """The same for the prompt's own tokens."""
+        return self.prompt_logprobs
 
     def answer_format(self) -> AnswerFormat | None:
         """What the answer is held to, by whatever name."""
@@ -586,6 +601,8 @@ class GenerationBody(Body):
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 raise wrong(name, f"{name} is accepted only with 'stream': true")
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs", "prompt_logprobs is accepted only without 'stream': true")
         return self
 
 
@@ -593,13 +610,29 @@ class CompletionBody(GenerationBody):
     prompt_param = "prompt"
 
     prompt: Annotated[
-        list[Prompt], PlainValidator(_prompts, json_schema_input_type=str | list[Prompt] | list[int | str])
+        list[Prompt], PlainValidator(prompts_of, json_schema_input_type=str | list[Prompt] | list[int | str])
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, BeforeValidator(_no_limit)] = None
+    echo: bool | None = None
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def num_scores(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+    @model_validator(mode="after")
+    def _echoes_what_it_scores(self) -> Self:
+        if (
+            self.echo
+            and None not in (self.logprobs, self.prompt_logprobs)
+            and self.logprobs != self.prompt_logprobs
+        ):
+            raise wrong("prompt_logprobs", "with echo, logprobs are the prompt's, too: give one of them")
+        return self
 
 
 class TalkBody(GenerationBody):

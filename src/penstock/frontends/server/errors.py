@@ -38,7 +38,7 @@ _ANSWERS: dict[type[PenstockError], tuple[int, str]] = {
     CacheFullError: (503, "cache_full"),
 }
 # Parameters that the engine calls otherwise.
-_PARAMETERS = {"json_format": "response_format"}
+_PARAMETERS = {"json_format": "response_format", "bad_sequences": "bad_words"}
 # Of the HTTP request that is being answered.
 request_id: ContextVar[str] = ContextVar("request_id", default="of no name")
 _log = logging.getLogger("penstock.server")

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from heapq import heappop, heappush
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from fastapi import Request
 
@@ -34,6 +34,9 @@ from penstock.frontends.server.lifecycle import Drain, disconnected, run_unless
 from penstock.frontends.server.settings import ServerSettings
 from penstock.frontends.server.turns import TurnParser
 from penstock.models.text.calls import HERMES_TOOLS, CallFormat
+
+if TYPE_CHECKING:
+    from penstock.frontends.server.embeddings import EmbeddingBody
 
 # Parsing and tokenizing short bodies; long ones have a thread of their own, one at a time. The cores are the model's.
 NUM_THREADS = 2
@@ -269,14 +272,17 @@ class PreparedRequest:
 
     requests: tuple[GenerationRequest, ...]
     num_prompt_tokens: int  # a prompt counts once, however many choices it has
-    num_choices: int  # of each prompt
-    streams: bool
-    include_usage: bool
-    returns_progress: bool
+    num_choices: int = 1  # of each prompt
+    streams: bool = False
+    include_usage: bool = False
+    returns_progress: bool = False
     counts_usage: bool = False  # in every chunk of a stream
     parser: Callable[[], TurnParser] = TurnParser  # takes the answer's text apart
     about: Mapping[str, Any] = field(default_factory=dict)  # what the answer says of the request
     is_unheld: bool = False  # the tools' schemas are too complex: calls are not held to them
+    echoes: bool = False  # the prompt is the beginning of the answer
+    tells_scores: bool = False  # the prompt's log-probabilities, as vLLM does
+    tells_ids: bool = False  # token ids of prompt and answer
 
     def num_cached(self, of_requests: Sequence[int]) -> int:
         """Prompt tokens found in the cache: those that none of a prompt's choices had to read."""
@@ -365,6 +371,20 @@ class RequestBuilder:
 
         return self._prepare(body, tenant, len(body.prompt), encode, _COMPLETION_TOKENS)
 
+    def embeddings(self, body: "EmbeddingBody", tenant: str | None) -> PreparedRequest:
+        self.check_model(body.model, is_needed=True)
+        self._check_number(len(body.input), 1, body.prompt_param)
+        prompts = [self._encode_parts(prompt) for prompt in body.input]
+        for prompt in prompts:
+            self._check_length(len(prompt))
+        requests = tuple(
+            GenerationRequest(
+                prompt, 0, pooling=body.pooling or "mean", **self._sharing(tenant, body.cache_salt)
+            )
+            for prompt in prompts
+        )
+        return PreparedRequest(requests, sum(map(len, prompts)), about=body.about())
+
     def tokenize(self, body: TokenizeBody) -> list[int]:
         self.check_model(body.model)
         if body.messages is not None:
@@ -400,15 +420,8 @@ class RequestBuilder:
     ) -> PreparedRequest:
         self.check_model(body.model, is_needed=True)
         num_choices = body.n or 1
-        if num_prompts * num_choices > self._max_requests:
-            raise ApiError(
-                400,
-                f"{num_prompts} prompts with n={num_choices} are {num_prompts * num_choices} answers at once: "
-                f"this server takes up to {self._max_requests}; send several requests",
-                code="invalid_value",
-                param="n" if num_prompts == 1 else body.prompt_param,
-            )
-        sampling = _sampling(body)  # before the prompt, which may be long
+        self._check_number(num_prompts, num_choices, body.prompt_param)
+        sampling = self._sampling(body)  # before the prompt, which may be long
         prompts = encode()
         requests = tuple(
             GenerationRequest(
@@ -424,8 +437,10 @@ class RequestBuilder:
                 if held is None
                 else held.shown,
                 ignore_eos=bool(body.ignore_eos),
-                cache_salt=salt_of(tenant if self._isolates else None, body.cache_salt or ""),
-                owner=tenant if tenant is not None and self._has_tenants else "",
+                includes_stop=bool(body.include_stop_str_in_output),
+                prompt_logprobs=body.num_scores,
+                priority=body.priority or 0,
+                **self._sharing(tenant, body.cache_salt),
             )
             for prompt in prompts
             for index in range(num_choices)
@@ -439,15 +454,50 @@ class RequestBuilder:
             include_usage=options is not None and bool(options.include_usage),
             returns_progress=bool(body.return_progress),
             counts_usage=options is not None and bool(options.continuous_usage_stats),
+            echoes=isinstance(body, CompletionBody) and bool(body.echo),
+            tells_scores=body.prompt_logprobs is not None,
+            tells_ids=bool(body.return_token_ids),
         )
 
-    def _max_tokens(self, body: GenerationBody, num_prompt: int, default: int | None) -> int:
-        """The most tokens of the answer to a prompt. Whether both fit together, the service checks."""
+    def _sampling(self, body: GenerationBody) -> SamplingParams:
+        """By the names that SamplingParams and the body share; what is left out has the default."""
+        given: dict[str, Any] = {"temperature": _TEMPERATURE}
+        for each in fields(SamplingParams):
+            if (value := getattr(body, each.name, None)) is not None:
+                given[each.name] = value
+        biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
+        # A word may begin a text or stand within one.
+        texts = {text for word in body.bad_words or () for text in (word, f" {word.lstrip()}")}
+        bad = {tuple(self._llm.tokenizer.encode(text, add_special_tokens=False)) for text in texts}
+        return SamplingParams(**{**given, "logit_bias": biases, "bad_sequences": tuple(bad - {()})})
+
+    def _sharing(self, tenant: str | None, cache_salt: str | None) -> dict[str, Any]:
+        """Who shares what was read, and takes turns, with whom."""
+        return {
+            "cache_salt": salt_of(tenant if self._isolates else None, cache_salt or ""),
+            "owner": tenant if tenant is not None and self._has_tenants else "",
+        }
+
+    def _check_number(self, num_prompts: int, num_choices: int, param: str) -> None:
+        if num_prompts * num_choices > self._max_requests:
+            raise ApiError(
+                400,
+                f"{num_prompts} prompts with n={num_choices} are {num_prompts * num_choices} answers at once: "
+                f"this server takes up to {self._max_requests}; send several requests",
+                code="invalid_value",
+                param="n" if num_prompts == 1 else param,
+            )
+
+    def _check_length(self, num_prompt: int) -> None:
         if num_prompt > self._max_prompt_tokens:
             raise ContextLengthError(
                 f"the prompt has {num_prompt} tokens, and this server takes up to {self._max_prompt_tokens}: "
                 "shorten the prompt"
             )
+
+    def _max_tokens(self, body: GenerationBody, num_prompt: int, default: int | None) -> int:
+        """The most tokens of the answer to a prompt. Whether both fit together, the service checks."""
+        self._check_length(num_prompt)
         room = max(self._max_request_tokens - num_prompt, 1)
         if body.answer_tokens is None:
             return room if default is None else min(default, room)
@@ -553,16 +603,6 @@ def salt_of(tenant: str | None, cache_salt: str) -> str:
     """The salt of a request's block keys: requests share a prefix only where it is the same. No two pairs of tenant
     and cache_salt have the same one, since a tenant's name has a fixed length."""
     return cache_salt if tenant is None else f"{tenant}:{cache_salt}"
-
-
-def _sampling(body: GenerationBody) -> SamplingParams:
-    """By the names that SamplingParams and the body share; what is left out has the default."""
-    given: dict[str, Any] = {"temperature": _TEMPERATURE}
-    for each in fields(SamplingParams):
-        if (value := getattr(body, each.name)) is not None:
-            given[each.name] = value
-    biases = {int(token): bias for token, bias in (body.logit_bias or {}).items()}
-    return SamplingParams(**{**given, "logit_bias": biases})
 
 
 def _of_choice(sampling: SamplingParams, index: int) -> SamplingParams:

@@ -8,15 +8,23 @@ import time
 from abc import abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import Any, ClassVar
 
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from penstock import __version__
-from penstock.engine.events import Event, Failed, Finished, FinishReason, PromptProgress, TokenGenerated
-from penstock.engine.sampler import RankedToken
+from penstock.engine.events import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PromptProgress,
+    PromptScored,
+    TokenGenerated,
+)
+from penstock.engine.sampler import RankedToken, TokenLogprobs
 from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
 from penstock.frontends.server.errors import ApiError, as_failure, cancelled, internal
@@ -149,6 +157,7 @@ class ChatLogprobs:
         self._pieces = pieces
 
     def write(self, events: Sequence[TokenGenerated]) -> dict[str, Any]:
+        """Of tokens that all have them."""
         return {"content": [self._entry(event) for event in events], "refusal": None}
 
     def _entry(self, event: TokenGenerated) -> dict[str, Any]:
@@ -173,11 +182,15 @@ class CompletionLogprobs:
         self._at_start = True
 
     def write(self, events: Sequence[TokenGenerated]) -> dict[str, Any]:
-        offsets, tokens, chosen, top = [], [], [], []
+        offsets, tokens = list[int](), list[str]()
+        chosen, top = list[float | None](), list[dict[str, float] | None]()
         for event in events:
-            assert event.logprobs is not None
             offsets.append(self._advance(event.token))
             tokens.append(self._name(event.token))
+            if event.logprobs is None:  # nothing comes before it
+                chosen.append(None)
+                top.append(None)
+                continue
             chosen.append(max(event.logprobs.logprob, LEAST_LOGPROB))
             # The chosen token is always among them. Of several that read alike, the likeliest counts.
             ranked: dict[str, float] = {}
@@ -230,6 +243,7 @@ class Answer:
         self._model_name = model_name
         self._created = int(time.time())
         self._pieces = service.llm.tokenizer.pieces
+        self._text_of = service.llm.tokenizer.decode
         self._eos_ids = service.llm.eos_ids
         self._parsers = [prepared.parser() for _ in prepared.requests]
         self._turns = [Turn() for _ in prepared.requests]
@@ -238,11 +252,13 @@ class Answer:
         self._num_answer = 0  # tokens of all choices
         self._num_thought = 0  # of them, tokens of thoughts
         self._num_cached = [0] * len(prepared.requests)
+        self._scores: list[list[TokenLogprobs | None]] = [[] for _ in prepared.requests]  # of prompts
+        self._vectors: list[Sequence[float] | None] = [None] * len(prepared.requests)
 
     async def whole(self, writer: ResponseWriter) -> Response:
         tokens: list[list[TokenGenerated]] = [[] for _ in self._turns]
         async for index, event, _ in self._parts():
-            if isinstance(event, TokenGenerated) and event.logprobs is not None:
+            if isinstance(event, TokenGenerated) and (event.logprobs is not None or self._prepared.tells_ids):
                 tokens[index].append(event)
         return await writer.write(lambda: self._content(tokens))
 
@@ -261,11 +277,12 @@ class Answer:
 
     @abstractmethod
     def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
-        """The whole answer, when all have ended. `tokens` are those with log-probabilities, by choice."""
+        """The whole answer, when all have ended. `tokens` are those with log-probabilities, by choice, or all where
+        their ids are to be told."""
 
-    @abstractmethod
     def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """The data of a stream's events, made of `_parts`."""
+        """The data of a stream's events, made of `_parts`, where the answer may be one."""
+        raise NotImplementedError
 
     def _sent(self, chunk: dict[str, Any]) -> bytes:
         """An event, which says its own name where it has one."""
@@ -286,6 +303,8 @@ class Answer:
             match event:
                 case PromptProgress():
                     self._num_cached[index] = event.progress.num_cached
+                case PromptScored():
+                    self._scores[index] += event.logprobs
                 case TokenGenerated():
                     self._last = event
                     self._num_answer += 1
@@ -297,6 +316,7 @@ class Answer:
                     pieces = parser.push(event.text) + parser.finish()
                     self._num_cached[index] = event.usage.cached_tokens
                     self._reasons[index] = event.reason
+                    self._vectors[index] = event.vector
                 case Failed():
                     raise as_failure(event.error)
             for piece in pieces:
@@ -308,7 +328,14 @@ class Answer:
         return self._reasons[index] == "stop" and bool(self._turns[index].whole_calls)
 
     def _is_end(self, index: int, event: TokenGenerated) -> bool:
-        return event.token in self._eos_ids and not self._prepared.requests[index].ignore_eos
+        request = self._prepared.requests[index]
+        is_end = event.token in self._eos_ids and not request.ignore_eos
+        return (is_end or event.token in request.sampling.stop_token_ids) and not request.includes_stop
+
+    def _prompt(self, index: int) -> list[TokenGenerated]:
+        """The prompt's tokens, as if they had been generated."""
+        tokens, scores = self._prepared.requests[index].token_ids, self._scores[index]
+        return [TokenGenerated(token, "", score) for token, score in zip_longest(tokens, scores)]
 
     @property
     def _num_prompt_cached(self) -> int:
@@ -320,6 +347,7 @@ class OpenAIAnswer(Answer):
 
     whole_name: ClassVar[str]
     chunk_name: ClassVar[str]
+    has_prompts: ClassVar[bool] = False  # each choice has one of its own
     logprobs: ClassVar[type[ChatLogprobs | CompletionLogprobs]]
 
     @abstractmethod
@@ -341,19 +369,53 @@ class OpenAIAnswer(Answer):
         choices = []
         for index in range(len(self._turns)):
             logprobs: Logprobs = None
-            if self._prepared.requests[index].num_logprobs is not None:
+            prepared = self._prepared
+            if prepared.requests[index].num_logprobs is not None:
                 told = [event for event in tokens[index] if not self._is_end(index, event)]
+                told = self._prompt(index) + told if prepared.echoes else told
                 logprobs = self.logprobs(self._pieces).write(told)
-            choices.append(self._whole(index, logprobs, self._reason(index)))
-        return {**self._head(self.whole_name), "choices": choices, "usage": self._usage()}
+            choice = self._whole(index, logprobs, self._reason(index))
+            if prepared.tells_ids:
+                choice["token_ids"] = [event.token for event in tokens[index]]
+            choices.append({**choice, **self._of_prompt(index)} if self.has_prompts else choice)
+        more = {} if self.has_prompts else self._of_prompt(0)
+        return {**self._head(self.whole_name), "choices": choices, "usage": self._usage(), **more}
+
+    def _of_prompt(self, index: int) -> dict[str, Any]:
+        """What is told of the prompt's tokens, where it is asked for."""
+        told: dict[str, Any] = {}
+        if self._prepared.tells_ids:
+            told["prompt_token_ids"] = list(self._prepared.requests[index].token_ids)
+        if self._prepared.tells_scores:
+            told["prompt_logprobs"] = [
+                event.logprobs and self._score(event.token, event.logprobs) for event in self._prompt(index)
+            ]
+        return told
+
+    def _score(self, token: int, score: TokenLogprobs) -> dict[str, Any]:
+        """By token id, as vLLM tells it; the rank of one that is not among the likeliest is not known."""
+        ranked = {each.token: (rank, each.logprob) for rank, each in enumerate(score.most_likely, 1)}
+        return {
+            str(each): {
+                "logprob": max(logprob, LEAST_LOGPROB),
+                "rank": rank,
+                "decoded_token": _token_text(self._pieces.of(each, skip_special=False)),
+            }
+            for each, (rank, logprob) in {token: (None, score.logprob), **ranked}.items()
+        }
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
         prepared = self._prepared
         writers = [self.logprobs(self._pieces) for _ in prepared.requests]
         opening = self._opening()
         for index in range(len(prepared.requests) if opening is not None else 0):
-            yield self._chunk(index, opening)
+            yield self._chunk(index, opening, **({} if self.has_prompts else self._of_prompt(0)))
+        begun: set[int] = set()
         async for index, event, pieces in self._parts():
+            if isinstance(event, TokenGenerated | Finished) and index not in begun:
+                begun.add(index)
+                if self.has_prompts and (prepared.echoes or prepared.tells_ids):
+                    yield self._beginning(index, writers[index])
             if isinstance(event, PromptProgress) and prepared.returns_progress:
                 progress = _prompt_progress(event.progress)
                 yield self._chunk(index, self._delta(None), prompt_progress=progress)
@@ -361,15 +423,24 @@ class OpenAIAnswer(Answer):
             if isinstance(event, TokenGenerated) and event.logprobs and not self._is_end(index, event):
                 logprobs = writers[index].write([event])
             deltas = [delta for piece in pieces if (delta := self._delta(piece)) is not None]
-            if logprobs is not None and not deltas:
+            ids = [event.token] if isinstance(event, TokenGenerated) and prepared.tells_ids else None
+            if (logprobs is not None or ids) and not deltas:
                 deltas = [self._delta(Text("")) or {}]
             for delta in deltas:
-                yield self._chunk(index, delta, logprobs)
-                logprobs = None
+                yield self._chunk(index, {**delta, "token_ids": ids} if ids else delta, logprobs)
+                logprobs = ids = None
             if isinstance(event, Finished):
                 yield self._chunk(index, self._delta(None), reason=self._reason(index))
         if prepared.include_usage:
             yield {**self._head(self.chunk_name), "choices": [], "usage": self._usage()}
+
+    def _beginning(self, index: int, writer: ChatLogprobs | CompletionLogprobs) -> dict[str, Any]:
+        """The prompt, as a choice's first chunk."""
+        request, text, logprobs = self._prepared.requests[index], "", None
+        if self._prepared.echoes:
+            text = self._text_of(request.token_ids)
+            logprobs = writer.write(self._prompt(index)) if request.num_logprobs is not None else None
+        return self._chunk(index, {**(self._delta(Text(text)) or {}), **self._of_prompt(index)}, logprobs)
 
     def _chunk(
         self,
@@ -460,11 +531,13 @@ class ChatAnswer(OpenAIAnswer):
 class CompletionAnswer(OpenAIAnswer):
     prefix, whole_name, chunk_name = "cmpl", "text_completion", "text_completion"
     logprobs = CompletionLogprobs
+    has_prompts = True
 
     def _whole(self, index: int, logprobs: Logprobs, reason: str) -> dict[str, Any]:
+        echoed = self._text_of(self._prepared.requests[index].token_ids) if self._prepared.echoes else ""
         return {
             "index": index,
-            "text": self._turns[index].text,
+            "text": echoed + self._turns[index].text,
             "logprobs": logprobs,
             "finish_reason": reason,
         }

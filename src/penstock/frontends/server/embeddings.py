@@ -1,0 +1,50 @@
+"""`/v1/embeddings`: texts as vectors, of the loaded model's own last hidden states."""
+
+import base64
+import struct
+from typing import Annotated, Any, Literal
+
+from pydantic import PlainValidator
+
+from penstock.engine.events import TokenGenerated
+from penstock.engine.prompt_rows import Pooling
+from penstock.frontends.server.bodies import Body, Prompt, Unsupported, prompts_of
+from penstock.frontends.server.responses import Answer
+
+_UNSUPPORTED: Unsupported = {"dimensions": ("vectors of another length than the model's", ())}
+
+
+class EmbeddingBody(Body):
+    prompt_param = "input"
+    unsupported = _UNSUPPORTED
+
+    input: Annotated[
+        list[Prompt], PlainValidator(prompts_of, json_schema_input_type=str | list[Prompt] | list[int | str])
+    ]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    pooling: Pooling | None = None
+    cache_salt: str | None = None
+    # Accepted, without effect.
+    user: str | None = None
+
+    def about(self) -> dict[str, Any]:
+        return {"is_text": self.encoding_format == "base64"}
+
+
+class EmbeddingAnswer(Answer):
+    prefix = "embd"
+
+    def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
+        num_tokens = self._prepared.num_prompt_tokens
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._written(vector)}
+            for index, vector in enumerate(self._vectors)
+        ]
+        usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+        return {"object": "list", "data": data, "model": self._model_name, "usage": usage}
+
+    def _written(self, vector: Any) -> list[float] | str:
+        if not self._prepared.about["is_text"]:
+            return list(vector)
+        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
