@@ -162,7 +162,7 @@ def test_cancel_frees_everything_and_touches_nobody_else(llm: LLM, service: Serv
 def test_what_cannot_run_is_refused_at_once(service: Service) -> None:
     refused: list[tuple[GenerationRequest, type[Exception], str]] = [
         (GenerationRequest([], 5), PromptError, "empty"),
-        (GenerationRequest([1], 0), SettingError, "max_tokens"),
+        (GenerationRequest([1], -1), SettingError, "max_tokens"),
         (GenerationRequest([999], 5), PromptError, "vocabulary"),
         (GenerationRequest([1] * 5999, 5), ContextLengthError, "6000"),
         (GenerationRequest([1] * 2040, 50), ContextLengthError, "2049"),

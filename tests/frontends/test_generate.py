@@ -358,7 +358,7 @@ def test_penalties_change_the_answer(generate: Generate) -> None:
     "arguments",
     [
         ("--bogus",),
-        ("--max-tokens", "0"),
+        ("--max-tokens", "-1"),
         ("--threads", "0"),
         ("--overlap", "-1"),
         ("--dtype", "int8"),

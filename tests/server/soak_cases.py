@@ -99,7 +99,7 @@ def make_refusals(longest: int) -> list[Refusal]:
         (CHAT, chat | {"messages": [{"role": "user"}]}, 400),
         (CHAT, chat | {"response_format": bad_schema}, 400),
         (COMPLETION, right | {"temperature": "hot"}, 400),
-        (COMPLETION, right | {"max_tokens": 0}, 400),
+        (COMPLETION, right | {"max_tokens": -2}, 400),
         (COMPLETION, right | {"temprature": 1}, 400),
         (COMPLETION, right | {"prompt": [10**9]}, 400),
         (COMPLETION, right | {"n": 120}, 400),

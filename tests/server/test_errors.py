@@ -31,7 +31,7 @@ REFUSED = [
     ({"seed": 2**70}, "seed"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
-    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -2}, "max_tokens"),
     ({"max_tokens": "4"}, "max_tokens"),
     ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
     ({"stop": ["x"] * 17}, "stop"),
@@ -66,6 +66,7 @@ def test_a_bad_value_is_named(server: Running, fields: dict[str, Any], param: st
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
+        ({"max_tokens": 0}, "max_tokens"),
         ({"messages": [{"role": "", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "function", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),

@@ -126,7 +126,7 @@ def test_a_refused_request_has_nothing_to_explain_and_takes_no_name(server: Runn
         body = {"model": NAME, "prompt": "x" * 90, "max_tokens": 1}
         server.ask("POST", "/v1/completions", body, headers={"x-request-id": name})
         assert explained(server, name)["requests"][0]["id"] == engine_name
-    refused = server.completion(max_tokens=0)
+    refused = server.completion(max_tokens=-2)
     assert refused.status == 400
     assert server.ask("GET", f"/explain/{refused.headers['x-request-id']}").status == 404
 

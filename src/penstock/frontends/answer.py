@@ -86,6 +86,14 @@ def read_bias(texts: Sequence[str]) -> dict[int, float]:
     return bias
 
 
+def read_sequences(texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token ids, each sequence from a text such as `12,7`."""
+    try:
+        return tuple(tuple(map(int, text.split(","))) for text in texts)
+    except ValueError:
+        raise SettingError("bad_sequences", [*texts], "token ids, such as 12,7") from None
+
+
 def read_schema(text: str) -> dict[str, Any]:
     """A JSON schema, or the file that holds one."""
     try:

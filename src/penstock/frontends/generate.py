@@ -45,7 +45,7 @@ def generate(
     mixed: bool = options.MIXED,
     token_file: str | None = options.TOKEN_FILE,
     max_tokens: int | None = _answer(
-        None, "Tokens to generate at most: 512, or what the context has left, by default.", min=1
+        None, "Tokens to generate at most: 512, or what the context has left, by default.", min=0
     ),
     temperature: float = _answer(0.0, "0 takes the likeliest token; above 0, tokens are drawn."),
     top_k: int = _answer(0, "Draw from so many of the likeliest tokens; 0 is all."),
@@ -61,6 +61,19 @@ def generate(
     seed: int | None = _answer(None, "Makes what is drawn repeatable."),
     logit_bias: list[str] | None = _answer(
         None, "Add this to a token's logit. May be given several times.", metavar="ID=BIAS"
+    ),
+    min_tokens: int = _answer(0, "Do not end the answer before it has so many tokens.", min=0),
+    stop_token_ids: list[int] | None = _answer(
+        None, "End the answer at this token. May be given several times.", "--stop-token", metavar="ID"
+    ),
+    allowed_token_ids: list[int] | None = _answer(
+        None, "Only tokens that are named so. May be given several times.", "--allowed-token", metavar="ID"
+    ),
+    bad_sequences: list[str] | None = _answer(
+        None,
+        "Tokens that never come in a row, such as 12,7. May be given several times.",
+        "--bad-tokens",
+        metavar="IDS",
     ),
     stop: list[str] | None = _answer(
         None, "End the answer before this text. May be given several times.", metavar="TEXT"
@@ -81,6 +94,9 @@ def generate(
         "--logprobs",
         min=0,
         metavar="N",
+    ),
+    prompt_logprobs: int | None = _answer(
+        None, "The same of the prompt's own tokens, which are all read for it.", min=0, metavar="N"
     ),
     ignore_eos: bool = _answer(False, "Go on to --max-tokens, whatever tokens come.", "--ignore-eos"),
     as_json: bool = options.on_output(False, "Print one JSON object instead of the text.", "--json"),
@@ -105,6 +121,7 @@ def generate(
             read_grammar,
             read_prompt,
             read_schema,
+            read_sequences,
             write,
         )
         from penstock.frontends.display import explain_lines, make_display
@@ -112,8 +129,9 @@ def generate(
         settings = options.engine_settings(given)
         if explain and quiet:
             raise SettingError("explain", True, contradicts={"quiet": True})
-        if num_logprobs is not None and not as_json:
-            raise SettingError("num_logprobs", num_logprobs, needs=("as_json",))
+        for name in ("num_logprobs", "prompt_logprobs"):
+            if given[name] is not None and not as_json:
+                raise SettingError(name, given[name], needs=("as_json",))
         if raw and system is not None:
             raise SettingError("system", ..., because="put it into the prompt itself", beside={"raw": True})
         for option, text in [("--system", system or ""), *(("--stop", text) for text in stop or ())]:
@@ -133,6 +151,9 @@ def generate(
 
             settings = settings.on(find_devices())
             given["logit_bias"] = read_bias(logit_bias or ())
+            given["stop_token_ids"] = stop_token_ids or ()
+            given["allowed_token_ids"] = allowed_token_ids or None
+            given["bad_sequences"] = read_sequences(bad_sequences or ())
             sampling = SamplingParams(**{field.name: given[field.name] for field in fields(SamplingParams)})
             StopMatcher(stop or ())
             held = Grammar.regex(regex) if regex else Grammar.choice(choice) if choice else rules
@@ -150,6 +171,7 @@ def generate(
                 json_format=schema,
                 grammar=held,
                 num_logprobs=num_logprobs,
+                prompt_logprobs=prompt_logprobs,
                 ignore_eos=ignore_eos,
             )
             if explain:
