@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from penstock.frontends.server import bodies
-from penstock.frontends.server.bodies import (
-    MAX_CONTAINERS,
-    ChatBody,
-    CompletionBody,
-    has_too_many_containers,
-    parse,
-)
+from penstock.frontends.server.bodies import ChatBody, CompletionBody
 from penstock.frontends.server.errors import ApiError
+from penstock.frontends.server.parts import MAX_CONTAINERS, has_too_many_containers, parse
 from tests.server.running import NAME, Running
 
 MANY = 200_000

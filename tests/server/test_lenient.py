@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.llm import LLM
-from penstock.frontends.server.bodies import MAX_IGNORED
+from penstock.frontends.server.parts import MAX_IGNORED
 from tests.server.running import NAME, Running
 
 USER = {"role": "user", "content": "hello"}

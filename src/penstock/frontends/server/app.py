@@ -14,24 +14,18 @@ from fastapi import FastAPI, Request, Response
 from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
 from penstock.frontends.server import middleware
-from penstock.frontends.server.bodies import (
-    Body,
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    Ignored,
-    TokenizeBody,
-    parse,
-)
+from penstock.frontends.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from penstock.frontends.server.connections import Connections, Room
 from penstock.frontends.server.embeddings import EmbeddingAnswer, EmbeddingBody
 from penstock.frontends.server.errors import errors_about, request_id
 from penstock.frontends.server.explain import AnswerIds, explain_router
 from penstock.frontends.server.facts import fact_router, openapi_of
 from penstock.frontends.server.lifecycle import Drain, disconnected, run_unless
+from penstock.frontends.server.llama_api import InfillBody, NativeAnswer, NativeBody
 from penstock.frontends.server.messages_api import MessagesAnswer, MessagesBody
 from penstock.frontends.server.metrics import Telemetry
 from penstock.frontends.server.pages import page_router
+from penstock.frontends.server.parts import Body, Ignored, parse
 from penstock.frontends.server.requests import BodyReader, PreparedRequest, RequestBuilder, no_model
 from penstock.frontends.server.responses import (
     Answer,
@@ -171,6 +165,14 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
     @post("/embeddings", EmbeddingBody)
     async def embeddings(request: Request) -> Response:
         return await generate(request, EmbeddingBody, builder.embeddings, EmbeddingAnswer)
+
+    @post("/completion", NativeBody)
+    async def completion(request: Request) -> Response:
+        return await generate(request, NativeBody, builder.native, NativeAnswer)
+
+    @post("/infill", InfillBody)
+    async def infill(request: Request) -> Response:
+        return await generate(request, InfillBody, builder.infill, NativeAnswer)
 
     @post("/tokenize", TokenizeBody)
     async def tokenize(request: Request) -> Response:

@@ -1,56 +1,38 @@
-"""What the body of a request may be: names, types, ranges and how much of anything. Null is the same as leaving a
-parameter out."""
+"""What the body of a request may be: names, types, ranges and how much of anything."""
 
-import codecs
-import difflib
-import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cache
-from itertools import islice
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
-    ValidationError,
-    ValidationInfo,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import from_json
 
 from penstock.engine.events import AnswerFormat, Grammar, JsonFormat
-from penstock.frontends.server.errors import ApiError
-from penstock.models.reading import shortened
+from penstock.frontends.server.conversation import (
+    MAX_TOOLS,
+    ChosenTool,
+    Conversation,
+    Messages,
+    Tool,
+    ToolChoice,
+    known_tools,
+    thinking,
+)
+from penstock.frontends.server.parts import MAX_ENTRIES, MAX_INT, Body, Part, Unsupported, at_most, wrong
 
-# Bounds on everything, so that no body takes long to refuse, or much memory.
-MAX_INT = 2**31 - 1  # of whole numbers without a bound of their own
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1000
 MAX_SALT_CHARACTERS = 256
-MAX_MESSAGES = 10_000
 MAX_PROMPTS = 1024
-MAX_ENTRIES = 1024  # of logit_bias, and of metadata
 MAX_ALLOWED = 2**18  # tokens: no vocabulary has more
-MAX_TOOLS = 512
-MAX_IGNORED = 64  # names in a body that are not known
-# Lists and objects of a whole body: the smallest take three bytes as JSON, and a hundred as values of Python.
-MAX_CONTAINERS = 2**16
-# What comes before a bracket outside of strings, and the bracket, or the end. It never goes back, and always matches.
-_TO_BRACKET = re.compile(
-    rb"""(?: [^"\[{]++ | "[^"\\]*+ (?:\\.[^"\\]*+)*+ (?:"|\\?\Z) )*+ (?:([\[{])|\Z)""", re.VERBOSE | re.DOTALL
-)
-
-# Parameters of other servers that are known and not supported: what each would need, and the values that ask for
-# nothing. Those are accepted, and so is null.
-Unsupported = Mapping[str, tuple[str, tuple[Any, ...]]]
 _IN_BODIES: Unsupported = {
     "tools": ("calling tools but in a chat", ([],)),
     "tool_choice": ("calling tools but in a chat", ("none", "auto")),
@@ -70,14 +52,6 @@ _IN_BODIES: Unsupported = {
     "chat_template": ("templates of a request's own", ()),
     "documents": ("documents beside messages; put them into a message", ([],)),
 }
-_IN_MESSAGES: Unsupported = {
-    "function_call": ("calling functions", ()),
-    "audio": ("sound", ()),
-    "refusal": ("refusals", ()),
-    "annotations": ("annotations", ([],)),
-}
-# Of those, what an answer means the same without: ignored, unless the server is strict.
-_WITHOUT_MEANING = {"prediction", "verbosity", "moderation", "service_tier", "refusal", "annotations"}
 # Names of other servers for what is known here by another. A server that is strict does not know them.
 _ALIASES = {
     "n_predict": "max_tokens",
@@ -87,286 +61,13 @@ _ALIASES = {
     "random_seed": "seed",
     "stop_sequences": "stop",
 }
-# A name that is so much like a known one is a mistake, and not of another server.
-_ALIKE = 0.85
-_MAX_NAME = 64
-
-
-class Ignored:
-    """What a body has beyond what is known: refused where the server is strict, else ignored, and remembered."""
-
-    def __init__(self, is_strict: bool = False) -> None:
-        self.is_strict = is_strict
-        self.names: dict[str, None] = {}  # in the order in which they came
-
-    def add(self, name: str) -> None:
-        if len(self.names) == MAX_IGNORED:
-            raise wrong(name, f"it is not known, and so are {MAX_IGNORED} others", "unknown_parameter")
-        self.names[name] = None
-
-    @property
-    def header(self) -> str:
-        """Names, with commas in between, of letters that a header may have."""
-        return ", ".join(re.sub(r"[^!-+\--~]", "?", name[:_MAX_NAME]) for name in self.names)
-
-
-_STRICT = Ignored(is_strict=True)
-
-
-class Part(BaseModel):
-    """An object that a client sends. The first parameter that is not supported, or not known where that is not
-    ignored, is the error: a client that sends a million of them is told of one."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    unsupported: ClassVar[Unsupported] = {}
-    own_names: ClassVar[Mapping[str, str]] = {}  # an API's own for what is known here by another
-    aliases: ClassVar[Mapping[str, str]] = {}  # other servers', for those that are not strict
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known(cls, values: Any, info: ValidationInfo) -> Any:
-        if not isinstance(values, dict):
-            return values
-        ignored: Ignored = info.context or _STRICT
-        known, accepted = _names(cls), dict[str, Any]()
-        for given, value in values.items():
-            name = cls.own_names.get(given, given)
-            name = name if ignored.is_strict else cls.aliases.get(name, name)
-            if name in known:
-                if accepted.get(name) not in (None, value):
-                    raise wrong(given, f"{given} contradicts another name of {name}: give one of them")
-                if value is not None or name not in accepted:
-                    accepted[name] = value
-            elif name in cls.unsupported:
-                cls._check_unsupported(name, value, ignored)
-            elif ignored.is_strict:
-                raise wrong(name, "", "unknown_parameter")
-            elif name not in ignored.names:
-                if meant := _meant(cls, name):
-                    raise wrong(name, f"did you mean {meant}?", "unknown_parameter")
-                ignored.add(name)
-        return accepted
-
-    @classmethod
-    def _check_unsupported(cls, name: str, value: Any, ignored: Ignored) -> None:
-        what, neutral = cls.unsupported[name]
-        # Of the same type too: 1 is no True, and true is no 1.
-        if value is None or any(type(value) is type(item) and value == item for item in neutral):
-            return
-        if ignored.is_strict or name not in _WITHOUT_MEANING:
-            raise wrong(name, f"this server does not do {what}; leave it away", "unsupported_parameter")
-        ignored.add(name)
-
-
-@cache
-def _names(kind: type[Part]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in kind.model_fields.items())
-
-
-def _meant(kind: type[Part], name: str) -> str | None:
-    """The parameter whose name this is but for a slip."""
-    if len(name) > _MAX_NAME:
-        return None
-    alike = difflib.get_close_matches(name, sorted(_names(kind)), 1, _ALIKE)
-    return alike[0] if alike else None
-
-
-def wrong(name: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
-    """An error about the parameter `name` of the object that is validated."""
-    return PydanticCustomError(code, "{reason}", {"name": name, "reason": reason})
-
-
-def at_most(limit: int) -> BeforeValidator:
-    """Refuses lists and objects that have more, before anything in them is looked at."""
-
-    def check(value: object) -> object:
-        if isinstance(value, list | dict) and len(value) > limit:
-            raise ValueError(f"give up to {limit} of them, not {len(value)}")
-        return value
-
-    return BeforeValidator(check)
-
-
-def _role(value: object) -> object:
-    if value == "function":
-        raise ValueError("messages of functions are OpenAI's old form: use the role tool")
-    return "system" if value == "developer" else value  # OpenAI's newer name for it; templates know the older
-
-
-def text_of(content: object) -> str:
-    """A text, or the texts of its parts on lines of their own."""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list) or not content:
-        raise ValueError("give a text, or a list of parts {'type': 'text', 'text': ...}")
-    return "\n".join(map(_text_part, content))
-
-
-def _text_part(part: object) -> str:
-    match part:
-        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
-            return text
-        case {"type": "refusal", "refusal": str(text)}:
-            return text
-        case {"type": str(kind)} if kind != "text":
-            raise ValueError(f"parts of type {kind[:40]!r} are not supported: this server takes text only")
-    raise ValueError("give parts {'type': 'text', 'text': ...}")
-
-
-def arguments_of(value: object) -> dict[str, Any]:
-    """Those of a call: an object, or its JSON."""
-    if isinstance(value, str):
-        try:
-            value = from_json(value or "{}", allow_inf_nan=False)
-        except ValueError as error:
-            raise ValueError(f"they are no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError("give a JSON object")
-    return value
-
-
-Name = Annotated[str, Field(pattern=r"^[^\s\"'<>{}\[\]()\\]{1,128}$")]
-
-
-class CalledFunction(Part):
-    name: Name
-    arguments: Annotated[dict[str, Any], BeforeValidator(arguments_of)]
-
-
-class ToolCall(Part):
-    function: CalledFunction
-    id: str | None = None
-    type: Literal["function"] | None = None
-    index: int | None = None
-
-    def plain(self) -> dict[str, Any]:
-        function = {"name": self.function.name, "arguments": self.function.arguments}
-        return {"id": self.id or "", "type": "function", "function": function}
-
-
-class Message(Part):
-    unsupported = _IN_MESSAGES
-    aliases: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content"}
-
-    role: Annotated[str, Field(min_length=1, max_length=_MAX_NAME), BeforeValidator(_role)]
-    content: Annotated[str | None, BeforeValidator(lambda value: value and text_of(value))] = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True), at_most(MAX_TOOLS)] = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-
-    @model_validator(mode="after")
-    def _says_something(self) -> Self:
-        if self.content is None and not self.tool_calls:
-            raise wrong("content", "give a text, or a list of parts {'type': 'text', 'text': ...}")
-        return self
-
-    def plain(self) -> dict[str, Any]:
-        """What the model's template gets."""
-        message: dict[str, Any] = {"role": str(self.role), "content": self.content or ""}
-        if self.tool_calls:
-            message["tool_calls"] = [call.plain() for call in self.tool_calls]
-        for name in ("name", "tool_call_id", "reasoning_content"):
-            if (value := getattr(self, name)) is not None:
-                message[name] = value
-        return message
-
-
-class Function(Part):
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None  # the schema is always kept to
-
-    def plain(self) -> dict[str, Any]:
-        """As the model's template knows tools."""
-        parameters = self.parameters or {"type": "object", "properties": {}}
-        function = {"name": self.name, "description": self.description or "", "parameters": parameters}
-        return {"type": "function", "function": function}
-
-
-class Tool(Part):
-    type: Literal["function"]
-    function: Function
-
-
-def known_tools(value: object, info: ValidationInfo) -> object:
-    """Those of types that this server has no use for, such as searching the web, are ignored."""
-    ignored: Ignored = info.context or _STRICT
-    if not isinstance(value, list) or ignored.is_strict:
-        return value
-    known = []
-    for tool in value:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
-            ignored.add(f"tools.{kind}")
-        else:
-            known.append(tool)
-    return known
-
-
-ToolChoice = Literal["none", "auto", "required"]
-
-
-class ChosenFunction(Part):
-    name: str
-
-
-class ChosenTool(Part):
-    type: Literal["function"]
-    function: ChosenFunction
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """What a template is given, whatever the API: messages, tools as OpenAI's chat has them, and which of these may
-    be called: none, any, one at least, or the one of a name."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-    choice: str = "auto"
-    is_named: bool = False  # `choice` is a tool's name
-    is_parallel: bool = True
-    variables: dict[str, Any] = field(default_factory=dict)
-    continues: bool = False  # the last message, which is the beginning of the answer
-    adds_prompt: bool = True  # the answer's beginning, as the template has it
-
-    def __post_init__(self) -> None:
-        names = [tool["function"]["name"] for tool in self.tools]
-        if len(set(names)) < len(names):
-            raise wrong("tools", "tools have names of their own")
-        if self.is_named and self.choice not in names:
-            raise wrong("tool_choice", f"there is no tool {self.choice[:100]!r} among tools")
-        if self.choice == "required" and not names:
-            raise wrong("tool_choice", "tool_choice 'required' needs tools")
-
-
-def thinking(effort: str | None, variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Variables of a template that say how much to think; those that are given by name go first."""
-    found: dict[str, Any] = {}
-    if effort is not None:
-        found = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort}
-    for name in _FIXED & (variables or {}).keys():
-        raise wrong(
-            "chat_template_kwargs", f"{name} is not for chat_template_kwargs: it has a place of its own"
-        )
-    return {**found, **(variables or {})}
-
-
-_FIXED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 Prompt = str | list[int | str]  # a text, ids, or texts and ids in a row
 Tokens = Annotated[int, Field(ge=1, le=MAX_INT)]
 Id = Annotated[int, Field(ge=0, le=MAX_INT)]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
-Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
 _PROMPT_KINDS = (
     "give a text, a list of texts, a list of token ids (texts may be among them), or a list of such lists"
 )
-
-
-class Body(Part):
-    prompt_param: ClassVar[str]  # what holds the prompt
 
 
 def prompts_of(value: object) -> list[Prompt]:
@@ -738,73 +439,3 @@ def _ids_only(value: object) -> list[int]:
     if value and not 0 <= min(value) <= max(value) <= MAX_INT:
         raise ValueError(f"token ids are whole numbers from 0 to {MAX_INT} at most")
     return value
-
-
-_Body = TypeVar("_Body", bound=Body)
-
-
-def parse(raw: bytes, kind: type[_Body], ignored: Ignored = _STRICT) -> _Body:
-    """The body in these bytes, or an error that names the parameter that is wrong. What is not known is an error, or
-    goes to `ignored`."""
-    if has_too_many_containers(raw):
-        raise ApiError(
-            400,
-            f"the body has more than {MAX_CONTAINERS} lists and objects in it: this server takes no more; send less",
-            code="invalid_value",
-        )
-    try:
-        # Refuses NaN, text that is no Unicode and deep nesting, besides what is no JSON.
-        value = from_json(raw.removeprefix(codecs.BOM_UTF8), allow_inf_nan=False, cache_strings=False)
-    except ValueError as error:
-        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from None
-    if not isinstance(value, dict):
-        raise ApiError(400, "the body is not accepted: give a JSON object", code="invalid_json")
-    try:
-        return kind.model_validate(value, context=ignored)
-    except ValidationError as error:
-        raise _api_error(error.errors(include_url=False)[0]) from None
-
-
-def has_too_many_containers(raw: bytes) -> bool:
-    """Counts the lists and objects of bytes that may be JSON, without parsing them."""
-    if raw.count(b"[") + raw.count(b"{") <= MAX_CONTAINERS:
-        return False
-    # Most may be in texts, such as programs.
-    found = islice(_TO_BRACKET.finditer(raw), MAX_CONTAINERS + 1)
-    return sum(match[1] is not None for match in found) > MAX_CONTAINERS
-
-
-def _api_error(error: Mapping[str, Any]) -> ApiError:
-    kind, context = str(error["type"]), error.get("ctx", {})
-    reason = str(context.get("error", error["msg"])).replace("Input should", "it should")
-    param = _path((*error["loc"], context["name"]) if "name" in context else error["loc"])
-    match kind:
-        case "missing":
-            return ApiError(400, f"{param} is missing", code="missing_required_parameter", param=param)
-        case "unknown_parameter":
-            message = f"unknown parameter: {param}" + (f" ({reason})" if reason else "")
-            return ApiError(400, message, code=kind, param=param)
-        case "unsupported_parameter":
-            return ApiError(400, f"{param} is not supported: {reason}", code=kind, param=param)
-    if kind == "invalid_value" or param is None:  # about several parameters: the reason names them
-        return ApiError(400, reason, code="invalid_value", param=param)
-    code = "invalid_type" if kind.endswith("_type") else "invalid_value"
-    return ApiError(
-        400, f"{param}={_shown(error['input'])} is not accepted: {reason}", code=code, param=param
-    )
-
-
-def _path(location: tuple[int | str, ...]) -> str | None:
-    """`messages[0].content`; None for the body itself."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return shortened(path.removeprefix("."), 100) or None
-
-
-def _shown(value: object) -> str:
-    match value:
-        case dict():
-            return "{...}"
-        case list():
-            return "[...]"
-        case _:
-            return shortened(repr(value[:100] if isinstance(value, str) else value), 60)

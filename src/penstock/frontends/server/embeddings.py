@@ -2,13 +2,15 @@
 
 import base64
 import struct
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import PlainValidator
 
 from penstock.engine.events import TokenGenerated
 from penstock.engine.prompt_rows import Pooling
-from penstock.frontends.server.bodies import Body, Prompt, Unsupported, prompts_of
+from penstock.frontends.server.bodies import Prompt, prompts_of
+from penstock.frontends.server.parts import Body, Unsupported
 from penstock.frontends.server.responses import Answer
 
 _UNSUPPORTED: Unsupported = {"dimensions": ("vectors of another length than the model's", ())}
@@ -39,12 +41,13 @@ class EmbeddingAnswer(Answer):
         num_tokens = self._prepared.num_prompt_tokens
         data = [
             {"object": "embedding", "index": index, "embedding": self._written(vector)}
-            for index, vector in enumerate(self._vectors)
+            for index, end in enumerate(self._ends)
+            if end is not None and (vector := end.vector) is not None
         ]
         usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
         return {"object": "list", "data": data, "model": self._model_name, "usage": usage}
 
-    def _written(self, vector: Any) -> list[float] | str:
+    def _written(self, vector: Sequence[float]) -> list[float] | str:
         if not self._prepared.about["is_text"]:
             return list(vector)
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()

@@ -10,7 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from penstock import __version__
 from penstock.engine.service import Service
-from penstock.frontends.server.bodies import Body
+from penstock.frontends.server.parts import Body
 from penstock.frontends.server.responses import LIVE_HEADERS, JsonResponse
 from penstock.frontends.server.settings import ServerSettings
 

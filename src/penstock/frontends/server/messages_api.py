@@ -8,21 +8,18 @@ from pydantic import Field, model_validator
 
 from penstock.engine.events import AnswerFormat, JsonFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
-from penstock.frontends.server.bodies import (
-    MAX_ENTRIES,
+from penstock.frontends.server.bodies import TalkBody
+from penstock.frontends.server.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Conversation,
     Function,
     Name,
-    Part,
-    TalkBody,
-    at_most,
     text_of,
     thinking,
-    wrong,
 )
 from penstock.frontends.server.errors import ApiError
+from penstock.frontends.server.parts import MAX_ENTRIES, Part, at_most, wrong
 
 # A block that Claude Code begins with, which may differ from request to request and would spoil the prefix.
 _BILLING = "x-anthropic-billing-header"

@@ -22,13 +22,13 @@ from penstock.errors import ContextLengthError, PromptError, QueueFullError, Set
 from penstock.frontends.server.bodies import (
     MAX_SEED,
     CompletionBody,
-    Conversation,
     DetokenizeBody,
     GenerationBody,
     Prompt,
     TalkBody,
     TokenizeBody,
 )
+from penstock.frontends.server.conversation import Conversation
 from penstock.frontends.server.errors import RETRY_AFTER_S, ApiError, client_gone
 from penstock.frontends.server.lifecycle import Drain, disconnected, run_unless
 from penstock.frontends.server.settings import ServerSettings
@@ -37,6 +37,7 @@ from penstock.models.text.calls import HERMES_TOOLS, CallFormat
 
 if TYPE_CHECKING:
     from penstock.frontends.server.embeddings import EmbeddingBody
+    from penstock.frontends.server.llama_api import InfillBody
 
 # Parsing and tokenizing short bodies; long ones have a thread of their own, one at a time. The cores are the model's.
 NUM_THREADS = 2
@@ -366,10 +367,22 @@ class RequestBuilder:
         return len(self._encode(self.render(body.conversation()), adds_special=False))
 
     def completion(self, body: CompletionBody, tenant: str | None) -> PreparedRequest:
-        def encode() -> list[Sequence[int]]:
-            return [self._encode_parts(prompt) for prompt in body.prompt]
+        return self._complete(body, tenant, body.prompt, _COMPLETION_TOKENS)
 
-        return self._prepare(body, tenant, len(body.prompt), encode, _COMPLETION_TOKENS)
+    def native(self, body: CompletionBody, tenant: str | None) -> PreparedRequest:
+        """A completion by llama.cpp's defaults."""
+        return self._complete(body, tenant, body.prompt, None)
+
+    def infill(self, body: "InfillBody", tenant: str | None) -> PreparedRequest:
+        return self._complete(body, tenant, [body.parts(self._llm.tokenizer)], None)
+
+    def _complete(
+        self, body: CompletionBody, tenant: str | None, prompts: Sequence[Prompt], default_tokens: int | None
+    ) -> PreparedRequest:
+        def encode() -> list[Sequence[int]]:
+            return [self._encode_parts(prompt) for prompt in prompts]
+
+        return self._prepare(body, tenant, len(prompts), encode, default_tokens)
 
     def embeddings(self, body: "EmbeddingBody", tenant: str | None) -> PreparedRequest:
         self.check_model(body.model, is_needed=True)

@@ -253,7 +253,8 @@ class Answer:
         self._num_thought = 0  # of them, tokens of thoughts
         self._num_cached = [0] * len(prepared.requests)
         self._scores: list[list[TokenLogprobs | None]] = [[] for _ in prepared.requests]  # of prompts
-        self._vectors: list[Sequence[float] | None] = [None] * len(prepared.requests)
+        self._ends: list[Finished | None] = [None] * len(prepared.requests)
+        self._was_end = [False] * len(prepared.requests)  # the last token was one that ends an answer
 
     async def whole(self, writer: ResponseWriter) -> Response:
         tokens: list[list[TokenGenerated]] = [[] for _ in self._turns]
@@ -287,7 +288,7 @@ class Answer:
     def _sent(self, chunk: dict[str, Any]) -> bytes:
         """An event, which says its own name where it has one."""
         name = f"event: {chunk['type']}\n".encode()
-        return name + _sent(to_json(chunk))
+        return name + sent(to_json(chunk))
 
     def _error(self, error: ApiError) -> dict[str, Any]:
         return error.content
@@ -307,6 +308,7 @@ class Answer:
                     self._scores[index] += event.logprobs
                 case TokenGenerated():
                     self._last = event
+                    self._was_end[index] = self._is_end(index, event)
                     self._num_answer += 1
                     self._num_thought += parser.is_thinking
                     pieces = parser.push(event.text)
@@ -316,7 +318,7 @@ class Answer:
                     pieces = parser.push(event.text) + parser.finish()
                     self._num_cached[index] = event.usage.cached_tokens
                     self._reasons[index] = event.reason
-                    self._vectors[index] = event.vector
+                    self._ends[index] = event
                 case Failed():
                     raise as_failure(event.error)
             for piece in pieces:
@@ -458,10 +460,10 @@ class OpenAIAnswer(Answer):
         return {**self._head(self.chunk_name), "choices": [choice], **more}
 
     def _sent(self, chunk: dict[str, Any]) -> bytes:
-        return _sent(to_json(chunk))
+        return sent(to_json(chunk))
 
     def _end(self) -> bytes:
-        return _sent(b"[DONE]")
+        return sent(b"[DONE]")
 
     def _head(self, name: str) -> dict[str, Any]:
         return {
@@ -555,5 +557,5 @@ def _prompt_progress(progress: Progress) -> dict[str, int]:
     }
 
 
-def _sent(data: bytes) -> bytes:
+def sent(data: bytes) -> bytes:
     return b"data: " + data + b"\n\n"

@@ -7,24 +7,20 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from penstock.engine.events import AnswerFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
-from penstock.frontends.server.bodies import (
+from penstock.frontends.server.bodies import ResponseFormat, TalkBody
+from penstock.frontends.server.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Conversation,
     Function,
-    Part,
-    ResponseFormat,
-    TalkBody,
     ToolChoice,
-    Unsupported,
     arguments_of,
-    at_most,
     known_tools,
     text_of,
     thinking,
-    wrong,
 )
 from penstock.frontends.server.errors import ApiError
+from penstock.frontends.server.parts import Part, Unsupported, at_most, wrong
 
 
 class _Tool(Function):
