@@ -4,11 +4,12 @@ BIN := .venv/bin
 # What must hold with the reference kernels, too.
 LAWS := tests/engine/test_parity.py tests/engine/test_same_bits.py
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ray lint format bench bench-peers soak clean
+.PHONY: help setup demo test test-ray test-clients lint format bench bench-peers soak clean
 
 help:
 	@echo "make demo | test | lint | bench | setup | format | clean"
 	@echo "make test-ray: installs Ray, and tests what runs on it"
+	@echo "make test-clients: installs other people's clients, and runs their tools against a server"
 	@echo "make bench-peers: environments for llama.cpp and vLLM, which make bench then compares with"
 	@echo "make soak: 500,000 steps of random schedules; minutes of many clients at once, on a busy machine, for each kind of model"
 
@@ -45,6 +46,15 @@ test-ray: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	PENSTOCK_TEST_RAY=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/ray
 
+# Clients of other people, in an environment of their own: what each of them does with tools, against a real server.
+.clients/.ready: tests/clients/requirements.txt
+	$(PYTHON) -m venv .clients
+	.clients/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+test-clients: setup .clients/.ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients .clients/bin/python
+
 # Every suite runs, whatever became of those before it.
 bench: setup
 	status=0; for suite in prefill decode start hybrid experts serve targets cache $(if $(wildcard .peers),peers); do \
@@ -76,4 +86,4 @@ soak: setup
 	$(BIN)/python -m tests.server.soak --model $$model --seconds 150 --busy 2 || status=1; done; exit $$status
 
 clean:
-	rm -rf .venv build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .clients build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
