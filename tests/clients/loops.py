@@ -1,6 +1,7 @@
 """Each client's own loop: a file is written by a tool, the result goes back, an answer comes. Runs in an environment
 that has the clients and nothing of Penstock: `python loops.py CLIENT URL`, in a folder of its own."""
 
+# mypy: disable-error-code="import-not-found"
 import asyncio
 import json
 import os
@@ -190,7 +191,7 @@ def llm_tool() -> str:
     Path("llm/extra-openai-models.yaml").write_text("\n".join(models))
     source = Path(__file__).read_text()
     function = source[source.index("def write_file") : source.index("def openai_chat")]
-    command = [Path(sys.executable).parent / "llm", "prompt", ASKED, "-m", MODEL, "--key", "none"]
+    command = [str(Path(sys.executable).parent / "llm"), "prompt", ASKED, "-m", MODEL, "--key", "none"]
     told = f"from pathlib import Path\n{function}"
     done = subprocess.run([*command, "--functions", told], capture_output=True, text=True, check=False)
     if done.returncode:
