@@ -81,6 +81,7 @@ bench-peers: .peers/llama.cpp/.ready .peers/vllm/.ready
 # Of one thread each: the models are small, and the clients need the rest of the machine.
 soak: setup
 	$(BIN)/python -m tests.plan.soak
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.server.tool_soak
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.engine.stages.soak
 	status=0; for model in llama hybrid smollm2; do OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 	$(BIN)/python -m tests.server.soak --model $$model --seconds 150 --busy 2 || status=1; done; exit $$status

@@ -124,6 +124,95 @@ TEMPLATES: dict[str, tuple[str, str, str | None]] = {
         '<|call_begin|>functions.mail:1<|args|>{"text": "a \\"b\\" }]{\\n</tool_call>", "urgent": true}'
         "<|call_end|><|section_end|>",
     ),
+    "seed": (
+        _template(
+            "{{ '<seed:tool_call>\\n<function=' ~ c.function.name ~ '>\\n' }}"
+            + _ITEMS
+            + "<parameter={{ k }}>"
+            + _VALUE
+            + "</parameter>{{ '\\n' }}{% endfor %}{{ '</function>\\n</seed:tool_call>' }}"
+        ),
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>Köln</parameter>\n<parameter=days>3</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        "<seed:tool_call>\n<function=weather>\n<parameter=city>Köln</parameter>\n<parameter=days>3</parameter>\n"
+        "</function>\n</seed:tool_call><seed:tool_call>\n<function=mail>\n"
+        '<parameter=text>a "b" }]{\n</tool_call></parameter>\n<parameter=urgent>true</parameter>\n</function>\n</seed:tool_call>',
+    ),
+    "glm4.7": (
+        _template(
+            "<tool_call>{{ c.function.name }}"
+            + _ITEMS
+            + "<arg_key>{{ k }}</arg_key><arg_value>"
+            + _VALUE
+            + "</arg_value>{% endfor %}</tool_call>"
+        ),
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Köln</arg_value><arg_key>days</arg_key>"
+        "<arg_value>3</arg_value></tool_call>",
+        "<tool_call>weather<arg_key>city</arg_key><arg_value>Köln</arg_value><arg_key>days</arg_key>"
+        "<arg_value>3</arg_value></tool_call><tool_call>mail<arg_key>text</arg_key>"
+        '<arg_value>a "b" }]{\n</tool_call></arg_value><arg_key>urgent</arg_key><arg_value>true</arg_value></tool_call>',
+    ),
+    "small3.2": (
+        _template("[TOOL_CALLS]{{ c.function.name }}[CALL_ID]{{ c.id }}[ARGS]" + _ARGUMENTS),
+        '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Köln", "days": 3}',
+        '[TOOL_CALLS]weather[CALL_ID]abcdefghi[ARGS]{"city": "Köln", "days": 3}'
+        '[TOOL_CALLS]mail[CALL_ID]abcdefgh2[ARGS]{"text": "a \\"b\\" }]{\\n</tool_call>", "urgent": true}',
+    ),
+    "r1": (
+        _template(
+            "<|call_begin|>function<|sep|>{{ c.function.name }}{{ '\\n```json\\n' }}"
+            "{{ c.function.arguments }}{{ '\\n```' }}<|call_end|>",
+            "<|calls_begin|>",
+            "<|calls_end|>",
+        ),
+        '<|calls_begin|><|call_begin|>function<|sep|>weather\n```json\n{"city": "Köln", "days": 3}\n```<|call_end|>'
+        "<|calls_end|>",
+        '<|calls_begin|><|call_begin|>function<|sep|>weather\n```json\n{"city": "Köln", "days": 3}\n```<|call_end|>'
+        '<|call_begin|>function<|sep|>mail\n```json\n{"text": "a \\"b\\" }]{\\n</tool_call>", "urgent": true}\n```'
+        "<|call_end|><|calls_end|>",
+    ),
+    "command": (
+        _template(
+            '{"tool_call_id": "{{ loop.index0 }}", "tool_name": "{{ c.function.name }}", "parameters": '
+            + _ARGUMENTS
+            + "}{% if not loop.last %},{{ '\\n' }}{% endif %}",
+            "<|START_ACTION|>[",
+            "]<|END_ACTION|>",
+        ),
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Köln", "days": 3}}]'
+        "<|END_ACTION|>",
+        '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Köln", "days": 3}},\n'
+        '{"tool_call_id": "1", "tool_name": "mail", "parameters": {"text": "a \\"b\\" }]{\\n</tool_call>", "urgent": true}}]'
+        "<|END_ACTION|>",
+    ),
+    "dsml": (
+        _template(
+            "{{ '<DSML_invoke name=\"' ~ c.function.name ~ '\">\\n' }}"
+            + _ITEMS
+            + "<DSML_parameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">"
+            + _VALUE
+            + "</DSML_parameter>{{ '\\n' }}{% endfor %}{{ '</DSML_invoke>\\n' }}",
+            "{{ '<DSML_calls>\\n' }}",
+            "</DSML_calls>",
+        ),
+        '<DSML_calls>\n<DSML_invoke name="weather">\n<DSML_parameter name="city" string="true">Köln</DSML_parameter>\n'
+        '<DSML_parameter name="days" string="false">3</DSML_parameter>\n</DSML_invoke>\n</DSML_calls>',
+        '<DSML_calls>\n<DSML_invoke name="weather">\n<DSML_parameter name="city" string="true">Köln</DSML_parameter>\n'
+        '<DSML_parameter name="days" string="false">3</DSML_parameter>\n</DSML_invoke>\n<DSML_invoke name="mail">\n'
+        '<DSML_parameter name="text" string="true">a "b" }]{\n</tool_call></DSML_parameter>\n'
+        '<DSML_parameter name="urgent" string="false">true</DSML_parameter>\n</DSML_invoke>\n</DSML_calls>',
+    ),
+    "granite3": (
+        _TOOLS + "{% set told = '<|tool_call|>' %}" + _TURN + _END,
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
+        '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}, '
+        '{"name": "mail", "arguments": {"text": "a \\"b\\" }]{\\n</tool_call>", "urgent": true}}]',
+    ),
+    "harmony": (
+        _TOOLS + "{% set told = '<|channel|>commentary' %}" + _TURN + _END,
+        '<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{"city": "Köln", "days": 3}<|call|>',
+        None,
+    ),
 }
 # Says nothing of tools.
 PLAIN = _TURN + _END

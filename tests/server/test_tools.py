@@ -40,26 +40,32 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
         yield started
 
 
-@settings(max_examples=20, deadline=None)
-@given(data=st.data())
-def test_forced_calls_fit_their_schemas(server: Running, data: st.DataObject) -> None:
+def call_by_force(server: Running, data: st.DataObject, *, is_named: bool) -> str:
+    """Calls of random tools by a random model, which have to fit their schemas. Why the answer ended."""
     wanted = [data.draw(objects(schemas())) for _ in range(data.draw(st.integers(1, 3)))]
     tools = [tool(f"f{index}") for index in range(len(wanted))]
     for each, schema in zip(tools, wanted, strict=True):
         each["function"]["parameters"] = schema
-    is_named = data.draw(st.booleans())
     choice = {"type": "function", "function": {"name": "f0"}} if is_named else "required"
     seed = data.draw(st.integers(0, 2**30))
     reply = server.chat(tools=tools, tool_choice=choice, parallel_tool_calls=False, seed=seed, **FORCED)
     assert reply.status == 200, reply.body
     [answer] = reply.json["choices"]
-    calls = answer["message"].get("tool_calls", [])
-    assert answer["finish_reason"] == ("tool_calls" if calls else "length")
+    calls, reason = answer["message"].get("tool_calls", []), str(answer["finish_reason"])
+    assert reason == ("tool_calls" if calls else "length")
     assert not answer["message"]["content"]
     for call in calls:
         name = call["function"]["name"]
         assert conforms(json.loads(call["function"]["arguments"]), wanted[int(name[1:])])
         assert name == "f0" or not is_named
+    return reason
+
+
+@pytest.mark.parametrize("is_named", [False, True])
+@settings(max_examples=20, deadline=None)
+@given(data=st.data())
+def test_forced_calls_fit_their_schemas(server: Running, is_named: bool, data: st.DataObject) -> None:
+    call_by_force(server, data, is_named=is_named)
 
 
 def joined(reply: Reply) -> tuple[dict[str, Any], str]:

@@ -15,6 +15,7 @@ from penstock.models.text.calls import (
     ID_PATTERN,
     INDEX,
     INDEX_PATTERN,
+    IS_TEXT,
     CallFormat,
     ThoughtMarks,
 )
@@ -165,24 +166,26 @@ class CallGrammar:
         required = schema.get("required")
         units = []
         for place, (key, value) in enumerate(properties.items() if isinstance(properties, dict) else ()):
-            unit = f"{self._literal(tags.key)} {json.dumps(key)} {self._literal(tags.value)} "
+            unit = f"{self._literal(tags.key)} {json.dumps(key)} "
             unit += self._value(f"value_{index}_{place}", value, schema)
             is_needed = isinstance(required, list) and key in required
             units.append(unit if is_needed else f"({unit})?")
         return " ".join(units)
 
     def _value(self, name: str, schema: Any, whole: Mapping[str, Any]) -> str:
-        """A tagged value and its end: text as it is, of other types JSON."""
+        """What comes before a tagged value, it, and its end: text as it is, of other types JSON."""
         assert self._form.tags is not None
-        end = self._form.tags.end
+        mark, end = self._form.tags.value, self._form.tags.end
+        before = self._literal(mark.replace(IS_TEXT, "true"))
         kind = schema.get("type") if isinstance(schema, dict) else None
         options = schema.get("enum") if isinstance(schema, dict) else None
         if isinstance(options, list) and options and all(isinstance(option, str) for option in options):
-            return f"({' | '.join(map(json.dumps, options))}) {self._literal(end)}"
+            return f"{before} ({' | '.join(map(json.dumps, options))}) {self._literal(end)}"
         if kind in ("integer", "number", "boolean", "null", "object", "array"):
             defined = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
-            return f"{json_rule({**defined, **schema}, is_lenient=True)} {self._literal(end)}"
-        return self._until(name, end, self._rules)
+            before = self._literal(mark.replace(IS_TEXT, "false"))
+            return f"{before} {json_rule({**defined, **schema}, is_lenient=True)} {self._literal(end)}"
+        return f"{before} {self._until(name, end, self._rules)}"
 
 
 def after_thoughts(wanted: AnswerFormat, thoughts: ThoughtMarks, tokenizer: Tokenizer) -> Grammar:

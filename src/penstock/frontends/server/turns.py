@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
-from penstock.models.text.calls import ID, ID_PATTERN, INDEX, INDEX_PATTERN, CallFormat, ThoughtMarks
+from penstock.models.text.calls import (
+    ID,
+    ID_PATTERN,
+    INDEX,
+    INDEX_PATTERN,
+    IS_TEXT,
+    CallFormat,
+    ThoughtMarks,
+)
 
 # A name is not longer; what is, is text.
 _MAX_NAME = 256
@@ -196,7 +204,7 @@ class TurnParser:
         found = pattern.match(self._left)
         if found is not None:
             self._left = self._left[found.end() :]
-            yield CallBegun(self._num_calls, found.groupdict().get("id") or new_id("call"), found["name"])
+            yield CallBegun(self._num_calls, new_id("call"), found["name"])
             self._tool = found["name"]
             self._scan, self._num_values = _JsonScan(), 0
             assert self._form is not None
@@ -278,7 +286,8 @@ _NEVER = re.compile(r"(?!)")
 def _lenient(literal: str) -> str:
     """A pattern for a literal: white space may differ, an id and a number be any."""
     pattern = re.sub(r"(?:\\?\s)+", r"\\s*", re.escape(literal))
-    return pattern.replace(ID, f"({ID_PATTERN})").replace(INDEX, INDEX_PATTERN)
+    pattern = pattern.replace(ID, f"(?:{ID_PATTERN})").replace(INDEX, INDEX_PATTERN)
+    return pattern.replace(IS_TEXT, "(?:true|false)")
 
 
 def _begins(before: str, after: str) -> re.Pattern[str]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.errors import PenstockError
 
-# In a literal: a call's id, and a call's number.
-ID, INDEX = "\ue000", "\ue001"
+# In a literal: a call's id, a call's number, and whether a tagged value is text.
+ID, INDEX, IS_TEXT = "\ue000", "\ue001", "\ue002"
 ID_PATTERN, INDEX_PATTERN = "[a-zA-Z0-9_-]{1,64}", "[0-9]{1,3}"
 _IDS = ("pRoBe0001", "pRoBe0002")  # some templates want nine letters and digits
 _NAMES = ("prb_alpha", "prb_beta")
@@ -79,6 +79,10 @@ _KNOWN: dict[str, CallFormat] = {
         "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "<|call|>", None
     ),
 }
+# The same where a probe found nothing: tools are told natively, calls of the past are not.
+_TOLD: dict[str, CallFormat] = {
+    "<|tool_call|>": CallFormat('<|tool_call|>[{"name": "', '", "arguments": ', "}]", '}, {"name": "'),
+}
 _KNOWN_THOUGHTS = {"<|channel|>analysis": ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>")}
 HERMES_TOOLS = (
     "You may call functions. These are their names, what they do, and their parameters as JSON schemas:\n"
@@ -100,7 +104,7 @@ def read_format(source: str, render: Render, ends: Sequence[str] = ()) -> CallFo
                 return found
         except PenstockError:  # a template that cannot take such messages
             continue
-    return HERMES
+    return next((known for mark, known in _TOLD.items() if mark in source), HERMES)
 
 
 def read_thoughts(source: str, render: Render) -> ThoughtMarks | None:
@@ -169,6 +173,8 @@ def _read(render: Render, ends: Sequence[str], takes_text: bool) -> CallFormat |
             between = re.sub(r"\d+", INDEX, between)
         if last is None or (last.middle, last.closing) != (one.middle, one.closing):
             between = None
+        else:
+            opening, between = _counted(opening, between)
     return replace(one, opening=opening.lstrip(), between=between, takes_text=takes_text)
 
 
@@ -176,6 +182,15 @@ def _shared(one: str, other: str) -> str:
     """What two texts begin with."""
     pairs = zip(one, other, strict=False)
     return one[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))]
+
+
+def _counted(opening: str, between: str) -> tuple[str, str]:
+    """What comes before a name, with a mark where calls are counted there."""
+    marked = opening.replace("0", INDEX), between.replace("1", INDEX)
+    same = _shared(marked[0][::-1], marked[1][::-1])[::-1]
+    if INDEX not in same:
+        return opening, between
+    return opening[: len(opening) - len(same)] + same, between[: len(between) - len(same)] + same
 
 
 def _numbered(form: CallFormat) -> CallFormat:
@@ -195,6 +210,8 @@ def _split(text: str) -> CallFormat | None:
     value_mark, _, rest = rest.partition("prb text")
     next_key, _, rest = rest.partition("prb_count")
     second_mark, found_7, tail = rest.partition("7")
+    if value_mark != second_mark:
+        value_mark, second_mark = value_mark.replace("true", IS_TEXT), second_mark.replace("false", IS_TEXT)
     if not found_7 or value_mark != second_mark:
         return None
     shared = _shared(next_key, tail)
