@@ -242,7 +242,7 @@ def test_the_servers_own_limit_of_a_prompt(llm: LLM) -> None:
 def test_wrong_paths_and_methods(server: Running) -> None:
     for method, path, status, code in (
         ("GET", "/v1/nothing", 404, "not_found"),
-        ("POST", "/v1/embeddings", 404, "not_found"),
+        ("POST", "/v1/images/generations", 404, "not_found"),
         ("GET", "/docs", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models/tiny", 405, "method_not_allowed"),
