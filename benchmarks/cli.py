@@ -37,6 +37,7 @@ SUITES = {
     "serve": ("serve:SERVE", "many users at once"),
     "targets": ("targets:TARGETS", "automatic chunks and latency targets against fixed chunks"),
     "cache": ("cache:CACHE", "prompts that were read before"),
+    "tools": ("tools:TOOLS", "what tools in a request cost"),
     "busy": ("busy:BUSY", "a machine that does other work, and another checkout in turns"),
     "stages": ("stages:STAGES_SUITE", "several stages on one machine, and over slow links"),
     "peers": ("peers:PEERS", "llama.cpp, vLLM and transformers beside Penstock"),

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.harness import OURS
 from benchmarks.reading import FIRST_TOKEN, PREFILLING, TOTAL
-from benchmarks.suites import decode, implementations, start, sweep
+from benchmarks.suites import decode, implementations, start, sweep, tools
 from benchmarks.suites.sweep import specs_of
 from benchmarks.systems import AUTO, Spec
 from tests.benchmarks.made_up import results_of, run
@@ -65,6 +65,17 @@ def test_start_has_bars() -> None:
     results.add("start", start.PROGRESS, "s", 5.1, 5.2, 4.0)
     results.add("start", start.RESIDENT, "x", 1.4, 1.5, 1.6)
     assert [bar.is_met for bar in start._bars(results)] == [False, True]
+
+
+def test_tools_are_measured_in_turns(tiny: Path, tmp_path: Path) -> None:
+    sizes = "--repeats 2 --prompt-tokens 40 --answer-tokens 4 --tools 3"
+    status, results = run(["tools", "--model", str(tiny), *sizes.split()], tmp_path / "tools.json")
+    assert status in (0, 3)
+    found = {(figure.system, figure.name): len(figure.values) for figure in results.of("an answer")}
+    assert found == {
+        (way, name): 2 for way in (tools.PLAIN, tools.HELD) for name in ("first token", "next token")
+    }
+    assert [bar.name for bar in results.bars] == [tools.COST, tools.LATER]
 
 
 def test_a_sweep_of_chunks_and_lengths(tiny: Path, tmp_path: Path) -> None:
