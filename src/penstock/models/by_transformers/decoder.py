@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from penstock.cache.tensors import CacheSpec, CacheTensors, KVSpec
+from penstock.errors import SettingError
 from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise
 from penstock.kernels.interface import Kernels
@@ -28,7 +29,7 @@ from penstock.kernels.threads import StepThreads
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
 from penstock.layers.mlp import mix_experts
 from penstock.models.by_transformers.trace import Trace, TracedAttention
-from penstock.models.decoder import Decoder, check_places
+from penstock.models.decoder import Decoder, ReadRows, check_places
 from penstock.plan.grids import LANES, ROTARY_PAGE
 from penstock.plan.model import ModelConfig
 
@@ -304,8 +305,15 @@ class TransformersDecoder(Decoder):
 
     @torch.inference_mode()
     def forward(
-        self, batch: ForwardBatch, caches: CacheTensors, residual: Tensor | None = None
+        self,
+        batch: ForwardBatch,
+        caches: CacheTensors,
+        residual: Tensor | None = None,
+        read: ReadRows | None = None,
     ) -> Tensor | None:
+        if read is not None:
+            because = "what is between the last layer and the logits is transformers' own here"
+            raise SettingError("prompt_logprobs", ..., because=because)
         check_places(batch, caches)
         if batch.is_canonical:  # whole vectors, whatever the widths of element-wise passes
             batch = replace(
