@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from penstock.frontends.server import bodies
+from penstock.frontends.server import parts
 from penstock.frontends.server.bodies import ChatBody, CompletionBody
 from penstock.frontends.server.errors import ApiError
 from penstock.frontends.server.parts import MAX_CONTAINERS, has_too_many_containers, parse
@@ -121,14 +121,14 @@ def num_containers(value: Any) -> int:
 def test_lists_and_objects_are_counted_without_parsing(value: Any, limit: int, is_ascii: bool) -> None:
     raw = json.dumps(value, ensure_ascii=is_ascii).encode(errors="replace")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "MAX_CONTAINERS", limit)
+        patch.setattr(parts, "MAX_CONTAINERS", limit)
         assert has_too_many_containers(raw) == (num_containers(value) > limit)
 
 
 @given(raw=st.text(alphabet='[{"\\x', max_size=40).map(str.encode))
 def test_of_anything_that_is_no_json_too(raw: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bodies, "MAX_CONTAINERS", 3)
+        patch.setattr(parts, "MAX_CONTAINERS", 3)
         has_too_many_containers(raw)
 
 
