@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from penstock.errors import PenstockError
+from penstock.models.by_transformers.config import transformers_config
 from penstock.models.hf.config import family_defaults, hf_model_config
 from penstock.models.hf.families import FAMILIES, MULTIMODAL
 from penstock.models.opened import open_model
@@ -160,6 +161,8 @@ def configurations(sound: Path, corpus: Path) -> Iterator[Case]:
     ntk = {"rope_type": "dynamic", "alpha": 2.0}
     yield partial(read, {"model_type": "hunyuan_v1_dense", "head_dim": 2, "rope_parameters": ntk})
     yield partial(read, {"model_type": "lfm2", "block_ffn_dim_multiplier": 1e308})
+    absurd = Fields("config.json", {"model_type": "gpt_neox", "num_hidden_layers": 10**9})
+    yield partial(transformers_config, absurd, absurd, "gpt_neox", Fields("generation_config.json", {}))
     bamba = {"model_type": "bamba", "num_hidden_layers": 4000}
     yield partial(read, {**bamba, "attn_layer_indices": [1], "time_step_limit": [0, 10**400]})
     yield partial(read, {**bamba, "attn_layer_indices": [4096] * 1_000_000})

@@ -14,7 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.by_transformers.families import REASONS, TRIED
 from penstock.models.by_transformers.trace import Trace, trace
-from penstock.models.reading import Fields, Most, first_line
+from penstock.models.reading import Fields, Most, first_line, shortened
 from penstock.plan.model import ExpertsConfig, ModelConfig, WindowConfig
 
 # What a configuration may say that is no part of a pass here, and what it is set to.
@@ -42,11 +42,17 @@ def transformers_config(file: Fields, config: Fields, name: str, generation: Fie
     """Of config.json, or of its part that is the text model `name`."""
     if name not in TRIED:
         why = REASONS.get(name, "it is not among the families that were tried")
-        raise ModelError(f"{file.origin}: the model type {name!r} is not run by transformers' code: {why}")
+        raise ModelError(
+            f"{file.origin}: the model type {shortened(repr(name))} is not run by transformers' code: {why}"
+        )
     if file.has("quantization_config") or config.has("quantization_config"):
         raise ModelError(
             f"{file.origin}: quantised weights are not supported by transformers' code here; use the original weights"
         )
+    for key, value in config.values.items():  # a class makes lists of them, and its model modules
+        most = Most.LAYERS if key.endswith(("_layer", "_layers")) else Most.EXPERTS
+        if key.endswith(("_layer", "_layers", "_experts")) and isinstance(value, int) and value > most:
+            raise config.error(key, value, f"a number up to {most}")
     try:
         own = transformers.CONFIG_MAPPING[name].from_dict({**config.values, **_RETURNED})
         if config is not file:  # a multimodal model ties its head by the outer key
