@@ -149,8 +149,9 @@ def configurations(sound: Path, corpus: Path) -> Iterator[Case]:
 
     yield partial(read, {"model_type": "llama"})
     rng = random.Random(5)
+    names = [*FAMILIES, *(name for name, text in MULTIMODAL.items() if text in FAMILIES)]
     for _ in range(2500):
-        name = rng.choice([*FAMILIES, *MULTIMODAL])
+        name = rng.choice(names)
         values = {**family_defaults(MULTIMODAL.get(name, name)), **rng.choice([{}, SMALL])}
         for _ in range(rng.choice([1, 1, 2])):
             key = rng.choice([*values, *OTHER_KEYS])
