@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.cli import main
 from benchmarks.harness import Bench, Results, read_results, write_results
-from benchmarks.suites.gpu import prompts, stages, suite
+from benchmarks.suites.gpu import prompts, stages, suite, weights
 from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.models import Subject, load_untiled
 from benchmarks.suites.gpu.plan import BIG, HYBRID, LARGE, LITTLE, MIXED_LAYERS, PLAN, SECTIONS, SMALL
@@ -21,6 +21,7 @@ from benchmarks.suites.gpu.prompts import Launch, grouped, milliseconds_between,
 from benchmarks.suites.gpu.steps import Requests, tokens_to_last
 from benchmarks.suites.gpu.suite import TARGETS, run_sections
 from penstock.cache.space import CacheSpace
+from penstock.kernels.interface import select_kernels
 from penstock.measure.transformers_model import load_transformers
 from penstock.plan.step import SpanKind
 from tests.benchmarks.gpu_tiny import TINY
@@ -199,6 +200,17 @@ def test_experts() -> None:
         "200 tokens, chunk 64",
         "decode, batch 2, after 20 tokens",
     ]
+
+
+@pytest.mark.skipif(select_kernels(torch.device("cpu")).quantised is None, reason="needs quantised weights")
+def test_forms_of_weights() -> None:
+    results = measured("weights")
+    for form in TINY.forms:
+        for case in TINY.weights:
+            assert results.figure(weights.against(case.label, form)) is not None
+    taken = results.figure(weights.against(f"{BIG}, {weights.TAKEN}", "int8"))
+    assert taken is not None
+    assert taken.median < 0.6
 
 
 def test_bits() -> None:

@@ -28,7 +28,7 @@ def test_selected(device: torch.device, choice: str, name: str, monkeypatch: pyt
     monkeypatch.setenv(KERNELS_VARIABLE, choice)
     kernels = select_kernels(device)
     assert kernels.name == name
-    assert kernels.quantised is None
+    assert (kernels.quantised is None) == (name == "torch")
 
 
 @pytest.mark.parametrize("device", [CUDA, MPS], ids=str)
