@@ -90,8 +90,8 @@ def load_decoder(
             weights,
             "bf16 or f32",
             where="here",
-            because="quantised weights need a GPU of NVIDIA's, or the native kernels and a processor with AVX-512 "
-            "and bfloat16; and dtype bfloat16",
+            because="quantised weights need the native kernels, a processor with AVX-512 and bfloat16, or a GPU of "
+            "NVIDIA's; and dtype bfloat16",
         )
     if weights == "fp8" and kernels.quantised is not None and not kernels.quantised.takes(F8_ROW, device):
         raise SettingError(
