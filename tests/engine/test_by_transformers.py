@@ -15,6 +15,7 @@ from penstock.engine.self_check import check_chunks
 from penstock.errors import ModelError, ModelFileError, SettingError
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe import measure
+from penstock.measure.verify import Checks, verify
 from penstock.models.by_transformers.folder import TransformersFolder
 from penstock.models.decoder import Decoder
 from penstock.models.opened import open_model
@@ -107,6 +108,13 @@ def test_a_prefix_from_memory_or_disk_changes_nothing(folder: Path, tmp_path: Pa
             llm.generate(prompt, max_tokens=5)
             warm = llm.generate(prompt, max_tokens=5)
             assert (warm.usage.cached_tokens, warm.token_ids) == (256, cold.token_ids)
+
+
+def test_verify_proves_it(folder: Path) -> None:
+    llm = LLM(folder, dtype="float32", chunk=64, threads=1)
+    checks = Checks(chunks=(7, 64), overlap=0, max_tokens=3, with_transformers=True)
+    found = verify(llm, random_prompt(100, 256), checks, lambda text: None)
+    assert found.passed, found.comparisons
 
 
 def test_what_it_lacks_is_refused(folder: Path, smollm2_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from penstock.cache import SequenceCache
 from penstock.cache.space import CacheSpace
-from penstock.cache.tensors import CacheTensors
+from penstock.cache.tensors import CacheSpec, CacheTensors
 from penstock.engine.batcher import Batcher
 from penstock.engine.events import GenerationRequest
 from penstock.engine.job import Job
@@ -103,6 +103,7 @@ class WatchedDecoder(Decoder):
     def __init__(self, model: Decoder, canon: RowLaw, positions: Sequence[int], out: Tensor) -> None:
         """The logits after the tokens at `positions` go to the first rows of `out` [rows, vocab]."""
         vars(self).update(vars(model))  # weights are shared, not copied
+        self._model = model  # which may be of a kind of its own
         self.own: SequenceCache | None = None  # of the sequence that is watched; None: all are
         self._canon = canon
         self._out = out
@@ -118,12 +119,16 @@ class WatchedDecoder(Decoder):
     ) -> Tensor | None:
         rows, indices = self._watched(batch)
         if rows:
-            seen = super().forward(_wanting(batch, rows, self._canon), caches)
+            seen = self._model.forward(_wanting(batch, rows, self._canon), caches)
             assert seen is not None
             self._out[indices] = seen.to(self._out.device)
             if not batch.num_logits:
                 return None
-        return super().forward(batch, caches, residual, read)
+        return self._model.forward(batch, caches, residual, read)
+
+    @property
+    def cache_spec(self) -> CacheSpec:
+        return self._model.cache_spec
 
     def _watched(self, batch: ForwardBatch) -> tuple[list[int], list[int]]:
         """Rows of the batch that are prompt tokens to be watched, and where their logits go."""

@@ -24,8 +24,9 @@ _FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 def load_transformers(source: WeightSource, dtype: torch.dtype, device: torch.device | str = "cpu") -> Any:
     """A causal language model of transformers with `sdpa` attention, filled one tensor at a time."""
-    check_source(source)
     config = source.config
+    if not config.by_transformers:
+        check_source(source)
     if config.family not in _DESCRIBED:
         if not isinstance(source, HfFolder):
             raise ModelError(

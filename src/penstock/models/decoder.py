@@ -430,7 +430,8 @@ def workspace_of(model: Decoder) -> Workspace:
     """The work space of a loaded model, on its own kernels as they are set up."""
     kernels = model.kernels
     workspace = Workspace(
-        kernels.memory_kind(model.dtype, model.config.head_dim),
+        # transformers' code has no passes that are fused.
+        "torch" if model.config.by_transformers else kernels.memory_kind(model.dtype, model.config.head_dim),
         num_threads=num_threads(),
         head_rows=kernels.head_rows,
         feed_rows=kernels.feed_rows,
