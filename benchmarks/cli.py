@@ -32,6 +32,7 @@ SUITES = {
         "implementations:IMPLEMENTATIONS",
         "a family by transformers' code, over Penstock's own",
     ),
+    "windows": ("windows:WINDOWS", "attention of a layer with a window beside one without"),
     "start": ("start:START", "how soon there is progress, and what a loaded model occupies"),
     "sweep": ("sweep:SWEEP", "chunk sizes against prompt lengths"),
     "serve": ("serve:SERVE", "many users at once"),

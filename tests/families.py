@@ -26,6 +26,9 @@ _SWITCHES = {
     "parallel_blocks": "parallel blocks",
     "interleaved_rotary": "pairs side by side",
     "zero_centred_norm": "norms 1 + weight",
+    "sinks": "sinks",
+    "bias": "biased experts",
+    "interleaved": "MXFP4",
     "scores": "sigmoid router",
     "choice_bias": "router bias",
     "shared_gate": "shared expert without gate",
@@ -54,7 +57,8 @@ def table() -> str:
         words += ["part of a head rotated"] if family.partial_rotary is not None else []
         words += [text for key, text in _STATES.items() if key in family_defaults(name)]
         words += ["scaled embedding"] if family.embedding_is_scaled else []
-        words += [f"window but for every {family.full_every}th layer"] if family.full_every else []
+        words += [f"window in all but one of {family.full_every} layers"] if family.full_every else []
+        words += ["longrope"] if "longrope" in family.rope_kinds.values() else []
         words += ["rotary by kind of layer"] if family.rotary_by_kind else []
         words += ["rotary in windows only"] if family.rotated_in_windows else []
         words += [text for key, text in _SWITCHES.items() if key in {**family.model, **family.experts}]

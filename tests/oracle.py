@@ -86,6 +86,13 @@ _MAMBA = {
 }
 _MAMBA_LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 _SHORT_CONV = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"]}
+# For 12 rotated elements of a head: what `rope` of phi3 may be, beside `original_max_position_embeddings`.
+LONGROPE = (
+    ("rope_type", "longrope"),
+    ("short_factor", (1.0, 1.1, 1.2, 1.3, 1.5, 2.0)),
+    ("long_factor", (1.0, 2.0, 3.0, 5.0, 9.0, 20.0)),
+    ("partial_rotary_factor", 0.75),
+)
 _MROPE = {"rope": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
 _OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -116,7 +123,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma3_text": {**_WINDOW, "query_pre_attn_scalar": 20},
     "gemma3": {**_WINDOW, "query_pre_attn_scalar": 20},
     "cohere2": {**_WINDOW, "logit_scale": 0.25},
-    "olmo3": _WINDOW,
+    "olmo3": {"sliding_window": 40, "num_hidden_layers": 4},
     "exaone4": _WINDOW,
     "lfm2": {**_SHORT_CONV, "block_multiple_of": 40},
     "lfm2_moe": {**_SHORT_CONV, **_EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.7},
@@ -128,6 +135,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": _MAMBA_LAYERS,
         "shared_intermediate_size": 56,
     },
+    "gpt_oss": {"sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7},
     "qwen3_moe": _EXPERTS,
     "qwen3_next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56},
     "qwen3_5_text": _DELTA_NET,
@@ -163,15 +171,19 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
     overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
     settings = {**_SMALL, **_OWN.get(family, {}), **overrides}
     if rope := dict(settings.pop("rope", ())):
-        by_kind: dict[str, Any] = {kind: dict(own) for kind, own in rope.items() if isinstance(own, tuple)}
-        settings["rope_parameters"] = by_kind or {"rope_theta": 10_000.0, **rope}
+        by_kind: dict[str, Any] = {kind: dict(own) for kind, own in rope.items() if "attention" in kind}
+        own = {key: list(value) if isinstance(value, tuple) else value for key, value in rope.items()}
+        settings["rope_parameters"] = by_kind or {"rope_theta": 10_000.0, **own}
     config_class = transformers.CONFIG_MAPPING[family]
     if family in MULTIMODAL:
         config = config_class(text_config=settings, tie_word_embeddings=settings["tie_word_embeddings"])
         config.vision_config.update(_VISION)
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
     else:
-        model = AutoModelForCausalLM.from_config(config_class(**settings), dtype=torch.float32).eval()
+        config = config_class(**settings)
+        # Some versions take attention without a soft cap unless they are told.
+        how = {"attn_implementation": "eager"} if family == "gemma2" else {}
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith((".e_score_correction_bias", ".expert_bias")):

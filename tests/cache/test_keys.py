@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 from penstock.cache import BLOCK_TOKENS, KeyChain, root_key
 
 
-def keys_of(tokens: list[int], fingerprint: bytes = b"", salt: str = "") -> list[bytes]:
-    chain = KeyChain(root_key(fingerprint, salt))
+def keys_of(
+    tokens: list[int], fingerprint: bytes = b"", salt: str = "", is_long: bool = False
+) -> list[bytes]:
+    chain = KeyChain(root_key(fingerprint, salt, is_long=is_long))
     chain.extend(tokens)
     return chain.keys
 
@@ -34,9 +36,10 @@ def test_keys_are_equal_just_where_all_before_is(
         other[data.draw(st.integers(0, len(prompt) - 1))] = data.draw(token_ids)
     other_fingerprint = data.draw(st.just(fingerprint) | fingerprints)
     other_salt = data.draw(st.just(salt) | salts)
+    is_long = data.draw(st.booleans())
     ours = keys_of(prompt, fingerprint, salt)
-    theirs = keys_of(other, other_fingerprint, other_salt)
-    same_root = (fingerprint, salt) == (other_fingerprint, other_salt)
+    theirs = keys_of(other, other_fingerprint, other_salt, is_long)
+    same_root = (fingerprint, salt, False) == (other_fingerprint, other_salt, is_long)
     for index, (one, another) in enumerate(zip(ours, theirs, strict=True)):
         end = (index + 1) * BLOCK_TOKENS
         assert (one == another) == (same_root and prompt[:end] == other[:end])

@@ -134,7 +134,7 @@ def spoil_windows(space: CacheSpace) -> None:
 def new_job(batcher: Batcher, name: str, wish: Wish) -> RecordingJob:
     events: list[Event] = []
     request = GenerationRequest(wish.prompt, wish.max_tokens, wish.sampling)
-    cache, prefix = batcher.space.new_sequence(), None
+    cache, prefix = batcher.new_sequence(request), None
     if batcher.reuse is not None:
         prefix = batcher.reuse.open(wish.prompt, cache)
         prefix.search(prefix.num_in_memory())

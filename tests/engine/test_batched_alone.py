@@ -15,7 +15,7 @@ from penstock.models.loading import load_decoder
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from tests.engine.batching import RecordingJob, Wish, serve
 from tests.engine.hybrids import hybrid
-from tests.oracle import canon_of, load_model, make_oracle, random_prompt
+from tests.oracle import LONGROPE, canon_of, load_model, make_oracle, random_prompt
 
 DTYPES = (torch.float32, torch.bfloat16)
 # Windows in all layers, and in some.
@@ -26,16 +26,22 @@ WINDOWS: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_hidden_layers": 3, "use_sliding_window": True, "sliding_window": 100, "max_window_layers": 1},
     ),
 }
+# Windows and sinks with experts; long requests that are rotated otherwise than short ones.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt_oss": ("gpt_oss", {}),
+    "phi3, longrope": ("phi3", {"rope": LONGROPE, "original_max_position_embeddings": 120}),
+}
 # Attention only, experts, a hybrid, a hybrid with experts, and windows.
-NAMES = ("llama", "qwen3_moe", "qwen3_5", "qwen3_next", *WINDOWS)
+NAMES = ("llama", "qwen3_moe", "qwen3_5", "qwen3_next", *WINDOWS, *OTHERS)
 SEED = 3
 LONGEST = 250
 VOCAB = 211
 
 
 def model_of(name: str, dtype: torch.dtype) -> Decoder:
-    family, settings = WINDOWS.get(name, (name, {}))
-    if name in WINDOWS or name == "llama":
+    plain = {"llama": ("llama", {}), **WINDOWS, **OTHERS}
+    if name in plain:
+        family, settings = plain[name]
         return load_model(make_oracle(family, **settings).folder, dtype)
     return hybrid(name, dtype)
 

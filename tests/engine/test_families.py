@@ -1,18 +1,26 @@
 """Every family's answer is transformers', in whatever chunks its prompt is read."""
 
+import copy
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from penstock.kernels.interface import select_kernels
+from penstock.kernels.quantised import MXFP4, QuantisedWeight, mxfp4_values
+from penstock.layers.mlp import ExpertMLP
 from penstock.models.gguf.file import GgufFile
 from penstock.models.loading import load_decoder
 from penstock.plan.grids import STATE_GRID
 from tests.engine.test_parity import relative_error
 from tests.models.family_gguf import ARCHITECTURES, write_family_gguf
-from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
+from tests.oracle import LONGROPE, Oracle, load_model, make_oracle, random_prompt, run_prompt
 
 NUM_TOKENS, NUM_GENERATED = 170, 12
 CHUNKS: tuple[dict[str, Any], ...] = (
@@ -24,10 +32,11 @@ CHUNKS: tuple[dict[str, Any], ...] = (
     {"chunk_ends": (3, 64, 65, 131, NUM_TOKENS)},
 )
 
-_SCALED = (
+SCALED = (
     ("full_attention", (("rope_type", "linear"), ("factor", 4.0), ("rope_theta", 1e5))),
     ("sliding_attention", (("rope_type", "default"), ("rope_theta", 2e4))),
 )
+_PLAIN_ROPE = (("rope_type", "default"),)
 # By transformers' name, with what differs from `tests.oracle`.
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
@@ -42,6 +51,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     ("phi3", {}),
     ("phi3", {"rope": (("rope_type", "default"), ("partial_rotary_factor", 0.5)), "intermediate_size": 100}),
+    ("phi3", {"rope": LONGROPE, "original_max_position_embeddings": 64}),
+    ("phi3", {"rope": (*LONGROPE, ("factor", 3.0))}),
     ("smollm3", {}),
     ("smollm3", {"no_rope_layers": (0, 1, 1, 0), "tie_word_embeddings": True}),
     ("olmo2", {}),
@@ -77,14 +88,19 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("gemma2", {}),
     ("gemma2", {"sliding_window": 200, "layer_types": ("full_attention", "sliding_attention")}),
     ("gemma3_text", {}),
-    ("gemma3_text", {"rope": _SCALED, "sliding_window": 64, "final_logit_softcapping": 5.0}),
+    ("gemma3_text", {"rope": SCALED, "sliding_window": 64, "final_logit_softcapping": 5.0}),
     ("gemma3", {"head_dim": 32}),
     ("cohere2", {}),
     ("cohere2", {"sliding_window": 4096, "tie_word_embeddings": True, "attention_bias": True}),
     ("olmo3", {}),
-    ("olmo3", {"rope": _SCALED, "num_key_value_heads": 6, "sliding_window": 3}),
+    ("olmo3", {"rope": SCALED, "num_key_value_heads": 6, "sliding_window": 3}),
     ("exaone4", {}),
     ("exaone4", {"sliding_window": None, "layer_types": ("full_attention",) * 3}),
+    ("gpt_oss", {}),
+    (
+        "gpt_oss",
+        {"swiglu_limit": 7.0, "intermediate_size": 40, "num_experts_per_tok": 1, "rope": _PLAIN_ROPE},
+    ),
     ("cohere", {}),
     ("cohere", {"tie_word_embeddings": True, "attention_bias": True}),
     ("helium", {}),
@@ -105,7 +121,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 # One family for each mechanism.
 MECHANISMS = (
     *("olmo2", "granite", "smollm3", "glm4", "glm4_moe", "starcoder2", "hunyuan_v1_moe", "apertus"),
-    *("gemma", "cohere", "nemotron", "gemma2", "gemma3_text", "cohere2", "olmo3"),
+    *("gemma", "cohere", "nemotron", "gemma2", "gemma3_text", "cohere2", "olmo3", "gpt_oss"),
 )
 
 
@@ -140,11 +156,67 @@ def test_a_family_keeps_its_bits_in_bfloat16(family: str) -> None:
         assert torch.equal(logits, whole), chunks
 
 
+def test_experts_in_published_blocks(tmp_path: Path) -> None:
+    """gpt-oss as it is published: floats of 4 bits, which stay so where kernels multiply with blocks."""
+    oracle = make_oracle("gpt_oss", intermediate_size=64)
+    shutil.copytree(oracle.folder, tmp_path, dirs_exist_ok=True)
+    saved, model = load_file(tmp_path / "model.safetensors"), copy.deepcopy(oracle.model)
+    generator = torch.Generator().manual_seed(3)
+    for name, values in list(saved.items()):
+        if name.endswith((".experts.gate_up_proj", ".experts.down_proj")):
+            count, size, outputs = values.shape
+            shape = (count, outputs, size // 32)
+            blocks = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(120, 125, shape, dtype=torch.uint8, generator=generator)
+            saved |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            del saved[name]
+            theirs = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            model.get_parameter(name).data.copy_(theirs)
+    save_file(saved, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    prompt = random_prompt(90)
+    logits = Oracle(model, tmp_path).logits(prompt)
+    ours = run_prompt(load_model(tmp_path), prompt).logits
+    assert ours is not None
+    assert relative_error(ours, logits) < 1e-4
+    kept = load_model(tmp_path, torch.bfloat16)
+    rounded = run_prompt(kept, prompt, chunk_size=64).logits
+    assert rounded is not None
+    assert relative_error(rounded, logits) < 0.1
+    mlp = kept.layers[0].mlp
+    assert isinstance(mlp, ExpertMLP)
+    assert isinstance(mlp.experts, tuple)
+    blocks_are_kept = kept.kernels.quantised is not None
+    assert isinstance(mlp.experts[0].down.parts[0], QuantisedWeight) == blocks_are_kept
+
+
+_ORIGINAL = ("original_max_position_embeddings", 1024)
 # What files do not say.
 KNOWN_TO_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layer_interval": 4},
     "gemma": {"tie_word_embeddings": True},
     "cohere": {"tie_word_embeddings": True},
+    "phi3": {"rope": LONGROPE, "original_max_position_embeddings": 60},
+    "gemma2": {"tie_word_embeddings": True, "query_pre_attn_scalar": 16},
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "query_pre_attn_scalar": 16,
+        "num_hidden_layers": 6,
+        "sliding_window_pattern": 6,
+        "rope": (SCALED[0], ("sliding_attention", (("rope_type", "default"), ("rope_theta", 1e4)))),
+    },
+    "cohere2": {"tie_word_embeddings": True, "num_hidden_layers": 4, "sliding_window_pattern": 4},
+    "olmo3": {
+        "rope": (
+            ("full_attention", (("rope_type", "yarn"), ("factor", 4.0), ("rope_theta", 1e5), _ORIGINAL)),
+            ("sliding_attention", (("rope_type", "default"), ("rope_theta", 1e5))),
+        )
+    },
+    "exaone4": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
+    "gpt_oss": {"swiglu_limit": 7.0},
 }
 
 
@@ -152,9 +224,24 @@ KNOWN_TO_LLAMA_CPP: dict[str, dict[str, Any]] = {
 def test_a_gguf_file_is_its_folder(family: str, tmp_path: Path) -> None:
     oracle = make_oracle(family, **KNOWN_TO_LLAMA_CPP.get(family, {}))
     file = GgufFile(write_family_gguf(oracle.model, oracle.folder, tmp_path / "model.gguf"))
-    cpu, prompt = torch.device("cpu"), random_prompt(40)
+    cpu, prompt = torch.device("cpu"), random_prompt(90)
     model = load_decoder(file, select_kernels(cpu), torch.float32, cpu)
     ours, theirs = run_prompt(model, prompt).logits, run_prompt(load_model(oracle.folder), prompt).logits
     assert ours is not None
     assert theirs is not None
     assert relative_error(ours, theirs) < 1e-5
+
+
+def test_experts_of_a_gguf_file_in_blocks_of_floats(tmp_path: Path) -> None:
+    oracle = make_oracle("gpt_oss", swiglu_limit=7.0, intermediate_size=64)
+    file = GgufFile(write_family_gguf(oracle.model, oracle.folder, tmp_path / "model.gguf", Kind.MXFP4))
+    cpu, prompt = torch.device("cpu"), random_prompt(90)
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    assert file.block_form(name) is MXFP4
+    values = torch.empty(file.shape(name))
+    file.load_into(name, values)
+    assert torch.equal(values, torch.cat([mxfp4_values(blocks) for blocks in file.blocks(name)]))
+    model = load_decoder(file, select_kernels(cpu), torch.float32, cpu)
+    ours, theirs = run_prompt(model, prompt).logits, oracle.logits(prompt)
+    assert ours is not None
+    assert relative_error(ours, theirs) < 0.2

@@ -59,7 +59,9 @@ class Rerecorder:
 
 @pytest.fixture(scope="module")
 def model() -> Iterator[Decoder]:
-    oracle = make_oracle("llama", hidden_size=32, num_attention_heads=2, num_key_value_heads=1)
+    """One layer sees everything, the other a window."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
+    oracle = make_oracle("gemma3_text", sliding_window=20, **sizes)
     with interpreted_kernels(TILE) as kernels:
         yield load_decoder(HfFolder(oracle.folder), kernels, torch.float32, torch.device("cpu"))
 

@@ -126,6 +126,16 @@ def test_prompts_that_come_together_are_read_once(name: str) -> None:
     assert batcher.status().cache.blocks_idle == 5
 
 
+def test_long_requests_share_nothing_with_short_ones_where_their_keys_differ() -> None:
+    model = model_of("phi3, longrope", torch.float32)
+    batcher = new_batcher(model, SCHEDULE, 64 * 64, strict=False, sharing=Sharing())
+    short, long = Wish(FIRST[:100], 4), Wish(FIRST[:100], 40)
+    for wish, num_cached in ((short, 0), (long, 0), (short, 64), (long, 64)):
+        jobs = serve_with(batcher, [wish])
+        assert jobs[0].num_cached == num_cached
+        check_all(model, [wish], jobs, strict=False)
+
+
 def test_blocks_are_shared_and_not_copied() -> None:
     model = model_of("llama", torch.float32)
     batcher = new_batcher(model, SCHEDULE, 64 * 12, strict=False, sharing=Sharing())

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from penstock.cache import BLOCK_TOKENS, BlockPool
+from penstock.cache.space import CacheSpace
+from penstock.cache.tensors import CacheSpec, CacheTensors, KVSpec
 from penstock.errors import SettingError
 from penstock.frontends import plan_plot
 from penstock.frontends.plan import PlannedModel, expected_workspace, plan, read_model, table
@@ -47,6 +51,19 @@ HYBRID = {
     "head_dim": 256,
     "max_position_embeddings": 262_144,
 }
+GEMMA_3_27B = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262_208,
+    "hidden_size": 5376,
+    "intermediate_size": 21_504,
+    "num_hidden_layers": 62,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 16,
+    "head_dim": 128,
+    "sliding_window": 1024,
+    "query_pre_attn_scalar": 168,
+}
+GPT_OSS_120B = {"model_type": "gpt_oss"}  # transformers' defaults
 MIB = 1 << 20
 
 
@@ -121,6 +138,40 @@ def test_a_gpu_is_planned_with_its_own_kernels_and_weights(monkeypatch: pytest.M
     monkeypatch.setenv("PENSTOCK_KERNELS", "torch")
     assert expected_workspace(gpu).kernels == "torch"
     assert known.settled(asked, "bfloat16", gpu).name == "bf16"
+
+
+@pytest.mark.parametrize(("config", "gib"), [(GEMMA_3_27B, 11.2), (GPT_OSS_120B, 4.6)])
+def test_keys_and_values_behind_windows_take_no_memory(
+    config: dict[str, Any], gib: float, tmp_path: Path
+) -> None:
+    """A prompt of 131,072 tokens in chunks of 2,048: what a sequence takes at most of the pools of a cache with one
+    layer of each kind, all others being like these, and what is planned."""
+    num_tokens, chunk = 131_072, 2048
+    _, out, _ = run(
+        "--model", folder_of(tmp_path, config), "--prompt-tokens", num_tokens, "--chunk", chunk, "--json"
+    )
+    assert json.loads(out)["kv_cache_bytes"] / 2**30 == pytest.approx(gib, rel=0.02)
+
+    shape = read_model(str(tmp_path)).config
+    assert shape.window is not None
+    full = KVSpec(1, shape.num_kv_heads, shape.head_dim, torch.bfloat16)
+    specs = (full, replace(full, window=shape.window.size))
+    tensors = CacheTensors.of(CacheSpec(specs), [num_tokens // BLOCK_TOKENS] * 2, 1, torch.device("cpu"))
+    space = CacheSpace(tensors, tuple(BlockPool(group.num_blocks) for group in tensors.kv_groups), None)
+    sequence, most = space.new_sequence(), [0, 0]
+    for start in range(0, num_tokens, chunk):
+        sequence.reserve(start, [start + chunk])
+        most = [
+            max(old, pool.num_blocks - pool.num_free) for old, pool in zip(most, space.pools, strict=True)
+        ]
+        sequence.commit(start + chunk)
+        sequence.slide()
+    layers = (shape.num_full_layers, shape.window.num_layers)
+    taken = sum(
+        number * BLOCK_TOKENS * spec.bytes_per_token * count
+        for number, spec, count in zip(most, specs, layers, strict=True)
+    )
+    assert taken / 2**30 == pytest.approx(gib, rel=0.02)
 
 
 def test_json_has_the_table(tmp_path: Path) -> None:

@@ -30,9 +30,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5_text, odd sizes": ("qwen3_5_text", {}),
     "glm4_moe": ("glm4_moe", {"head_dim": 64}),
     "ernie4_5_moe": ("ernie4_5_moe", {"head_dim": 64}),
+    "mistral, window": ("mistral", {"head_dim": 128, "sliding_window": 300}),
+    "gemma2": ("gemma2", {"head_dim": 256, "sliding_window": 300, "num_hidden_layers": 4}),
+    "gemma3_text": ("gemma3_text", {"head_dim": 256, "sliding_window": 200}),
+    "gpt_oss": ("gpt_oss", {"head_dim": 64, "sliding_window": 128}),
 }
-# A model of each kind: attention, experts, recurrent state, both.
-KINDS = ("llama", "qwen3_moe", "qwen3_5_text", "qwen3_next")
+# A model of each kind: attention, experts, recurrent state, both; windows with a soft cap, with rotary embeddings of
+# their own, with sinks.
+KINDS = ("llama", "qwen3_moe", "qwen3_5_text", "qwen3_next", "gemma2", "gemma3_text", "gpt_oss")
 
 
 def gpu() -> torch.device:

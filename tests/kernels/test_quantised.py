@@ -15,6 +15,7 @@ from penstock.kernels.native.quantised import NativeProducts
 from penstock.kernels.probe import ProbeShapes, ProductShape, measure
 from penstock.kernels.quantised import (
     BLOCK_FORMS,
+    MXFP4,
     Q4_0,
     Q4_1,
     Q4_K,
@@ -27,7 +28,7 @@ from penstock.kernels.quantised import (
 NUM_OUT, NUM_IN = 200, 512
 MOST_ROWS = 700
 FORMS = list(BLOCK_FORMS.values())
-FOUR_BITS = (Q4_0, Q4_1, Q4_K)
+FOUR_BITS = (Q4_0, Q4_1, Q4_K, MXFP4)
 # The spacing of bfloat16, which a product is rounded to, and what float32 loses in the sum.
 HALF_STEP = 2**-8
 
@@ -48,13 +49,15 @@ def products() -> NativeProducts:
 
 
 def random_blocks(form: BlockForm, num_out: int, num_in: int) -> Tensor:
-    """Rows of blocks with any quants, and scales of about 0.01 (float16, wherever the form has them)."""
+    """Rows of blocks with any quants, and scales of about 0.01 (wherever the form has them)."""
     generator = np.random.default_rng(form.number)
     blocks = generator.integers(
         0, 256, (num_out, num_in // form.block_size, form.block_bytes), dtype=np.uint8
     )
     halves = generator.uniform(-0.02, 0.02, (*blocks.shape[:2], 2)).astype(np.float16).view(np.uint8)
-    if form.name == "Q6_K":
+    if form is MXFP4:
+        blocks[..., 0] = generator.integers(118, 122, blocks.shape[:2])
+    elif form.name == "Q6_K":
         blocks[..., -2:] = halves[..., :2]
     else:
         num_bytes = 4 if form.name in ("Q4_1", "Q4_K", "Q5_K") else 2

@@ -8,6 +8,7 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType as Kind
+from gguf.quants import quantize
 from safetensors.numpy import load_file
 
 from tests.models.builders import permute, write_gguf
@@ -44,13 +45,20 @@ ARCHITECTURES = {
     "cohere": "command-r",
     "nemotron": "nemotron",
     "stablelm": "stablelm",
+    "gemma2": "gemma2",
+    "gemma3_text": "gemma3",
+    "cohere2": "cohere2",
+    "olmo3": "olmo2",
+    "exaone4": "exaone4",
+    "gpt_oss": "gpt-oss",
 }
 _PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee")
+_ZERO_CENTRED = ("gemma", "nemotron", "gemma2", "gemma3_text")
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
-def write_family_gguf(model: Any, folder: Path, path: Path) -> Path:
-    """A model that was saved to a folder, in F32."""
+def write_family_gguf(model: Any, folder: Path, path: Path, experts: Kind = Kind.F32) -> Path:
+    """A model that was saved to a folder, in F32; its experts quantised."""
     architecture = ARCHITECTURES[model.config.model_type]
     config = getattr(model.config, "text_config", model.config)
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -59,7 +67,13 @@ def write_family_gguf(model: Any, folder: Path, path: Path) -> Path:
     for name, data in _tensors(load_file(folder / "model.safetensors"), config, architecture).items():
         short = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert short is not None, name
-        stored[short] = (np.ascontiguousarray(data, dtype=np.float32), Kind.F32)
+        kind = experts if short.endswith("_exps.weight") else Kind.F32
+        data = np.ascontiguousarray(data, dtype=np.float32)
+        stored[short] = (data if kind is Kind.F32 else quantize(data, kind), kind)
+    if config.rope_parameters.get("rope_type") == "longrope":
+        for name in ("long", "short"):
+            factors = np.array(config.rope_parameters[f"{name}_factor"], dtype=np.float32)
+            stored[f"rope_factors_{name}.weight"] = (factors, Kind.F32)
     values = {f"{architecture}.{key}": value for key, value in _metadata(config).items() if value is not None}
     return write_gguf(path, values, stored, architecture)
 
@@ -78,10 +92,19 @@ def _tensors(saved: dict[str, Array], config: Any, architecture: str) -> dict[st
         if architecture in _PERMUTED and part in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
             data = permute(data, heads)
-        if config.model_type in ("gemma", "nemotron") and name.endswith("norm.weight"):
+        if config.model_type in _ZERO_CENTRED and name.endswith("norm.weight"):
             data = data + np.float32(1)
         if name.endswith("e_score_correction_bias"):
             name, data = name.removesuffix("_correction_bias") + "_correction.bias", data.reshape(-1)
+        if config.model_type == "gpt_oss" and ".experts." in name:
+            stem, is_bias = name.removesuffix("_bias"), name.endswith("_bias")
+            ending, data = (".bias", data) if is_bias else (".weight", data.swapaxes(1, 2))
+            if stem.endswith(".gate_up_proj"):  # row by row
+                stem = stem.removesuffix("gate_up_proj")
+                tensors |= {f"{stem}gate_proj{ending}": data[:, ::2], f"{stem}up_proj{ending}": data[:, 1::2]}
+            else:
+                tensors[stem + ending] = data
+            continue
         if part == "input_linear" or name.endswith(
             ".experts.gate_up_proj"
         ):  # gates and what they gate, as one
@@ -90,7 +113,8 @@ def _tensors(saved: dict[str, Array], config: Any, architecture: str) -> dict[st
             stem = f"model.layers.{index}." + ("mlp.shared_experts." if is_shared else "mlp.experts.")
             tensors |= {f"{stem}gate_proj.weight": gate, f"{stem}up_proj.weight": up}
             continue
-        tensors[name + ".weight" if name.endswith(".experts.down_proj") else name] = data
+        is_bare = name.endswith((".experts.down_proj", ".sinks"))
+        tensors[name + ".weight" if is_bare else name] = data
     tensors |= {
         name: np.stack([experts[index] for index in sorted(experts)]) for name, experts in stacks.items()
     }
@@ -101,7 +125,8 @@ def _metadata(config: Any) -> dict[str, Any]:
     def key(*names: str) -> Any:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
-    rope = config.rope_parameters
+    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    factor, original = rope.get("factor"), key("original_max_position_embeddings")
     head_dim = key("head_dim") or config.hidden_size // config.num_attention_heads
     is_sigmoid = config.model_type in ("glm4_moe", "dots1")
     values = {
@@ -116,6 +141,12 @@ def _metadata(config: Any) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": key("rms_norm_eps"),
         "attention.layer_norm_epsilon": key("layer_norm_eps", "norm_epsilon", "norm_eps"),
         "rope.freq_base": rope["rope_theta"],
+        "rope.scaling.type": rope["rope_type"] if factor else None,
+        "rope.scaling.factor": factor,
+        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings", original),
+        "attention.sliding_window": key("sliding_window"),
+        "attn_logit_softcapping": key("attn_logit_softcapping"),
+        "final_logit_softcapping": key("final_logit_softcapping"),
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "attention.scale": key("attention_multiplier"),
         "embedding_scale": key("embedding_multiplier"),

@@ -167,7 +167,7 @@ def test_layers_with_a_window(values: dict[str, Any], layers: tuple[int, ...] | 
     [
         ({"model_type": "gpt_bigcode"}, "supported are llama, mistral, qwen2, qwen3"),
         ({"model_type": "qwen2_moe", "use_sliding_window": True}, "sliding window of"),
-        ({"model_type": "llama", "hidden_act": "quick_gelu"}, "quick_gelu"),
+        ({"model_type": "llama", "hidden_act": "gelu_10"}, "gelu_10"),
         ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
         ({"model_type": "llama", "partial_rotary_factor": 0.5}, "part of each head"),
         ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantised"),

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -47,6 +48,14 @@ class Job:
         figure = self.bench.results.add(self.section, name, unit, *values, system=system)
         self.bench.say(f"{name}, {system}: {shown(figure)}")
         self.bench.save()
+
+    def figures(self, name: str, times: Mapping[str, Sequence[float]], *, ratio: bool = False) -> None:
+        """Milliseconds of several systems; and what of another's time ours is, where that is asked for."""
+        for system, values in times.items():
+            if values:
+                self.figure(name, "ms", values, system)
+            if values and ratio and system != OURS:
+                self.figure(f"{name}, over {system}", "x", [median(times[OURS]) / median(values)])
 
     def fact(self, name: str, holds: bool) -> None:
         self.bench.results.require(self.section, name, holds)

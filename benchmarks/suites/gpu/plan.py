@@ -7,12 +7,12 @@ from typing import Any
 from penstock.measure.random_weights import FAMILIES
 
 # Sections, in the order in which they run.
-LARGE, SMALL, HYBRID = "8b", "0.6b", "hybrid"
+LARGE, SMALL, HYBRID, WINDOWS = "8b", "0.6b", "hybrid", "windows"
 EXPERTS = "experts"
 _OTHERS = ("decode", "memory", "start", "bits", "tiles", "mixed", "stages", "weights", "profile", "sweep")
-SECTIONS = (LARGE, SMALL, HYBRID, EXPERTS, *_OTHERS)
+SECTIONS = (LARGE, SMALL, HYBRID, EXPERTS, WINDOWS, *_OTHERS)
 # Models of published shapes, by what they are called in the results.
-BIG, LITTLE, MIXED_LAYERS = "8B", "0.6B", "9B hybrid"
+BIG, LITTLE, MIXED_LAYERS, WINDOWED = "8B", "0.6B", "9B hybrid", "Gemma 3 4B"
 SPARSE, DEEP_SPARSE = "30B-A3B, 12 layers", "30B-A3B"
 # Forms of weights; the first is what others are compared with.
 PLAIN, FLOATS, FOUR_BITS = "bf16", "fp8", "Q4_K_M"
@@ -124,6 +124,18 @@ _MODELS: Mapping[str, Mapping[str, Any]] = {
     },
     SPARSE: {**_SPARSE, "num_hidden_layers": 12},
     DEEP_SPARSE: {**_SPARSE, "num_hidden_layers": 48},
+    WINDOWED: {
+        "model_type": "gemma3_text",
+        "vocab_size": 262_208,
+        "hidden_size": 2560,
+        "intermediate_size": 10_240,
+        "num_hidden_layers": 34,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "sliding_window": 1024,
+        "max_position_embeddings": 131_072,
+    },
 }
 
 
@@ -138,6 +150,7 @@ PLAN = Plan(
         SMALL: _cases(LITTLE, (LONG, CHUNK), (LONG, 512), (SHORT, CHUNK)),
         HYBRID: _cases(MIXED_LAYERS, (LONG, CHUNK), (LONG, 0), (LONG, 512)),
         EXPERTS: _cases(SPARSE, (SHORT, CHUNK), (LONG, CHUNK), (SHORT, 512)),
+        WINDOWS: _cases(WINDOWED, (LONG, CHUNK)),
     },
     decodes=(
         DecodeCase(BIG, 1, 128),

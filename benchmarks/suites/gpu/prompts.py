@@ -40,14 +40,17 @@ def measure_prefills(
     job: Job, errors: list[str], cases: Sequence[PrefillCase], loaded: Subject | None = None
 ) -> None:
     """Cases of one model. A case that transformers fails in is measured without it."""
-    subject, peer = loaded or job.subject(cases[0].model), _load_peer(job, cases)
+    subject, peer = loaded or job.subject(cases[0].model), load_peer(job, cases)
     space = subject.space(max(case.prompt_tokens for case in cases))
     for case in cases:
         with job.attempt(case.label, errors):
-            _measure_prefill(job, case, subject, space, peer)
+            measure_prefill(job, case, subject, space, peer)
 
 
-def _measure_prefill(job: Job, case: PrefillCase, subject: Subject, space: CacheSpace, peer: Any) -> None:
+def measure_prefill(
+    job: Job, case: PrefillCase, subject: Subject, space: CacheSpace, peer: Any, *, ratio: bool = False
+) -> None:
+    """One of them, taking turns with transformers."""
     prompt = job.prompt(case.model, case.prompt_tokens)
     turns: dict[str, Callable[[], object]] = {
         OURS: lambda: subject.first_token(space, prompt, case.chunk),
@@ -58,9 +61,7 @@ def _measure_prefill(job: Job, case: PrefillCase, subject: Subject, space: Cache
         turns[OURS]()
     if peer is not None and _has_peer(job, case):
         repeats[PEER] = _peer_repeats(job, case, turns[PEER])
-    for system, values in job.time_turns(turns, repeats).items():
-        if values:
-            job.figure(case.label, "ms", values, system)
+    job.figures(case.label, job.time_turns(turns, repeats), ratio=ratio)
 
 
 @torch.inference_mode()
@@ -74,7 +75,7 @@ def peer_first_token(model: Any, prompt: Sequence[int], chunk: int) -> int:
     return int(output.logits[0, -1].argmax())
 
 
-def _load_peer(job: Job, cases: Sequence[PrefillCase]) -> Any:
+def load_peer(job: Job, cases: Sequence[PrefillCase]) -> Any:
     """transformers' model; None where it is not wanted or cannot be had."""
     if not job.with_peer or all(case.prompt_tokens > job.peer_limit for case in cases):
         return None

@@ -13,7 +13,7 @@ import torch
 from benchmarks.harness import Bar, Bench, Results, SectionRun, Series, bar_of
 from benchmarks.show import Picture
 from benchmarks.suite import Suite, number, some_of, switch, value
-from benchmarks.suites.gpu import prompts, stages, steps, weights
+from benchmarks.suites.gpu import prompts, stages, steps, weights, windows
 from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.plan import (
     BIG,
@@ -32,10 +32,13 @@ from benchmarks.suites.gpu.plan import (
     SHORT,
     SMALL,
     SPARSE,
+    WINDOWED,
+    WINDOWS,
     DecodeCase,
     Plan,
     PrefillCase,
 )
+from benchmarks.suites.windows import MOST_SHARE, SHARE
 from penstock.errors import SettingError
 from penstock.pictures import Panel
 
@@ -75,6 +78,15 @@ TARGETS = (
     Target(EXPERTS, PrefillCase(SPARSE, LONG, CHUNK).label, 380, 310, 250),
     Target(EXPERTS, PrefillCase(SPARSE, SHORT, 512).label, 110, 70, 20),
     Target(EXPERTS, DecodeCase(SPARSE, 1, 128).label, 1.4, 1.0, 0.5),
+    *(
+        target
+        for case in PLAN.prefills[WINDOWS]
+        for target in (
+            Target(WINDOWS, f"{case.label}, over {prompts.PEER}", 1 / 1.5),
+            Target(WINDOWS, f"{windows.decode_label(case)}, over {prompts.PEER}", 1 / 4),
+        )
+    ),
+    Target(WINDOWS, f"{WINDOWED}, {SHARE}", MOST_SHARE),
     Target("decode", DecodeCase(BIG, 1, 128).label, 5.83, vllm=5.30),
     Target("decode", DecodeCase(BIG, 32, 128).label, 6.64, vllm=6.04),
     Target("decode", DecodeCase(BIG, 1, LONG).label, 6.95, vllm=6.32),
@@ -191,6 +203,7 @@ def _prefill_section(job: Job, errors: list[str]) -> None:
 _WORK: Mapping[str, Callable[[Job, list[str]], None]] = {
     **dict.fromkeys((LARGE, SMALL, HYBRID), _prefill_section),
     EXPERTS: steps.measure_experts,
+    WINDOWS: windows.measure_windows,
     "decode": steps.measure_decodes,
     "memory": prompts.measure_memory,
     "start": prompts.measure_start,

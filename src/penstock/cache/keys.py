@@ -14,9 +14,11 @@ _TOKEN = "I"  # four bytes
 assert array(_TOKEN).itemsize == 4
 
 
-def root_key(fingerprint: bytes, salt: str = "") -> BlockKey:
-    """What a chain of keys begins with: of a model, and of those who share with each other."""
-    return sha256(b"penstock prefix 1\0" + sha256(fingerprint).digest() + salt.encode()).digest()
+def root_key(fingerprint: bytes, salt: str = "", *, is_long: bool = False) -> BlockKey:
+    """What a chain of keys begins with: of a model, of those who share with each other, and of long sequences where
+    their keys are others."""
+    kind = b"penstock long prefix 1\0" if is_long else b"penstock prefix 1\0"
+    return sha256(kind + sha256(fingerprint).digest() + salt.encode()).digest()
 
 
 class KeyChain:

@@ -249,9 +249,16 @@ class SequenceCache:
     """
 
     def __init__(
-        self, pools: Sequence[BlockPool], slots: SlotPool | None = None, windows: Sequence[int] = ()
+        self,
+        pools: Sequence[BlockPool],
+        slots: SlotPool | None = None,
+        windows: Sequence[int] = (),
+        *,
+        is_long: bool = False,
     ) -> None:
-        """`windows` are the groups', 0 for all tokens; none has one where there are none."""
+        """`windows` are the groups', 0 for all tokens; none has one where there are none. Keys of `is_long` sequences
+        are other than those of the same tokens in others (`ModelConfig.is_long`)."""
+        self.is_long = is_long
         self.kv_groups = tuple(map(SequenceBlocks, pools))
         self._windows = tuple(windows) or (0,) * len(pools)
         self.state = None if slots is None else SequenceState(slots)

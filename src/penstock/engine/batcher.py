@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from penstock.cache import BLOCK_TOKENS, BlockPool
+from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceCache
 from penstock.cache.space import CacheSpace
-from penstock.engine.events import ChunkRecord, Event, Failed, FinishReason
+from penstock.engine.events import ChunkRecord, Event, Failed, FinishReason, GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.reuse import Prefix, Reuse
 from penstock.engine.sampling import Choice
@@ -183,6 +183,7 @@ class Batcher:
         self.notices: deque[Notice] = deque()
         self.num_shrinks = 0  # how often memory ran out, and chunks were halved
         self._stages = stages
+        self._config = model.config
         self._depth = steps_in_flight(model, stages) if depth is None else depth
         self._waits_for_tokens = self._depth <= steps_in_flight(model)
         limits = CacheLimits(space.blocks.num_blocks, BLOCK_TOKENS, keeps_prefix=space.keeps_prefix)
@@ -327,6 +328,12 @@ class Batcher:
     def logits(self) -> Tensor | None:
         """[rows, vocab] of the last step that sampled, where they are kept."""
         return self._runner.logits
+
+    def new_sequence(self, request: GenerationRequest) -> SequenceCache:
+        """An empty cache for a request."""
+        return self.space.new_sequence(
+            is_long=self._config.is_long(len(request.token_ids) + request.max_tokens)
+        )
 
     def add(self, job: Job) -> None:
         """Put a request into the queue, or raise QueueFullError or CacheFullError."""
@@ -512,7 +519,7 @@ class Batcher:
         tokens = job.tokens[span.start : span.end]
         cache = job.cache
         rows = job.rows if is_chunk else None
-        return SpanInput(span, tokens, cache.kv_groups, is_chunk, planned.samples, state, rows)
+        return SpanInput(span, tokens, cache.kv_groups, is_chunk, planned.samples, state, rows, cache.is_long)
 
     def _commit(self, step: Step, outcome: StepOutcome) -> StepRecord:
         now = time.perf_counter()

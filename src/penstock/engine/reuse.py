@@ -84,7 +84,7 @@ class Reuse:
     ) -> "Prefix":
         """A handle on what an empty sequence of this cache may share with others. Prompts of another salt share
         nothing with it. One that `reads_all` gives, and takes nothing."""
-        chain = KeyChain(root_key(self._fingerprint, salt))
+        chain = KeyChain(root_key(self._fingerprint, salt, is_long=cache.is_long))
         chain.extend(prompt)
         return Prefix(self, cache, chain, len(prompt), reads_all=reads_all)
 

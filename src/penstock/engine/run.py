@@ -145,7 +145,7 @@ class Run:
             keeps_logits=True,
             stages=stages,
         )
-        cache = self.space.new_sequence()
+        cache = self._batcher.new_sequence(request)
         self._job = Job(
             _ID,
             request,

@@ -169,7 +169,7 @@ class Service:
         self.check(request)
         json_format = request.json_format
         constraint = None if json_format is None else self.llm.constraints.new(json_format)
-        cache = self._batcher.space.new_sequence()
+        cache = self._batcher.new_sequence(request)
         prefix = None if self._reuse is None else self._open_prefix(self._reuse, request, cache)
         name = f"req-{uuid.uuid4().hex[:16]}"
         job = Job(name, request, cache, self.llm.tokenizer, self.llm.eos_ids, constraint, listener, prefix)

@@ -50,6 +50,7 @@ class SpanInput:
     wants_logits: bool  # of its last token
     state: StateStep | None = None  # where the model has recurrent layers
     rows: PromptRows | None = None  # reads all of its rows behind the last layer
+    is_long: bool = False  # as in `ModelConfig.is_long`
 
     @property
     def num_last(self) -> int:
@@ -89,6 +90,11 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = Fa
         chain.from_iterable(item.token_ids for item in inputs), np.int64, num_tokens
     )
     positions[:num_tokens] = _positions(groups[0].all_layers.spans)
+    long_rows = np.zeros(num_rows if any(item.is_long for item in inputs) else 0, dtype=np.int64)
+    if len(long_rows):
+        long_rows[:num_tokens] = np.repeat(
+            [item.is_long for item in inputs], [len(item.span) for item in inputs]
+        )
     return ForwardBatch(
         token_ids=token_ids,
         positions=positions,
@@ -102,6 +108,7 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = Fa
         num_logits=num_logits,
         is_canonical=is_canonical,
         states=StateWork(tuple(states)),
+        long_rows=long_rows,
     )
 
 
@@ -212,7 +219,14 @@ def expect(
         if item.is_prompt or not item.wants_logits or start + 1 > item.capacity_tokens:
             return None
         following.append(
-            SpanInput(Span(start, start + 1), (0,), item.kv_groups, is_prompt=False, wants_logits=True)
+            SpanInput(
+                Span(start, start + 1),
+                (0,),
+                item.kv_groups,
+                is_prompt=False,
+                wants_logits=True,
+                is_long=item.is_long,
+            )
         )
     try:
         batch = prepare(following)

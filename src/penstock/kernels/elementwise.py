@@ -68,6 +68,10 @@ def _relu2(x: Tensor, out: Tensor) -> Tensor:
     return torch.clamp_min(x, 0, out=out).square_()
 
 
+def _quick_gelu(x: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(torch.sigmoid(x * 1.702).mul_(x))
+
+
 def xielu(alpha_p: float = 0.8, alpha_n: float = 0.8, beta: float = 0.5, eps: float = -1e-6) -> ElementWise:
     """A parabola for positive elements; for the others, an exponential beside a line."""
 
@@ -85,6 +89,7 @@ ACTIVATIONS: dict[str, ElementWise] = {
     "gelu": _gelu,
     "gelu_new": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
     "relu": lambda x, out: torch.clamp_min(x, 0, out=out),
     "relu2": _relu2,
     "xielu": xielu(),  # as it is before training

@@ -40,7 +40,9 @@ Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0, 5.625)
 Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0, 6.5625)
 # Not of a file, and the native library's alone: weights of bfloat16 in its panels.
 BFLOAT16 = BlockForm("BF16", 6, 1, 2, 16.0, 16.0)
-BLOCK_FORMS = {form.name: form for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K)}
+# An exponent of a power of 2, 16 bytes of two 4-bit floats. A processor alone keeps it; the exponent becomes float32.
+MXFP4 = BlockForm("MXFP4", 9, 32, 17, 5.0, 16.0)
+BLOCK_FORMS = {form.name: form for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4)}
 # 8-bit floats, which a GPU alone keeps: a scale of float32 and 32 of them. A row has one scale, or each 128 inputs.
 F8_ROW = BlockForm("F8_ROW", 6, 32, 36, 16.0, 8.0)
 F8_BLOCK = BlockForm("F8_BLOCK", 7, 32, 36, 16.0, 8.25)
@@ -113,6 +115,24 @@ def quantise(values: Tensor, form: BlockForm) -> Tensor:
         both = quants[..., : GROUP // 2] | quants[..., GROUP // 2 :] << 4
         return torch.cat((_bytes(scale), _bytes(minimum), both), dim=-1).flatten(1)
     raise ValueError(f"there is no quantisation to {form.name}, only to Q8_0, Q4_1 and F8_ROW")
+
+
+_FLOATS4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def mxfp4_values(blocks: Tensor) -> Tensor:
+    """Rows of such blocks [rows, bytes] as values [rows, in], in float32."""
+    blocks = blocks.view(len(blocks), -1, MXFP4.block_bytes)
+    scales, quants = torch.exp2(blocks[..., :1].float() - 127), blocks[..., 1:]
+    table = torch.tensor([sign * value for sign in (1, -1) for value in _FLOATS4])
+    return (table[torch.cat((quants & 15, quants >> 4), dim=-1).long()] * scales).flatten(1)
+
+
+def mxfp4_blocks(pairs: Tensor, exponents: Tensor) -> Tensor:
+    """Rows of such blocks from quants whose two in a byte are neighbours [rows, groups, 16], and [rows, groups]."""
+    quants = torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+    both = quants[..., : GROUP // 2] | quants[..., GROUP // 2 :] << 4
+    return torch.cat((exponents[..., None], both), dim=-1).flatten(1)
 
 
 def _half(values: Tensor) -> Tensor:

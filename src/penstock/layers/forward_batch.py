@@ -1,6 +1,6 @@
 """One forward pass, as the layers see it: rows of tokens, where their keys go, and what each attends to."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,8 @@ class ForwardBatch(PassWork):
     logit_rows: NDArray[np.int64]  # [last layer's rows]
     num_logits: int
     is_canonical: bool  # whether a row's bits must not depend on how many others there are
+    # [rows] 1 for those of requests whose rotary embedding is that of long ones; none where no row is
+    long_rows: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64), kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)

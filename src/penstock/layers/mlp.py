@@ -25,6 +25,7 @@ class MLP:
     down: Linear  # [hidden, width]
     activation: ElementWise | None = None  # None: silu, of a gate
     is_gated: bool = True
+    clamp: float = 0.0  # as in `ExpertsConfig`
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -44,6 +45,10 @@ class MLP:
     def _activated(self, inner: Tensor, step: ForwardPass) -> Tensor:
         if self.activation is None:
             return step.kernels.silu_and_mul(inner)
+        if self.clamp:
+            gate, up = inner.chunk(2, dim=-1)
+            gate.clamp_(max=self.clamp)
+            up.clamp_(-self.clamp, self.clamp).add_(1)
         return step.kernels.activate(inner, self.activation, is_gated=self.is_gated)
 
 

@@ -18,28 +18,31 @@ def at_positions(tables: RotaryTables, positions: Tensor) -> RotaryTables:
 
 
 class Rotary:
-    """Cosines and signed sines by position, in the model's dtype."""
+    """Cosines and signed sines by position, in the model's dtype. Where long requests have others than short ones,
+    each position has two rows, the second for those."""
 
     def __init__(
         self, config: RotaryConfig, head_dim: int, max_position: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._inverse_frequencies, self._scale = rotary_frequencies(config, head_dim, max_position)
+        choices = [False, True] if config.kind == "longrope" else [False]
+        found = [rotary_frequencies(config, head_dim, max_position, is_long=choice) for choice in choices]
+        self._inverse_frequencies, self._scale = torch.stack([each for each, _ in found]), found[0][1]
         self._dtype = dtype
         self._device = device
-        width = 2 * len(self._inverse_frequencies)
+        self.num_choices, width = len(choices), 2 * self._inverse_frequencies.shape[1]
         self._cos = torch.empty(0, width, dtype=dtype, device=device)
         self._sin = torch.empty(0, width, dtype=dtype, device=device)
 
     def reserve(self, end: int) -> tuple[Tensor, Tensor]:
         """The whole tables, for all positions below `end` at least. Longer ones are made elsewhere."""
-        while self._cos.shape[0] < end:
+        while self._cos.shape[0] < end * self.num_choices:
             self._append_page()
         return self._cos, self._sin
 
     def _append_page(self) -> None:
-        start = self._cos.shape[0]
+        start = self._cos.shape[0] // self.num_choices
         positions = torch.arange(start, start + ROTARY_PAGE, dtype=torch.float32)
-        angles = positions[:, None] * self._inverse_frequencies
+        angles = (positions[:, None, None] * self._inverse_frequencies).flatten(0, 1)
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         cos_page = torch.cat((cos, cos), dim=-1).to(self._device, self._dtype)
         sin_page = torch.cat((-sin, sin), dim=-1).to(self._device, self._dtype)
@@ -47,8 +50,11 @@ class Rotary:
         self._sin = torch.cat((self._sin, sin_page))
 
 
-def rotary_frequencies(config: RotaryConfig, head_dim: int, max_position: int) -> tuple[Tensor, float]:
-    """Inverse frequencies [head_dim / 2], float32, and the factor on cosines and sines."""
+def rotary_frequencies(
+    config: RotaryConfig, head_dim: int, max_position: int, *, is_long: bool = False
+) -> tuple[Tensor, float]:
+    """Inverse frequencies [head_dim / 2], float32, and the factor on cosines and sines. `is_long`: of requests longer
+    than the original context, where that matters."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     frequencies = 1.0 / config.theta**exponents
     if config.frequency_divisors is not None:
@@ -64,8 +70,11 @@ def rotary_frequencies(config: RotaryConfig, head_dim: int, max_position: int) -
             return _llama3(config, frequencies, max_position), 1.0
         case "yarn":
             return _yarn(config, frequencies, head_dim, max_position)
+        case "longrope":
+            factors = torch.tensor(config.long_factors if is_long else config.short_factors)
+            return 1.0 / (factors * config.theta**exponents), _longrope_scale(config, max_position)
     raise ModelError(
-        f"rotary scaling {config.kind!r} is not supported; accepted: default, linear, llama3, yarn"
+        f"rotary scaling {config.kind!r} is not supported; accepted: default, linear, llama3, yarn, longrope"
     )
 
 
@@ -99,6 +108,13 @@ def _yarn(
         high += 0.001
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     return frequencies * (1 - ramp) + frequencies / config.factor * ramp, _yarn_attention_factor(config)
+
+
+def _longrope_scale(config: RotaryConfig, max_position: int) -> float:
+    if config.attention_factor is not None:
+        return config.attention_factor
+    original = config.original_max_position or max_position
+    return math.sqrt(1 + math.log(config.factor) / math.log(original)) if config.factor > 1 else 1.0
 
 
 def _yarn_attention_factor(config: RotaryConfig) -> float:

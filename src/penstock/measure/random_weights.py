@@ -79,6 +79,7 @@ class RandomWeights(WeightSource):
     def __init__(self, name: str, settings: Mapping[str, Any], device: torch.device | str = "cpu") -> None:
         """Settings in transformers' own names."""
         self.config = config_of(name, settings)
+        self.settings = settings
         self._name = name
         self.shapes = expected_shapes(self.config)
         numbers = torch.randn(_RANDOM_NUMBERS + _SHIFTS, generator=torch.Generator().manual_seed(0)) * 0.02

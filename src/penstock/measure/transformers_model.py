@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from penstock.errors import ModelError
 from penstock.layers.rotary import rotary_frequencies
-from penstock.models.hf.families import MULTIMODAL
+from penstock.measure.random_weights import RandomWeights
+from penstock.models.hf.families import FAMILIES, MULTIMODAL
 from penstock.models.hf.folder import HfFolder, read_json
 from penstock.models.weights import WeightSource, check_source, expected_shapes
 from penstock.plan.model import ModelConfig
@@ -28,6 +29,8 @@ def load_transformers(source: WeightSource, dtype: torch.dtype, device: torch.de
     if not config.by_transformers:
         check_source(source)
     if config.family not in _DESCRIBED:
+        if isinstance(source, RandomWeights):
+            return _like(source, dtype, device)
         if not isinstance(source, HfFolder):
             raise ModelError(
                 f"{source.describe()}: its family is compared with transformers' from a folder of safetensors alone"
@@ -51,6 +54,17 @@ def load_transformers(source: WeightSource, dtype: torch.dtype, device: torch.de
     for name, parameter in parameters.items():
         _load(source, present, name, parameter)
     _fill_rotary(model.model.rotary_emb, config)
+    return model
+
+
+def _like(source: RandomWeights, dtype: torch.dtype, device: torch.device | str) -> Any:
+    """A model of the same settings, with the same weights."""
+    family = FAMILIES[source.config.family]
+    described = AutoConfig.for_model(**dict(source.settings))
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(described, dtype=dtype, attn_implementation="sdpa").eval()
+    for name, parameter in model.named_parameters():
+        source.load_into(family.tensor_name(name), parameter.detach())
     return model
 
 

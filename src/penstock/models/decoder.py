@@ -126,6 +126,11 @@ class Decoder:
         self.recorded: RecordedPasses | None = None  # of the engine, where it records passes
 
     @property
+    def _has_long_rows(self) -> bool:
+        """Whether long requests are rotated otherwise than short ones."""
+        return self._rotaries[0].num_choices > 1
+
+    @property
     def is_whole(self) -> bool:
         """Whether this is all of the model, from tokens to logits."""
         return self._embedding is not None and self._head is not None
@@ -188,8 +193,8 @@ class Decoder:
         """Whether passes can be recorded: without the host, and with plain layers."""
         config = self.config
         waits = any(layer.mlp.waits_for_host for layer in self.layers) or config.parallel_blocks
-        has_plain_layers = config.window is None and config.recurrent is config.delta_net
-        return self.kernels.can_capture and self.is_whole and has_plain_layers and not waits
+        is_plain = config.recurrent is config.delta_net and not self._has_long_rows
+        return self.kernels.can_capture and self.is_whole and is_plain and not waits
 
     def weights(self) -> Iterator[Weight]:
         """Of all products but the head's."""
@@ -243,7 +248,10 @@ class Decoder:
         recorded = self.recorded if read is None else None
         if recorded is not None and (found := recorded.find(batch, caches)) is not None:
             return found.run(batch, self, caches)
-        numbers = (batch.token_ids, batch.positions, batch.logit_rows)
+        rows = batch.positions  # of rotary tables
+        if self._has_long_rows:
+            rows = 2 * rows + (batch.long_rows if len(batch.long_rows) else 0)
+        numbers = (batch.token_ids, rows, batch.logit_rows)
         token_ids, positions, logit_rows = device_kind(self.device).all_copied(numbers)
         with self.threads:
             # No name for what enters: it would live as long as the pass.
@@ -255,7 +263,7 @@ class Decoder:
             )
 
     def begin_pass(self, batch: ForwardBatch, caches: CacheTensors, positions: Tensor) -> ForwardPass:
-        """What the layers are told of a batch whose positions [rows] are on the device."""
+        """What the layers are told of a batch whose positions [rows], as rows of rotary tables, are on the device."""
         tables = at_positions(self.rotary_tables(batch.end_position), positions)
         return ForwardPass(self.kernels.prepare(batch, self.device), caches, self.kernels, tables)
 

@@ -319,12 +319,13 @@ class _Loader:
         norm = None if norm is None else norm.view(net.norm_groups, -1)
         return MambaHeads(net, eps, taps, bias, decay_rate, decay_bias, skip, norm)
 
-    def _mlp(self, weights: MLPWeights) -> MLP:
+    def _mlp(self, weights: MLPWeights, clamp: float = 0.0) -> MLP:
         return MLP(
             self._linear(weights.gate_up),
             self._linear(weights.down),
             self._activation(weights.activation),
             self._config.gated_mlp,
+            clamp,
         )
 
     def _activation(self, parameters: tuple[Stored, ...] = ()) -> ElementWise | None:
@@ -351,7 +352,10 @@ class _Loader:
         choice_bias = None if bias is None else self._tensor(bias, torch.float32)
         return ExpertMLP(
             config=experts,
-            router=Linear((self._kernels.pack(router),)),
+            router=Linear(
+                (self._kernels.pack(router),),
+                self._tensor(weights.router_bias) if weights.router_bias else None,
+            ),
             experts=self._expert_blocks(weights, choice_bias),
             shared=self._mlp(weights.shared) if weights.shared else None,
             choice_bias=choice_bias,
@@ -362,11 +366,11 @@ class _Loader:
     ) -> tuple[MLP, ...] | GroupedExperts:
         config, function = self._config.experts, self._activation()
         assert config is not None
-        if self._stacks_experts(weights, function):
+        if self._stacks_experts(weights, function) and not config.bias:  # whose gates may be clamped, too
             stack = self._gate_up_stack(weights), self._down_stack(weights)
             return self._kernels.stacked_experts(config, *stack, function, choice_bias)
         if weights.stacked is None:
-            experts = tuple(map(self._mlp, weights.experts))
+            experts = tuple(self._mlp(expert, config.clamp) for expert in weights.experts)
         else:
             gate_ups = [Linear((self._pack(each),)) for each in self._gate_up_stack(weights)]
             downs = [Linear((self._pack(each),)) for each in self._down_stack(weights)]

@@ -150,6 +150,13 @@ class Fields:
             raise self.error(key, value, f"a list of integers from {low} to {high}")
         return tuple(value)
 
+    def scales(self, key: str, count: int) -> tuple[float, ...]:
+        """So many factors that scale rotary embeddings."""
+        value = self._get(key, None)
+        if not isinstance(value, list) or len(value) != count:
+            raise self.error(key, value, f"a list of {count} numbers")
+        return tuple(Fields(self.origin, {key: each}).scale(key) for each in value)
+
     def texts(self, key: str) -> tuple[str, ...]:
         """A list of strings."""
         value = self._get(key, None)

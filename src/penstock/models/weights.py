@@ -229,6 +229,7 @@ class MLPWeights(NamedTuple):
 
 class ExpertsWeights(NamedTuple):
     router: Stored
+    router_bias: Stored | None
     experts: tuple[MLPWeights, ...]  # none where they are stacked
     stacked: tuple[Stored, Stored] | None  # gate and up, and down, of all experts together
     shared: MLPWeights | None
@@ -401,14 +402,21 @@ def _delta_net_inputs(prefix: str, net: DeltaNetConfig, present: Collection[str]
 
 
 def _mlp(
-    prefix: str, config: ModelConfig, inner: int, present: Collection[str], bias: bool = False
+    prefix: str,
+    config: ModelConfig,
+    inner: int,
+    present: Collection[str],
+    bias: bool = False,
+    interleaved: bool = False,
 ) -> MLPWeights:
-    """Gate and up may be stored as one."""
+    """Gate and up may be stored as one, one after the other or row by row."""
     hidden, width = config.hidden_size, whole_lanes(inner)
     if not config.gated_mlp:
         rows: tuple[Rows, ...] = (Rows(f"{prefix}.up_proj", inner),)
     elif f"{prefix}.gate_up_proj.weight" in present:
-        rows = (Rows(f"{prefix}.gate_up_proj", 2 * inner, heads=HeadRows(1, (inner, inner), (0, width))),)
+        count, size = (inner, 1) if interleaved else (1, inner)
+        both = HeadRows(count, (size, size), (0, width))
+        rows = (Rows(f"{prefix}.gate_up_proj", 2 * inner, heads=both),)
     else:
         rows = (Rows(f"{prefix}.gate_proj", inner), Rows(f"{prefix}.up_proj", inner, width))
     parameters = XIELU_PARAMETERS if config.activation == "xielu" else {}
@@ -429,8 +437,9 @@ def _experts(
     is_stacked = gate_up.name in present
     return ExpertsWeights(
         Stored(f"{prefix}.gate.weight", (count, hidden)),
+        Stored(f"{prefix}.gate.bias", (count,)) if experts.bias else None,
         tuple(
-            _mlp(f"{prefix}.experts.{expert}", config, inner, present)
+            _mlp(f"{prefix}.experts.{expert}", config, inner, present, experts.bias, experts.interleaved)
             for expert in range(0 if is_stacked else count)
         ),
         (gate_up, down) if is_stacked else None,

@@ -146,8 +146,11 @@ class PassSizes:
     @property
     def inputs(self) -> int:
         ids = self.rows * (3 if self.kernels == "cuda" else 2) * INT64  # and places, on a GPU
-        kept = SMALL_BYTES + self.workspace.library_bytes + self.workspace.unpacked_bytes + self.rotary_tables
-        return kept + ids + self.bytes(2 * self.rotary_width)
+        num_rotaries = 1 if self.shape.other_rotary is None else 2
+        num_tables = num_rotaries + (self.shape.rotary.kind == "longrope")
+        kept = SMALL_BYTES + self.workspace.library_bytes + self.workspace.unpacked_bytes
+        kept += num_tables * self.rotary_tables
+        return kept + ids + num_rotaries * self.bytes(2 * self.rotary_width)
 
     @property
     def graphs(self) -> int:

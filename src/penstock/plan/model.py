@@ -17,7 +17,7 @@ class RotaryConfig:
     """Rotary embedding as transformers defines it: `kind` is its rope type, the rest are that type's parameters."""
 
     theta: float = 10_000.0
-    kind: str = "default"  # default, linear, llama3, yarn; none: nothing is rotated
+    kind: str = "default"  # default, linear, llama3, yarn, longrope; none: nothing is rotated
     factor: float = 1.0
     original_max_position: int | None = None
     # llama3
@@ -30,6 +30,10 @@ class RotaryConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    # longrope: divisors of the inverse frequencies, one per pair, for requests of up to the original context and for
+    # longer ones
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
     # Divisors of the inverse frequencies, one per pair, where a file carries them (GGUF's rope_freqs.weight).
     frequency_divisors: tuple[float, ...] | None = None
 
@@ -177,6 +181,13 @@ class ExpertsConfig:
     num_groups: int = 1  # of experts; those of some groups alone are chosen from
     num_active_groups: int = 1
     scale: float = 1.0  # on the sum of the active experts' outputs
+    bias: bool = False  # the router and each expert have biases
+    interleaved: bool = (
+        False  # files have rows of gates and of what they gate side by side, of all experts as one
+    )
+    clamp: float = (
+        0.0  # gates are at most this, what they gate lies within it and counts 1 more; 0: they stay
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_experts", "intermediate_size", "num_groups", "num_active_groups"):
@@ -298,6 +309,12 @@ class ModelConfig:
     def num_full_layers(self) -> int:
         """Those of them whose queries see everything before them."""
         return self.num_attention_layers - (self.window.num_layers if self.window else 0)
+
+    def is_long(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens, those to be generated among them, has another rotary embedding than
+        shorter ones."""
+        original = self.rotary.original_max_position or self.max_position
+        return self.rotary.kind == "longrope" and num_tokens > original
 
     @property
     def num_dense_layers(self) -> int:

@@ -22,7 +22,7 @@ from penstock.kernels.cuda.work import (
     static_span_states,
 )
 from penstock.kernels.device import device_kind
-from penstock.kernels.spans import AttentionWork, StateWork
+from penstock.kernels.spans import AttentionWork, GroupWork, StateWork
 from penstock.layers.attention import Attention
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
 from penstock.layers.rotary import RotaryTables, at_positions
@@ -69,8 +69,8 @@ class ChunkGraphs:
         assert isinstance(model.kernels, CudaKernels)
         self._num_rows = layout.num_rows
         config, device = model.config, model.device
-        # Tokens, positions, places; slots that states are read from, and written to.
-        self._sizes = [self._num_rows] * 3 + [len(layout.state_ends)] * 2
+        # Tokens, positions, places in each K/V group; slots that states are read from, and written to.
+        self._sizes = [self._num_rows] * (2 + len(caches.kv_groups)) + [len(layout.state_ends)] * 2
         self._inputs = torch.full((sum(self._sizes),), -1, dtype=torch.int64, device=device)
         self._inputs[: 2 * self._num_rows] = 0
         shape = (self._num_rows, config.num_heads, config.head_dim)
@@ -88,15 +88,15 @@ class ChunkGraphs:
         self._fill(batch)
         if batch.num_tokens < self._num_rows:
             self._attended[batch.num_tokens :] = 0
-        attention: DeviceAttention | None = None
+        attention: dict[int, DeviceAttention] = {}  # by K/V group
         for piece in self._pieces[:-1]:
             piece.graph.replay()
-            if attention is None:  # while the device runs the first piece
-                attention = device_attention(batch.all_layers, model.device)
             mixer = model.layers[piece.due.index].mixer
             assert isinstance(mixer, Attention)
-            kv = caches.layer(mixer.group, mixer.index)
-            kernels.attend_into(piece.due.rows[0], attention, kv, mixer.scoring, self._attended)
+            if (group := mixer.group) not in attention:  # while the device runs the first pieces
+                attention[group] = device_attention(batch.group(group).all_layers, model.device)
+            kv = caches.layer(group, mixer.index)
+            kernels.attend_into(piece.due.rows[0], attention[group], kv, mixer.scoring, self._attended)
         self._pieces[-1].graph.replay()
         due = self._pieces[-1].due
         (logit_rows,) = device_kind(model.device).all_copied((batch.logit_rows,))
@@ -108,18 +108,13 @@ class ChunkGraphs:
         nowhere = np.full(self._num_rows - batch.num_tokens, -1)
         states = batch.states.rows
         slots = [rows.read for rows in states] + [rows.write for rows in states]
-        numbers = (
-            batch.token_ids,
-            batch.positions,
-            row_places(batch.places),
-            nowhere,
-            np.array(slots, np.int64),
-        )
+        places = [part for group in batch.groups for part in (row_places(group.places), nowhere)]
+        numbers = (batch.token_ids, batch.positions, *places, np.array(slots, np.int64))
         device_kind(self._inputs.device).fill(self._inputs, np.concatenate(numbers))
 
     def _static_batch(self, layout: ChunkLayout) -> ForwardBatch:
         """What the layers are told while they are recorded."""
-        _, _, places, read, write = torch.split(self._inputs, self._sizes)
+        _, _, *places, read, write = torch.split(self._inputs, self._sizes)
         states = static_span_states(layout.state_ends, read, write) if layout.state_ends else StateWork()
         nothing = AttentionWork(())
         empty = np.zeros(0, dtype=np.int64)
@@ -128,9 +123,10 @@ class ChunkGraphs:
             positions=empty,
             end_position=0,
             num_tokens=self._num_rows,
-            places=static_places(places),
+            places=static_places(places[0]),
             all_layers=nothing,
             last_layer=nothing,
+            windows=tuple(GroupWork(static_places(own), nothing, nothing) for own in places[1:]),
             logit_rows=empty,
             num_logits=0,
             is_canonical=True,

@@ -16,12 +16,14 @@ from penstock.kernels.cuda.work import (
     static_places,
 )
 from penstock.kernels.device import device_kind
+from penstock.kernels.spans import GroupWork
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 
 _NOTHING_STAGED: tuple[ForwardBatch | None, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
-# What a graph is told of each row: token, position, place, tokens seen, slots read and written; then its blocks.
-_COLUMNS = 6
+# What a graph is told of each row: token, position, tokens seen, slots read and written; then its place and its
+# blocks in each K/V group.
+_COLUMNS = 5
 
 
 def is_decode(batch: ForwardBatch) -> bool:
@@ -40,13 +42,19 @@ class DecodeGraph:
         self._end = min(model.config.max_position, caches.kv.num_blocks * BLOCK_TOKENS)
         # The graph reads these tables: they are kept even when longer ones are made.
         self._tables = model.rotary_tables(self._end)
-        self._inputs = torch.zeros(num_rows * (_COLUMNS + num_blocks), dtype=torch.int64, device=model.device)
-        columns = self._inputs[: _COLUMNS * num_rows].view(_COLUMNS, num_rows)
-        tokens, positions, places, lengths, read, write = columns
-        columns[[2, 4, 5]] = -1
+        num_groups = len(caches.kv_groups)
+        self._num_columns = _COLUMNS + num_groups
+        size = num_rows * (self._num_columns + num_groups * num_blocks)
+        self._inputs = torch.zeros(size, dtype=torch.int64, device=model.device)
+        columns = self._inputs[: self._num_columns * num_rows].view(self._num_columns, num_rows)
+        tokens, positions, lengths, read, write, *places = columns
+        columns[3:] = -1
         rows = torch.arange(num_rows, device=model.device)
-        tables = self._inputs[_COLUMNS * num_rows :].view(num_rows, -1)
-        work = static_decodes(rows, lengths, tables, num_blocks)
+        tables = self._inputs[self._num_columns * num_rows :].view(num_groups, num_rows, -1)
+        works = [static_decodes(rows, lengths, table, num_blocks) for table in tables]
+        groups = [
+            GroupWork(static_places(place), work, work) for place, work in zip(places, works, strict=True)
+        ]
         empty = np.zeros(0, dtype=np.int64)
         # Kept, since the graph reads what it has on the device.
         self._batch = batch = ForwardBatch(
@@ -54,9 +62,10 @@ class DecodeGraph:
             positions=empty,
             end_position=self._end,
             num_tokens=num_rows,
-            places=static_places(places),
-            all_layers=work,
-            last_layer=work,
+            places=groups[0].places,
+            all_layers=works[0],
+            last_layer=works[0],
+            windows=tuple(groups[1:]),
             logit_rows=empty,
             num_logits=num_rows,
             is_canonical=False,
@@ -89,17 +98,19 @@ class DecodeGraph:
         """All that the graph is told, but for tokens."""
         num_rows, num_all = batch.num_tokens, self._num_rows
         staged = np.zeros(len(self._inputs), dtype=np.int64)
-        _, positions, places, lengths, *slots = staged[: _COLUMNS * num_all].reshape(_COLUMNS, num_all)
+        columns = staged[: self._num_columns * num_all].reshape(-1, num_all)
+        _, positions, lengths, *slots = columns[:_COLUMNS]
         positions[:num_rows] = batch.positions
-        places[:num_rows], places[num_rows:] = row_places(batch.places), -1
         lengths[:num_rows] = batch.positions + 1
         states = batch.states.rows
         for slot, given in zip(
             slots, ([rows.read for rows in states], [rows.write for rows in states]), strict=True
         ):
             slot[: len(given)], slot[len(given) :] = given, -1
-        tables = staged[_COLUMNS * num_all :].reshape(num_all, -1)
-        for index, span in enumerate(batch.all_layers.spans):
-            starts = block_starts(span)
-            tables[index, : len(starts)] = starts
+        tables = staged[columns.size :].reshape(len(batch.groups), num_all, -1)
+        for group, places, table in zip(batch.groups, columns[_COLUMNS:], tables, strict=True):
+            places[:num_rows], places[num_rows:] = row_places(group.places), -1
+            for index, span in enumerate(group.all_layers.spans):
+                starts = block_starts(span)
+                table[index, : len(starts)] = starts
         return staged

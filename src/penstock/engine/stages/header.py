@@ -162,6 +162,8 @@ def _check(batch: ForwardBatch, limits: HeaderLimits) -> None:
         and 0 <= batch.num_logits <= len(batch.logit_rows)
         and _lie_within(batch.token_ids, limits.vocab_size)
         and _lie_within(batch.positions, end)
+        and len(batch.long_rows) in (0, num_rows)
+        and _lie_within(batch.long_rows, 2)
         and _lie_within(batch.logit_rows, num_rows)
         and _follow(batch.states.rows, batch.num_tokens)
         and len(batch.groups) == len(limits.num_places)

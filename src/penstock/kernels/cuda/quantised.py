@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from penstock.kernels.cuda import fp8
 from penstock.kernels.cuda.launch_sizes import Launch, least_rows, shared_out, summed
 from penstock.kernels.device import device_kind
-from penstock.kernels.quantised import FLOAT_FORMS, GROUP, BlockForm, QuantisedWeight
+from penstock.kernels.quantised import FLOAT_FORMS, GROUP, MXFP4, BlockForm, QuantisedWeight
 from penstock.kernels.triton.blocks import block_row_kernel, block_rows_kernel, block_values_kernel
 from penstock.plan.grids import GPU_HEAD_ROWS
 
@@ -178,7 +178,8 @@ class GpuProducts:
     def takes(self, form: BlockForm, device: torch.device) -> bool:
         """Whether there are kernels for such weights there."""
         capability = device_kind(device).capability
-        return form not in FLOAT_FORMS or capability is None or capability >= _FLOAT8_CAPABILITY
+        is_known = form not in FLOAT_FORMS or capability is None or capability >= _FLOAT8_CAPABILITY
+        return is_known and form is not MXFP4
 
     def zeros(
         self, form: BlockForm, num_out: int, num_in: int, device: torch.device | None = None

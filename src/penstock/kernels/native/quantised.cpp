@@ -7,6 +7,7 @@
 // Few rows are multiplied with the quants themselves, and a group's sum is scaled once: what counts there is how fast
 // weights come from memory. For many, a panel is made bfloat16 first, and then is a weight like any other.
 #include <algorithm>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -22,9 +23,15 @@ constexpr int VECTORS = PANEL / LANES;
 inline int64_t panels_of(const Weight& weight) { return (weight.num_out + PANEL - 1) / PANEL; }
 inline int64_t blocks_of(const Weight& weight) { return weight.num_in / BLOCK; }
 
-// value = scale * (quant - zero) + minimum. Quants of 4 bits are 0 to 15, of 8 bits -128 to 127.
-template <int Bits, int GroupSize, bool HasMinimum, bool IsWide, int Zero>
+// value = scale * (quant - zero) + minimum. Quants of 4 bits are 0 to 15, of 8 bits -128 to 127. Quants that are floats
+// of 4 bits (a sign, two bits of exponent, one of mantissa) count as twice these, which are integers.
+template <int Bits, int GroupSize, bool HasMinimum, bool IsWide, int Zero, bool IsFloat = false>
 struct Form {
+    static constexpr int value_of(int quant) {  // of 4 bits
+        constexpr int FLOATS[] = {0, 1, 2, 3, 4, 6, 8, 12};
+        if (!IsFloat) return quant - Zero;
+        return quant < 8 ? FLOATS[quant] : -FLOATS[quant - 8];
+    }
     static constexpr int BITS = Bits;
     static constexpr int GROUPS = BLOCK / GroupSize;
     static constexpr bool HAS_MINIMUM = HasMinimum;
@@ -47,6 +54,7 @@ using Q8_0 = Form<8, 32, false, false, 0>;
 using Q4_K = Form<4, 32, true, true, 0>;
 using Q5_K = Form<8, 32, true, true, 0>;
 using Q6_K = Form<8, 16, false, true, 0>;
+using MXFP4 = Form<4, 32, false, true, 0, true>;
 
 // Calls `body` with the form of that number; false where there is none.
 template <class Body>
@@ -58,6 +66,7 @@ bool with_form(int form, const Body& body) {
         case 3: body(Q4_K{}); return true;
         case 4: body(Q5_K{}); return true;
         case 5: body(Q6_K{}); return true;
+        case 9: body(MXFP4{}); return true;
     }
     return false;
 }
@@ -120,6 +129,12 @@ inline void unpack(Q4_0, const uint8_t* row, int64_t b, Unpacked* out) {
     const uint8_t* from = row + b * 18;
     out->scales[0] = half_at(from);
     for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[2 + k % 16] >> (k / 16 * 4) & 15;
+}
+
+inline void unpack(MXFP4, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b * 17;
+    out->scales[0] = std::ldexp(1.0f, from[0] - 128);  // quants count twice
+    for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[1 + k % 16] >> (k / 16 * 4) & 15;
 }
 
 inline void unpack(Q8_0, const uint8_t* row, int64_t b, Unpacked* out) {
@@ -212,7 +227,7 @@ void unpack_row(const Weight& weight, int64_t out, float* to) {
             std::memcpy(&word,
                         block + column / LANES * F::VECTOR_BYTES + k / LOAD_INPUTS * 64 + column % LANES * 4, 4);
             const int bits = word >> bit_of<F>(k) & ((1u << F::BITS) - 1);
-            const int quant = F::BITS == 8 ? static_cast<int8_t>(bits) : bits - F::ZERO;
+            const int quant = F::BITS == 8 ? static_cast<int8_t>(bits) : F::value_of(bits);
             const int group = k * F::GROUPS / BLOCK;
             const float scaled = scale(block, F::SCALES_AT, group) * quant;
             to[k] = F::HAS_MINIMUM ? scaled + scale(block, F::MINIMUMS_AT, group) : scaled;
@@ -250,7 +265,7 @@ struct Tables {
     static Tables of() {
         alignas(64) uint16_t low[32], high[32];
         for (int i = 0; i < 32; ++i) {
-            low[i] = bfloat16_of(i % 16 - (F::BITS == 4 ? F::ZERO : 0));
+            low[i] = bfloat16_of(F::BITS == 4 ? F::value_of(i % 16) : i % 16);
             high[i] = bfloat16_of(i % 16 < 8 ? i % 16 * 16 : i % 16 * 16 - 256);
         }
         return {_mm512_load_si512(low), _mm512_load_si512(high)};
@@ -366,8 +381,9 @@ template <class F>
 void to_bfloat16(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) {
     const __m512i lower = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
     const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
-    const __m512 nibbles = _mm512_sub_ps(_mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                         _mm512_set1_ps(F::ZERO));
+    alignas(64) float values[16];
+    for (int i = 0; i < 16; ++i) values[i] = F::value_of(i);
+    const __m512 nibbles = _mm512_load_ps(values);
     constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
     for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, out += BLOCK / 2) {
 #pragma GCC unroll 2

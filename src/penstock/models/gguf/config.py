@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from penstock.errors import ModelError
 from penstock.models.gguf.header import GgufHeader, GgufTensor
-from penstock.models.hf.config import family_defaults
+from penstock.models.hf.config import WINDOW_EVERYWHERE, family_defaults, windowed_layers
 from penstock.models.hf.families import FAMILIES
 from penstock.models.reading import (
     MAX_SCALE,
@@ -21,7 +21,7 @@ from penstock.models.reading import (
     recurrent_layers,
     shortened,
 )
-from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig, WindowConfig
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,8 @@ class _Architecture:
     # Delta-net layers, gated attention, zero-centred norms, a shared expert beside experts.
     hybrid: bool = False
     unrotated_step: int = 0  # every so many layers one has no rotary embedding
+    # Scores are scaled by the size of a head, but by hidden size and heads where there are so many layers.
+    wide_layers: int = 0
 
 
 ARCHITECTURES = {
@@ -66,13 +68,19 @@ ARCHITECTURES = {
     "hunyuan-moe": _Architecture("hunyuan_v1_moe", experts=True),
     "arcee": _Architecture("arcee"),
     "gemma": _Architecture("gemma"),
+    "gemma2": _Architecture("gemma2", wide_layers=46),
+    "gemma3": _Architecture("gemma3_text", wide_layers=62),
+    "gpt-oss": _Architecture("gpt_oss", experts=True),
+    "cohere2": _Architecture("cohere2"),
+    "exaone4": _Architecture("exaone4"),
     "command-r": _Architecture("cohere"),
     "nemotron": _Architecture("nemotron"),
     "stablelm": _Architecture("stablelm"),
 }
 _MIXTRAL = _Architecture("mixtral", experts=True)  # is called llama, too
+_OLMO3 = _Architecture("olmo3")  # is called olmo2, too
 _GRANITE = ("granite", "granitemoeshared")
-_LONG_FACTORS = "rope_factors_long.weight"
+_WINDOW = "attention.sliding_window"
 # Families whose files hold value heads as (value head of a key head, key head), where transformers has
 # (key head, value head of it).
 TILED_VALUE_HEADS = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -80,10 +88,19 @@ TILED_VALUE_HEADS = ("qwen3_5_text", "qwen3_5_moe_text")
 END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
+# Tensors that are a part of the configuration: divisors of the inverse frequencies, of all requests, or of those up
+# to the original context and of longer ones.
+DIVISORS, SHORT_FACTORS, LONG_FACTORS = (
+    "rope_freqs.weight",
+    "rope_factors_short.weight",
+    "rope_factors_long.weight",
+)
+
+
 def gguf_model_config(
-    header: GgufHeader, origin: str, frequency_divisors: tuple[float, ...] | None
+    header: GgufHeader, origin: str, divisors: Mapping[str, tuple[float, ...]]
 ) -> ModelConfig:
-    """`frequency_divisors` are the contents of rope_freqs.weight, where the file has it."""
+    """`divisors` are the contents of rope_freqs.weight and the like, where the file has them."""
     metadata, tensors = header.metadata, header.tensors
     name = Fields(origin, metadata).text("general.architecture")
     architecture = ARCHITECTURES.get(name)
@@ -94,6 +111,8 @@ def gguf_model_config(
     fields = Fields(origin, _without_prefix(metadata, f"{name}."))
     if name == "llama" and fields.integer("expert_count", 0) > 0:
         architecture = _MIXTRAL
+    if name == "olmo2" and fields.integer(_WINDOW, 0) > 0:
+        architecture = _OLMO3
     family, row = architecture.family, FAMILIES[architecture.family]
     tokens = Fields(origin, _without_prefix(metadata, "tokenizer.ggml."))
     if not architecture.experts and fields.integer("expert_count", 0) > 0:
@@ -115,11 +134,16 @@ def gguf_model_config(
         raise ModelError(f"{origin} rotates only a part of each head, which is not supported for {name}")
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise fields.error("rope.dimension_count", rotary_dim, f"an even number from 2 to {head_dim}")
-    window = fields.integer("attention.sliding_window", 0)
-    if 0 < window < max_position:
-        raise ModelError(f"{origin} has a sliding window of {window} tokens, which is not supported")
-    if _LONG_FACTORS in tensors:
-        raise ModelError(f"{origin} has rotary factors for long and short prompts, which are not supported")
+    window = fields.integer(_WINDOW, 0)
+    windowed = windowed_layers(num_layers, row.full_every) if window else ()
+    if 0 < window < max_position and not row.full_every and family not in WINDOW_EVERYWHERE:
+        raise ModelError(
+            f"{origin} has a sliding window of {window} tokens, which is not supported for {name}"
+        )
+    if LONG_FACTORS in divisors and "longrope" not in row.rope_kinds.values():
+        raise ModelError(
+            f"{origin} has rotary factors for long and short prompts, which are not supported for {name}"
+        )
     if not fields.boolean("attention.causal", True):
         raise fields.unsupported("attention.causal", "only true is")
 
@@ -136,7 +160,16 @@ def gguf_model_config(
     vocab_size = fields.size("vocab_size", Most.VOCABULARY, embedding.shape[0] if embedding else None)
     ends = [token for key in END_KEYS if (token := token_id(tokens, key)) is not None]
     step = architecture.unrotated_step or num_layers + 1
-    unrotated = tuple(range(step - 1, num_layers, step))
+    rotary = _rotary(fields, max_position, rotary_dim, divisors)
+    other, other_layers = RotaryConfig(kind="none"), tuple(range(step - 1, num_layers, step))
+    if row.rotary_by_kind:
+        theta = fields.theta("rope.freq_base_swa", 10_000.0 if name == "gemma3" else rotary.theta)
+        other, other_layers = RotaryConfig(theta=theta), windowed
+    elif row.rotated_in_windows and window:
+        other_layers = tuple(index for index in range(num_layers) if index not in windowed)
+    if name == "gpt-oss":
+        rotary = replace(rotary, truncate=False)
+    is_wide = num_layers == architecture.wide_layers
     switches = {"zero_centred_norm": architecture.hybrid, **row.model}
     eps = "attention.layer_norm_epsilon" if switches.get("layer_norm") else "attention.layer_norm_rms_epsilon"
     return ModelConfig(
@@ -153,28 +186,35 @@ def gguf_model_config(
         max_position=max_position,
         norm_eps=fields.number(eps),
         tied_head="output.weight" not in tensors,
-        rotary=_rotary(fields, max_position, rotary_dim, frequency_divisors),
+        rotary=rotary,
         rotary_dim=None if rotary_dim == head_dim else rotary_dim,
-        other_rotary=RotaryConfig(kind="none") if unrotated else None,
-        other_rotary_layers=unrotated,
+        other_rotary=other if other_layers else None,
+        other_rotary_layers=other_layers,
         qkv_bias=row.qkv_bias or f"{attention}.attn_q.bias" in tensors,
         out_bias=f"{attention}.attn_output.bias" in tensors,
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         head_norm=row.head_norm or f"{attention}.attn_q_norm.weight" in tensors,
         gated_attention=architecture.hybrid,
-        activation=family_defaults(family)["hidden_act"],
+        activation=row.activation or family_defaults(family)[row.keys.get("hidden_act", "hidden_act")],
+        window=WindowConfig(window, len(windowed), windowed) if 0 < window < max_position else None,
         delta_net=delta_net,
         experts=experts,
         eos_token_ids=tuple(dict.fromkeys(ends)),
-        **{**switches, **_scales(fields, family, hidden)},
+        **{
+            **switches,
+            **_scales(fields, family, hidden),
+            **({"attention_scale": (hidden / num_heads) ** -0.5} if is_wide else {}),
+        },
     )
 
 
 def _scales(fields: Fields, family: str, hidden: int) -> dict[str, float]:
     """What multiplies embeddings, attention's scores, what blocks add, and logits."""
     if FAMILIES[family].embedding_is_scaled:
-        return {"embedding_scale": math.sqrt(hidden)}
-    if family == "cohere":
+        caps = {"logit_softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
+        found = {name: fields.scale(key) for name, key in caps.items() if fields.has(key)}
+        return {"embedding_scale": math.sqrt(hidden), **found}
+    if family in ("cohere", "cohere2"):
         return {"logit_scale": fields.scale("logit_scale")}
     if family not in _GRANITE:
         return {}
@@ -193,30 +233,39 @@ def token_id(fields: Fields, key: str) -> int | None:
 
 
 def _rotary(
-    fields: Fields, max_position: int, rotary_dim: int, divisors: tuple[float, ...] | None
+    fields: Fields, max_position: int, rotary_dim: int, tensors: Mapping[str, tuple[float, ...]]
 ) -> RotaryConfig:
     theta = fields.theta("rope.freq_base", 10_000.0)
-    if divisors is not None and (
-        len(divisors) != rotary_dim // 2 or not all(MIN_SCALE < value <= MAX_SCALE for value in divisors)
-    ):
-        raise fields.error(
-            "rope_freqs.weight",
-            divisors,
-            f"a row of {rotary_dim // 2} numbers above {MIN_SCALE:g} and up to {MAX_SCALE:g}",
-        )
+    for name, values in tensors.items():
+        if len(values) != rotary_dim // 2 or not all(MIN_SCALE < value <= MAX_SCALE for value in values):
+            raise fields.error(
+                name,
+                values,
+                f"a row of {rotary_dim // 2} numbers above {MIN_SCALE:g} and up to {MAX_SCALE:g}",
+            )
+    divisors = tensors.get(DIVISORS)
 
     # llama.cpp takes a factor without a type as linear, and has an older name for it.
     kind = fields.text("rope.scaling.type", "linear")
     factor = fields.scale("rope.scaling.factor", fields.scale("rope.scale_linear", 1.0))
     gain = fields.scale("rope.scaling.attn_factor", 1.0)
+    original = fields.size("rope.scaling.original_context_length", Most.POSITIONS, max_position)
+    if LONG_FACTORS in tensors and SHORT_FACTORS in tensors:
+        return RotaryConfig(
+            theta=theta,
+            kind="longrope",
+            factor=max_position / original,
+            original_max_position=original,
+            attention_factor=gain if fields.has("rope.scaling.attn_factor") else None,
+            short_factors=tensors[SHORT_FACTORS],
+            long_factors=tensors[LONG_FACTORS],
+        )
     if kind == "yarn":
         return RotaryConfig(
             theta=theta,
             kind="yarn",
             factor=factor,
-            original_max_position=fields.size(
-                "rope.scaling.original_context_length", Most.POSITIONS, max_position
-            ),
+            original_max_position=original,
             beta_fast=fields.scale("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.scale("rope.scaling.yarn_beta_slow", 1.0),
             attention_factor=None if gain == 1.0 else gain * (0.1 * math.log(max(factor, 1.0)) + 1.0),
@@ -330,6 +379,7 @@ def _experts(
             "num_groups": fields.integer("expert_group_count", 1, high=Most.EXPERTS) or 1,
             "num_active_groups": fields.integer("expert_group_used_count", 1, high=Most.EXPERTS) or 1,
             "scale": fields.number("expert_weights_scale", 1.0, above=-1.0) or 1.0,
+            "clamp": family_defaults(architecture.family).get("swiglu_limit", 0.0),
             **row.experts,
         },
     )

@@ -9,7 +9,7 @@ from gguf.quants import dequantize
 from penstock.errors import ModelError, ModelFileError
 from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
-from penstock.models.gguf.config import gguf_model_config
+from penstock.models.gguf.config import DIVISORS, LONG_FACTORS, SHORT_FACTORS, gguf_model_config
 from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
 from penstock.models.gguf.layout import Place, tensor_places
 from penstock.models.reading import Fields
@@ -27,10 +27,9 @@ _QUANTISED = (
     GGMLQuantizationType.Q4_K,
     GGMLQuantizationType.Q5_K,
     GGMLQuantizationType.Q6_K,
+    GGMLQuantizationType.MXFP4,
 )
 ACCEPTED_KINDS = (*_PLAIN, *_QUANTISED)
-
-_ROTARY_DIVISORS = "rope_freqs.weight"
 
 # Elements that are dequantised at once: the temporaries of a slice stay in a CPU's cache.
 _SLICE_ELEMENTS = 1 << 18
@@ -49,12 +48,13 @@ class GgufFile(FileSource):
             raise ModelError(
                 f"{path} is a part of a split model; join the parts with llama-gguf-split --merge"
             )
-        divisors = header.tensors.get(_ROTARY_DIVISORS)
-        tensors = {name: tensor for name, tensor in header.tensors.items() if tensor is not divisors}
+        names = (DIVISORS, SHORT_FACTORS, LONG_FACTORS)
+        divisors = {name: header.tensors[name] for name in names if name in header.tensors}
+        tensors = {name: tensor for name, tensor in header.tensors.items() if name not in divisors}
         self._kinds = [tensor.kind.name for tensor in tensors.values()]
         self._file = ByteFile(path)
         self._files.append(self._file)
-        read = None if divisors is None else self._read_divisors(divisors)
+        read = {name: self._read_divisors(tensor) for name, tensor in divisors.items()}
         self.config = gguf_model_config(header, str(path), read)
         self._places = tensor_places(tensors, self.config, str(path))
         for name, place in self._places.items():
@@ -127,7 +127,7 @@ class GgufFile(FileSource):
 
     def _read_divisors(self, tensor: GgufTensor) -> tuple[float, ...]:
         if tensor.kind is not GGMLQuantizationType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 16:
-            raise ModelFileError(f"{self.path}: {_ROTARY_DIVISORS} is not a short row of F32")
+            raise ModelFileError(f"{self.path}: {tensor.name} is not a short row of F32")
         values = torch.empty(tensor.shape)
         copy_plain(self._file, tensor.start, torch.float32, values)
         return tuple(values.tolist())

@@ -37,7 +37,7 @@ _PERMUTED = ("llama", "mixtral", "smollm3", "granite", "granitemoeshared", "arce
 # Gate and up as one.
 _FUSED = ("phi3", "glm", "glm4")
 # Files of these name the norm before the feed-forward block for where it is, not for what it serves.
-_NORMED_AFTER_ATTENTION = ("qwen3_next", *TILED_VALUE_HEADS, "seed_oss", "glm4_moe")
+_NORMED_AFTER_ATTENTION = ("qwen3_next", *TILED_VALUE_HEADS, "seed_oss", "glm4_moe", "gpt_oss")
 _EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
@@ -66,6 +66,10 @@ _STACKS = {
     "ffn_up_exps.weight": ("up_proj",),
     "ffn_down_exps.weight": ("down_proj",),
     "ffn_gate_up_exps.weight": ("gate_proj", "up_proj"),
+    # [experts, out]
+    "ffn_gate_exps.bias": ("gate_proj",),
+    "ffn_up_exps.bias": ("up_proj",),
+    "ffn_down_exps.bias": ("down_proj",),
 }
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 
@@ -116,16 +120,18 @@ def _experts(
 ) -> Iterator[tuple[str, Place]]:
     assert config.experts
     num_experts = config.experts.num_experts
-    if len(tensor.shape) != 3 or tensor.shape[0] != num_experts or tensor.shape[1] % len(projections):
+    ending = tensor.name.rpartition(".")[2]
+    num_dims = 2 if ending == "bias" else 3
+    if len(tensor.shape) != num_dims or tensor.shape[0] != num_experts or tensor.shape[1] % len(projections):
         raise ModelFileError(
             f"{origin}: tensor {tensor.name} has shape {list(tensor.shape)}, which is not that of "
             f"{' and '.join(projections)} of {num_experts} experts"
         )
-    shape = (tensor.shape[1] // len(projections), tensor.shape[2])
+    shape = (tensor.shape[1] // len(projections), *tensor.shape[2:])
     for expert in range(num_experts):
         for index, projection in enumerate(projections):
             first = (expert * len(projections) + index) * math.prod(shape)
-            yield f"{prefix}.{expert}.{projection}.weight", Place(tensor, shape, first)
+            yield f"{prefix}.{expert}.{projection}.{ending}", Place(tensor, shape, first)
 
 
 def _shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
@@ -235,6 +241,8 @@ def hugging_face_name(name: str, config: ModelConfig) -> str | None:
         names |= {"ffn_up": "mlp.gate_up_proj"}
     if config.experts:
         names |= _EXPERTS
+        if rest == "attn_sinks.weight":
+            return f"{prefix}self_attn.sinks"
         if rest == "exp_probs_b.bias":
             return f"{prefix}mlp.gate.e_score_correction_bias"
     found = _with_ending(rest, names)

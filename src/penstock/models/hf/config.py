@@ -49,7 +49,6 @@ DEFAULT_KEYS = (
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar"),
     *("logits_scaling", "logit_scale", "final_logit_softcapping", "attn_logit_softcapping"),
     *("no_rope_layer_interval", "default_theta", "original_max_position_embeddings"),
-    "hidden_activation",
     # Recurrent layers.
     *(
         "conv_L_cache",
@@ -67,6 +66,7 @@ DEFAULT_KEYS = (
     ),
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
     *("mamba_conv_bias", "mamba_proj_bias"),
+    *("hidden_activation", "swiglu_alpha", "swiglu_limit"),
 )
 _KINDS = ("default", "linear", "llama3", "yarn")
 _SHARED = "shared_expert_intermediate_size"
@@ -79,7 +79,7 @@ _MULTIPLIERS = {
 # Families that were tried with a window: by the kind of each layer, from a layer on, or in every layer.
 _WINDOW_BY_KIND = ("qwen2", "qwen3", "qwen2_moe")
 _WINDOW_FROM = ("qwen2", "qwen3")
-_WINDOW_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe")
+WINDOW_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe")
 _LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attention"
 
 
@@ -96,7 +96,8 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         )
     config = replace(config, defaults=family_defaults(name), keys=family.keys)
     for each in (file, config):
-        method_of(each)
+        if method_of(each) == "mxfp4" and not family.experts.get("interleaved"):
+            raise each.unsupported("quantization_config", "mxfp4 is for gpt_oss alone")
     is_hybrid = config.knows("linear_num_key_heads")  # gates, norms around 1, a part of each head rotated
     known = ["silu", "swish"] if is_hybrid or config.knows("mamba_n_heads") else ACTIVATIONS
     activation = config.text("hidden_act") if config.knows("hidden_act") else "silu"
@@ -170,7 +171,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         delta_net=_delta_net(config, num_layers, kinds) if is_hybrid else None,
         experts=experts,
         window=_window(config, name, max_position, num_layers, kinds),
-        activation={"swish": "silu"}.get(activation, activation),  # two names of one function
+        activation=family.activation or {"swish": "silu"}.get(activation, activation),  # two names of one
         eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
         **recurrent_parts(config, num_layers, hidden, kinds),
         **{"zero_centred_norm": is_hybrid, **family.model, **_scales(config, family, hidden)},
@@ -276,7 +277,7 @@ def _window(
         layers = tuple(index for index in layers if kinds[index] == _SLIDING)
     elif name in _WINDOW_FROM:
         layers = layers[config.integer("max_window_layers", low=0) :]
-    elif name not in _WINDOW_EVERYWHERE or kinds:
+    elif name not in WINDOW_EVERYWHERE or kinds:
         raise ModelError(
             f"{config.origin}: a sliding window of {size} tokens is not supported for {name} "
             f"(the model's context is {max_position})"
@@ -292,8 +293,10 @@ def _layer_kinds(config: Fields, family: Family, num_layers: int, *, is_hybrid: 
     if not config.has("layer_types"):
         if not family.full_every:
             return ()
-        every = config.size("sliding_window_pattern", Most.LAYERS, family.full_every)
-        return tuple(_FULL if (index + 1) % every == 0 else _SLIDING for index in range(num_layers))
+        every, key = family.full_every, family.pattern_key
+        every = config.size(key, Most.LAYERS, every) if key else every
+        windowed = windowed_layers(num_layers, every)
+        return tuple(_SLIDING if index in windowed else _FULL for index in range(num_layers))
     kinds = config.texts("layer_types")
     if len(kinds) != num_layers:
         raise config.error("layer_types", list(kinds), f"one entry for each of the {num_layers} layers")
@@ -326,6 +329,11 @@ def _dense_size(config: Fields, experts: ExpertsConfig | None) -> int:
     if not 0 < (size := -(-size // multiple) * multiple) <= Most.WIDTH:
         raise config.error("block_ffn_dim_multiplier", size, f"a product from 1 to {Most.WIDTH}")
     return size
+
+
+def windowed_layers(num_layers: int, full_every: int) -> tuple[int, ...]:
+    """The layers with a window, where one of so many has none: the last of them. 0: all."""
+    return tuple(index for index in range(num_layers) if not full_every or (index + 1) % full_every)
 
 
 def _delta_net(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> DeltaNetConfig | None:
@@ -375,6 +383,8 @@ def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig |
             "choice_bias": config.boolean("use_expert_bias"),
             "scale": config.scale("routed_scaling_factor"),
         }
+    if config.knows("expert_clamp"):
+        grouping["clamp"] = config.number("expert_clamp")
     experts = ExpertsConfig(
         num_layers=len(layers),
         num_experts=num_experts,
@@ -451,10 +461,11 @@ def _rotary(
     kind = family.rope_kinds.get(kind, kind)
     if kind == "ntk_alpha" and rope.has("alpha") and head_dim > 2:  # the base alone is stretched
         return RotaryConfig(theta=theta * rope.scale("alpha") ** (head_dim / (head_dim - 2)))
-    if kind not in _KINDS:
+    known = (*_KINDS, *dict.fromkeys(family.rope_kinds.values()))
+    if kind not in known:
         raise ModelError(
             f"{rope.origin}: the rope type {shortened(repr(kind))} is not supported; supported are "
-            f"{', '.join(_KINDS)}"
+            f"{', '.join(known)}"
         )
     if kind == "default":
         return RotaryConfig(theta=theta)
@@ -465,6 +476,17 @@ def _rotary(
         Most.POSITIONS,
         rope.size("original_max_position_embeddings", Most.POSITIONS, max_position),
     )
+    if kind == "longrope":
+        num_pairs = (_rotary_dim(config, rope, head_dim, family.partial_rotary) or head_dim) // 2
+        return RotaryConfig(
+            theta=theta,
+            kind=kind,
+            factor=rope.scale("factor", max_position / original),
+            original_max_position=original,
+            attention_factor=optional_scale("attention_factor"),
+            short_factors=rope.scales("short_factor", num_pairs),
+            long_factors=rope.scales("long_factor", num_pairs),
+        )
     if kind == "llama3":
         low, high = rope.scale("low_freq_factor"), rope.scale("high_freq_factor")
         if high <= low:

@@ -23,9 +23,11 @@ class Family:
     partial_rotary: float | None = None  # the rotated part of a head where a file is silent; None: always all
     rope: Mapping[str, Any] = field(default_factory=dict)  # where a file is silent
     rope_kinds: Mapping[str, str] = field(default_factory=dict)  # what it means by some
+    activation: str = ""  # whatever the file says
     embedding_is_scaled: bool = False  # by the root of the hidden size
     # Where a file is silent, one layer of so many sees everything, the last of them; the others see a window.
     full_every: int = 0
+    pattern_key: str = ""  # what the file calls that number, where it may say it
     rotary_by_kind: bool = False  # layers with a window have a rotary embedding of their own
     rotated_in_windows: bool = False  # where layers have windows, those without one are not rotated
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -181,6 +183,7 @@ FAMILIES = {
         embedding_is_scaled=True,
         head_norm=True,
         full_every=6,
+        pattern_key="sliding_window_pattern",
         rotary_by_kind=True,
         keys={"hidden_act": "hidden_activation"},
         names=_SANDWICH,
@@ -194,6 +197,7 @@ FAMILIES = {
     ),
     "cohere2": Family(
         full_every=4,
+        pattern_key="sliding_window_pattern",
         rotated_in_windows=True,
         keys={"rms_norm_eps": "layer_norm_eps"},
         model={"layer_norm": True, "parallel_blocks": True, "interleaved_rotary": True},
@@ -205,8 +209,30 @@ FAMILIES = {
         names=_NORMS_AFTER,
         model={"norm_all_heads": True, **_ONLY_AFTER},
     ),
+    "gpt_oss": Family(
+        full_every=2,
+        activation="quick_gelu",
+        rope={
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 4096,
+        },
+        keys={"num_experts": "num_local_experts", "expert_clamp": "swiglu_limit"},
+        names={"router": "gate"},
+        only={"swiglu_alpha": 1.702, "hidden_act": "silu"},
+        model={"sinks": True},
+        experts={"bias": True, "interleaved": True},
+    ),
     "exaone4": Family(
-        head_norm=True, full_every=4, rotated_in_windows=True, names=_NORMS_AFTER, model=_ONLY_AFTER
+        head_norm=True,
+        full_every=4,
+        pattern_key="sliding_window_pattern",
+        rotated_in_windows=True,
+        names=_NORMS_AFTER,
+        model=_ONLY_AFTER,
     ),
     "helium": Family(out_bias=False, model={"interleaved_rotary": True}),
     "nemotron": Family(

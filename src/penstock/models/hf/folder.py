@@ -2,8 +2,9 @@
 
 import json
 import math
+import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from penstock.models.by_transformers.families import TRIED
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
 from penstock.models.hf.config import hf_model_config, text_model
 from penstock.models.hf.families import FAMILIES
-from penstock.models.hf.quantised import combined, in_slices
+from penstock.models.hf.quantised import FourBitFloats, Quantised, combined, in_slices
 from penstock.models.reading import Fields, first_line, reading, shortened
 from penstock.models.weights import FileSource, require_shape
 from penstock.plan.model import ModelConfig
@@ -29,7 +30,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 # Of the parts of quantised tensors, too.
-_PART_DTYPES = {**_DTYPES, "I32": torch.int32, "F8_E4M3": torch.uint8}
+_PART_DTYPES = {**_DTYPES, "I32": torch.int32, "F8_E4M3": torch.uint8, "U8": torch.uint8}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PICKLE_REASON = "loading a pickle runs whatever code it contains; convert it to safetensors"
 _SINGLE = "model.safetensors"
@@ -37,6 +38,11 @@ _INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 16 << 20  # in memory an empty object takes many times its two letters
 _MAX_TENSORS = 1 << 19
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Experts of a layer as one tensor: [experts, in, out], or blocks [experts, out, groups, 16] and their exponents.
+_STACK = re.compile(
+    r"(model\.layers\.\d{1,9}\.mlp\.experts)\.(gate_up_proj|down_proj)(|_blocks|_scales|_bias)"
+)
+_STACK_DIMS = {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}
 # Of the text model within a multimodal one, and what they would be alone.
 _TEXT_PREFIXES = {
     "model.language_model.": "model.",
@@ -53,6 +59,13 @@ class _Stored:
     num_bytes: int
     dtype: str
     shape: tuple[int, ...]
+    is_transposed: bool = False  # the file has the columns of that shape one after the other
+
+    def part(self, index: int) -> "_Stored":
+        """One of the tensors that are stored as one."""
+        num_bytes = self.num_bytes // self.shape[0]
+        start = self.start + index * num_bytes
+        return replace(self, start=start, num_bytes=num_bytes, shape=self.shape[1:])
 
     def read(self, start: int = 0, end: int | None = None) -> torch.Tensor:
         """Its rows [start, end)."""
@@ -92,13 +105,18 @@ class HfFolder(FileSource):
         self._tensors: dict[str, _Stored] = {}
         with reading(self.path):
             shards = _weight_files(self.path)
+        self._quantised: dict[str, Quantised] = {}
+        self._stacks: dict[tuple[str, str], dict[str, _Stored]] = {}
         for shard in shards:
             self._add_file(shard)
+        for (prefix, projection), forms in self._stacks.items():
+            self._unstack(prefix, projection, forms)
         self._resolve_head()
         values = read_json(self.path / "config.json")
         stated = values if "quantization_config" in values else values.get("text_config")
         config = Fields(str(self.path / "config.json"), stated if isinstance(stated, dict) else {})
-        self._quantised, parts = combined(self._tensors, config)
+        found, parts = combined(self._tensors, config)
+        self._quantised |= found
         plain = {name: stored.shape for name, stored in self._tensors.items() if name not in parts}
         self.shapes = {**plain, **{name: stored.shape for name, stored in self._quantised.items()}}
 
@@ -127,7 +145,7 @@ class HfFolder(FileSource):
             return
         stored, dtype = self._tensors[name], self.dtype_of(name)
         require_shape(name, stored.shape, out)
-        copy_plain(stored.file, stored.start, dtype, out)
+        copy_plain(stored.file, stored.start, dtype, out.t() if stored.is_transposed else out)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a tensor in the file."""
@@ -168,6 +186,16 @@ class HfFolder(FileSource):
             if name.startswith(prefix):
                 name = alone + name.removeprefix(prefix)
         name = self._own_name(name)
+        experts = self.config.experts
+        if experts is not None and experts.interleaved and (stack := _STACK.fullmatch(name)):
+            if stored.shape[:1] != (experts.num_experts,) or len(stored.shape) != _STACK_DIMS[stack[3]]:
+                raise ModelFileError(
+                    f"{stored.file.path}: tensor {shortened(stored_name)} has shape {list(stored.shape)}, which is "
+                    f"not that of {experts.num_experts} experts"
+                )
+            self._stacks.setdefault((stack[1], stack[2]), {})[stack[3]] = stored
+            self._kinds.append(stored.dtype)
+            return
         if name.endswith(".e_score_correction_bias"):  # some have a dimension of 1 more
             stored = replace(stored, shape=(math.prod(stored.shape),))
         if len(self._tensors) >= _MAX_TENSORS:
@@ -178,6 +206,25 @@ class HfFolder(FileSource):
             raise ModelFileError(f"{stored.file.path}: tensor {shortened(stored_name)} is {where}")
         self._tensors[name] = stored
         self._kinds.append(stored.dtype)
+
+    def _unstack(self, prefix: str, projection: str, forms: Mapping[str, _Stored]) -> None:
+        """Tensors of all experts as one become those of each."""
+        plain, blocks, exponents, bias = (forms.get(form) for form in _STACK_DIMS)
+        if blocks is not None and (
+            exponents is None
+            or {blocks.dtype, exponents.dtype} != {"U8"}
+            or blocks.shape != (*exponents.shape, GROUP // 2)
+        ):
+            raise ModelFileError(f"{blocks.file.path}: {prefix}.{projection} has blocks without their scales")
+        for index in range(next(iter(forms.values())).shape[0]):
+            name = f"{prefix}.{index}.{projection}"
+            if bias is not None:
+                self._tensors[f"{name}.bias"] = bias.part(index)
+            if blocks is not None and exponents is not None:
+                self._quantised[f"{name}.weight"] = FourBitFloats(blocks.part(index), exponents.part(index))
+            elif plain is not None:
+                own = plain.part(index)
+                self._tensors[f"{name}.weight"] = replace(own, shape=own.shape[::-1], is_transposed=True)
 
     def _resolve_head(self) -> None:
         """Where the head is to be the embedding, and the file has one that is not, the file's counts. A file may have

@@ -8,10 +8,20 @@ import torch
 from torch import Tensor
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.kernels.quantised import F8_BLOCK, F8_ROW, FLOAT8, GROUP, Q4_Z, BlockForm
+from penstock.kernels.quantised import (
+    F8_BLOCK,
+    F8_ROW,
+    FLOAT8,
+    GROUP,
+    MXFP4,
+    Q4_Z,
+    BlockForm,
+    mxfp4_blocks,
+    mxfp4_values,
+)
 from penstock.models.reading import Fields
 
-METHODS = ("fp8", "compressed-tensors", "awq", "gptq")
+METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 _FLOAT8_BLOCK = 128
 # AWQ has the outputs of a word in this order.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
@@ -30,6 +40,28 @@ class Part(Protocol):
 
     def read(self, start: int = 0, end: int | None = None) -> Tensor:
         """Its rows [start, end)."""
+
+
+@dataclass(frozen=True)
+class FourBitFloats:
+    """4-bit floats [out, groups, 16], two to a byte, and the exponents of their groups [out, groups]."""
+
+    pairs: Part
+    exponents: Part
+    form: BlockForm | None = MXFP4
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.exponents.shape[0], self.exponents.shape[1] * GROUP
+
+    def check(self, name: str) -> None:
+        """They fit each other."""
+
+    def values_of(self, start: int, end: int) -> Tensor:
+        return mxfp4_values(self.blocks_of(start, end))
+
+    def blocks_of(self, start: int, end: int) -> Tensor:
+        return mxfp4_blocks(self.pairs.read(start, end), self.exponents.read(start, end))
 
 
 @dataclass(frozen=True)
@@ -162,7 +194,7 @@ def _unpacked(words: Tensor, order: Any) -> Tensor:
     return (words[:, :, None].long() >> shifts & 15).flatten(1)
 
 
-Quantised = Floats | Packed
+Quantised = Floats | Packed | FourBitFloats
 
 
 def in_slices(stored: Quantised, call: Callable[..., Tensor]) -> Iterator[Tensor]:
