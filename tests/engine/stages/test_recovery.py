@@ -156,6 +156,22 @@ def test_a_request_that_a_stage_is_lost_with_again_and_again_ends_and_others_go_
             llm.generate(long.token_ids, max_tokens=4)
 
 
+def test_a_worker_that_comes_back_as_another_is_refused_until_it_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = undisturbed("llama")
+    with workers_as_threads(), serving() as service:
+        asked, place = Asked(service), service.llm.stages.places[0]  # type: ignore[union-attr]
+        assert isinstance(place, ThreadWorker)
+        monkeypatch.setattr(joining, "weights_state", lambda _: "others")
+        place.kill()
+        wait_for(lambda: isinstance(service.missing, StageRefusedError))
+        time.sleep(1.2)  # it is tried again
+        assert isinstance(service.missing, StageRefusedError)
+        monkeypatch.undo()
+        assert asked.tokens() == expected
+
+
 @pytest.mark.parametrize("hop", [0, 1])
 def test_a_link_that_falls_silent_is_noticed_though_both_ends_hear_the_driver(
     hop: int, monkeypatch: pytest.MonkeyPatch

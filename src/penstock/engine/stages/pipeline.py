@@ -222,7 +222,7 @@ class Pipeline:
             raise StageLostError(None, "the driver", "it has ended")
         try:
             for peer in tuple(self._peers):
-                if not peer.control.is_alive:
+                if peer.loaded is None or not peer.control.is_alive:
                     self.reopen(peer.stage)
             self.begin_generation()
         except StageError as error:
