@@ -38,6 +38,7 @@ _STATES = {
     "linear_num_key_heads": "delta net",
     "mamba_n_heads": "Mamba-2",
     "conv_L_cache": "short convolution",
+    "kv_lora_rank": "latent attention",
 }
 
 

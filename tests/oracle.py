@@ -76,6 +76,15 @@ _SIGMOID_EXPERTS = {
     "norm_topk_prob": True,
 }
 _WINDOW = {"sliding_window": 40, "num_hidden_layers": 3, "sliding_window_pattern": 2}
+_LATENT = {
+    "num_key_value_heads": 6,
+    "head_dim": 8,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 24,
+}
 _MAMBA = {
     "num_hidden_layers": 4,
     "mamba_n_heads": 6,
@@ -125,6 +134,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "cohere2": {**_WINDOW, "logit_scale": 0.25},
     "olmo3": {"sliding_window": 40, "num_hidden_layers": 4},
     "exaone4": _WINDOW,
+    "deepseek_v2": {**_SIGMOID_EXPERTS, **_LATENT, "topk_method": "group_limited_greedy"},
+    "deepseek_v3": {**_SIGMOID_EXPERTS, **_LATENT},
+    "glm4_moe_lite": {**_SIGMOID_EXPERTS, **_LATENT},
     "lfm2": {**_SHORT_CONV, "block_multiple_of": 40},
     "lfm2_moe": {**_SHORT_CONV, **_EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.7},
     "bamba": {**_MAMBA, "attn_layer_indices": [1]},

@@ -37,6 +37,7 @@ SCALED = (
     ("sliding_attention", (("rope_type", "default"), ("rope_theta", 2e4))),
 )
 _PLAIN_ROPE = (("rope_type", "default"),)
+_LATENT_YARN = (("rope_type", "yarn"), ("factor", 4.0), ("mscale", 1.0), ("mscale_all_dim", 0.8))
 # By transformers' name, with what differs from `tests.oracle`.
 MODELS: list[tuple[str, dict[str, Any]]] = [
     ("mixtral", {}),
@@ -107,6 +108,14 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("nemotron", {}),
     ("stablelm", {}),
     ("stablelm", {"use_qkv_bias": True}),
+    ("deepseek_v2", {"n_group": None, "topk_method": "greedy", "q_lora_rank": None}),
+    ("deepseek_v2", {}),
+    ("deepseek_v3", {}),
+    (
+        "deepseek_v3",
+        {"rope_interleave": False, "attention_bias": True, "rope": _LATENT_YARN, "v_head_dim": 8},
+    ),
+    ("glm4_moe_lite", {"mlp_layer_types": ("dense", "sparse", "dense")}),
     ("lfm2", {}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False}),
     ("lfm2_moe", {}),

@@ -1,4 +1,5 @@
-"""States beside the delta net's: Mamba-2's and short convolutions' are carried, shared, stored and given up alike."""
+"""States beside the delta net's: Mamba-2's and short convolutions' are carried, shared, stored and given up alike. So
+are latents beside keys and values."""
 
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from tests.engine.test_reuse import SCHEDULE, check_all, open_store
 from tests.oracle import canon_of, load_model, make_oracle, random_prompt
 
 DTYPES = (torch.float32, torch.bfloat16)
-NAMES = ("bamba", "lfm2")
-# On the grid of states; short convolutions have none.
+STATES = ("bamba", "lfm2")
+NAMES = (*STATES, "deepseek_v3")
+# On the grid of states; short convolutions and latents have none.
 CUTS = ([64], [128], [192, 256], [64, 128, 192, 256], [64, 256])
 
 
@@ -33,7 +35,7 @@ def test_chunks_on_the_grid_and_mixed_steps_keep_all_bits(name: str, dtype: torc
     check_two_prompts_and_a_decode(model, canon_of(model))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", STATES)
 def test_a_state_is_what_single_tokens_make_of_it(name: str) -> None:
     model, prompt = model_of(name), random_prompt(150)
     whole, single = Tape(model, prompt), read(model, prompt, [*range(1, 100), 100, 150])

@@ -34,10 +34,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 256, "sliding_window": 300, "num_hidden_layers": 4}),
     "gemma3_text": ("gemma3_text", {"head_dim": 256, "sliding_window": 200}),
     "gpt_oss": ("gpt_oss", {"head_dim": 64, "sliding_window": 128}),
+    "bamba": ("bamba", {}),
+    "lfm2": ("lfm2", {}),
+    "deepseek_v3": ("deepseek_v3", {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}),
+    "deepseek_v3, small latents": ("deepseek_v3", {}),
 }
 # A model of each kind: attention, experts, recurrent state, both; windows with a soft cap, with rotary embeddings of
-# their own, with sinks.
-KINDS = ("llama", "qwen3_moe", "qwen3_5_text", "qwen3_next", "gemma2", "gemma3_text", "gpt_oss")
+# their own, with sinks; other states, latents.
+KINDS = (
+    *("llama", "qwen3_moe", "qwen3_5_text", "qwen3_next", "gemma2", "gemma3_text", "gpt_oss"),
+    *("bamba", "deepseek_v3"),
+)
 
 
 def gpu() -> torch.device:

@@ -44,13 +44,22 @@ SMALL = {
     "n_shared_experts": 1,
     "shared_intermediate_size": 16,
     "pad_token_id": 0,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
     "mamba_n_heads": 4,
     "mamba_d_head": 16,
     "mamba_d_state": 8,
 }
-# Of hybrids whose defaults have no layer with attention.
+# Layers of hybrids, whose defaults have none with attention; and as many KV heads as heads.
+LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 _LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
-HYBRIDS: dict[str, dict[str, Any]] = {
+OWN: dict[str, dict[str, Any]] = {
+    **{
+        family: {"num_key_value_heads": 4, "num_attention_heads": 4, "n_group": 1, "topk_group": 1}
+        for family in LATENT
+    },
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": _LAYERS, "num_hidden_layers": 4},
     "lfm2": {"layer_types": ["conv", *_LAYERS[1:2], "conv", "conv"], "num_hidden_layers": 4},
@@ -141,10 +150,7 @@ def model_reads(config: type[PreTrainedConfig]) -> dict[str, Any]:
     }
     if "vl" in config.model_type:
         small["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
-    made = config(
-        **small,
-        **{key: value for key, value in HYBRIDS.get(config.model_type, {}).items() if key not in small},
-    )
+    made = config(**{**small, **OWN.get(config.model_type, {})})
     setattr(config, "__getattribute__", noting)  # noqa: B010
     try:
         is_alone = type(made) in AutoModelForCausalLM._model_mapping
@@ -172,7 +178,7 @@ def _literal_default(file: str, name: str) -> Any:
 def sound(family: str) -> dict[str, Any]:
     """The least that a configuration needs, where all defaults are the class's."""
     unset = {key: SMALL[key] for key, value in defaults(family).items() if value is None and key in SMALL}
-    own = HYBRIDS.get(family, {})
+    own = OWN.get(family, {})
     return {**unset, "model_type": family, "max_position_embeddings": 64, "head_dim": 64, **own}
 
 

@@ -103,6 +103,8 @@ def check_chain(whole: Decoder, stages: list[Decoder], *, strict: bool = False) 
         ("qwen3_moe", {**DENSE, "mlp_only_layers": (1,)}),
         ("qwen3_5_text", {}),  # the first three layers have states, and no keys and values
         ("qwen3_next", {"decoder_sparse_step": 2}),
+        ("bamba", {}),
+        ("deepseek_v3", {"num_hidden_layers": NUM_LAYERS}),
     ],
     ids=str,
 )

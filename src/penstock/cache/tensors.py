@@ -1,7 +1,7 @@
 """The tensors in which a model keeps what it has read: keys and values over the blocks of a pool, by group of layers,
 and recurrent states over the slots of another."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -59,6 +59,7 @@ class KVSpec:
     dtype: torch.dtype
     window: int = 0  # tokens that the next one sees, itself among them; 0: all
     value_dim: int = 0  # of a head's values; 0: as large as its keys
+    is_latent: bool = False  # values are what keys are, and stored once
 
     def __post_init__(self) -> None:
         least = {"num_layers": 0, "num_kv_heads": 1, "head_dim": 1, "window": 0, "value_dim": 0}
@@ -72,8 +73,13 @@ class KVSpec:
         return (self.num_kv_heads, self.head_dim), (self.num_kv_heads, self.value_dim or self.head_dim)
 
     @property
+    def num_parts(self) -> int:
+        """Tensors of a layer: keys and values, or both as one."""
+        return 1 if self.is_latent else 2
+
+    @property
     def bytes_per_token(self) -> int:
-        return sum(map(prod, self.shapes)) * self.num_layers * self.dtype.itemsize
+        return sum(map(prod, self.shapes[: self.num_parts])) * self.num_layers * self.dtype.itemsize
 
     @property
     def window_blocks(self) -> int:
@@ -83,39 +89,48 @@ class KVSpec:
 
 @dataclass(frozen=True, slots=True)
 class KV:
-    """Keys [num_tokens, num_kv_heads, head_dim] and values [num_tokens, num_kv_heads, value_dim] of one layer."""
+    """Keys [num_tokens, num_kv_heads, head_dim] and values [num_tokens, num_kv_heads, value_dim] of one layer.
+    Latents are both: one tensor."""
 
     keys: Tensor
     values: Tensor
+
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        return (self.keys,) if self.values is self.keys else (self.keys, self.values)
+
+    def _made(self, make: Callable[[Tensor], Tensor]) -> "KV":
+        parts = [make(part) for part in self.parts]
+        return KV(parts[0], parts[-1])
 
     def write(self, places: Sequence[TokenRange], keys: Tensor, values: Tensor) -> None:
         """Copy keys and values, each [n, num_kv_heads, head_dim], into places of n tokens."""
         start = 0
         for place in places:
             end = start + len(place)
-            self.keys[place.start : place.end].copy_(keys[start:end])
-            self.values[place.start : place.end].copy_(values[start:end])
+            for part, given in zip(self.parts, (keys, values), strict=False):
+                part[place.start : place.end].copy_(given[start:end])
             start = end
 
     def read(self, places: Sequence[TokenRange]) -> "KV":
         """What is at these places: a view if they are one range, else a copy."""
         if not places:
             return self.first(0)
-        keys = [self.keys[place.start : place.end] for place in places]
-        values = [self.values[place.start : place.end] for place in places]
-        return KV(torch.cat(keys), torch.cat(values)) if len(places) > 1 else KV(keys[0], values[0])
+        if len(places) == 1:
+            return self._made(lambda part: part[places[0].start : places[0].end])
+        return self._made(lambda part: torch.cat([part[place.start : place.end] for place in places]))
 
     def first(self, num_tokens: int) -> "KV":
         """A view of the first so many tokens."""
-        return KV(self.keys[:num_tokens], self.values[:num_tokens])
+        return self._made(lambda part: part[:num_tokens])
 
     def read_blocks(self, blocks: Tensor) -> "KV":
         """A copy of whole blocks, by their numbers, one behind the other."""
-        return KV(_blocks(self.keys, blocks), _blocks(self.values, blocks))
+        return self._made(lambda part: _blocks(part, blocks))
 
     def read_padded(self, places: Sequence[TokenRange], num_tokens: int) -> "KV":
         """A copy of what is at these places, with zeros after it up to `num_tokens` tokens."""
-        return KV(_padded(self.keys, places, num_tokens), _padded(self.values, places, num_tokens))
+        return self._made(lambda part: _padded(part, places, num_tokens))
 
 
 class KVCache:
@@ -151,7 +166,9 @@ class KVCache:
 
     def _empty_layer(self, device: torch.device) -> KV:
         num_tokens, dtype = self.num_blocks * BLOCK_TOKENS, self.spec.dtype
-        return KV(*(_zeros((num_tokens, *shape), dtype, device) for shape in self.spec.shapes))
+        shapes = self.spec.shapes[: self.spec.num_parts]
+        parts = [_zeros((num_tokens, *shape), dtype, device) for shape in shapes]
+        return KV(parts[0], parts[-1])
 
 
 def _blocks(cached: Tensor, blocks: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from penstock.plan.grids import BLOCK_TOKENS
 
 def copy_out(tensors: CacheTensors, blocks: Sequence[Sequence[int]]) -> list[Tensor]:
     """Keys and values of these blocks of each K/V group without a window: [num_blocks, 2, num_layers, 64,
-    num_kv_heads, head_dim] on the CPU."""
+    num_kv_heads, head_dim] on the CPU; of latents, which are both, 1 in place of 2."""
     return [_copy_group_out(group, ids) for group, ids in zip(tensors.whole_groups, blocks, strict=True)]
 
 
@@ -58,17 +58,17 @@ def _copy_windows_in(
                 run.first : run.last
             ]  # [blocks, 2, layers, 64, heads, head_dim]
             for layer, kv in enumerate(group.layers):
-                for part, cached in enumerate((kv.keys, kv.values)):
+                for part, cached in enumerate(kv.parts):
                     cached[run.places].copy_(own[:, part, layer].flatten(0, 1))
 
 
 def _copy_group_out(group: KVCache, blocks: Sequence[int]) -> Tensor:
     spec = group.spec
     block_shape = (BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
-    out = torch.empty((len(blocks), 2, spec.num_layers, *block_shape), dtype=spec.dtype)
+    out = torch.empty((len(blocks), spec.num_parts, spec.num_layers, *block_shape), dtype=spec.dtype)
     for run in _runs_of(group, blocks):
         for layer, kv in enumerate(group.layers):
-            for part, cached in enumerate((kv.keys, kv.values)):
+            for part, cached in enumerate(kv.parts):
                 out[run.first : run.last, part, layer] = cached[run.places].view(-1, *block_shape)
     return out
 
@@ -80,20 +80,19 @@ def copy_in(tensors: CacheTensors, blocks: Sequence[Sequence[int]], stored: Sequ
             raise ValueError(f"{len(stored)} stored blocks cannot go into {len(ids)} blocks")
         for run in _runs_of(group, ids):
             part = stored[run.first : run.last]
-            keys = [
-                block.keys[index].unbind() for block in part
-            ]  # of each block, by layer: [64, heads, head_dim]
+            # Of each block, by layer: [64, heads, head_dim]
+            keys = [block.keys[index].unbind() for block in part]
             values = [block.values[index].unbind() for block in part]
             for layer, kv in enumerate(group.layers):
-                _fill(kv.keys[run.places], [layers[layer] for layers in keys])
-                _fill(kv.values[run.places], [layers[layer] for layers in values])
+                for cached, given in zip(kv.parts, (keys, values), strict=False):
+                    _fill(cached[run.places], [layers[layer] for layers in given])
 
 
 def copy_tokens(group: KVCache, source: int, target: int, num_tokens: int) -> None:
     """Copy the first tokens of one block of a K/V group to another."""
     read, write = source * BLOCK_TOKENS, target * BLOCK_TOKENS
     for cached in group.layers:
-        for tensor in (cached.keys, cached.values):
+        for tensor in cached.parts:
             tensor[write : write + num_tokens].copy_(tensor[read : read + num_tokens])
 
 
@@ -130,7 +129,7 @@ def cache_digests(
     kvs = [[layer.read(own) for layer in group.layers] for group, own in groups]
     states = () if tensors.recurrent is None or slot is None else tensors.recurrent.layers
     return CacheDigests(
-        tuple(tuple(_digest(kv.keys, kv.values) for kv in group) for group in kvs),
+        tuple(tuple(_digest(*kv.parts) for kv in group) for group in kvs),
         tuple(_digest(layer.tail(slot), layer.matrix(slot)) for layer in states if slot is not None),
     )
 

@@ -44,9 +44,9 @@ def route(
 
 
 def _of_best_groups(choice: Tensor, config: ExpertsConfig) -> Tensor:
-    """Those of the groups whose best two experts are best together; the others are out of reach."""
+    """Those of the groups whose best experts are best together; the others are out of reach."""
     groups = choice.view(len(choice), config.num_groups, -1)
-    best = groups.topk(min(2, groups.shape[2]), dim=-1).values.sum(dim=-1)  # [rows, groups]
+    best = groups.topk(min(config.group_best, groups.shape[2]), dim=-1).values.sum(dim=-1)  # [rows, groups]
     chosen = best.topk(config.num_active_groups, dim=-1).indices
     is_chosen = torch.zeros_like(best, dtype=torch.bool).scatter_(1, chosen, True)
     return groups.masked_fill(~is_chosen[..., None], -math.inf).flatten(1)

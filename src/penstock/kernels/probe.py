@@ -45,7 +45,14 @@ from penstock.kernels.spans import (
     WrittenPlaces,
 )
 from penstock.plan.grids import COARSER, FINE_ROWS, GPU_ROW_GRID, STATE_GRID, RowLaw, whole_lanes
-from penstock.plan.model import DeltaNetConfig, ExpertsConfig, RecurrentConfig, ShortConvConfig, input_size
+from penstock.plan.model import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    LatentConfig,
+    RecurrentConfig,
+    ShortConvConfig,
+    input_size,
+)
 
 # A device may just hold a weight: what is made beside one is for so many of its rows at a time.
 ROWS_TOGETHER = 2048
@@ -80,6 +87,7 @@ class ProbeShapes:
     rotary_dim: int
     head: ProductShape | None  # None: these layers are followed by others
     recurrent: RecurrentConfig | None = None
+    latent: LatentConfig | None = None
     num_experts: int = 0
     expert_products: tuple[ProductShape, ...] = ()
     activation: str = "silu"
@@ -356,8 +364,17 @@ def passes_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
             found += [queries, kv.keys, kv.values]
         return found
 
+    of_latent = random.normal(*_latent_shape(shapes.latent, shapes.num_heads)) if shapes.latent else None
+
+    def products_of_heads(rows: slice) -> list[Tensor]:
+        if of_latent is None:
+            return []
+        keys = kernels.per_head(heads[rows][..., : of_latent.shape[1]], of_latent, is_canonical=True)
+        return [keys, kernels.per_head(keys, of_latent.transpose(1, 2).contiguous(), is_canonical=True)]
+
     def passes(rows: slice) -> list[Tensor]:
         return [
+            *products_of_heads(rows),
             kernels.rms_norm(hidden[rows], weight, 1e-5),
             kernels.rms_norm(hidden[rows], weight.float(), 1e-5),
             *kernels.add_norm(hidden[rows], hidden[rows].flip(1), weight, 1e-5),
@@ -379,6 +396,10 @@ def passes_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
         ):
             return False
     return True
+
+
+def _latent_shape(latent: LatentConfig, num_heads: int) -> tuple[int, int, int]:
+    return num_heads, min(latent.key_dim, latent.rank + latent.rotary_dim), latent.rank
 
 
 def random_net(sizes: RecurrentConfig, random: Random) -> StateNet:

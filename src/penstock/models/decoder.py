@@ -18,6 +18,7 @@ from penstock.kernels.quantised import BLOCK_FORMS, DenseLayer, DenseProduct, Qu
 from penstock.kernels.threads import StepThreads, num_threads
 from penstock.layers.attention import Attention
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
+from penstock.layers.latent import LatentAttention
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, ExpertMLP
 from penstock.layers.norm import Norm
@@ -33,7 +34,7 @@ class DecoderLayer:
     """Tokens are mixed by the first block, each on its own by the second."""
 
     mixer_norm: Norm
-    mixer: Attention | Recurrent
+    mixer: Attention | LatentAttention | Recurrent
     mlp_norm: Norm
     mlp: MLP | ExpertMLP
     mixer_exit: Norm  # of what a block adds to the residual
@@ -180,6 +181,7 @@ class Decoder:
             mlp_widths=tuple(sorted({width for layer in self.layers for width in layer.mlp.widths})),
             rotary_dim=config.rotary_dim or config.head_dim,
             recurrent=config.recurrent,
+            latent=config.latent,
             num_experts=config.experts.num_experts if config.experts else 0,
             activation=config.activation,
             layer_norm=config.layer_norm,
@@ -193,7 +195,7 @@ class Decoder:
         """Whether passes can be recorded: without the host, and with plain layers."""
         config = self.config
         waits = any(layer.mlp.waits_for_host for layer in self.layers) or config.parallel_blocks
-        is_plain = config.recurrent is config.delta_net and not self._has_long_rows
+        is_plain = config.recurrent is config.delta_net and not config.latent and not self._has_long_rows
         return self.kernels.can_capture and self.is_whole and is_plain and not waits
 
     def weights(self) -> Iterator[Weight]:
@@ -412,8 +414,8 @@ def check_places(batch: ForwardBatch, caches: CacheTensors) -> None:
 
 def cache_spec_of(config: ModelConfig, dtype: torch.dtype) -> CacheSpec:
     """What layers of such a configuration cache. Parts of a model have the same K/V groups, some without layers."""
-    net = config.recurrent
-    kv = KVSpec(config.num_full_layers, config.num_kv_heads, config.head_dim, dtype)
+    net, sizes = config.recurrent, (config.num_full_layers, config.num_kv_heads, config.head_dim)
+    kv = KVSpec(*sizes, dtype, is_latent=config.latent is not None)
     groups: tuple[KVSpec, ...] = (kv,)
     if (window := config.window) is not None:
         groups += (replace(kv, num_layers=window.num_layers, window=window.size),)

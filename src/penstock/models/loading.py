@@ -27,6 +27,7 @@ from penstock.kernels.quantised import (
 )
 from penstock.kernels.spans import DeltaHeads, HeadLayout, MambaHeads, Scoring, ShortConv, StateNet
 from penstock.layers.attention import Attention
+from penstock.layers.latent import LatentAttention
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, ExpertMLP
 from penstock.layers.norm import Norm
@@ -36,6 +37,7 @@ from penstock.models.decoder import Decoder, DecoderLayer
 from penstock.models.weights import (
     AttentionWeights,
     ExpertsWeights,
+    LatentWeights,
     LayerWeights,
     MLPWeights,
     NormWeights,
@@ -255,13 +257,39 @@ class _Loader:
         """`mixer_index` counts layers with the same kind of mixer, and of the same K/V group."""
         return DecoderLayer(
             mixer_norm=self._norm(layer.mixer_norm),
-            mixer=self._recurrent(layer.mixer, mixer_index)
-            if isinstance(layer.mixer, RecurrentWeights)
-            else self._attention(layer.mixer, mixer_index),
+            mixer=self._mixer(layer.mixer, mixer_index),
             mlp_norm=self._norm(layer.mlp_norm),
             mlp=self._experts(layer.mlp) if isinstance(layer.mlp, ExpertsWeights) else self._mlp(layer.mlp),
             mixer_exit=self._norm(layer.mixer_exit),
             mlp_exit=self._norm(layer.mlp_exit),
+        )
+
+    def _mixer(
+        self, weights: AttentionWeights | LatentWeights | RecurrentWeights, index: int
+    ) -> Attention | LatentAttention | Recurrent:
+        if isinstance(weights, LatentWeights):
+            return self._latent(weights, index)
+        if isinstance(weights, RecurrentWeights):
+            return self._recurrent(weights, index)
+        return self._attention(weights, index)
+
+    def _latent(self, weights: LatentWeights, index: int) -> LatentAttention:
+        config, sizes = self._config, self._config.latent
+        assert sizes is not None
+        of_latent = self._tensor(weights.of_latent).view(config.num_heads, -1, sizes.rank)
+        of_keys, of_values = torch.split(of_latent, [sizes.key_dim, sizes.value_dim], dim=1)
+        return LatentAttention(
+            index=index,
+            num_heads=config.num_heads,
+            sizes=sizes,
+            inputs=self._linear(weights.inputs),
+            queries=self._linear(weights.queries) if weights.queries else None,
+            query_norm=self._norm_weight(weights.query_norm) if weights.query_norm else None,
+            latent_norm=self._norm_weight(weights.latent_norm),
+            of_keys=of_keys.contiguous(),
+            of_values=of_values.transpose(1, 2).contiguous(),
+            out=self._linear(weights.out),
+            scoring=Scoring(config.attention_scale or (sizes.key_dim + sizes.rotary_dim) ** -0.5),
         )
 
     def _attention(self, weights: AttentionWeights, index: int) -> Attention:

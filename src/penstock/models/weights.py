@@ -25,6 +25,7 @@ from penstock.plan.memory import WeightBits
 from penstock.plan.model import (
     DeltaNetConfig,
     ExpertsConfig,
+    LatentConfig,
     MambaConfig,
     ModelConfig,
     RecurrentConfig,
@@ -136,16 +137,18 @@ class HeadRows(NamedTuple):
 
 
 class PairedRows(NamedTuple):
-    """Heads of `size` rows, of which the first `rotated` have the two elements of each rotated pair side by side; all
-    first elements are to lie before all second ones."""
+    """Heads of `size` rows, of which `rotated`, from `first` on, have the two elements of each rotated pair side by
+    side; all first elements are to lie before all second ones."""
 
     num_heads: int
     size: int
     rotated: int
+    first: int = 0
 
     def outputs(self) -> torch.Tensor:
         own = torch.arange(self.size)
-        own[: self.rotated] = own[: self.rotated].view(2, -1).t().flatten()
+        part = slice(self.first, self.first + self.rotated)
+        own[part] = own[part].view(2, -1).t().flatten()
         return (own + torch.arange(self.num_heads)[:, None] * self.size).flatten()
 
 
@@ -209,6 +212,15 @@ class AttentionWeights(NamedTuple):
     group: int  # of the K/V groups; no tensor
 
 
+class LatentWeights(NamedTuple):
+    inputs: Product  # queries or their latent, the latent, the rotated part of the key
+    queries: Product | None
+    query_norm: Stored | None
+    latent_norm: Stored
+    of_latent: Stored  # of each head what makes its key, then what makes its value
+    out: Product
+
+
 class RecurrentWeights(NamedTuple):
     inputs: Product  # in the columns that `Kernels.carry_states` takes
     out: Product
@@ -239,7 +251,7 @@ class ExpertsWeights(NamedTuple):
 
 class LayerWeights(NamedTuple):
     mixer_norm: NormWeights
-    mixer: AttentionWeights | RecurrentWeights
+    mixer: AttentionWeights | LatentWeights | RecurrentWeights
     mlp_norm: NormWeights
     mlp: MLPWeights | ExpertsWeights
     mixer_exit: NormWeights
@@ -276,6 +288,8 @@ def _layer(config: ModelConfig, index: int, present: Collection[str]) -> LayerWe
         _norm(f"{prefix}.input_layernorm", config, before),
         _recurrent(f"{prefix}.linear_attn", config.hidden_size, net, present)
         if net and index in net.layers
+        else _latent(f"{prefix}.self_attn", config, config.latent)
+        if config.latent
         else _attention(f"{prefix}.self_attn", config, index, present),
         _norm(f"{prefix}.post_attention_layernorm", config, before and not config.parallel_blocks),
         _experts(f"{prefix}.mlp", config, experts, present)
@@ -332,6 +346,30 @@ def _attention(prefix: str, config: ModelConfig, index: int, present: Collection
         Stored(f"{prefix}.sinks", (config.num_heads,)) if config.sinks else None,
         int(index in config.other_rotary_layers),
         int(config.window is not None and index in config.window.layers),
+    )
+
+
+def _latent(prefix: str, config: ModelConfig, sizes: LatentConfig) -> LatentWeights:
+    hidden, heads, rotated = config.hidden_size, config.num_heads, sizes.rotary_dim
+    query, latent = sizes.query_size(heads), sizes.rank + rotated
+    by_head = of_latent = None
+    if config.interleaved_rotary:
+        by_head = PairedRows(heads, sizes.key_dim + rotated, rotated, sizes.key_dim)
+        of_latent = PairedRows(1, latent, rotated, sizes.rank)
+    first = Rows(f"{prefix}.q_proj", query, heads=by_head)
+    queries = None
+    if rank := sizes.query_rank:
+        first = Rows(f"{prefix}.q_a_proj", rank)
+        queries = Product((Rows(f"{prefix}.q_b_proj", query, heads=by_head),), query, rank, rank)
+    inputs = (first, Rows(f"{prefix}.kv_a_proj_with_mqa", latent, first.num_rows, of_latent))
+    values = heads * sizes.value_dim
+    return LatentWeights(
+        Product(inputs, sizes.input_size(heads), hidden, hidden, config.qkv_bias),
+        queries,
+        Stored(f"{prefix}.q_a_layernorm.weight", (rank,)) if rank else None,
+        Stored(f"{prefix}.kv_a_layernorm.weight", (sizes.rank,)),
+        Stored(f"{prefix}.kv_b_proj.weight", (heads * (sizes.key_dim + sizes.value_dim), sizes.rank)),
+        Product((Rows(f"{prefix}.o_proj", hidden),), hidden, values, values, config.out_bias),
     )
 
 

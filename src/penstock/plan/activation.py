@@ -102,9 +102,9 @@ class PassSizes:
         self.rows = workspace.law.padded_rows(step.num_rows) if step.num_prompt_tokens else step.num_rows
         self.query = shape.num_heads * shape.head_dim
         self.kv = shape.num_kv_heads * shape.head_dim
-        self.projected = (2 if shape.gated_attention else 1) * self.query + 2 * self.kv
+        self.projected = shape.num_projected
         # Rotated queries; in plain torch one tensor with the keys, where no norm parts them.
-        is_alone = self.is_fused or workspace.head_norm
+        is_alone = self.is_fused or workspace.head_norm or shape.latent is not None
         self.rotated = self.query if is_alone else self.query + self.kv
 
     def bytes(self, width: int, rows: int | None = None) -> int:
@@ -155,7 +155,7 @@ class PassSizes:
     @property
     def graphs(self) -> int:
         """What chunks that a GPU has recorded attend into, which is kept."""
-        can_record = self.kernels == "cuda" and not self.shape.recurrent
+        can_record = self.kernels == "cuda" and not self.shape.recurrent and not self.shape.latent
         return self.bytes(self.query, min(self.rows, GRAPH_ROWS)) if can_record else 0
 
     @property
@@ -177,7 +177,8 @@ def attention_marks(sizes: PassSizes) -> Iterator[StepMemory]:
     yield replace(begun, projection_bytes=sizes.bytes(sizes.projected), attention_bytes=_rotating(sizes))
     # Queries, what they attend to; then its gates, in one piece and activated, and the product.
     gating = sizes.bytes(2 * sizes.query if shape.gated_attention else 0)
-    most = max(_attending(sizes), gating, sizes.product(shape.hidden_size))
+    values = sizes.bytes(shape.num_heads * shape.latent.value_dim) if shape.latent else 0
+    most = max(_attending(sizes), gating, values + sizes.product(shape.hidden_size))
     yield StepMemory(
         "attention",
         input_bytes=sizes.inputs,
@@ -205,6 +206,10 @@ def _queries(sizes: PassSizes) -> int:
 
 def _rotating(sizes: PassSizes) -> int:
     """From the projections to rotated queries and keys."""
+    if latent := sizes.shape.latent:
+        # Normed latents, queries, their products with keys' weights, all of them rotated, and joined to those.
+        own = latent.query_rank + latent.query_size(sizes.shape.num_heads) + 2 * sizes.shape.head_dim
+        return sizes.bytes(own + 2 * sizes.query + 2 * sizes.shape.num_heads * latent.rotary_dim)
     if sizes.is_fused:
         return sizes.bytes(sizes.query)
     both = sizes.query + sizes.kv

@@ -163,8 +163,10 @@ def peak_memory_estimate(
 
 
 def kv_token_bytes(shape: ModelShape, kv_dtype_bytes: int) -> int:
-    """The keys and values of one token in layers that keep them to the end: 2 x [layers, kv_heads, head_dim]."""
-    return kv_dtype_bytes * 2 * shape.num_full_layers * shape.num_kv_heads * shape.head_dim
+    """The keys and values of one token in layers that keep them to the end: 2 x [layers, kv_heads, head_dim], or the
+    latents that are both."""
+    parts = shape.num_kv_parts * shape.num_full_layers
+    return kv_dtype_bytes * parts * shape.num_kv_heads * shape.head_dim
 
 
 def kv_cache_bytes(
@@ -198,11 +200,9 @@ def weight_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = 
     check_int("dtype_bytes", dtype_bytes, 1)
     bits = bits or WeightBits(8 * dtype_bytes, 8 * dtype_bytes, is_tied=False)
     hidden = shape.hidden_size
-    query, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    projected = (2 if shape.gated_attention else 1) * query + 2 * kv
     norms = (2 * shape.num_layers + 1) * hidden
     vocabulary = (1 if bits.is_tied else 2) * shape.vocab_size * hidden  # embedding, head
-    elements = shape.num_attention_layers * (projected + query) * hidden
+    elements = shape.num_attention_layers * shape.num_attention_weights
     elements += shape.num_dense_layers * 3 * whole_lanes(shape.intermediate_size) * hidden
     float32_elements = 0
     if net := shape.recurrent:

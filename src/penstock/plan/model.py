@@ -180,6 +180,7 @@ class ExpertsConfig:
     choice_bias: bool = False  # experts are chosen by score and a bias of each, and weighted by score
     num_groups: int = 1  # of experts; those of some groups alone are chosen from
     num_active_groups: int = 1
+    group_best: int = 2  # a group is as good as its best so many experts together
     scale: float = 1.0  # on the sum of the active experts' outputs
     bias: bool = False  # the router and each expert have biases
     interleaved: bool = (
@@ -193,6 +194,32 @@ class ExpertsConfig:
         for name in ("num_layers", "num_experts", "intermediate_size", "num_groups", "num_active_groups"):
             check_int(name, getattr(self, name), 1)
         check_int("shared_intermediate_size", self.shared_intermediate_size, 0)
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Attention whose keys and values are products of a latent, which is cached in their place, beside the part of
+    the key that is rotated: `ModelConfig.head_dim` is the size of both, of one KV head. Queries are multiplied with
+    what makes keys of the latent, and what they attend to with what makes values of it."""
+
+    rank: int  # of the latent
+    rotary_dim: int
+    key_dim: int  # of a head's key without its rotated part
+    value_dim: int  # of a head
+    query_rank: int = 0  # of the latent that queries are made of; 0: of what enters the layer
+    norm_eps: float = 1e-6  # of both latents
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "rotary_dim", "key_dim", "value_dim"):
+            check_int(name, getattr(self, name), 1)
+        check_int("query_rank", self.query_rank, 0)
+
+    def query_size(self, num_heads: int) -> int:
+        return num_heads * (self.key_dim + self.rotary_dim)
+
+    def input_size(self, num_heads: int) -> int:
+        """Columns of the first projection: queries or their latent, the latent, the rotated part of the key."""
+        return (self.query_rank or self.query_size(num_heads)) + self.rank + self.rotary_dim
 
 
 @dataclass(frozen=True)
@@ -240,6 +267,7 @@ class ModelConfig:
     short_conv: ShortConvConfig | None = None
     experts: ExpertsConfig | None = None
     window: WindowConfig | None = None
+    latent: LatentConfig | None = None  # of all attention layers
     family: str = ""  # transformers' model_type: llama, qwen3, qwen3_5_text, ...
     by_transformers: str = ""  # a hash of transformers' configuration, where its code runs the model
     max_position: int = 1 << 20
@@ -320,6 +348,29 @@ class ModelConfig:
     def num_dense_layers(self) -> int:
         """Layers with one feed-forward block for every token."""
         return self.num_layers - (self.experts.num_layers if self.experts else 0)
+
+    @property
+    def num_kv_parts(self) -> int:
+        """Keys and values, or latents that are both."""
+        return 1 if self.latent else 2
+
+    @property
+    def num_projected(self) -> int:
+        """Columns of an attention layer's first projection."""
+        if self.latent:
+            return self.latent.input_size(self.num_heads)
+        query = self.num_heads * self.head_dim
+        return (2 if self.gated_attention else 1) * query + 2 * self.num_kv_heads * self.head_dim
+
+    @property
+    def num_attention_weights(self) -> int:
+        """Elements of an attention layer's matrices."""
+        projected, latent = self.num_projected * self.hidden_size, self.latent
+        if latent is None:
+            return projected + self.num_heads * self.head_dim * self.hidden_size
+        queries = latent.query_rank * latent.query_size(self.num_heads)
+        of_latent = self.num_heads * (latent.key_dim + latent.value_dim) * latent.rank
+        return projected + queries + of_latent + self.num_heads * latent.value_dim * self.hidden_size
 
     @property
     def has_state(self) -> bool:

@@ -131,9 +131,7 @@ class PartCosts:
 def work_of_token(config: ModelConfig) -> float:
     """Multiply-adds of a token with the weights of all layers. Head and embedding are left out."""
     hidden = config.hidden_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    projected = (2 if config.gated_attention else 1) * query + 2 * kv
-    work = config.num_attention_layers * (projected + query) * hidden
+    work = config.num_attention_layers * config.num_attention_weights
     work += config.num_dense_layers * 3 * config.intermediate_size * hidden
     if net := config.recurrent:
         rule = 3 * prod(net.matrix_shape)

@@ -39,13 +39,14 @@ _MOST_ASKED = 1 << 14  # keys, of a million tokens
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _WINDOW = "window"
+_KEYS = "keys"
 _NOTHING = torch.empty(0)
 
 
 @dataclass(frozen=True)
 class StoredBlock:
     """Keys and values of a block for each K/V group without a window, each [num_layers, 64, num_kv_heads, head_dim],
-    mapped from its file."""
+    mapped from its file. Latents are both."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -111,6 +112,7 @@ class BlockStore:
         self.folder = folder
         self._fingerprint = fingerprint.hex()
         self._layouts = _layouts_of(spec)
+        self._num_parts = [kv.num_parts for kv in spec.kv_groups if not kv.window]
         self._lock = threading.Lock()  # of what follows
         self._num_damaged = self._num_refused = 0
         self._asked: OrderedDict[BlockKey, int] = OrderedDict()
@@ -157,9 +159,9 @@ class BlockStore:
         """Keep blocks [start, start + len(keys)) of a sequence: of each K/V group [num_blocks, 2, num_layers, 64,
         num_kv_heads, head_dim] on the CPU, keys before values, and nobody else's from now on. Those on disk stay as
         they are. False where too much waits to be written: it may be tried again."""
-        parts = self._layouts[FileKind.BLOCK].parts[::2]  # the keys of each group
-        for part, group in zip(parts, kv, strict=True):
-            _check_part(part, group, (len(keys), 2))
+        parts = [part for part in self._layouts[FileKind.BLOCK].parts if part.name.startswith(_KEYS)]
+        for part, group, num_parts in zip(parts, kv, self._num_parts, strict=True):
+            _check_part(part, group, (len(keys), num_parts))
         names = [FileName.of(FileKind.BLOCK, start + place, key) for place, key in enumerate(keys)]
         data = zip(*(_bytes_of(group) for group in kv), strict=True)  # of each block, its groups
         return self._put(names, keys, [list(pieces) for pieces in data])
@@ -241,8 +243,11 @@ class BlockStore:
         for tensors in found:
             if tensors is None:
                 break
-            parts = list(tensors.values())
-            blocks.append(StoredBlock(tuple(parts[::2]), tuple(parts[1::2])))
+            parts = iter(tensors.values())
+            groups = [[next(parts) for _ in range(num_parts)] for num_parts in self._num_parts]
+            blocks.append(
+                StoredBlock(tuple(group[0] for group in groups), tuple(group[-1] for group in groups))
+            )
         return blocks
 
     def _read(self, kind: FileKind, index: int, key: BlockKey) -> dict[str, Tensor] | None:
@@ -309,7 +314,7 @@ class BlockStore:
 def _group_names(group: int) -> tuple[str, str]:
     """What the keys and values of a K/V group are called in a file."""
     number = f".{group}" if group else ""
-    return f"keys{number}", f"values{number}"
+    return f"{_KEYS}{number}", f"values{number}"
 
 
 def _layouts_of(spec: CacheSpec) -> dict[FileKind, FileLayout]:
@@ -326,7 +331,9 @@ def _layouts_of(spec: CacheSpec) -> dict[FileKind, FileLayout]:
         if kv.window:
             state.append(TensorPart(f"{_WINDOW}.{index}", _NAMES[kv.dtype], (kv.window_blocks, 2, *shape)))
         else:
-            parts += [TensorPart(name, _NAMES[kv.dtype], shape) for name in _group_names(index)]
+            parts += [
+                TensorPart(name, _NAMES[kv.dtype], shape) for name in _group_names(index)[: kv.num_parts]
+            ]
     layouts = {FileKind.BLOCK: FileLayout(tuple(parts))}
     if state:
         layouts[FileKind.STATE] = FileLayout(tuple(state))

@@ -26,6 +26,7 @@ from penstock.kernels.cuda.work import (
 )
 from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.quantised import FLOAT_FORMS, QuantisedWeight, Weight
+from penstock.kernels.reference.attention import attend_by_tiles
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import (
     AttentionWork,
@@ -60,6 +61,8 @@ _LOG2_E = 1.4426950408889634
 _TILE_ROWS, _TILE_ROWS_FLOAT32 = 64, 16
 # Larger heads take twice the threads for half the positions: a program's sums lie in its registers.
 _LARGE_HEAD = 256
+# More do not lie on a multiprocessor with what they are multiplied with.
+_LARGEST_HEAD = 512
 # A program has no fewer blocks of a past than these, unless there are no more.
 _LEAST_BLOCKS = 2
 # The matrix units take no fewer rows.
@@ -219,7 +222,11 @@ class CudaKernels(TorchKernels):
     def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scoring: Scoring) -> Tensor:
         shape = (*queries.shape[:2], kv.values.shape[2])
         out = torch.empty(shape, dtype=queries.dtype, device=queries.device)
-        self.attend_into(queries, work, kv, scoring, out)
+        if queries.shape[2] > _LARGEST_HEAD:
+            for span in work.spans:
+                attend_by_tiles(queries, span, kv, scoring, out=out)
+        else:
+            self.attend_into(queries, work, kv, scoring, out)
         if work.end < len(queries):
             out[work.end :] = 0
         return out.flatten(1)

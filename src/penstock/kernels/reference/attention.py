@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.cache.tensors import KV
 from penstock.kernels.spans import AttendedSpan, Scoring
 from penstock.kernels.threads import num_threads
-from penstock.plan.grids import BLOCK_TOKENS, QUERY_GRID, SQUARE, VECTOR_BYTES
+from penstock.plan.grids import BLOCK_TOKENS, QUERY_GRID, SQUARE, TILE, VECTOR_BYTES
 
 # A query keeps its bits as long as it keeps its place modulo QUERY_GRID rows of the attention kernel's input. The
 # causal part of a tile is cut into squares: what lies left of one needs no mask, and the kernel computes a masked
@@ -99,6 +99,34 @@ def _attend_with_scores(
         weights = scores.softmax(dim=-1)[..., :num_tokens].reshape(group * num_rows, num_tokens)
         out[:, heads] = (weights @ values[:, kv_head]).view(group, num_rows, -1).transpose(0, 1)
     return out
+
+
+def attend_by_tiles(queries: Tensor, span: AttendedSpan, kv: KV, scoring: Scoring, *, out: Tensor) -> None:
+    """The same for layers without windows, on any device, with the scores of a block of queries to one tile of tokens
+    in memory: tiles are counted from the sequence's first token, too."""
+    size = BLOCK_TOKENS if span.is_prompt else 1
+    num_heads, head_dim = queries.shape[1:]
+    for piece in span.tiles(size):
+        at, count = piece.start - piece.tile_start, piece.end - piece.start
+        own = _padded(queries[piece.rows], at, size).float().transpose(0, 1)  # [H, n, D]
+        rows = torch.arange(piece.tile_start, piece.tile_start + size, device=queries.device)[:, None]
+        total = own.new_zeros((num_heads, size, out.shape[2]))
+        largest, weight = own.new_full((num_heads, size, 1), -torch.inf), own.new_zeros((num_heads, size, 1))
+        for start in range(0, piece.end, TILE):
+            seen = kv.read_padded(span.places_of(start, min(start + TILE, piece.end)), TILE)
+            keys, values = (part.float().permute(1, 2, 0) for part in (seen.keys, seen.values))  # [KV, D, T]
+            grouped = own.reshape(len(keys), -1, head_dim)
+            scores = (grouped @ keys).mul_(scoring.scale).view(num_heads, size, TILE)
+            tokens = torch.arange(start, start + TILE, device=queries.device)
+            scores.masked_fill_(tokens > rows, -torch.inf)
+            most = torch.maximum(largest, scores.amax(dim=-1, keepdim=True))
+            scores = (scores - most).exp_()
+            kept = (largest - most).exp_()
+            weight = weight * kept + scores.sum(dim=-1, keepdim=True)
+            found = scores.view(len(keys), -1, TILE) @ values.transpose(1, 2)
+            total = total * kept + found.view_as(total)
+            largest = most
+        out[piece.rows] = (total / weight)[:, at : at + count].transpose(0, 1).to(out.dtype)
 
 
 def attend_tile(queries: Tensor, offset: int, past: KV | None, own: KV, scale: float) -> Tensor:

@@ -30,7 +30,7 @@ from penstock.kernels.spans import (
     WrittenPlaces,
     part_of,
 )
-from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, TILE, RowLaw
+from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, QUERY_GRID, TILE, RowLaw
 from penstock.plan.model import ExpertsConfig
 from penstock.plan.step import KernelKind
 
@@ -356,6 +356,18 @@ class TorchKernels:
                 parts = torch.nn.functional.rms_norm(parts, weight.shape, weight, eps)
             flat = parts.flatten(1)
             out[rows] = flat if gates_first or weight is None else activated.mul_(flat)
+        return out
+
+    def per_head(self, x: Tensor, weight: Tensor, *, is_canonical: bool) -> Tensor:
+        """x [rows, heads, in] times each head's weight [heads, in, out]: [rows, heads, out]. Where a row's bits must
+        not depend on the others, products have one number of rows, whatever x has."""
+        slab = QUERY_GRID if is_canonical else max(len(x), 1)
+        out = x.new_empty((*x.shape[:2], weight.shape[2]))
+        for start in range(0, len(x), slab):
+            rows = x[start : start + slab]
+            padded = torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, slab - len(rows)))
+            product = torch.bmm(padded.transpose(0, 1).contiguous(), weight)  # [heads, slab, out]
+            out[start : start + slab] = product.transpose(0, 1)[: len(rows)]
         return out
 
     def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:

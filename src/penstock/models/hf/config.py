@@ -18,6 +18,7 @@ from penstock.errors import ModelError, ModelFileError
 from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.models.by_transformers.families import REASONS, TRIED
 from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
+from penstock.models.hf.latent import latent_of, latent_switches
 from penstock.models.hf.quantised import method_of
 from penstock.models.hf.recurrent import recurrent_parts
 from penstock.models.reading import (
@@ -49,6 +50,9 @@ DEFAULT_KEYS = (
     *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar"),
     *("logits_scaling", "logit_scale", "final_logit_softcapping", "attn_logit_softcapping"),
     *("no_rope_layer_interval", "default_theta", "original_max_position_embeddings"),
+    # Latent attention.
+    *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rope_interleave"),
+    *("topk_method", "mlp_layer_types"),
     # Recurrent layers.
     *(
         "conv_L_cache",
@@ -121,6 +125,9 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     num_kv_heads = config.size("num_key_value_heads", Most.HEADS, kv_heads or num_heads)
     head_dim = config.size("head_dim", Most.WIDTH, defaults.get("head_dim") or hidden // num_heads)
     check_heads(config.origin, num_heads, num_kv_heads, head_dim)
+    latent = latent_of(config, num_heads, num_kv_heads) if config.knows("kv_lora_rank") else None
+    if latent:
+        head_dim = latent.rotary_dim
     max_position = config.size("max_position_embeddings", Most.POSITIONS)
     kinds = _layer_kinds(config, family, num_layers, is_hybrid=is_hybrid)
     experts = _experts(config, family, num_layers) if config.knows("num_experts") else None
@@ -146,8 +153,8 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         intermediate_size=intermediate,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=1 if latent else num_kv_heads,
+        head_dim=latent.rank + head_dim if latent else head_dim,
         max_position=max_position,
         norm_eps=config.number("rms_norm_eps"),
         # A multimodal model ties its head by the outer key, and writes both. Some text models have none.
@@ -158,7 +165,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
             config.boolean("tie_word_embeddings", None if config.knows("tie_word_embeddings") else True),
         ),
         rotary=_rotary(config, family, rope, max_position, head_dim),
-        rotary_dim=_rotary_dim(config, rope, head_dim, family.partial_rotary),
+        rotary_dim=head_dim if latent else _rotary_dim(config, rope, head_dim, family.partial_rotary),
         other_rotary=other,
         other_rotary_layers=other_layers,
         qkv_bias=bias or family.qkv_bias or says("qkv_bias"),
@@ -171,10 +178,16 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         delta_net=_delta_net(config, num_layers, kinds) if is_hybrid else None,
         experts=experts,
         window=_window(config, name, max_position, num_layers, kinds),
+        latent=latent,
         activation=family.activation or {"swish": "silu"}.get(activation, activation),  # two names of one
         eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
         **recurrent_parts(config, num_layers, hidden, kinds),
-        **{"zero_centred_norm": is_hybrid, **family.model, **_scales(config, family, hidden)},
+        **{
+            "zero_centred_norm": is_hybrid,
+            **family.model,
+            **_scales(config, family, hidden),
+            **(latent_switches(config, latent, rope) if latent else {}),
+        },
     )
 
 
@@ -371,13 +384,19 @@ def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig |
         shared = inner * config.size("n_shared_experts", Most.EXPERTS)
     elif config.knows("moe_num_shared_experts"):
         shared = inner * config.integer("moe_num_shared_experts", high=Most.EXPERTS)
-    grouping: dict[str, Any] = {}
-    if config.knows("n_group"):
+    normed, grouping = "norm_topk_prob", dict[str, Any]()
+    if config.knows("topk_method") and config.text("topk_method") == "greedy":
+        grouping = {"scale": config.number("routed_scaling_factor")}
+    elif config.knows("n_group"):
         grouping = {
             "num_groups": config.size("n_group", Most.EXPERTS),
             "num_active_groups": config.size("topk_group", Most.EXPERTS),
             "scale": config.scale("routed_scaling_factor"),
         }
+        if config.knows("topk_method"):
+            if config.text("topk_method") != "group_limited_greedy":
+                raise config.unsupported("topk_method", "greedy and group_limited_greedy are")
+            grouping["group_best"] = 1
     elif config.knows("use_expert_bias"):
         grouping = {
             "choice_bias": config.boolean("use_expert_bias"),
@@ -391,9 +410,8 @@ def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig |
         num_active=config.layers_size("num_experts_per_tok", Most.EXPERTS, num_layers),
         intermediate_size=inner,
         shared_intermediate_size=shared,
-        normalised=config.boolean("norm_topk_prob") if config.knows("norm_topk_prob") else True,
         layers=layers,
-        **{**grouping, **family.experts},
+        **{"normalised": not config.knows(normed) or config.boolean(normed), **grouping, **family.experts},
     )
     check_experts(config.origin, experts)
     return experts
@@ -406,6 +424,15 @@ def _expert_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
         step = config.integer("decoder_sparse_step", low=1)
         dense = set(config.integers("mlp_only_layers", high=Most.LAYERS))
         return tuple(index for index in layers if (index + 1) % step == 0 and index not in dense)
+    if config.has("mlp_layer_types"):
+        listed = config.texts("mlp_layer_types")
+        if len(listed) != num_layers or not {*listed} <= {"dense", "sparse"}:
+            raise config.error(
+                "mlp_layer_types", list(listed), f"dense or sparse for each of {num_layers} layers"
+            )
+        return tuple(index for index in layers if listed[index] == "sparse")
+    if config.knows("mlp_layer_types"):
+        return layers[1:]
     if config.knows("first_k_dense_replace"):
         return layers[config.integer("first_k_dense_replace") :]
     if config.knows("moe_layer_interval"):

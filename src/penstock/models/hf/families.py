@@ -245,6 +245,14 @@ FAMILIES = {
         partial_rotary=0.25,
         model={"layer_norm": True, "norm_bias": True},
     ),
+    "deepseek_v2": Family(
+        keys={"num_experts": "n_routed_experts"},
+        names=_SHARED,
+        model={"interleaved_rotary": True},
+        experts={"shared_gate": False, "normalised": False},
+    ),
+    "deepseek_v3": Family(keys={"num_experts": "n_routed_experts"}, names=_SHARED, experts=_SIGMOID),
+    "glm4_moe_lite": Family(keys={"num_experts": "n_routed_experts"}, names=_SHARED, experts=_SIGMOID),
     "lfm2": Family(
         head_norm=True, keys={"rms_norm_eps": "norm_eps"}, names=_LFM2, kinds={"conv": "linear_attention"}
     ),
@@ -284,6 +292,8 @@ MULTIMODAL = {
     "qwen3_vl": "qwen3_vl_text",
     "qwen3_vl_moe": "qwen3_vl_moe_text",
     "mistral3": "mistral",
+    "kimi_k2": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
     "gemma3": "gemma3_text",
     "aria": "aria_text",
     "deepseek_vl": "llama",
