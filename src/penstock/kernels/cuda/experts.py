@@ -117,6 +117,7 @@ class CudaExperts:
             NUM_ACTIVE=num_active,
             NUM_GROUPS=config.num_groups,
             NUM_ACTIVE_GROUPS=config.num_active_groups,
+            GROUP_BEST=config.group_best,
             IS_SOFTMAX=config.scores == "softmax",
             IS_NORMALISED=config.normalised,
             COLUMNS=columns,

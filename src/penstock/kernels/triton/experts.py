@@ -31,6 +31,7 @@ def route_kernel(
     NUM_ACTIVE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     NUM_ACTIVE_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     IS_SOFTMAX: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -60,7 +61,7 @@ def route_kernel(
     choice = tl.where(choice == choice, tl.maximum(choice, _LEAST), _LEAST)
     if NUM_GROUPS > 1:
         choice = _of_best_groups(
-            choice, at, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, NUM_ACTIVE_GROUPS, ROWS, COLUMNS
+            choice, at, NUM_EXPERTS // NUM_GROUPS, NUM_GROUPS, NUM_ACTIVE_GROUPS, GROUP_BEST, ROWS, COLUMNS
         )
     choice = tl.where(is_expert[None, :], choice, float("-inf"))
     found = tl.zeros([ROWS, SLOTS], tl.float32)
@@ -102,17 +103,18 @@ def _of_best_groups(
     SIZE: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     NUM_ACTIVE_GROUPS: tl.constexpr,
+    GROUP_BEST: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Those of the groups whose best two experts are best together; the others are out of reach."""
+    """Those of the groups whose best experts, one or two, are best together; the others are out of reach."""
     GROUPS: tl.constexpr = triton.next_power_of_2(NUM_GROUPS)
     numbers = tl.arange(0, GROUPS)[None, :]
     best = tl.full([ROWS, GROUPS], float("-inf"), tl.float32)
     for group in tl.static_range(NUM_GROUPS):
         own = tl.where((at // SIZE == group)[None, :], choice, float("-inf"))
         both = tl.max(own, axis=1)
-        if SIZE > 1:
+        if SIZE > 1 and GROUP_BEST > 1:
             first = tl.argmax(own, axis=1)
             both += tl.max(tl.where(at[None, :] == first[:, None], float("-inf"), own), axis=1)
         best = tl.where(numbers == group, tl.maximum(both, _LEAST)[:, None], best)
