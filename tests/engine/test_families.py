@@ -122,6 +122,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2_moe", {"use_expert_bias": False, "layer_types": ("full_attention", "conv", "conv", "conv")}),
     ("bamba", {}),
     ("bamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_n_groups": 1, "mlp_bias": True}),
+    ("falcon_h1", {}),
+    ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
     ("granitemoehybrid", {}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
 ]

@@ -61,6 +61,7 @@ OWN: dict[str, dict[str, Any]] = {
         for family in LATENT
     },
     "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4},
     "granitemoehybrid": {"layer_types": _LAYERS, "num_hidden_layers": 4},
     "lfm2": {"layer_types": ["conv", *_LAYERS[1:2], "conv", "conv"], "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", *_LAYERS[1:2], "conv", "conv"], "num_hidden_layers": 4},

@@ -17,6 +17,7 @@ from penstock.kernels.quantised import BLOCK_FORMS, QuantisedWeight
 from penstock.layers.attention import Attention
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP
+from penstock.layers.recurrent import Recurrent
 from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
 from penstock.models.loading import load_decoder
@@ -102,6 +103,7 @@ def fused_weights(model: Decoder) -> list[Linear]:
     found: list[Linear] = []
     for layer in model.layers:
         mixer = layer.mixer
+        assert isinstance(mixer, Attention | Recurrent)
         found.append(mixer.qkv if isinstance(mixer, Attention) else mixer.inputs)
         block = layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared
         if block is not None:

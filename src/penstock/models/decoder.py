@@ -22,11 +22,13 @@ from penstock.layers.latent import LatentAttention
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, ExpertMLP
 from penstock.layers.norm import Norm
-from penstock.layers.recurrent import Recurrent
+from penstock.layers.recurrent import Recurrent, SideBySide
 from penstock.layers.rotary import Rotary, RotaryTables, at_positions
 from penstock.plan.memory import ActivationModel
 from penstock.plan.model import ModelConfig
 from penstock.plan.step import Workspace
+
+Mixer = Attention | LatentAttention | Recurrent | SideBySide
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,7 @@ class DecoderLayer:
     """Tokens are mixed by the first block, each on its own by the second."""
 
     mixer_norm: Norm
-    mixer: Attention | LatentAttention | Recurrent
+    mixer: Mixer
     mlp_norm: Norm
     mlp: MLP | ExpertMLP
     mixer_exit: Norm  # of what a block adds to the residual

@@ -31,19 +31,21 @@ from penstock.layers.latent import LatentAttention
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, ExpertMLP
 from penstock.layers.norm import Norm
-from penstock.layers.recurrent import Recurrent
+from penstock.layers.recurrent import Recurrent, SideBySide
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
-from penstock.models.decoder import Decoder, DecoderLayer
+from penstock.models.decoder import Decoder, DecoderLayer, Mixer
 from penstock.models.weights import (
     AttentionWeights,
     ExpertsWeights,
     LatentWeights,
     LayerWeights,
+    MixerWeights,
     MLPWeights,
     NormWeights,
     Product,
     RecurrentWeights,
     Rows,
+    SideBySideWeights,
     Stored,
     WeightSource,
     check_source,
@@ -264,9 +266,10 @@ class _Loader:
             mlp_exit=self._norm(layer.mlp_exit),
         )
 
-    def _mixer(
-        self, weights: AttentionWeights | LatentWeights | RecurrentWeights, index: int
-    ) -> Attention | LatentAttention | Recurrent:
+    def _mixer(self, weights: MixerWeights, index: int) -> Mixer:
+        if isinstance(weights, SideBySideWeights):
+            recurrent = self._recurrent(weights.recurrent, index)
+            return SideBySide(self._attention(weights.attention, index), recurrent)
         if isinstance(weights, LatentWeights):
             return self._latent(weights, index)
         if isinstance(weights, RecurrentWeights):

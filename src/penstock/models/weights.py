@@ -233,6 +233,14 @@ class RecurrentWeights(NamedTuple):
     norm: Stored | None = None
 
 
+class SideBySideWeights(NamedTuple):
+    attention: AttentionWeights
+    recurrent: RecurrentWeights
+
+
+MixerWeights = AttentionWeights | LatentWeights | RecurrentWeights | SideBySideWeights
+
+
 class MLPWeights(NamedTuple):
     gate_up: Product
     down: Product
@@ -251,7 +259,7 @@ class ExpertsWeights(NamedTuple):
 
 class LayerWeights(NamedTuple):
     mixer_norm: NormWeights
-    mixer: AttentionWeights | LatentWeights | RecurrentWeights
+    mixer: MixerWeights
     mlp_norm: NormWeights
     mlp: MLPWeights | ExpertsWeights
     mixer_exit: NormWeights
@@ -282,15 +290,11 @@ MIXER_EXIT, MLP_EXIT = "mixer_exit_norm", "mlp_exit_norm"
 
 
 def _layer(config: ModelConfig, index: int, present: Collection[str]) -> LayerWeights:
-    prefix, net, experts = f"model.layers.{index}", config.recurrent, config.experts
+    prefix, experts = f"model.layers.{index}", config.experts
     before, after = config.pre_norm, config.post_norm
     return LayerWeights(
         _norm(f"{prefix}.input_layernorm", config, before),
-        _recurrent(f"{prefix}.linear_attn", config.hidden_size, net, present)
-        if net and index in net.layers
-        else _latent(f"{prefix}.self_attn", config, config.latent)
-        if config.latent
-        else _attention(f"{prefix}.self_attn", config, index, present),
+        _mixer(prefix, config, index, present),
         _norm(f"{prefix}.post_attention_layernorm", config, before and not config.parallel_blocks),
         _experts(f"{prefix}.mlp", config, experts, present)
         if experts and index in experts.layers
@@ -298,6 +302,16 @@ def _layer(config: ModelConfig, index: int, present: Collection[str]) -> LayerWe
         _norm(f"{prefix}.{MIXER_EXIT}", config, after),
         _norm(f"{prefix}.{MLP_EXIT}", config, after),
     )
+
+
+def _mixer(prefix: str, config: ModelConfig, index: int, present: Collection[str]) -> MixerWeights:
+    if config.latent:
+        return _latent(f"{prefix}.self_attn", config, config.latent)
+    attention = _attention(f"{prefix}.self_attn", config, index, present)
+    if (net := config.recurrent) is None or index not in net.layers:
+        return attention
+    recurrent = _recurrent(f"{prefix}.linear_attn", config.hidden_size, net, present)
+    return SideBySideWeights(attention, recurrent) if index in config.attention_layers else recurrent
 
 
 def _dense_prefix(prefix: str, present: Collection[str]) -> str:

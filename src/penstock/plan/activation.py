@@ -308,6 +308,8 @@ def recurrent_marks(sizes: PassSizes, net: RecurrentConfig) -> Iterator[StepMemo
         return
     gates = FLOAT32 * sizes.rows * 2 * rounded_up(net.num_value_heads, LANES)
     begun = replace(sizes.entered("delta_net"), projection_bytes=projection + gates)
+    if isinstance(net, MambaConfig) and net.beside_attention:
+        begun = replace(begun, attention_bytes=_queries(sizes))
     yield replace(begun, projection_bytes=sizes.product(width))
     attended = FLOAT32 * sizes.rows * net.value_size  # out of the rule
     yield replace(begun, delta_net_bytes=out + convolved + _convolving(sizes, net))

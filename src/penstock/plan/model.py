@@ -111,7 +111,9 @@ class MambaConfig(_StateHeads):
     gates_first: bool = True  # the norm is of the gated output; else that is the gated norm
     least_step: float = 0.0
     most_step: float = math.inf
-    beside_attention: bool = False  # these layers have attention, too
+    beside_attention: bool = False  # these layers have attention, too, and what both give is summed
+    # On rows of a file's input projection: gates, values, keys, queries, steps.
+    input_scales: tuple[float, ...] = ()
 
     @property
     def num_weights(self) -> int:
@@ -299,6 +301,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # on what a block adds
     logit_scale: float = 1.0
     logit_softcap: float | None = None  # logits are cap * tanh(logits / cap)
+    weight_scales: tuple[tuple[str, float], ...] = ()  # on a file's matrices, by what their names end with
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:

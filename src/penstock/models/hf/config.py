@@ -69,7 +69,9 @@ DEFAULT_KEYS = (
         "attn_layer_indices",
     ),
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
-    *("mamba_conv_bias", "mamba_proj_bias"),
+    *("mamba_conv_bias", "mamba_proj_bias", "mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate"),
+    *("ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier", "mlp_multipliers", "key_multiplier"),
+    *("attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier"),
     *("hidden_activation", "swiglu_alpha", "swiglu_limit"),
 )
 _KINDS = ("default", "linear", "llama3", "yarn")

@@ -80,6 +80,12 @@ _LFM2 = {
     "w2": "down_proj",
     "w3": "up_proj",
 }
+_BAMBA = {
+    "mamba": "linear_attn",
+    "feed_forward": "mlp",
+    "pre_ff_layernorm": "post_attention_layernorm",
+    "final_layernorm": "norm",
+}
 _ONLY_AFTER = {"pre_norm": False, "post_norm": True}
 _SANDWICH = {**_NORMS_AFTER, "pre_feedforward_layernorm": "post_attention_layernorm"}
 _GEMMA = {"zero_centred_norm": True, "post_norm": True}
@@ -265,12 +271,12 @@ FAMILIES = {
     ),
     "bamba": Family(
         partial_rotary=0.5,
-        names={
-            "mamba": "linear_attn",
-            "feed_forward": "mlp",
-            "pre_ff_layernorm": "post_attention_layernorm",
-            "final_layernorm": "norm",
-        },
+        names=_BAMBA,
+    ),
+    "falcon_h1": Family(
+        keys={"logit_scale": "lm_head_multiplier"},
+        names=_BAMBA,
+        only={"projectors_bias": False, "mamba_proj_bias": False, "attention_bias": False, "mlp_bias": False},
     ),
     "granitemoehybrid": Family(
         keys={

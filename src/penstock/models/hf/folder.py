@@ -18,6 +18,7 @@ from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
 from penstock.models.hf.config import hf_model_config, text_model
 from penstock.models.hf.families import FAMILIES
 from penstock.models.hf.quantised import FourBitFloats, Quantised, combined, in_slices
+from penstock.models.hf.recurrent import scale_weight
 from penstock.models.reading import Fields, first_line, reading, shortened
 from penstock.models.weights import FileSource, require_shape
 from penstock.plan.model import ModelConfig
@@ -146,6 +147,7 @@ class HfFolder(FileSource):
         stored, dtype = self._tensors[name], self.dtype_of(name)
         require_shape(name, stored.shape, out)
         copy_plain(stored.file, stored.start, dtype, out.t() if stored.is_transposed else out)
+        scale_weight(name, out, self.config)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Of a tensor in the file."""

@@ -3,13 +3,20 @@
 import math
 from typing import Any
 
+import torch
+
 from penstock.errors import ModelError
 from penstock.models.reading import MAX_SCALE, Fields, Most, check_state
-from penstock.plan.model import MambaConfig, ShortConvConfig
+from penstock.plan.model import MambaConfig, ModelConfig, ShortConvConfig
 
 
 def recurrent_parts(config: Fields, num_layers: int, hidden: int, kinds: tuple[str, ...]) -> dict[str, Any]:
     """The fields of `ModelConfig` for such layers."""
+    if config.knows("ssm_multipliers"):
+        if config.has("quantization_config"):  # blocks cannot be multiplied
+            raise config.unsupported("quantization_config", "only original weights are")
+        net = _mamba(config, tuple(range(num_layers)), hidden)
+        return {"mamba": net, "weight_scales": _weight_scales(config)}
     if config.knows("mamba_n_heads"):
         return {"mamba": _mamba(config, _layers(config, num_layers, kinds), hidden)}
     if config.knows("conv_L_cache"):
@@ -42,10 +49,12 @@ def _mamba(config: Fields, layers: tuple[int, ...], hidden: int) -> MambaConfig 
         return None
     num_heads = config.size("mamba_n_heads", Most.HEADS)
     inner = config.size("mamba_expand", Most.WIDTH) * hidden
+    if config.knows("mamba_d_ssm") and config.values.get("mamba_d_ssm", config.defaults["mamba_d_ssm"]):
+        inner = config.size("mamba_d_ssm", Most.WIDTH)
     head_dim = config.values.get(config.keys.get("mamba_d_head", "mamba_d_head"))
     if head_dim is None or head_dim == "auto":
-        head_dim = inner // num_heads
-        if not 0 < head_dim <= Most.DELTA_HEAD:
+        head_dim, rest = divmod(inner, num_heads)
+        if rest or not 1 <= head_dim <= Most.DELTA_HEAD:
             raise config.error("mamba_n_heads", num_heads, f"heads of 1 to {Most.DELTA_HEAD} elements")
     else:
         head_dim = config.size("mamba_d_head", Most.DELTA_HEAD)
@@ -66,7 +75,57 @@ def _mamba(config: Fields, layers: tuple[int, ...], hidden: int) -> MambaConfig 
         bias=config.boolean("mamba_proj_bias"),
         least_step=least,
         most_step=most,
+        **(_beside_attention(config, sizes["num_key_heads"]) if config.knows("ssm_multipliers") else {}),
     )
+
+
+def _beside_attention(config: Fields, num_groups: int) -> dict[str, Any]:
+    """What Falcon-H1's Mamba layers have besides."""
+    scales = _numbers(config, "ssm_multipliers", 5)
+    entry = config.number("ssm_in_multiplier")
+    return {
+        "beside_attention": True,
+        "norm_groups": num_groups if config.boolean("mamba_rms_norm") else 0,
+        "gates_first": not config.boolean("mamba_norm_before_gate"),
+        "input_scales": tuple(scale * entry for scale in scales),
+    }
+
+
+def _weight_scales(config: Fields) -> tuple[tuple[str, float], ...]:
+    entry, (gate, down) = config.number("attention_in_multiplier"), _numbers(config, "mlp_multipliers", 2)
+    return (
+        ("self_attn.q_proj", entry),
+        ("self_attn.k_proj", entry * config.number("key_multiplier")),
+        ("self_attn.v_proj", entry),
+        ("self_attn.o_proj", config.number("attention_out_multiplier")),
+        ("linear_attn.out_proj", config.number("ssm_out_multiplier")),
+        ("mlp.gate_proj", gate),
+        ("mlp.down_proj", down),
+    )
+
+
+def _numbers(config: Fields, key: str, count: int) -> tuple[float, ...]:
+    """A list of so many numbers; ones where there is none."""
+    values = config.values.get(key)
+    if values is None:
+        return (1.0,) * count
+    found = [_number(each) for each in values] if isinstance(values, list) else []
+    numbers = tuple(each for each in found if each is not None and math.isfinite(each))
+    if len(numbers) != count or len(found) != count:
+        raise config.error(key, values, f"a list of {count} numbers")
+    return numbers
+
+
+def scale_weight(name: str, weight: torch.Tensor, config: ModelConfig) -> None:
+    """Multiply a tensor of a file by what a model of its kind multiplies the product with it by."""
+    stem = name.removesuffix(".weight")
+    for ending, scale in config.weight_scales:
+        if stem.endswith(ending):
+            weight.mul_(scale)
+    if (net := config.mamba) and net.input_scales and stem.endswith("linear_attn.in_proj"):
+        sizes = [net.value_size, net.value_size, net.key_size, net.key_size, net.num_value_heads]
+        for part, scale in zip(torch.split(weight, sizes), net.input_scales, strict=True):
+            part.mul_(scale)
 
 
 def _short_conv(config: Fields, layers: tuple[int, ...], hidden: int) -> ShortConvConfig | None:
