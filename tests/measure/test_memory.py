@@ -67,18 +67,44 @@ def test_what_is_predicted_is_what_lives(family: str, dtype: torch.dtype, kind: 
     kernels = TorchKernels() if kind == "torch" else select_kernels(torch.device("cpu"))
     if kernels.name != kind:
         pytest.skip("no native kernels here")
-    model, canon = small_model(family, dtype, kernels)
+    check_prediction(*small_model(family, dtype, kernels))
+
+
+def check_prediction(model: Decoder, canon: RowLaw) -> None:
     run = Run(model, range(900), config=ChunkedPrefillConfig(448), canon=canon, max_tokens=1)
     spans: list[Span] = []
     live = LiveTensors()
     with live:
         while run.finish_reason is None:
             spans.append(run.step().span)
-    how: Any = {"dtype_bytes": dtype.itemsize, "workspace": workspace_of(model), "known_positions": 0}
+    how: Any = {"dtype_bytes": model.dtype.itemsize, "workspace": workspace_of(model), "known_positions": 0}
     predicted = [predict_growth(model.config, [span], **how) for span in spans]
     activations = max(growth.activation_bytes for growth in predicted) - SMALL_BYTES
     # Without keys and values beside them; a bound on attention's work space does not look where chunks are cut.
     assert -0.05 <= activations / live.peak_bytes - 1 <= 0.2
+
+
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 64, "mamba_d_state": 128}
+# States and latents that no published model of the list has.
+OTHERS: Mapping[str, Mapping[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], **_MAMBA},
+    "falcon_h1": {"mamba_d_ssm": 512, **_MAMBA},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "deepseek_v3": {"num_key_value_heads": 4, "kv_lora_rank": 128, "q_lora_rank": 192, "v_head_dim": 64}
+    | {"qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "first_k_dense_replace": 2},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_so_it_is_of_other_states_and_of_latents(family: str) -> None:
+    settings = {"model_type": family, "vocab_size": 1000, "hidden_size": 256, "intermediate_size": 512}
+    settings |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    kernels = TorchKernels()
+    source = RandomWeights(family, {**settings, "max_position_embeddings": 4096, **OTHERS[family]})
+    model = load_decoder(source, kernels, torch.bfloat16, torch.device("cpu"))
+    canon = ProbeResult(2, 0, True, True, True).bind(kernels)
+    assert abs(weight_bytes(model.config, 2) / model.num_weight_bytes - 1) < 0.01
+    check_prediction(model, canon)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
