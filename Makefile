@@ -3,6 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # What must hold with the reference kernels, too.
 LAWS := tests/engine/test_parity.py tests/engine/test_same_bits.py
+# What must hold on a lower set of instructions, too.
+NATIVE := tests/kernels/test_native_kernels.py tests/kernels/test_quantised.py tests/kernels/test_windows.py tests/engine/test_smollm2.py
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-ray test-clients lint format bench bench-peers soak clean
 
@@ -39,6 +41,7 @@ format: setup
 # The models are small: several tests at once, of one thread each, use a machine better than the threads of one test.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	PENSTOCK_ISA=avx2 OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(NATIVE)
 	PENSTOCK_KERNELS=torch OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(LAWS)
 
 # After `make test`, which proves that all else does without Ray. Nothing is skipped here: what is missing is an error.

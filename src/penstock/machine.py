@@ -5,10 +5,17 @@ import platform
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
+from penstock.errors import SettingError
+
 _ROOT = Path("/")
 # Either names the processors of a core; the second is what older systems call it.
 _SIBLINGS = ("core_cpus_list", "thread_siblings_list")
 _AMX_FLAGS = frozenset(("amx_tile", "amx_bf16"))
+# Sets of instructions that the native kernels are compiled for, the best first, with what a processor must have.
+_AVX2 = ("avx2", "fma", "f16c")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
+INSTRUCTION_SETS = {"avx512_bf16": (*_AVX512, "avx512_bf16"), "avx512": _AVX512, "avx2": _AVX2}
+ISA_VARIABLE = "PENSTOCK_ISA"
 _ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _ONEDNN_NO_LIMIT = ("", "ALL", "DEFAULT")
 
@@ -61,6 +68,18 @@ def processor_name(*, root: Path = _ROOT) -> str:
 def processor_lines(*beginnings: str, root: Path = _ROOT) -> list[str]:
     """The lines about all processors that begin with one of these."""
     return [line for line in _text(root / "proc/cpuinfo").splitlines() if line.startswith(beginnings)]
+
+
+def instruction_set(flags: Collection[str], environ: Mapping[str, str] | None = None) -> str | None:
+    """The best set of instructions that a processor with these flags has, and `PENSTOCK_ISA` allows; None: it has
+    none of them."""
+    wanted = (os.environ if environ is None else environ).get(ISA_VARIABLE) or next(iter(INSTRUCTION_SETS))
+    names = list(INSTRUCTION_SETS)
+    if wanted not in names:
+        raise SettingError(ISA_VARIABLE, wanted, f"one of {', '.join(names)}")
+    return next(
+        (name for name in names[names.index(wanted) :] if {*INSTRUCTION_SETS[name]} <= {*flags}), None
+    )
 
 
 def has_fast_bfloat16(flags: Collection[str], environ: Mapping[str, str] | None = None) -> bool:

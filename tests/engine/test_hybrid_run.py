@@ -61,13 +61,13 @@ class Failing:
             monkeypatch.setattr(kernels, kernel, self._wrapped(getattr(kernels, kernel)))
 
     def _wrapped(self, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def kernel(*parts: Any) -> torch.Tensor:
+        def kernel(*parts: Any, **named: Any) -> torch.Tensor:
             fails = self.calls_left == 0
             if self.calls_left is not None:
                 self.calls_left -= 1
             if fails and not self.is_late:
                 raise InjectedError
-            out = real(*parts)
+            out = real(*parts, **named)
             if fails:
                 raise InjectedError
             return out

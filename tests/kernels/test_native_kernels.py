@@ -346,7 +346,7 @@ def test_the_choice_is_explicit(native: NativeKernels, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("attribute", "value", "reason"),
     [
-        ("processor_flags", lambda: frozenset({"avx2"}), "no avx512f"),
+        ("processor_flags", lambda: frozenset({"avx2"}), "no fma, f16c"),
         ("_FLAGS", ("-no-such-flag",), "compiling them with"),
         ("_COMPILERS", (), "no C\\+\\+ compiler"),
     ],

@@ -31,7 +31,7 @@ from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe import ProbeResult, probe
 from penstock.models.decoder import Decoder, activation_model, workspace_of
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
-from penstock.models.loading import load_decoder, settled_weights
+from penstock.models.loading import computing_dtype, load_decoder, settled_weights
 from penstock.models.opened import open_model
 from penstock.models.weights import WeightSource
 from penstock.plan import (
@@ -171,7 +171,6 @@ class LLM:
         if not settings.device.is_settled:
             settings = settings.on(find_devices())
         torch_device = torch.device(settings.device.name)
-        torch_dtype = device_kind(torch_device).dtype(settings.computes_in)
         _set_threads(settings.threads)
         self.stages: Pipeline | None = None
         self.path = resolve_model(str(model))
@@ -188,7 +187,7 @@ class LLM:
                     self.stages = open_pipeline(self.path, opened.source.config, settings, settings.stages)
                     weakref.finalize(self, self.stages.close)
                 self.model, self.probe, weights = in_own_thread(
-                    partial(_load, opened.source, torch_dtype, torch_device, settings, self.stages)
+                    partial(_load, opened.source, torch_device, settings, self.stages)
                 )
             self.skipped = "; ".join(filter(None, (opened.skipped.describe(), ignored))) or None
             trim_heap()  # what loading and probing had for a while
@@ -220,7 +219,7 @@ class LLM:
             self.fingerprint = cache_fingerprint(self)
             about = {
                 "model": str(model),
-                "dtype": str(torch_dtype).removeprefix("torch."),
+                "dtype": str(self.model.dtype).removeprefix("torch."),
                 "kernels": self.model.kernels.name,
             }
             own = self.fingerprint
@@ -480,7 +479,6 @@ def _check_stages(config: ModelConfig) -> None:
 
 def _load(
     source: WeightSource,
-    dtype: torch.dtype,
     device: torch.device,
     settings: EngineSettings,
     stages: "Pipeline | None" = None,
@@ -488,6 +486,7 @@ def _load(
     """The model, or the last of its stages while the others load theirs."""
     device_kind(device).use()
     kernels = select_kernels(device, settings.kernels.effective)
+    dtype = computing_dtype(source, kernels, device, settings.computes_in, settings.weights.effective)
     weights = settled_weights(source, kernels, dtype, device, settings.weights)
     if stages is None:
         model = load_decoder(source, kernels, dtype, device, weights.name)

@@ -15,7 +15,7 @@ import typer
 from penstock.errors import MemoryExhaustedError, ModelError, SettingError
 from penstock.frontends import options, plan_stages
 from penstock.frontends.exits import reported
-from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
+from penstock.machine import has_fast_bfloat16, instruction_set, memory_bytes, processor_flags
 from penstock.plan import format_bytes
 from penstock.plan.grids import EXPERT_PLACES
 from penstock.plan.memory import WeightBits, weight_bytes
@@ -314,15 +314,13 @@ def expected_workspace(device: "torch.device") -> Workspace:
 
 
 def _expected_kernels(device: "torch.device") -> KernelKind:
-    import torch
-
     from penstock.kernels.device import device_kind
 
     is_reference = KERNELS.resolve().effective == "torch"
     kind = device_kind(device)
     if not kind.is_host:
         return "torch" if is_reference else kind.kernels
-    has_vectors = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    has_vectors = instruction_set(processor_flags()) is not None
     has_compiler = "CXX" in os.environ or any(map(shutil.which, ("c++", "g++", "clang++")))
     return "native" if not is_reference and has_vectors and has_compiler else "torch"
 

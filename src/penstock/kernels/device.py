@@ -111,6 +111,8 @@ class DeviceKind:
         return _DTYPES[name]
 
     def _has_native_bfloat16(self) -> bool:
+        if machine.instruction_set(machine.processor_flags()) in ("avx512", "avx2"):
+            return False
         if hasattr(torch.cpu, "get_capabilities"):
             capabilities = torch.cpu.get_capabilities()
             return any(

@@ -94,8 +94,7 @@ def load_decoder(
             weights,
             "bf16 or f32",
             where="here",
-            because="quantised weights need the native kernels, a processor with AVX-512 and bfloat16, or a GPU of "
-            "NVIDIA's; and dtype bfloat16",
+            because="quantised weights need the native kernels or a GPU of NVIDIA's, and dtype bfloat16",
         )
     if weights == "fp8" and kernels.quantised is not None and not kernels.quantised.takes(F8_ROW, device):
         raise SettingError(
@@ -137,6 +136,23 @@ def _by_transformers(
     return source.decoder(kernels, dtype, device)
 
 
+def computing_dtype(
+    source: WeightSource, kernels: Kernels, device: torch.device, name: str, weights: WeightsName
+) -> torch.dtype:
+    """The dtype of a name. `auto` is bfloat16 for weights in blocks, whose kernels take no other rows, else the
+    device's own."""
+    forms, products = _forms(source) if weights == "auto" else set(), kernels.quantised
+    are_taken = products is not None and any(products.takes(form, device) for form in forms)
+    if name == "auto" and products is not None and (weights in QUANTISED_WEIGHTS or are_taken):
+        return torch.bfloat16
+    return device_kind(device).dtype(name)
+
+
+def _forms(source: WeightSource) -> set[BlockForm]:
+    """The forms of blocks that a file has tensors in."""
+    return {form for name in source.names() if (form := source.block_form(name)) is not None}
+
+
 def settled_weights(
     source: WeightSource,
     kernels: Kernels,
@@ -145,7 +161,7 @@ def settled_weights(
     setting: WeightsSetting,
 ) -> WeightsSetting:
     """What `auto` comes to for these weights on this machine, and why."""
-    forms = {form for name in source.names() if (form := source.block_form(name)) is not None}
+    forms = _forms(source)
     if not forms:
         return setting
     is_host, products = device_kind(device).is_host, kernels.quantised

@@ -39,12 +39,12 @@ struct alignas(64) Seen {
 
     void add(const Seen& other) {
         for (int at = 0; at < WIDTH; at += LANES) {
-            const __m512 ours = _mm512_load_ps(&largest[at]), theirs = _mm512_load_ps(&other.largest[at]);
-            const __m512 both = _mm512_max_ps(ours, theirs);
-            const __m512 a = exp2_of(_mm512_sub_ps(ours, both)), b = exp2_of(_mm512_sub_ps(theirs, both));
-            _mm512_store_ps(&largest[at], both);
+            const Floats ours = load_floats(&largest[at]), theirs = load_floats(&other.largest[at]);
+            const Floats both = larger(ours, theirs);
+            const Floats a = exp2_of(minus(ours, both)), b = exp2_of(minus(theirs, both));
+            store_floats(&largest[at], both);
             auto join = [&](float* x, const float* y) {
-                _mm512_store_ps(x, _mm512_fmadd_ps(_mm512_load_ps(x), a, _mm512_mul_ps(_mm512_load_ps(y), b)));
+                store_floats(x, fma(load_floats(x), a, times(load_floats(y), b)));
             };
             join(&weight[at], &other.weight[at]);
             for (int d = 0; d < E; ++d) join(&values[d][at], &other.values[d][at]);
@@ -64,82 +64,82 @@ struct alignas(64) Tile {
 
 template <class T, int D, int E, int V, int K>
 inline void score_keys(const uint32_t (*keys)[D / T::STEP], const Tile<T, D, E, V>& tile, float (*scores)[V * LANES]) {
-    __m512 sums[K][V];
+    Floats sums[K][V];
     for (int k = 0; k < K; ++k)
-        for (int v = 0; v < V; ++v) sums[k][v] = _mm512_setzero_ps();
+        for (int v = 0; v < V; ++v) sums[k][v] = zeros();
     for (int d = 0; d < D / T::STEP; ++d) {
-        __m512i query[V];
-        for (int v = 0; v < V; ++v) query[v] = _mm512_load_si512(&tile.query[d][v * LANES]);
+        Words query[V];
+        for (int v = 0; v < V; ++v) query[v] = load_words(&tile.query[d][v * LANES]);
 #pragma GCC unroll 16
         for (int k = 0; k < K; ++k) {
-            const __m512i key = _mm512_set1_epi32(keys[k][d]);
+            const Words key = same_words(keys[k][d]);
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) sums[k][v] = T::dot(sums[k][v], query[v], key);
         }
     }
     for (int k = 0; k < K; ++k)
-        for (int v = 0; v < V; ++v) _mm512_store_ps(&scores[k][v * LANES], sums[k][v]);
+        for (int v = 0; v < V; ++v) store_floats(&scores[k][v * LANES], sums[k][v]);
 }
 
 // Add W columns of the values, by the weights of `num_words` words of tokens.
 template <class T, int E, int V, int W>
 inline void add_values(const uint32_t* values, const uint32_t (*weights)[V * LANES], int num_words,
                        float (*seen)[V * LANES]) {
-    __m512 sums[W][V];
+    Floats sums[W][V];
     for (int w = 0; w < W; ++w)
-        for (int v = 0; v < V; ++v) sums[w][v] = _mm512_load_ps(&seen[w][v * LANES]);
+        for (int v = 0; v < V; ++v) sums[w][v] = load_floats(&seen[w][v * LANES]);
     for (int k = 0; k < num_words; ++k, values += E) {
-        __m512i weight[V];
-        for (int v = 0; v < V; ++v) weight[v] = _mm512_load_si512(&weights[k][v * LANES]);
+        Words weight[V];
+        for (int v = 0; v < V; ++v) weight[v] = load_words(&weights[k][v * LANES]);
 #pragma GCC unroll 16
         for (int w = 0; w < W; ++w) {
-            const __m512i value = _mm512_set1_epi32(values[w]);
+            const Words value = same_words(values[w]);
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) sums[w][v] = T::dot(sums[w][v], weight[v], value);
         }
     }
     for (int w = 0; w < W; ++w)
-        for (int v = 0; v < V; ++v) _mm512_store_ps(&seen[w][v * LANES], sums[w][v]);
+        for (int v = 0; v < V; ++v) store_floats(&seen[w][v * LANES], sums[w][v]);
 }
 
 // Tokens [first, first + count) of the sequence are in `block`.
 template <class T, int D, int E, int V>
 void see_block(const Block<T, D, E>& block, int first, int count, const Scores& how, Tile<T, D, E, V>& tile) {
-    constexpr int AT_ONCE = 16 / V;  // sums in registers: 16 of 32
+    constexpr int AT_ONCE = SUM_VECTORS / V;
     alignas(64) float scores[BLOCK][V * LANES];
     for (int k = 0; k < count; k += AT_ONCE) score_keys<T, D, E, V, AT_ONCE>(&block.keys[k], tile, &scores[k]);
 
     if (how.cap > 0) {
         for (int k = 0; k < count; ++k)
             for (int at = 0; at < V * LANES; at += LANES)
-                _mm512_store_ps(&scores[k][at], how.capped(_mm512_load_ps(&scores[k][at])));
+                store_floats(&scores[k][at], how.capped(load_floats(&scores[k][at])));
     }
 
     auto& seen = tile.seen;
-    const __m512 scales = _mm512_set1_ps(how.scale);
+    const Floats scales = same(how.scale);
     bool grows = false;
-    __m512 largest[V], shrink[V], weight[V];
+    Floats largest[V], shrink[V], weight[V];
     for (int v = 0; v < V; ++v) {
         const int at = v * LANES;
-        const __m512i first_seen = _mm512_load_si512(&tile.first_seen[at]);
-        const __m512i end_seen = _mm512_load_si512(&tile.end_seen[at]);
-        __m512 most = _mm512_set1_ps(MINUS_INFINITY);
-        if (_mm512_cmplt_epi32_mask(end_seen, _mm512_set1_epi32(first + count)) |
-            _mm512_cmpgt_epi32_mask(first_seen, _mm512_set1_epi32(first))) {
+        const Words first_seen = load_words(&tile.first_seen[at]);
+        const Words end_seen = load_words(&tile.end_seen[at]);
+        Floats most = same(MINUS_INFINITY);
+        if (is_less(end_seen, same_words(first + count)) |
+            is_greater(first_seen, same_words(first))) {
             for (int k = 0; k < count; ++k) {
-                const __m512i token = _mm512_set1_epi32(first + k);
-                const __mmask16 hidden =
-                    _mm512_cmple_epi32_mask(end_seen, token) | _mm512_cmpgt_epi32_mask(first_seen, token);
-                _mm512_mask_store_ps(&scores[k][at], hidden, _mm512_set1_ps(MINUS_INFINITY));
+                const Words token = same_words(first + k);
+                const Mask hidden =
+                    is_at_most(end_seen, token) | is_greater(first_seen, token);
+                store_floats(&scores[k][at], chosen(hidden, same(MINUS_INFINITY), load_floats(&scores[k][at])));
             }
         }
-        for (int k = 0; k < count; ++k) most = _mm512_max_ps(most, _mm512_load_ps(&scores[k][at]));
-        const __m512 before = _mm512_load_ps(&seen.largest[at]);
-        largest[v] = _mm512_max_ps(before, _mm512_mul_ps(most, scales));
-        shrink[v] = exp2_of(_mm512_sub_ps(before, largest[v]));
-        grows |= _mm512_cmp_ps_mask(largest[v], before, _CMP_NEQ_UQ) != 0;
-        _mm512_store_ps(&seen.largest[at], largest[v]);
-        weight[v] = _mm512_setzero_ps();
+        for (int k = 0; k < count; ++k) most = larger(most, load_floats(&scores[k][at]));
+        const Floats before = load_floats(&seen.largest[at]);
+        largest[v] = larger(before, times(most, scales));
+        shrink[v] = exp2_of(minus(before, largest[v]));
+        grows |= differ(largest[v], before);
+        store_floats(&seen.largest[at], largest[v]);
+        weight[v] = zeros();
     }
 
     // The weights lie where scores lay that are not needed any more.
@@ -149,30 +149,30 @@ void see_block(const Block<T, D, E>& block, int first, int count, const Scores& 
         for (int v = 0; v < V; ++v) {
             auto weight_of = [&](int k) {
                 // Rounded as the largest was, so that none is above it.
-                const __m512 score = _mm512_mul_ps(_mm512_load_ps(&scores[k][v * LANES]), scales);
-                return exp2_of(_mm512_sub_ps(score, largest[v]));
+                const Floats score = times(load_floats(&scores[k][v * LANES]), scales);
+                return exp2_of(minus(score, largest[v]));
             };
             const int k = word * T::STEP;
-            const __m512 one = weight_of(k);
-            weight[v] = _mm512_add_ps(weight[v], one);
+            const Floats one = weight_of(k);
+            weight[v] = plus(weight[v], one);
             if constexpr (T::STEP == 1) {
-                _mm512_store_ps(&scores[k][v * LANES], one);
+                store_floats(&scores[k][v * LANES], one);
             } else {
-                const __m512 next = k + 1 < count ? weight_of(k + 1) : _mm512_setzero_ps();
-                weight[v] = _mm512_add_ps(weight[v], next);
-                _mm512_store_si512(&weights[word][v * LANES], T::paired(one, next));
+                const Floats next = k + 1 < count ? weight_of(k + 1) : zeros();
+                weight[v] = plus(weight[v], next);
+                store_words(&weights[word][v * LANES], T::paired(one, next));
             }
         }
     }
     for (int v = 0; v < V; ++v) {
         float* sum = &seen.weight[v * LANES];
-        _mm512_store_ps(sum, _mm512_fmadd_ps(_mm512_load_ps(sum), shrink[v], weight[v]));
+        store_floats(sum, fma(load_floats(sum), shrink[v], weight[v]));
     }
     if (grows) {  // else it is by 1
         for (int d = 0; d < E; ++d)
             for (int v = 0; v < V; ++v) {
                 float* value = &seen.values[d][v * LANES];
-                _mm512_store_ps(value, _mm512_mul_ps(_mm512_load_ps(value), shrink[v]));
+                store_floats(value, times(load_floats(value), shrink[v]));
             }
     }
     for (int d = 0; d < E; d += AT_ONCE)
@@ -195,7 +195,7 @@ void read_block(const Heads& heads, const Place* place, int64_t kv_head, int64_t
             skip = 0;
         }
         const value* key = keys + (place->start + skip) * heads.key_stride;
-        std::memcpy(block.keys[k], key, D * sizeof(value));
+        T::copy(key, D, block.keys[k]);
         value_of[k] = values + (place->start + skip) * heads.value_stride;
         // The next block most often lies behind this one.
         const auto prefetch = [](const value* row, int size) {
@@ -206,18 +206,16 @@ void read_block(const Heads& heads, const Place* place, int64_t kv_head, int64_t
         prefetch(value_of[k] + BLOCK * heads.value_stride, E);
     }
     // Keys are scored several at a time.
-    for (int k = count; k % LANES; ++k) std::memset(block.keys[k], 0, D * sizeof(value));
+    for (int k = count; k % LANES; ++k) std::memset(block.keys[k], 0, sizeof block.keys[k]);
     if constexpr (T::STEP == 1) {
-        for (int k = 0; k < count; ++k) std::memcpy(block.values[k], value_of[k], E * sizeof(value));
+        for (int k = 0; k < count; ++k) T::copy(value_of[k], E, block.values[k]);
     } else {
         for (int k = 0; k < count; k += 2)
             for (int d = 0; d < E; d += LANES) {
-                const auto word_of = [d](const value* row) {
-                    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + d)));
-                };
-                __m512i word = word_of(value_of[k]);
-                if (k + 1 < count) word = _mm512_or_si512(word, _mm512_slli_epi32(word_of(value_of[k + 1]), 16));
-                _mm512_store_si512(&block.values[k / 2][d], word);
+                const auto word_of = [d](const value* row) { return load_first_halves(row + d, 0xffff); };
+                Words word = word_of(value_of[k]);
+                if (k + 1 < count) word = either(word, shifted_left(word_of(value_of[k + 1]), 16));
+                store_words(&block.values[k / 2][d], word);
             }
     }
 }
@@ -256,8 +254,7 @@ struct Work {
             const int lane = row % (V * LANES);
             uint32_t words[D / T::STEP] = {};
             if (row < item.num_rows)
-                std::memcpy(words, static_cast<const value*>(heads.queries) + offset(row, heads.query_stride, D),
-                            sizeof words);
+                T::copy(static_cast<const value*>(heads.queries) + offset(row, heads.query_stride, D), D, words);
             for (int d = 0; d < D / T::STEP; ++d) tile.query[d][lane] = words[d];
             const int64_t own = position(std::min(row, item.num_rows - 1));
             tile.first_seen[lane] = heads.first_seen(own);
@@ -291,9 +288,9 @@ struct Work {
     void store(int first_row, const Seen<E, V * LANES>& total) const {
         alignas(64) value turned[E][V * LANES];
         for (int at = 0; at < V * LANES; at += LANES) {
-            const __m512 weight = _mm512_load_ps(&total.weight[at]);
+            const Floats weight = load_floats(&total.weight[at]);
             for (int d = 0; d < E; ++d)
-                T::store(&turned[d][at], 0xffff, _mm512_div_ps(_mm512_load_ps(&total.values[d][at]), weight));
+                T::store(&turned[d][at], 0xffff, over(load_floats(&total.values[d][at]), weight));
         }
         const int end = std::min(item.num_rows, first_row + V * LANES);
         for (int row = first_row; row < end; ++row) {
@@ -425,9 +422,6 @@ extern "C" int penstock_attend(int is_bfloat16, int64_t head_dim, const penstock
                                const penstock::Span* spans, int64_t num_spans, const penstock::Place* places,
                                int num_threads) {
     using namespace penstock;
-#ifndef __AVX512BF16__
-    if (is_bfloat16) return false;
-#endif
     std::vector<const Span*> few, many;
     for (const Span* span = spans; span < spans + num_spans; ++span)
         (span->num_rows * heads->group <= MOST_FEW ? few : many).push_back(span);
@@ -435,8 +429,6 @@ extern "C" int penstock_attend(int is_bfloat16, int64_t head_dim, const penstock
         if (!few.empty()) attend_few(is_bfloat16, head_dim, *heads, few, places, num_threads);
         if (many.empty()) return;
         if (!is_bfloat16) attend<DotFloat32, size, value_size>(*heads, many, places, num_threads);
-#ifdef __AVX512BF16__
         if (is_bfloat16) attend<DotBfloat16, size, value_size>(*heads, many, places, num_threads);
-#endif
     });
 }

@@ -12,29 +12,6 @@ constexpr int BLOCK = 64;
 constexpr int SEGMENT = 256;
 constexpr float MINUS_INFINITY = -__builtin_inff();
 
-// STEP values lie in a word of 32 bits, and are multiplied by one instruction.
-struct DotFloat32 : Float32 {
-    static constexpr int STEP = 1;
-    static __m512 dot(__m512 sum, __m512i a, __m512i b) {
-        return _mm512_fmadd_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), sum);
-    }
-};
-
-#ifdef __AVX512BF16__
-struct DotBfloat16 : Bfloat16 {
-    static constexpr int STEP = 2;
-    static __m512 dot(__m512 sum, __m512i a, __m512i b) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-    }
-    // Lane by lane, a pair of both: 0, 16, 1, 17, ...
-    static __m512i paired(__m512 first, __m512 second) {
-        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                               22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-        return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(second, first));
-    }
-};
-#endif
-
 // How dot products become powers of two: capped where there is a cap, which is done first, and scaled.
 struct Scores {
     float scale;
@@ -46,8 +23,8 @@ struct Scores {
           cap(heads.soft_cap),
           cap_scale(heads.soft_cap > 0 ? heads.scale / heads.soft_cap : 0) {}
 
-    __m512 capped(__m512 score) const {
-        return _mm512_mul_ps(tanh_of(_mm512_mul_ps(score, _mm512_set1_ps(cap_scale))), _mm512_set1_ps(cap));
+    Floats capped(Floats score) const {
+        return times(tanh_of(times(score, same(cap_scale))), same(cap));
     }
 };
 

@@ -29,14 +29,13 @@ import torch
 from penstock.files import read_plain
 from penstock.home import cache_home
 from penstock.kernels.interface import KernelsUnavailableError
-from penstock.machine import processor_flags
+from penstock.machine import INSTRUCTION_SETS, instruction_set, processor_flags
 
 SOURCES = Path(__file__).parent
 # Products and sums are contracted nowhere but where the source says so: a row's bits must not depend on what the
 # compiler makes of a loop.
 _FLAGS = (
     "-O3",
-    "-march=native",
     "-ffp-contract=off",
     "-std=c++17",
     "-fopenmp",
@@ -45,7 +44,7 @@ _FLAGS = (
     "-w",
 )
 _COMPILERS = ("c++", "g++", "clang++")
-_NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
+_TARGETS = {"avx512_bf16": "native", "avx512": "x86-64-v4", "avx2": "x86-64-v3"}  # by set of instructions
 # Of a start. Whoever compiles them by a command has more patience.
 _LONGEST_BUILD_S = 300.0
 _LONGEST_RETRY_S = 3600.0
@@ -72,18 +71,20 @@ def native_library(is_retry: bool = False) -> ctypes.CDLL:
     """The compiled kernels; built first if they are not there. A build that failed is not tried again before its
     sources or its compiler change, or with `is_retry`."""
     flags = processor_flags()
-    missing = [flag for flag in _NEEDED if flag not in flags]
-    if missing:
+    best = instruction_set(flags)
+    if best is None:
+        missing = [flag for flag in INSTRUCTION_SETS["avx2"] if flag not in flags]
         raise NativeUnavailableError(f"the processor has no {', '.join(missing)}")
+    target = f"-march={_TARGETS[best]}"
     compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise NativeUnavailableError(f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is found")
-    name = f"penstock-{_digest(compiler, flags)}.so"
+    name = f"penstock-{_digest(compiler, target, flags)}.so"
     paths = [folder / name for folder in (SOURCES / "built", cache_home() / "native")]
     reasons = []
     for path in (*filter(Path.is_file, paths), *paths):
         try:
-            return _load(path if path.is_file() else _built(compiler, path, is_retry=is_retry))
+            return _load(path if path.is_file() else _built([compiler, target], path, is_retry=is_retry))
         except _BusyError:
             raise NativeUnavailableError("another process is still compiling them") from None
         except OSError as error:  # a folder that cannot be written or locked
@@ -91,8 +92,8 @@ def native_library(is_retry: bool = False) -> ctypes.CDLL:
     raise NativeUnavailableError(f"there is no folder to compile them in: {'; '.join(reasons)}")
 
 
-def _digest(compiler: str, flags: frozenset[str]) -> str:
-    parts = [str(_FLAGS), " ".join(sorted(flags)), _version(compiler)]
+def _digest(compiler: str, target: str, flags: frozenset[str]) -> str:
+    parts = [str(_FLAGS), target, " ".join(sorted(flags)), _version(compiler)]
     parts += [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
@@ -104,7 +105,7 @@ def _version(compiler: str) -> str:
         raise NativeUnavailableError(f"the compiler {compiler} cannot be run: {error}") from error
 
 
-def _built(compiler: str, path: Path, *, is_retry: bool) -> Path:
+def _built(compiler: list[str], path: Path, *, is_retry: bool) -> Path:
     """Compile, unless another process has done so meanwhile or it has failed before. An `OSError` is the folder's."""
     failed = path.with_suffix(".failed")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -153,13 +154,13 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: str, path: Path, longest_s: float) -> str | None:
+def _compile(compiler: list[str], path: Path, longest_s: float) -> str | None:
     """Compile in a folder of its own, then rename. Returns why it failed."""
     _log.info("compiling the native kernels for this machine, once; this takes a minute or so")
     sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
     with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
         out, said = Path(folder) / path.name, Path(folder) / "said.txt"
-        command = ["sh", "-c", _GROUP, "sh", compiler, *_FLAGS, "-o", str(out), *sources]
+        command = ["sh", "-c", _GROUP, "sh", *compiler, *_FLAGS, "-o", str(out), *sources]
         with (
             said.open("w") as file,
             subprocess.Popen(
@@ -175,10 +176,10 @@ def _compile(compiler: str, path: Path, longest_s: float) -> str | None:
                 status = process.wait(longest_s)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-                return f"compiling them with {compiler} took more than {longest_s:g} s"
+                return f"compiling them with {compiler[0]} took more than {longest_s:g} s"
         if status != 0:
             lines = [line for line in said.read_text(errors="replace").splitlines() if "error" in line]
-            return f"compiling them with {compiler} failed: {lines[0] if lines else 'it said nothing'}"
+            return f"compiling them with {compiler[0]} failed: {lines[0] if lines else 'it said nothing'}"
         os.replace(out, path)
     return None
 

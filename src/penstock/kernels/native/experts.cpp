@@ -93,24 +93,24 @@ extern "C" void penstock_experts(const penstock::Experts* experts, const penstoc
             if (first == 0) std::fill_n(total, hidden, 0.0f);
             for (; filled[row] < num_active && places[row * num_active + filled[row]] < end; ++filled[row]) {
                 const int64_t place = places[row * num_active + filled[row]];
-                const __m512 weight = _mm512_set1_ps(visits[place].weight);
+                const Floats weight = same(visits[place].weight);
                 for (int64_t at = 0; at < hidden; at += LANES) {
-                    const __mmask16 lanes = first_lanes(hidden - at);
-                    const __m512 own = Bfloat16::load(outputs + (place - start) * hidden + at, lanes);
-                    const __m512 sum = _mm512_add_ps(_mm512_maskz_loadu_ps(lanes, total + at), _mm512_mul_ps(own, weight));
-                    _mm512_mask_storeu_ps(total + at, lanes, sum);
+                    const Mask lanes = first_lanes(hidden - at);
+                    const Floats own = Bfloat16::load(outputs + (place - start) * hidden + at, lanes);
+                    const Floats sum = plus(load_first_floats(total + at, lanes), times(own, weight));
+                    store_first_floats(total + at, lanes, sum);
                 }
             }
         }, 4);
     }
     for_pieces(num_rows, num_threads, [&](int64_t row) {
-        const __m512 gate = _mm512_set1_ps(pass->gates ? pass->gates[row] : 1.0f);
+        const Floats gate = same(pass->gates ? pass->gates[row] : 1.0f);
         for (int64_t at = 0; at < hidden; at += LANES) {
-            const __mmask16 lanes = first_lanes(hidden - at);
-            __m512 sum = _mm512_maskz_loadu_ps(lanes, pass->totals + row * hidden + at);
+            const Mask lanes = first_lanes(hidden - at);
+            Floats sum = load_first_floats(pass->totals + row * hidden + at, lanes);
             if (pass->shared)
-                sum = _mm512_add_ps(
-                    sum, _mm512_mul_ps(Bfloat16::load(pass->shared + row * pass->shared_stride + at, lanes), gate));
+                sum = plus(
+                    sum, times(Bfloat16::load(pass->shared + row * pass->shared_stride + at, lanes), gate));
             Bfloat16::store(pass->out + row * hidden + at, lanes, sum);
         }
     }, 4);

@@ -27,18 +27,18 @@ struct alignas(64) Seen {
 
     void add(const Seen& other, int num_rows) {
         alignas(64) float shrink[2][LANES];
-        const __m512 ours = _mm512_load_ps(largest), theirs = _mm512_load_ps(other.largest);
-        const __m512 both = _mm512_max_ps(ours, theirs);
-        const __m512 a = exp2_of(_mm512_sub_ps(ours, both)), b = exp2_of(_mm512_sub_ps(theirs, both));
-        _mm512_store_ps(largest, both);
-        _mm512_store_ps(shrink[0], a);
-        _mm512_store_ps(shrink[1], b);
-        auto join = [](float* x, const float* y, __m512 a, __m512 b) {
-            _mm512_store_ps(x, _mm512_fmadd_ps(_mm512_load_ps(x), a, _mm512_mul_ps(_mm512_load_ps(y), b)));
+        const Floats ours = load_floats(largest), theirs = load_floats(other.largest);
+        const Floats both = larger(ours, theirs);
+        const Floats a = exp2_of(minus(ours, both)), b = exp2_of(minus(theirs, both));
+        store_floats(largest, both);
+        store_floats(shrink[0], a);
+        store_floats(shrink[1], b);
+        auto join = [](float* x, const float* y, Floats a, Floats b) {
+            store_floats(x, fma(load_floats(x), a, times(load_floats(y), b)));
         };
         join(weight, other.weight, a, b);
         for (int row = 0; row < num_rows; ++row) {
-            const __m512 a = _mm512_set1_ps(shrink[0][row]), b = _mm512_set1_ps(shrink[1][row]);
+            const Floats a = same(shrink[0][row]), b = same(shrink[1][row]);
             for (int d = 0; d < E; d += LANES) join(&values[row][d], &other.values[row][d], a, b);
         }
     }
@@ -50,34 +50,6 @@ constexpr int column_of(int at) {
     if (T::STEP == 1 || at >= E / 32 * 32) return at;
     const int lane = at % 16;
     return at / 32 * 32 + lane / 4 * 8 + at % 32 / 16 * 4 + lane % 4;
-}
-
-inline void transpose(const __m512i* rows, __m512i* out) {
-    __m512i pairs[LANES], fours[LANES];
-#pragma GCC unroll 8
-    for (int i = 0; i < LANES; i += 2) {
-        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
-        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int i = 0; i < LANES; i += 4)
-#pragma GCC unroll 2
-        for (int j = 0; j < 2; ++j) {
-            fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
-            fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
-        }
-    // fours[4 * i + j] has column j of every quarter, of rows 4 * i to 4 * i + 3.
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) {
-        const __m512i even_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
-        const __m512i odd_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
-        const __m512i even_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
-        const __m512i odd_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
-        out[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
-        out[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
-        out[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
-        out[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
-    }
 }
 
 // The queries of one head, and where its keys and values begin.
@@ -117,18 +89,18 @@ struct Few {
 
     void score(const Queries<T, D>& queries, const Tokens& tokens) {
         for (int k = 0; k < tokens.count; k += LANES) {
-            __m512 sums[R];
-            for (int r = 0; r < R; ++r) sums[r] = _mm512_setzero_ps();
+            Floats sums[R];
+            for (int r = 0; r < R; ++r) sums[r] = zeros();
 #pragma GCC unroll 1
             for (int w = 0; w < WORDS; w += LANES) {
-                __m512i rows[LANES], turned[LANES];
+                Words rows[LANES], turned[LANES];
                 if (k + LANES <= tokens.count) {
 #pragma GCC unroll 16
                     for (int i = 0; i < LANES; ++i) rows[i] = load(queries.keys + tokens.key_offsets[k + i], w);
                 } else {
                     for (int i = 0; i < LANES; ++i)
                         rows[i] = k + i < tokens.count ? load(queries.keys + tokens.key_offsets[k + i], w)
-                                                       : _mm512_setzero_si512();
+                                                       : zero_words();
                 }
                 transpose(rows, turned);
                 constexpr int LAST = WORDS % LANES ? WORDS % LANES : LANES;
@@ -138,95 +110,89 @@ struct Few {
                     if (WORDS % LANES && i >= num_words) break;
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r)
-                        sums[r] = T::dot(sums[r], _mm512_set1_epi32(queries.words[r][w + i]), turned[i]);
+                        sums[r] = T::dot(sums[r], same_words(queries.words[r][w + i]), turned[i]);
                 }
             }
             const value* next = queries.keys + tokens.next_key + queries.key_ahead + k * queries.key_ahead_stride;
             for (int i = 0; i < LANES; ++i) prefetch(next + i * queries.key_ahead_stride, D);
-            for (int r = 0; r < R; ++r) _mm512_store_ps(&scores[r][k], sums[r]);
+            for (int r = 0; r < R; ++r) store_floats(&scores[r][k], sums[r]);
         }
     }
 
-    static __m512i load(const value* row, int w) {
-        return _mm512_maskz_loadu_epi32(first_lanes(WORDS - w), reinterpret_cast<const uint32_t*>(row) + w);
+    static Words load(const value* row, int w) {
+        return T::words(row + w * T::STEP, first_lanes(WORDS - w));
     }
 
     // Scores become weights; what was seen before shrinks where there is a larger score now.
     void weigh(const Queries<T, D>& queries, const Tokens& tokens, const Scores& how, Seen<E>& seen) {
-        const __m512 scales = _mm512_set1_ps(how.scale);
+        const Floats scales = same(how.scale);
         alignas(64) float most[LANES], largest[LANES], shrink[LANES];
         for (int r = 0; r < LANES; ++r) most[r] = MINUS_INFINITY;
         for (int r = 0; r < R; ++r) {
             const int num_hidden = queries.first_seen[r] - tokens.first;
             const int num_seen = std::min(tokens.count, queries.end_seen[r] - tokens.first);
-            __m512 highest = _mm512_set1_ps(MINUS_INFINITY);
+            Floats highest = same(MINUS_INFINITY);
             for (int k = 0; k < BLOCK; k += LANES) {
-                const __mmask16 visible = first_lanes(num_seen - k) & ~first_lanes(num_hidden - k);
-                __m512 score = _mm512_load_ps(&scores[r][k]);
+                const Mask visible = first_lanes(num_seen - k) & ~first_lanes(num_hidden - k);
+                Floats score = load_floats(&scores[r][k]);
                 if (how.cap > 0) score = how.capped(score);
-                score = _mm512_mask_blend_ps(visible, _mm512_set1_ps(MINUS_INFINITY), score);
-                _mm512_store_ps(&scores[r][k], score);
-                highest = _mm512_max_ps(highest, score);
+                score = chosen(visible, score, same(MINUS_INFINITY));
+                store_floats(&scores[r][k], score);
+                highest = larger(highest, score);
             }
-            most[r] = _mm512_reduce_max_ps(highest);
+            most[r] = largest_of(highest);
         }
-        const __m512 before = _mm512_load_ps(seen.largest);
-        const __m512 now = _mm512_max_ps(before, _mm512_mul_ps(_mm512_load_ps(most), scales));
-        const __m512 shrinks = exp2_of(_mm512_sub_ps(before, now));
-        _mm512_store_ps(largest, now);
-        _mm512_store_ps(shrink, shrinks);
-        _mm512_store_ps(seen.largest, now);
+        const Floats before = load_floats(seen.largest);
+        const Floats now = larger(before, times(load_floats(most), scales));
+        const Floats shrinks = exp2_of(minus(before, now));
+        store_floats(largest, now);
+        store_floats(shrink, shrinks);
+        store_floats(seen.largest, now);
         for (int r = 0; r < R; ++r)
             for (int k = 0; k < BLOCK; k += LANES) {
-                const __m512 score = _mm512_mul_ps(_mm512_load_ps(&scores[r][k]), scales);
-                const __m512 own = exp2_of(_mm512_sub_ps(score, _mm512_set1_ps(largest[r])));
-                _mm512_store_ps(&scores[r][k], own);
-                T::store(reinterpret_cast<value*>(weights[r]) + k, 0xffff, own);
+                const Floats score = times(load_floats(&scores[r][k]), scales);
+                const Floats own = exp2_of(minus(score, same(largest[r])));
+                store_floats(&scores[r][k], own);
+                T::store_words(weights[r], k, own);
             }
         alignas(64) float sums[LANES] = {};
         for (int k = 0; k < tokens.count; ++k)
             for (int r = 0; r < R; ++r) sums[r] += scores[r][k];
-        _mm512_store_ps(seen.weight, _mm512_fmadd_ps(_mm512_load_ps(seen.weight), shrinks, _mm512_load_ps(sums)));
-        if (_mm512_cmp_ps_mask(now, before, _CMP_NEQ_UQ)) {
+        store_floats(seen.weight, fma(load_floats(seen.weight), shrinks, load_floats(sums)));
+        if (differ(now, before)) {
             for (int r = 0; r < R; ++r)
                 for (int d = 0; d < E; d += LANES)
-                    _mm512_store_ps(&seen.values[r][d], _mm512_mul_ps(_mm512_load_ps(&seen.values[r][d]),
-                                                                      _mm512_set1_ps(shrink[r])));
+                    store_floats(&seen.values[r][d], times(load_floats(&seen.values[r][d]), same(shrink[r])));
         }
     }
 
     // V vectors of columns from `d` on. A word's second token may be missing.
     template <int V>
-    static void load_values(const value* first, const value* second, int d, __m512i* out) {
+    static void load_values(const value* first, const value* second, int d, Words* out) {
         if constexpr (T::STEP == 1) {
-            for (int v = 0; v < V; ++v) out[v] = _mm512_loadu_si512(first + d + v * LANES);
+            for (int v = 0; v < V; ++v) out[v] = T::words(first + d + v * LANES, 0xffff);
         } else if constexpr (V == 1) {
             const auto wide = [d](const value* row) {
-                return row ? _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + d)))
-                           : _mm512_setzero_si512();
+                return row ? load_first_halves(row + d, 0xffff) : zero_words();
             };
-            out[0] = _mm512_or_si512(wide(first), _mm512_slli_epi32(wide(second), 16));
+            out[0] = either(wide(first), shifted_left(wide(second), 16));
         } else {
-            for (int v = 0; v < V; v += 2) {
-                const __m512i a = _mm512_loadu_si512(first + d + v * LANES);
-                const __m512i b = second ? _mm512_loadu_si512(second + d + v * LANES) : _mm512_setzero_si512();
-                out[v] = _mm512_unpacklo_epi16(a, b);
-                out[v + 1] = _mm512_unpackhi_epi16(a, b);
-            }
+            for (int v = 0; v < V; v += 2)
+                T::load_pairs(first + d + v * LANES, second ? second + d + v * LANES : nullptr, out + v);
         }
     }
 
     template <int V>
     void add_columns(const Queries<T, D>& queries, const Tokens& tokens, int d, Seen<E>& seen) {
-        __m512 sums[R][V];
+        Floats sums[R][V];
         for (int r = 0; r < R; ++r)
-            for (int v = 0; v < V; ++v) sums[r][v] = _mm512_load_ps(&seen.values[r][d + v * LANES]);
+            for (int v = 0; v < V; ++v) sums[r][v] = load_floats(&seen.values[r][d + v * LANES]);
         auto add = [&](int word, const value* first, const value* second) __attribute__((always_inline)) {
-            __m512i values[V];
+            Words values[V];
             load_values<V>(first, second, d, values);
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const __m512i weight = _mm512_set1_epi32(weights[r][word]);
+                const Words weight = same_words(weights[r][word]);
 #pragma GCC unroll 4
                 for (int v = 0; v < V; ++v) sums[r][v] = T::dot(sums[r][v], weight, values[v]);
             }
@@ -243,11 +209,12 @@ struct Few {
         }
         if (tokens.count % T::STEP) add(num_whole, queries.values + tokens.value_offsets[tokens.count - 1], nullptr);
         for (int r = 0; r < R; ++r)
-            for (int v = 0; v < V; ++v) _mm512_store_ps(&seen.values[r][d + v * LANES], sums[r][v]);
+            for (int v = 0; v < V; ++v) store_floats(&seen.values[r][d + v * LANES], sums[r][v]);
     }
 
     void add_values(const Queries<T, D>& queries, const Tokens& tokens, Seen<E>& seen) {
-        constexpr int MOST = R <= 4 && E % 64 == 0 ? 4 : 2;
+        constexpr int WIDE = E % 64 == 0 ? 4 : 2;
+        constexpr int MOST = R * WIDE <= SUM_VECTORS ? WIDE : R * 2 <= SUM_VECTORS ? 2 : 1;
         int d = 0;
         for (; d + MOST * LANES <= E; d += MOST * LANES) add_columns<MOST>(queries, tokens, d, seen);
         if constexpr (E % (MOST * LANES) != 0) add_columns<1>(queries, tokens, d, seen);
@@ -334,9 +301,8 @@ struct Sequence {
             const int64_t position = span.position + own / heads.group;
             queries.first_seen[row] = heads.first_seen(position);
             queries.end_seen[row] = position + 1;
-            std::memcpy(queries.words[row],
-                        static_cast<const value*>(heads.queries) + offset(kv_head, own, heads.query_stride, D),
-                        sizeof queries.words[row]);
+            T::copy(static_cast<const value*>(heads.queries) + offset(kv_head, own, heads.query_stride, D), D,
+                    queries.words[row]);
         }
         queries.keys = static_cast<const value*>(heads.keys) + kv_head * D;
         queries.values = static_cast<const value*>(heads.values) + kv_head * E;
@@ -358,9 +324,9 @@ struct Sequence {
     void store(int64_t kv_head, const Seen<E>& total) const {
         for (int row = 0; row < num_rows(); ++row) {
             alignas(64) value turned[E];
-            const __m512 weight = _mm512_set1_ps(total.weight[row]);
+            const Floats weight = same(total.weight[row]);
             for (int d = 0; d < E; d += LANES)
-                T::store(&turned[d], 0xffff, _mm512_div_ps(_mm512_load_ps(&total.values[row][d]), weight));
+                T::store(&turned[d], 0xffff, over(load_floats(&total.values[row][d]), weight));
             value* out = static_cast<value*>(heads.out) + offset(kv_head, row, heads.out_stride, E);
             for (int d = 0; d < E; ++d) out[column_of<T, E>(d)] = turned[d];
         }
@@ -430,9 +396,7 @@ void attend_few(bool is_bfloat16, int64_t head_dim, const Heads& heads, const st
                 const Place* places, int num_threads) {
     with_head_dims(head_dim, heads.value_dim, [&](auto size, auto value_size) {
         if (!is_bfloat16) attend_few_of<DotFloat32, size, value_size>(heads, spans, places, num_threads);
-#ifdef __AVX512BF16__
         if (is_bfloat16) attend_few_of<DotBfloat16, size, value_size>(heads, spans, places, num_threads);
-#endif
     });
 }
 

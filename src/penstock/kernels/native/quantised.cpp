@@ -37,6 +37,7 @@ struct Form {
     static constexpr bool HAS_MINIMUM = HasMinimum;
     static constexpr bool IS_WIDE = IsWide;  // scales of float32, else of float16
     static constexpr int ZERO = Zero;
+    static constexpr bool IS_FLOAT = IsFloat;
     // Up to so many rows, where any way will do, quants are multiplied as they are. For 8 bits that takes two products.
     static constexpr int MOST_ROWS = Bits == 4 ? 32 : 8;
     static constexpr int VECTOR_BYTES = LANES * BLOCK * Bits / 8;  // the quants of 16 outputs
@@ -72,17 +73,17 @@ bool with_form(int form, const Body& body) {
 }
 
 template <class F>
-inline __m512 load_scales(const uint8_t* block, int at, int group, int vector) {
+inline Floats load_scales(const uint8_t* block, int at, int group, int vector) {
     const uint8_t* from = block + at + group * F::SCALE_BYTES + vector * (F::SCALE_BYTES / VECTORS);
     if constexpr (F::IS_WIDE)
-        return _mm512_loadu_ps(reinterpret_cast<const float*>(from));
+        return load_floats(reinterpret_cast<const float*>(from));
     else
-        return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+        return load_float16(from);
 }
 
 template <class F>
-inline __m512i load_quants(const uint8_t* block, int vector, int load) {
-    return _mm512_loadu_si512(block + vector * F::VECTOR_BYTES + load * 64);
+inline Words load_quants(const uint8_t* block, int vector, int load) {
+    return load_words(block + vector * F::VECTOR_BYTES + load * 64);
 }
 
 // Where input k of a block lies in the word that a load has for an output: the bit it begins at.
@@ -235,20 +236,25 @@ void unpack_row(const Weight& weight, int64_t out, float* to) {
     }
 }
 
-#ifdef __AVX512BF16__
+// How rows and panels are multiplied: in words of pairs of bfloat16, or of floats.
+using T = DotBfloat16;
 
-inline const uint32_t* pairs_of(const Rows& rows, int64_t row) {
-    return reinterpret_cast<const uint32_t*>(rows.x + row * rows.x_stride);
-}
+// Rows in such words.
+struct Inputs {
+    const uint32_t* words;
+    int64_t stride;
 
-inline void store(const Rows& rows, int64_t row, int64_t first_out, int64_t num_out, __m512 sum) {
+    const uint32_t* row(int64_t index) const { return words + index * stride; }
+};
+
+inline void store(const Rows& rows, int64_t row, int64_t first_out, int64_t num_out, Floats sum) {
     if (first_out >= num_out) return;
-    const __mmask16 lanes = first_lanes(num_out - first_out);
-    if (rows.bias) sum = _mm512_add_ps(sum, Bfloat16::load(rows.bias + first_out, lanes));
+    const Mask lanes = first_lanes(num_out - first_out);
+    if (rows.bias) sum = plus(sum, Bfloat16::load(rows.bias + first_out, lanes));
     Bfloat16::store(rows.out + row * rows.out_stride + first_out, lanes, sum);
 }
 
-inline __m512 dot(__m512 sum, __m512i a, __m512i b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+#ifdef __AVX512BF16__
 
 inline uint16_t bfloat16_of(int value) {
     const float x = value;  // exact in 8 bits
@@ -257,64 +263,164 @@ inline uint16_t bfloat16_of(int value) {
     return bits >> 16;
 }
 
-// Quants as bfloat16, by their lower 4 bits; a lookup sees 5, and the fifth is no matter.
-struct Tables {
-    __m512i low, high;
+// Quants as pairs of bfloat16, by their lower 4 bits; a lookup sees 5, and the fifth is no matter. One of 8 bits is the
+// sum of two.
+template <class F>
+struct Quants {
+    static constexpr int PARTS = 4;  // of a load
+    Words low, high;
 
-    template <class F>
-    static Tables of() {
+    static Quants make() {
         alignas(64) uint16_t low[32], high[32];
         for (int i = 0; i < 32; ++i) {
             low[i] = bfloat16_of(F::BITS == 4 ? F::value_of(i % 16) : i % 16);
             high[i] = bfloat16_of(i % 16 < 8 ? i % 16 * 16 : i % 16 * 16 - 256);
         }
-        return {_mm512_load_si512(low), _mm512_load_si512(high)};
+        return {load_words(low), load_words(high)};
     }
+    Words part(Words load, int j) const {
+        return _mm512_permutexvar_epi16(j ? _mm512_srli_epi16(load, 4 * j) : load, F::BITS == 8 && j % 2 ? high : low);
+    }
+    static int word(int j) { return F::BITS == 8 ? j / 2 : j; }
 };
+
+// Panels in bfloat16: for each pair of inputs, the pairs of all outputs. Here the lanes are both inputs of 8 outputs.
+template <class F>
+void to_words(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) {
+    const Words lower = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+    const Words upper = _mm512_add_epi32(lower, same_words(8));
+    alignas(64) float of_nibbles[16];
+    for (int i = 0; i < 16; ++i) of_nibbles[i] = F::value_of(i);
+    const Floats nibbles = load_floats(of_nibbles);
+    constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
+    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, out += BLOCK / 2) {
+#pragma GCC unroll 2
+        for (int v = 0; v < VECTORS; ++v) {
+#pragma GCC unroll 2
+            for (int g = 0; g < F::GROUPS; ++g) {
+                const Floats all = load_scales<F>(block, F::SCALES_AT, g, v);
+                const Floats scales[2] = {_mm512_permutexvar_ps(lower, all), _mm512_permutexvar_ps(upper, all)};
+                Floats minimums[2];
+                if constexpr (F::HAS_MINIMUM) {
+                    const Floats all = load_scales<F>(block, F::MINIMUMS_AT, g, v);
+                    minimums[0] = _mm512_permutexvar_ps(lower, all);
+                    minimums[1] = _mm512_permutexvar_ps(upper, all);
+                }
+                auto value = [&](Words quants, int j, int half) {
+                    Floats quant;
+                    if constexpr (F::BITS == 4)
+                        quant = _mm512_permutexvar_ps(j ? _mm512_srli_epi32(quants, 4 * j) : quants, nibbles);
+                    else
+                        quant = _mm512_cvtepi32_ps(
+                            j ? _mm512_srai_epi32(quants, 8) : _mm512_srai_epi32(shifted_left(quants, 24), 24));
+                    return F::HAS_MINIMUM ? fma(scales[half], quant, minimums[half])
+                                          : times(scales[half], quant);
+                };
+#pragma GCC unroll 8
+                for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
+                    const auto* from =
+                        reinterpret_cast<const __m256i*>(block + v * F::VECTOR_BYTES + load * 64);
+                    const Words first = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from));
+                    const Words second = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from + 1));
+#pragma GCC unroll 4
+                    for (int j = 0; j < F::LOAD_PAIRS; ++j)
+                        store_words(&out[load * F::LOAD_PAIRS + j][v * LANES],
+                                           (Words)_mm512_cvtne2ps_pbh(value(second, j, 1), value(first, j, 0)));
+                }
+            }
+        }
+    }
+}
+
+#else
+
+// Quants as floats.
+template <class F>
+struct Quants {
+    static constexpr int PARTS = 2 * F::LOAD_PAIRS;  // of a load
+
+    static Quants make() { return {}; }
+    Words part(Words load, int j) const {
+        const int bit = bit_of<F>(j);
+        if constexpr (F::BITS == 8)
+            return as_words(converted(shifted_signed(shifted_left(load, 24 - bit), 24)));
+        const Words quant = both(shifted_right(load, bit), same_words(15));
+        if constexpr (F::IS_FLOAT) {
+            float values[16];
+            for (int i = 0; i < 16; ++i) values[i] = F::value_of(i);
+            return as_words(looked_up(quant, values));
+        }
+        return as_words(F::ZERO ? minus(converted(quant), same(F::ZERO)) : converted(quant));
+    }
+    static int word(int j) { return j; }
+};
+
+// Panels in float32, rounded to bfloat16: for each input, that of all outputs.
+template <class F>
+void to_words(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) {
+    const auto quants = Quants<F>::make();
+    constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
+    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, out += BLOCK)
+        for (int v = 0; v < VECTORS; ++v)
+            for (int g = 0; g < F::GROUPS; ++g) {
+                const Floats scale = load_scales<F>(block, F::SCALES_AT, g, v);
+                Floats minimum = zeros();
+                if constexpr (F::HAS_MINIMUM) minimum = load_scales<F>(block, F::MINIMUMS_AT, g, v);
+                for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
+                    const Words words = load_quants<F>(block, v, load);
+#pragma GCC unroll 8
+                    for (int j = 0; j < quants.PARTS; ++j) {
+                        const Floats quant = as_floats(quants.part(words, j));
+                        const Floats value = F::HAS_MINIMUM ? fma(scale, quant, minimum) : times(scale, quant);
+                        store_words(&out[load * quants.PARTS + j][v * LANES], as_words(Bfloat16::rounded(value)));
+                    }
+                }
+            }
+}
+
+#endif
 
 // Few rows
 
-constexpr int MOST_FEW = 4;
+constexpr int MOST_FEW = SUM_VECTORS / VECTORS < 4 ? SUM_VECTORS / VECTORS : 4;
 
 template <class F, int R>
 inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_t* const* x,
-                         const float* const* group_sums, const Tables& tables, __m512 (*out)[VECTORS]) {
-    __m512 totals[R][VECTORS];
+                         const float* const* group_sums, const Quants<F>& quants, Floats (*out)[VECTORS]) {
+    Floats totals[R][VECTORS];
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < VECTORS; ++v) totals[r][v] = _mm512_setzero_ps();
+        for (int v = 0; v < VECTORS; ++v) totals[r][v] = zeros();
     constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
     for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES) {
 #pragma GCC unroll 2
         for (int g = 0; g < F::GROUPS; ++g) {
-            __m512 sums[R][VECTORS];
+            Floats sums[R][VECTORS];
             for (int r = 0; r < R; ++r)
-                for (int v = 0; v < VECTORS; ++v) sums[r][v] = _mm512_setzero_ps();
+                for (int v = 0; v < VECTORS; ++v) sums[r][v] = zeros();
 #pragma GCC unroll 8
             for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
-                __m512i quants[VECTORS];
-                for (int v = 0; v < VECTORS; ++v) quants[v] = load_quants<F>(block, v, load);
-#pragma GCC unroll 4
-                for (int j = 0; j < 4; ++j) {
-                    __m512i values[VECTORS];
-                    for (int v = 0; v < VECTORS; ++v)
-                        values[v] = _mm512_permutexvar_epi16(j ? _mm512_srli_epi16(quants[v], 4 * j) : quants[v],
-                                                             F::BITS == 8 && j % 2 ? tables.high : tables.low);
-                    const int64_t pair = b * (BLOCK / 2) + load * F::LOAD_PAIRS + (F::BITS == 8 ? j / 2 : j);
+                Words loads[VECTORS];
+                for (int v = 0; v < VECTORS; ++v) loads[v] = load_quants<F>(block, v, load);
+#pragma GCC unroll 8
+                for (int j = 0; j < quants.PARTS; ++j) {
+                    Words values[VECTORS];
+                    for (int v = 0; v < VECTORS; ++v) values[v] = quants.part(loads[v], j);
+                    const int64_t word = (b * BLOCK + load * 2 * F::LOAD_PAIRS) / T::STEP + quants.word(j);
 #pragma GCC unroll 4
                     for (int r = 0; r < R; ++r) {
-                        const __m512i own = _mm512_set1_epi32(x[r][pair]);
-                        for (int v = 0; v < VECTORS; ++v) sums[r][v] = dot(sums[r][v], values[v], own);
+                        const Words own = same_words(x[r][word]);
+                        for (int v = 0; v < VECTORS; ++v) sums[r][v] = T::dot(sums[r][v], values[v], own);
                     }
                 }
             }
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; ++v) {
-                const __m512 scale = load_scales<F>(block, F::SCALES_AT, g, v);
-                for (int r = 0; r < R; ++r) totals[r][v] = _mm512_fmadd_ps(scale, sums[r][v], totals[r][v]);
+                const Floats scale = load_scales<F>(block, F::SCALES_AT, g, v);
+                for (int r = 0; r < R; ++r) totals[r][v] = fma(scale, sums[r][v], totals[r][v]);
                 if constexpr (F::HAS_MINIMUM) {
-                    const __m512 minimum = load_scales<F>(block, F::MINIMUMS_AT, g, v);
+                    const Floats minimum = load_scales<F>(block, F::MINIMUMS_AT, g, v);
                     for (int r = 0; r < R; ++r)
-                        totals[r][v] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(group_sums[r][b * F::GROUPS + g]),
+                        totals[r][v] = fma(minimum, same(group_sums[r][b * F::GROUPS + g]),
                                                        totals[r][v]);
                 }
             }
@@ -329,9 +435,9 @@ template <class F>
 void sum_groups(const uint16_t* x, int64_t num_in, float* sums) {
     constexpr int SIZE = BLOCK / F::GROUPS;
     for (int64_t at = 0; at < num_in; at += SIZE) {
-        __m512 sum = _mm512_setzero_ps();
-        for (int k = 0; k < SIZE; k += LANES) sum = _mm512_add_ps(sum, Bfloat16::load(x + at + k, 0xffff));
-        *sums++ = _mm512_reduce_add_ps(sum);
+        Floats sum = zeros();
+        for (int k = 0; k < SIZE; k += LANES) sum = plus(sum, Bfloat16::load(x + at + k, 0xffff));
+        *sums++ = sum_of(sum);
     }
 }
 
@@ -347,24 +453,25 @@ std::vector<float> all_group_sums(const Weight& weight, const Rows& rows) {
 }
 
 template <class F>
-void few_rows(const Weight& weight, const Rows& rows, const std::vector<float>& sums, int64_t panel) {
+void few_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, const std::vector<float>& sums,
+              int64_t panel) {
     const int64_t num_blocks = blocks_of(weight), row_sums = F::HAS_MINIMUM ? num_blocks * F::GROUPS : 0;
-    const Tables tables = Tables::of<F>();
+    const auto quants = Quants<F>::make();
     const uint8_t* blocks = weight.panels + panel * num_blocks * F::BLOCK_BYTES;
     for (int64_t first = 0; first < rows.num_rows; first += MOST_FEW) {
         const int count = std::min<int64_t>(MOST_FEW, rows.num_rows - first);
         const uint32_t* x[MOST_FEW];
         const float* own_sums[MOST_FEW];
         for (int r = 0; r < count; ++r) {
-            x[r] = pairs_of(rows, first + r);
+            x[r] = inputs.row(first + r);
             own_sums[r] = sums.data() + (first + r) * row_sums;
         }
-        __m512 out[MOST_FEW][VECTORS];
+        Floats out[MOST_FEW][VECTORS];
         switch (count) {
-            case 1: multiply_few<F, 1>(blocks, num_blocks, x, own_sums, tables, out); break;
-            case 2: multiply_few<F, 2>(blocks, num_blocks, x, own_sums, tables, out); break;
-            case 3: multiply_few<F, 3>(blocks, num_blocks, x, own_sums, tables, out); break;
-            case 4: multiply_few<F, 4>(blocks, num_blocks, x, own_sums, tables, out); break;
+            case 1: multiply_few<F, 1>(blocks, num_blocks, x, own_sums, quants, out); break;
+            case 2: multiply_few<F, 2>(blocks, num_blocks, x, own_sums, quants, out); break;
+            case 3: multiply_few<F, 3>(blocks, num_blocks, x, own_sums, quants, out); break;
+            case 4: multiply_few<F, 4>(blocks, num_blocks, x, own_sums, quants, out); break;
         }
         for (int r = 0; r < count; ++r)
             for (int v = 0; v < VECTORS; ++v)
@@ -374,99 +481,53 @@ void few_rows(const Weight& weight, const Rows& rows, const std::vector<float>& 
 
 // Many rows
 
-constexpr int SUMS = 24;        // vectors in registers, of rows by panels
+constexpr int SUMS = SUM_VECTORS * 3 / 2;  // vectors in registers, of rows by outputs
 
-// A panel in bfloat16: for each pair of inputs, the pairs of all outputs. Here the lanes are both inputs of 8 outputs.
-template <class F>
-void to_bfloat16(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) {
-    const __m512i lower = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    const __m512i upper = _mm512_add_epi32(lower, _mm512_set1_epi32(8));
-    alignas(64) float values[16];
-    for (int i = 0; i < 16; ++i) values[i] = F::value_of(i);
-    const __m512 nibbles = _mm512_load_ps(values);
-    constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
-    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, out += BLOCK / 2) {
-#pragma GCC unroll 2
-        for (int v = 0; v < VECTORS; ++v) {
-#pragma GCC unroll 2
-            for (int g = 0; g < F::GROUPS; ++g) {
-                const __m512 all = load_scales<F>(block, F::SCALES_AT, g, v);
-                const __m512 scales[2] = {_mm512_permutexvar_ps(lower, all), _mm512_permutexvar_ps(upper, all)};
-                __m512 minimums[2];
-                if constexpr (F::HAS_MINIMUM) {
-                    const __m512 all = load_scales<F>(block, F::MINIMUMS_AT, g, v);
-                    minimums[0] = _mm512_permutexvar_ps(lower, all);
-                    minimums[1] = _mm512_permutexvar_ps(upper, all);
-                }
-                auto value = [&](__m512i quants, int j, int half) {
-                    __m512 quant;
-                    if constexpr (F::BITS == 4)
-                        quant = _mm512_permutexvar_ps(j ? _mm512_srli_epi32(quants, 4 * j) : quants, nibbles);
-                    else
-                        quant = _mm512_cvtepi32_ps(
-                            j ? _mm512_srai_epi32(quants, 8) : _mm512_srai_epi32(_mm512_slli_epi32(quants, 24), 24));
-                    return F::HAS_MINIMUM ? _mm512_fmadd_ps(scales[half], quant, minimums[half])
-                                          : _mm512_mul_ps(scales[half], quant);
-                };
-#pragma GCC unroll 8
-                for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
-                    const auto* from =
-                        reinterpret_cast<const __m256i*>(block + v * F::VECTOR_BYTES + load * 64);
-                    const __m512i first = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from));
-                    const __m512i second = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from + 1));
-#pragma GCC unroll 4
-                    for (int j = 0; j < F::LOAD_PAIRS; ++j)
-                        _mm512_store_si512(&out[load * F::LOAD_PAIRS + j][v * LANES],
-                                           (__m512i)_mm512_cvtne2ps_pbh(value(second, j, 1), value(first, j, 0)));
-                }
-            }
-        }
-    }
-}
-
-// R rows by P panels.
-template <int P, int R>
-void multiply_many(const uint32_t (*panels)[PANEL], int64_t num_pairs, const Rows& rows, int64_t first,
-                   int64_t first_out, int64_t num_out) {
-    __m512 sums[R][P * VECTORS];
+// R rows by V vectors of outputs, from a vector of the panels on.
+template <int V, int R>
+void multiply_many(const uint32_t (*panels)[PANEL], int64_t num_words, const Rows& rows, const Inputs& inputs,
+                   int64_t first, int vector, int64_t first_out, int64_t num_out) {
+    Floats sums[R][V];
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < P * VECTORS; ++v) sums[r][v] = _mm512_setzero_ps();
-    const uint32_t* x = pairs_of(rows, first);
-    const int64_t stride = rows.x_stride / 2;
-    for (int64_t k = 0; k < num_pairs; ++k) {
-        __m512i values[P * VECTORS];
-        for (int v = 0; v < P * VECTORS; ++v)
-            values[v] = _mm512_load_si512(&panels[v / VECTORS * num_pairs + k][v % VECTORS * LANES]);
+        for (int v = 0; v < V; ++v) sums[r][v] = zeros();
+    const uint32_t* x = inputs.row(first);
+    const int64_t stride = inputs.stride;
+    for (int64_t k = 0; k < num_words; ++k) {
+        Words values[V];
+        for (int v = 0; v < V; ++v)
+            values[v] = load_words(&panels[(vector + v) / VECTORS * num_words + k][(vector + v) % VECTORS * LANES]);
 #pragma GCC unroll 12
         for (int r = 0; r < R; ++r) {
-            const __m512i pair = _mm512_set1_epi32(x[r * stride + k]);
+            const Words own = same_words(x[r * stride + k]);
 #pragma GCC unroll 6
-            for (int v = 0; v < P * VECTORS; ++v) sums[r][v] = dot(sums[r][v], values[v], pair);
+            for (int v = 0; v < V; ++v) sums[r][v] = T::dot(sums[r][v], values[v], own);
         }
     }
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < P * VECTORS; ++v) store(rows, first + r, first_out + v * LANES, num_out, sums[r][v]);
+        for (int v = 0; v < V; ++v) store(rows, first + r, first_out + (vector + v) * LANES, num_out, sums[r][v]);
 }
 
-using MultiplyMany = void (*)(const uint32_t (*)[PANEL], int64_t, const Rows&, int64_t, int64_t, int64_t);
+using MultiplyMany = void (*)(const uint32_t (*)[PANEL], int64_t, const Rows&, const Inputs&, int64_t, int, int64_t,
+                              int64_t);
 
-template <int P, int... R>
+template <int V, int... R>
 MultiplyMany multiply_many_of(int num_rows, std::integer_sequence<int, R...>) {
-    static constexpr MultiplyMany ALL[] = {multiply_many<P, R + 1>...};
+    static constexpr MultiplyMany ALL[] = {multiply_many<V, R + 1>...};
     return ALL[num_rows - 1];
 }
 
 // All rows by P panels, as many at a time as registers hold the sums of.
 template <int P>
-void multiply_rows(const uint32_t (*panels)[PANEL], int64_t num_pairs, const Rows& rows, int64_t first_out,
-                   int64_t num_out) {
-    constexpr int MOST = SUMS / (P * VECTORS);
+void multiply_rows(const uint32_t (*panels)[PANEL], int64_t num_words, const Rows& rows, const Inputs& inputs,
+                   int64_t first_out, int64_t num_out) {
+    constexpr int V = SUMS < P * VECTORS * 4 ? 1 : P * VECTORS, MOST = SUMS / V;
     const int64_t num_tiles = (rows.num_rows + MOST - 1) / MOST;
-    for (int64_t tile = 0; tile < num_tiles; ++tile) {
-        const int64_t start = tile * rows.num_rows / num_tiles, end = (tile + 1) * rows.num_rows / num_tiles;
-        multiply_many_of<P>(end - start, std::make_integer_sequence<int, MOST>{})(panels, num_pairs, rows, start,
-                                                                                 first_out, num_out);
-    }
+    for (int vector = 0; vector < P * VECTORS; vector += V)
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const int64_t start = tile * rows.num_rows / num_tiles, end = (tile + 1) * rows.num_rows / num_tiles;
+            multiply_many_of<V>(end - start, std::make_integer_sequence<int, MOST>{})(
+                panels, num_words, rows, inputs, start, vector, first_out, num_out);
+        }
 }
 
 // How many panels are taken together, so that threads end at about the same time: two, which is the fastest, unless
@@ -482,29 +543,36 @@ inline int64_t panels_together(int64_t num_panels, int num_threads) {
     return best;
 }
 
-// `count` panels from `panel` on in bfloat16; made for the thread that asks, unless they are so in memory.
-const uint32_t (*bfloat16_panels(const Weight& weight, int64_t panel, int64_t count))[PANEL] {
-    const int64_t num_blocks = blocks_of(weight), num_pairs = weight.num_in / 2;
-    if (weight.form == BFLOAT16)
-        return reinterpret_cast<const uint32_t (*)[PANEL]>(weight.panels) + panel * num_pairs;
+// `count` panels from `panel` on in words; made for the thread that asks, unless they are so in memory.
+const uint32_t (*word_panels(const Weight& weight, int64_t panel, int64_t count))[PANEL] {
+    const int64_t num_blocks = blocks_of(weight), num_pairs = weight.num_in / 2, num_words = weight.num_in / T::STEP;
+    const auto* pairs = reinterpret_cast<const uint32_t (*)[PANEL]>(weight.panels) + panel * num_pairs;
+    if (weight.form == BFLOAT16 && T::STEP == 2) return pairs;
     static thread_local std::vector<uint32_t> made;
-    made.resize(count * num_pairs * PANEL + LANES);
+    made.resize(count * num_words * PANEL + LANES);
     const uintptr_t aligned = (reinterpret_cast<uintptr_t>(made.data()) + 63) / 64 * 64;
     auto* panels = reinterpret_cast<uint32_t (*)[PANEL]>(aligned);
+    if (weight.form == BFLOAT16)
+        for (int64_t pair = 0; pair < count * num_pairs; ++pair)
+            for (int at = 0; at < PANEL; at += LANES) {
+                const Words both_inputs = load_words(&pairs[pair][at]);
+                store_words(&panels[2 * pair][at], shifted_left(both_inputs, 16));
+                store_words(&panels[2 * pair + 1][at], both(both_inputs, same_words(0xffff0000)));
+            }
     with_form(weight.form, [&](auto form) {
         using F = decltype(form);
-        to_bfloat16<F>(weight.panels + panel * num_blocks * F::BLOCK_BYTES, count * num_blocks, panels);
+        to_words<F>(weight.panels + panel * num_blocks * F::BLOCK_BYTES, count * num_blocks, panels);
     });
     return panels;
 }
 
-void many_rows(const Weight& weight, const Rows& rows, int64_t panel, int64_t count) {
-    const int64_t num_pairs = weight.num_in / 2;
-    const auto* panels = bfloat16_panels(weight, panel, count);
+void many_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int64_t panel, int64_t count) {
+    const int64_t num_words = weight.num_in / T::STEP;
+    const auto* panels = word_panels(weight, panel, count);
     switch (count) {
-        case 1: return multiply_rows<1>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
-        case 2: return multiply_rows<2>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
-        default: return multiply_rows<3>(panels, num_pairs, rows, panel * PANEL, weight.num_out);
+        case 1: return multiply_rows<1>(panels, num_words, rows, inputs, panel * PANEL, weight.num_out);
+        case 2: return multiply_rows<2>(panels, num_words, rows, inputs, panel * PANEL, weight.num_out);
+        default: return multiply_rows<3>(panels, num_words, rows, inputs, panel * PANEL, weight.num_out);
     }
 }
 
@@ -514,12 +582,9 @@ bool is_few(const Weight& weight, int64_t num_rows) {
     return found;
 }
 
-#endif
-
 }  // namespace
 
 void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_canonical, int num_threads) {
-#ifdef __AVX512BF16__
     struct Piece {
         int64_t index, panel, count;
         bool is_few;
@@ -529,6 +594,25 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
     const int64_t together = panels_together(num_panels, std::abs(num_threads));
     std::vector<Piece> pieces;
     std::vector<std::vector<float>> sums(count);
+    static thread_local std::vector<uint32_t> made;  // floats of all rows
+    std::vector<Inputs> inputs(count);
+    int64_t num_made = 0;
+    for (int64_t index = 0; index < count; ++index) {
+        inputs[index] = {reinterpret_cast<const uint32_t*>(rows[index].x), rows[index].x_stride / 2};
+        num_made += rows[index].num_rows * weights[index].num_in;
+    }
+    if constexpr (T::STEP == 1) {
+        made.resize(num_made);
+        uint32_t* to = made.data();
+        for (int64_t index = 0; index < count; ++index) {
+            const int64_t num_in = weights[index].num_in, num_rows = rows[index].num_rows;
+            inputs[index] = {to, num_in};
+            for_pieces(num_rows, num_rows > 16 ? num_threads : 1, [&](int64_t row) {
+                T::copy(rows[index].x + row * rows[index].x_stride, num_in, to + row * num_in);
+            }, 16);
+            to += num_rows * num_in;
+        }
+    }
     for (int64_t index = 0; index < count; ++index) {
         const Weight& weight = weights[index];
         const bool few = !is_canonical && is_few(weight, rows[index].num_rows);
@@ -542,11 +626,10 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
     for_pieces(pieces.size(), num_threads, [&](int64_t at) {
         const auto& [index, panel, num, few] = pieces[at];
         const Weight& weight = weights[index];
-        if (!few) return many_rows(weight, rows[index], panel, num);
+        if (!few) return many_rows(weight, rows[index], inputs[index], panel, num);
         with_form(weight.form,
-                  [&](auto form) { few_rows<decltype(form)>(weight, rows[index], sums[index], panel); });
+                  [&](auto form) { few_rows<decltype(form)>(weight, rows[index], inputs[index], sums[index], panel); });
     });
-#endif
 }
 
 }  // namespace penstock
@@ -586,7 +669,7 @@ extern "C" int penstock_quantised_rows(const Weight* weight, const int64_t* outp
             unpack_row<decltype(form)>(*weight, outputs[row], values.data());
             for (int64_t at = 0; at < size; at += LANES)
                 Bfloat16::store(static_cast<uint16_t*>(to) + row * size + at, 0xffff,
-                                _mm512_loadu_ps(values.data() + at));
+                                load_floats(values.data() + at));
         });
     });
 }
@@ -595,11 +678,13 @@ extern "C" int penstock_quantised_rows(const Weight* weight, const int64_t* outp
 extern "C" int penstock_quantised_linear(const Weight* weight, const uint16_t* x, uint16_t* out, const uint16_t* bias,
                                          int64_t num_rows, int64_t x_stride, int64_t out_stride, int is_canonical,
                                          int num_threads) {
-#ifdef __AVX512BF16__
-    const Rows rows{x, out, bias, num_rows, x_stride, out_stride};
-    if (num_rows) multiply(weight, &rows, 1, is_canonical, num_threads);
+    // Where floats are made of rows, some at a time: they need no room that grows with a chunk.
+    const int64_t most = T::STEP == 2 ? num_rows : 256;
+    const bool is_many = is_canonical || !is_few(*weight, num_rows);
+    for (int64_t first = 0; first < num_rows; first += most) {
+        const Rows rows{x + first * x_stride, out + first * out_stride, bias, std::min(most, num_rows - first), x_stride,
+                        out_stride};
+        multiply(weight, &rows, 1, is_many, num_threads);
+    }
     return 1;
-#else
-    return 0;
-#endif
 }

@@ -20,12 +20,12 @@ void for_rows(int64_t num_rows, int64_t row_size, int num_threads, const Body& b
 // 1 / sqrt(mean(x^2) + eps), of values that `load(at, lanes)` gives.
 template <class Load>
 float inverse_rms(int64_t size, float eps, const Load& load) {
-    __m512 sum = _mm512_setzero_ps();
+    Floats sum = zeros();
     for (int64_t at = 0; at < size; at += LANES) {
-        const __m512 x = load(at, first_lanes(size - at));
-        sum = _mm512_fmadd_ps(x, x, sum);
+        const Floats x = load(at, first_lanes(size - at));
+        sum = fma(x, x, sum);
     }
-    return 1.f / std::sqrt(_mm512_reduce_add_ps(sum) / size + eps);
+    return 1.f / std::sqrt(sum_of(sum) / size + eps);
 }
 
 // A weight of float32 is applied before rounding, one of the values' own dtype after it.
@@ -37,13 +37,13 @@ struct Norm {
 
     template <class Load>
     void apply(typename T::value* out, int64_t size, const Load& load) const {
-        const __m512 scale = _mm512_set1_ps(inverse_rms(size, eps, load));
+        const Floats scale = same(inverse_rms(size, eps, load));
         for (int64_t at = 0; at < size; at += LANES) {
-            const __mmask16 lanes = first_lanes(size - at);
-            const __m512 x = _mm512_mul_ps(load(at, lanes), scale);
+            const Mask lanes = first_lanes(size - at);
+            const Floats x = times(load(at, lanes), scale);
             T::store(out + at, lanes, is_float32
-                ? _mm512_mul_ps(x, Float32::load(static_cast<const float*>(weight) + at, lanes))
-                : _mm512_mul_ps(T::rounded(x), T::load(static_cast<const typename T::value*>(weight) + at, lanes)));
+                ? times(x, Float32::load(static_cast<const float*>(weight) + at, lanes))
+                : times(T::rounded(x), T::load(static_cast<const typename T::value*>(weight) + at, lanes)));
         }
     }
 };
@@ -55,7 +55,7 @@ void norm_rows(const typename T::value* x, typename T::value* out, int64_t num_r
         for (int64_t part = 0; part < num_parts; ++part) {
             const auto* from = x + row * row_stride + part * part_stride;
             norm.apply(out + (row * num_parts + part) * size, size,
-                       [from](int64_t at, __mmask16 lanes) { return T::load(from + at, lanes); });
+                       [from](int64_t at, Mask lanes) { return T::load(from + at, lanes); });
         }
     });
 }
@@ -67,17 +67,17 @@ void add_norm_rows(const typename T::value* x, const typename T::value* delta, t
     for_rows(num_rows, size, num_threads, [&](int64_t row) {
         auto* to = sum + row * size;
         for (int64_t at = 0; at < size; at += LANES) {
-            const __mmask16 lanes = first_lanes(size - at);
+            const Mask lanes = first_lanes(size - at);
             T::store(to + at, lanes,
-                     _mm512_add_ps(T::load(x + row * size + at, lanes), T::load(delta + row * size + at, lanes)));
+                     plus(T::load(x + row * size + at, lanes), T::load(delta + row * size + at, lanes)));
         }
-        norm.apply(out + row * size, size, [to](int64_t at, __mmask16 lanes) { return T::load(to + at, lanes); });
+        norm.apply(out + row * size, size, [to](int64_t at, Mask lanes) { return T::load(to + at, lanes); });
     });
 }
 
-inline __m512 sigmoid_of(__m512 x) {
-    const __m512 one = _mm512_set1_ps(1.f);
-    return _mm512_div_ps(one, _mm512_add_ps(one, exp2_of(_mm512_mul_ps(x, _mm512_set1_ps(-LOG2_E)))));
+inline Floats sigmoid_of(Floats x) {
+    const Floats one = same(1.f);
+    return over(one, plus(one, exp2_of(times(x, same(-LOG2_E)))));
 }
 
 template <class T>
@@ -87,10 +87,10 @@ void silu_and_mul_rows(const typename T::value* gate_up, typename T::value* out,
         const auto* gate = gate_up + 2 * row * width;
         const auto* up = gate + width;
         for (int64_t at = 0; at < width; at += LANES) {
-            const __mmask16 lanes = first_lanes(width - at);
-            const __m512 x = T::load(gate + at, lanes);
-            const __m512 activated = T::rounded(_mm512_mul_ps(x, sigmoid_of(x)));
-            T::store(out + row * width + at, lanes, _mm512_mul_ps(activated, T::load(up + at, lanes)));
+            const Mask lanes = first_lanes(width - at);
+            const Floats x = T::load(gate + at, lanes);
+            const Floats activated = T::rounded(times(x, sigmoid_of(x)));
+            T::store(out + row * width + at, lanes, times(activated, T::load(up + at, lanes)));
         }
     });
 }
@@ -102,12 +102,12 @@ void rotate_head(const typename T::value* from, const typename T::value* cos, co
                  int64_t rotary_dim, int64_t head_dim, typename T::value* out) {
     const int64_t half = rotary_dim / 2;
     for (int64_t at = 0; at < half; at += LANES) {
-        const __mmask16 lanes = first_lanes(half - at);
-        const __m512 first = T::load(from + at, lanes), second = T::load(from + half + at, lanes);
-        auto turned = [&](__m512 own, __m512 other, int64_t place) {
-            const __m512 a = T::rounded(_mm512_mul_ps(other, T::load(sin + place, lanes)));
-            const __m512 b = T::rounded(_mm512_mul_ps(own, T::load(cos + place, lanes)));
-            T::store(out + place, lanes, _mm512_add_ps(a, b));
+        const Mask lanes = first_lanes(half - at);
+        const Floats first = T::load(from + at, lanes), second = T::load(from + half + at, lanes);
+        auto turned = [&](Floats own, Floats other, int64_t place) {
+            const Floats a = T::rounded(times(other, T::load(sin + place, lanes)));
+            const Floats b = T::rounded(times(own, T::load(cos + place, lanes)));
+            T::store(out + place, lanes, plus(a, b));
         };
         turned(first, second, at);
         turned(second, first, half + at);
@@ -140,7 +140,7 @@ void place_rows(const HeadRows& heads) {
             const void* weight = is_query ? heads.query_norm : heads.key_norm;
             if (weight) {
                 const Norm<T> norm{weight, heads.norm_is_float32 != 0, heads.eps};
-                norm.apply(normed, size, [from](int64_t at, __mmask16 lanes) { return T::load(from + at, lanes); });
+                norm.apply(normed, size, [from](int64_t at, Mask lanes) { return T::load(from + at, lanes); });
                 head_in = normed;
             }
             rotate_head<T>(head_in, cos, sin, heads.rotary_dim, size, out);

@@ -1,4 +1,5 @@
-// What the native kernels share: vectors of 16 floats, bfloat16 beside float32, an exponential, places in the cache.
+// What the native kernels share: vectors of 16 floats on any set of instructions, bfloat16 beside float32, an
+// exponential, places in the cache.
 #pragma once
 
 #include <immintrin.h>
@@ -6,86 +7,131 @@
 #include <cstdint>
 #include <cstring>
 
-#if !defined(__AVX512F__) || !defined(__AVX512BW__) || !defined(__AVX512DQ__) || !defined(__AVX512VL__)
-#error "the native kernels need AVX-512 (F, BW, DQ, VL)"
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#include "avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "avx2.h"
+#else
+#error "the native kernels need AVX2 with FMA and F16C, or AVX-512 (F, BW, DQ, VL)"
 #endif
 
 namespace penstock {
 
 constexpr int LANES = 16;
 
+// The first lanes of a vector: `Mask` has a bit for each.
+inline Mask first_lanes(int64_t count) {
+    if (count <= 0) return 0;
+    return count >= LANES ? Mask(0xffff) : Mask((1u << count) - 1);
+}
+
 // 2^x. What is below -150, or no number, gives 0; what is above 128, infinity.
-inline __m512 exp2_of(__m512 x) {
-    x = _mm512_max_ps(x, _mm512_set1_ps(-200.f));  // of a number and none, the second
-    const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 part = _mm512_sub_ps(x, whole);  // -0.5 to 0.5
-    __m512 y = _mm512_set1_ps(1.3264721e-3f);
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(9.6715136e-3f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(5.5507338e-2f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(2.4022242e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(6.9314698e-1f));
-    y = _mm512_fmadd_ps(y, part, _mm512_set1_ps(1.f));  // 2^0 is 1, to the bit
-    return _mm512_scalef_ps(y, whole);
+inline Floats exp2_of(Floats x) {
+    x = larger(x, same(-200.f));  // of a number and none, the second
+    const Floats whole = rounded_to_whole(x);
+    const Floats part = minus(x, whole);  // -0.5 to 0.5
+    Floats y = same(1.3264721e-3f);
+    y = fma(y, part, same(9.6715136e-3f));
+    y = fma(y, part, same(5.5507338e-2f));
+    y = fma(y, part, same(2.4022242e-1f));
+    y = fma(y, part, same(6.9314698e-1f));
+    y = fma(y, part, same(1.f));  // 2^0 is 1, to the bit
+    return by_power_of_two(y, whole);
 }
 
 constexpr float LOG2_E = 1.44269504f;
 
 // The hyperbolic tangent: a polynomial where a quotient would cancel.
-inline __m512 tanh_of(__m512 x) {
-    const __m512 size = _mm512_abs_ps(x), square = _mm512_mul_ps(x, x);
-    __m512 y = _mm512_set1_ps(-5.70498873e-3f);
-    y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(2.06390888e-2f));
-    y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(-5.37397156e-2f));
-    y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(1.33314422e-1f));
-    y = _mm512_fmadd_ps(y, square, _mm512_set1_ps(-3.33332819e-1f));
-    const __m512 near = _mm512_fmadd_ps(_mm512_mul_ps(y, square), x, x);
-    const __m512 one = _mm512_set1_ps(1.f), shrunk = exp2_of(_mm512_mul_ps(size, _mm512_set1_ps(-2.f * LOG2_E)));
-    const __m512 far = _mm512_div_ps(_mm512_sub_ps(one, shrunk), _mm512_add_ps(one, shrunk));
-    const __mmask16 is_near = _mm512_cmp_ps_mask(size, _mm512_set1_ps(0.625f), _CMP_LT_OQ);
-    const __m512 signed_far = _mm512_or_ps(far, _mm512_and_ps(x, _mm512_set1_ps(-0.f)));
-    return _mm512_mask_blend_ps(is_near, signed_far, near);
+inline Floats tanh_of(Floats x) {
+    const Words sign = both(as_words(x), same_words(0x80000000));
+    const Floats size = as_floats(both(as_words(x), same_words(0x7fffffff))), square = times(x, x);
+    Floats y = same(-5.70498873e-3f);
+    y = fma(y, square, same(2.06390888e-2f));
+    y = fma(y, square, same(-5.37397156e-2f));
+    y = fma(y, square, same(1.33314422e-1f));
+    y = fma(y, square, same(-3.33332819e-1f));
+    const Floats near = fma(times(y, square), x, x);
+    const Floats one = same(1.f), shrunk = exp2_of(times(size, same(-2.f * LOG2_E)));
+    const Floats far = over(minus(one, shrunk), plus(one, shrunk));
+    return chosen(is_less(size, same(0.625f)), near, as_floats(either(as_words(far), sign)));
 }
 
 // Each lane's bits, rounded to nearest even at the upper 16.
-inline __m512i rounded_to_upper_half(__m512 x) {
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i is_odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    return _mm512_add_epi32(bits, _mm512_add_epi32(is_odd, _mm512_set1_epi32(0x7fff)));
+inline Words rounded_to_upper_half(Floats x) {
+    const Words bits = as_words(x);
+    const Words is_odd = both(shifted_right(bits, 16), same_words(1));
+    return sum_of_words(bits, sum_of_words(is_odd, same_words(0x7fff)));
 }
 
-// Values of a dtype in memory, as floats in a vector. `load` and `store` take the first `count` of 16.
+// Values of a dtype in memory, as floats in a vector. `load` and `store` take the first lanes that a mask has.
 struct Float32 {
     using value = float;
-    static __m512 load(const value* from, __mmask16 lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
-    static void store(value* to, __mmask16 lanes, __m512 x) { _mm512_mask_storeu_ps(to, lanes, x); }
-    static __m512 rounded(__m512 x) { return x; }
+    static Floats load(const value* from, Mask lanes) { return load_first_floats(from, lanes); }
+    static void store(value* to, Mask lanes, Floats x) { store_first_floats(to, lanes, x); }
+    static Floats rounded(Floats x) { return x; }
 };
 
 struct Bfloat16 {
     using value = uint16_t;
-    static __m512 load(const value* from, __mmask16 lanes) {
-        const __m512i wide = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
-        return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    static Floats load(const value* from, Mask lanes) {
+        return as_floats(shifted_left(load_first_halves(from, lanes), 16));
     }
-    static void store(value* to, __mmask16 lanes, __m512 x) {
-        const __m512i upper = _mm512_srli_epi32(rounded_to_upper_half(x), 16);
-        _mm256_mask_storeu_epi16(to, lanes, _mm512_cvtepi32_epi16(upper));
+    static void store(value* to, Mask lanes, Floats x) {
+        store_first_halves(to, lanes, shifted_right(rounded_to_upper_half(x), 16));
     }
-    static __m512 rounded(__m512 x) {
-        const __m512i upper = _mm512_and_si512(rounded_to_upper_half(x), _mm512_set1_epi32(0xffff0000));
-        return _mm512_castsi512_ps(upper);
+    static Floats rounded(Floats x) {
+        return as_floats(both(rounded_to_upper_half(x), same_words(0xffff0000)));
     }
 };
+
+// How values lie where they are multiplied: STEP of them in a word of 32 bits, which one instruction multiplies with
+// those of another. `words` takes as many as there are words in a vector, `copy` any number, which STEP divides.
+template <class T>
+struct DotFloats : T {
+    using value = typename T::value;
+    static constexpr int STEP = 1;
+    static Floats dot(Floats sum, Words a, Words b) { return fma(as_floats(a), as_floats(b), sum); }
+    static Words words(const value* from, Mask lanes) { return as_words(T::load(from, lanes)); }
+    static void copy(const value* from, int count, uint32_t* to) {
+        for (int at = 0; at < count; at += LANES) {
+            const Mask lanes = first_lanes(count - at);
+            store_first_floats(reinterpret_cast<float*>(to) + at, lanes, T::load(from + at, lanes));
+        }
+    }
+    static void store_words(uint32_t* to, int at, Floats x) { store_floats(reinterpret_cast<float*>(to) + at, x); }
+};
+using DotFloat32 = DotFloats<Float32>;
+
+#ifdef __AVX512BF16__
+struct DotBfloat16 : Bfloat16 {
+    static constexpr int STEP = 2;
+    static Floats dot(Floats sum, Words a, Words b) {
+        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
+    }
+    static Words words(const value* from, Mask lanes) { return _mm512_maskz_loadu_epi32(lanes, from); }
+    static void copy(const value* from, int count, uint32_t* to) { std::memcpy(to, from, count * sizeof *from); }
+    static void store_words(uint32_t* to, int at, Floats x) { store(reinterpret_cast<value*>(to) + at, 0xffff, x); }
+    // 32 columns of two tokens, or of one and nothing, by halves of their quarters.
+    static void load_pairs(const value* first, const value* second, Words* out) {
+        const Words a = load_words(first), b = second ? load_words(second) : zero_words();
+        out[0] = _mm512_unpacklo_epi16(a, b);
+        out[1] = _mm512_unpackhi_epi16(a, b);
+    }
+    // Lane by lane, a pair of both: 0, 16, 1, 17, ...
+    static Words paired(Floats first, Floats second) {
+        const Words order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                             22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+        return _mm512_permutexvar_epi16(order, (Words)_mm512_cvtne2ps_pbh(second, first));
+    }
+};
+#else
+using DotBfloat16 = DotFloats<Bfloat16>;
+#endif
 
 // Tokens that lie side by side in the cache.
 struct Place {
     int64_t start;
     int64_t num_tokens;
 };
-
-inline __mmask16 first_lanes(int64_t count) {
-    if (count <= 0) return 0;
-    return count >= LANES ? __mmask16(0xffff) : __mmask16((1u << count) - 1);
-}
 
 }  // namespace penstock

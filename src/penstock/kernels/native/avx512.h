@@ -1,0 +1,95 @@
+// Vectors of 16 floats or words of 32 bits, by AVX-512.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace penstock {
+
+using Floats = __m512;
+using Words = __m512i;
+using Mask = __mmask16;
+
+constexpr int SUM_VECTORS = 16;  // that a loop may keep in registers, beside what it multiplies
+
+inline Floats zeros() { return _mm512_setzero_ps(); }
+inline Floats same(float x) { return _mm512_set1_ps(x); }
+inline Floats load_floats(const float* from) { return _mm512_loadu_ps(from); }
+inline void store_floats(float* to, Floats x) { _mm512_storeu_ps(to, x); }
+inline Floats plus(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats minus(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
+inline Floats times(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+inline Floats over(Floats a, Floats b) { return _mm512_div_ps(a, b); }
+inline Floats fma(Floats a, Floats b, Floats sum) { return _mm512_fmadd_ps(a, b, sum); }
+inline Floats larger(Floats a, Floats b) { return _mm512_max_ps(a, b); }
+inline Floats rounded_to_whole(Floats x) {
+    return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+inline Floats by_power_of_two(Floats x, Floats power) { return _mm512_scalef_ps(x, power); }
+inline float sum_of(Floats x) { return _mm512_reduce_add_ps(x); }
+inline float largest_of(Floats x) { return _mm512_reduce_max_ps(x); }
+inline Mask is_less(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+inline bool differ(Floats a, Floats b) { return _mm512_cmp_ps_mask(a, b, _CMP_NEQ_UQ) != 0; }
+inline Floats chosen(Mask lanes, Floats yes, Floats no) { return _mm512_mask_blend_ps(lanes, no, yes); }
+inline Floats load_first_floats(const float* from, Mask lanes) { return _mm512_maskz_loadu_ps(lanes, from); }
+inline void store_first_floats(float* to, Mask lanes, Floats x) { _mm512_mask_storeu_ps(to, lanes, x); }
+
+inline Words zero_words() { return _mm512_setzero_si512(); }
+inline Words same_words(uint32_t x) { return _mm512_set1_epi32(x); }
+inline Words load_words(const void* from) { return _mm512_loadu_si512(from); }
+inline void store_words(void* to, Words x) { _mm512_storeu_si512(to, x); }
+inline Floats as_floats(Words x) { return _mm512_castsi512_ps(x); }
+inline Words as_words(Floats x) { return _mm512_castps_si512(x); }
+inline Words both(Words a, Words b) { return _mm512_and_si512(a, b); }
+inline Words either(Words a, Words b) { return _mm512_or_si512(a, b); }
+inline Words sum_of_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
+inline Words shifted_left(Words x, int bits) { return _mm512_slli_epi32(x, bits); }
+inline Words shifted_right(Words x, int bits) { return _mm512_srli_epi32(x, bits); }
+inline Words shifted_signed(Words x, int bits) { return _mm512_srai_epi32(x, bits); }
+inline Floats converted(Words x) { return _mm512_cvtepi32_ps(x); }
+inline Mask is_less(Words a, Words b) { return _mm512_cmplt_epi32_mask(a, b); }
+inline Mask is_greater(Words a, Words b) { return _mm512_cmpgt_epi32_mask(a, b); }
+inline Mask is_at_most(Words a, Words b) { return _mm512_cmple_epi32_mask(a, b); }
+inline Floats looked_up(Words index, const float* table) { return _mm512_permutexvar_ps(index, _mm512_loadu_ps(table)); }
+// Values of 16 bits, each in a word.
+inline Words load_first_halves(const uint16_t* from, Mask lanes) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(lanes, from));
+}
+inline void store_first_halves(uint16_t* to, Mask lanes, Words x) {
+    _mm256_mask_storeu_epi16(to, lanes, _mm512_cvtepi32_epi16(x));
+}
+inline Floats load_float16(const void* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
+}
+
+// Rows become columns.
+inline void transpose(const Words* rows, Words* out) {
+    Words pairs[16], fours[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) {
+        pairs[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        pairs[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4)
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; ++j) {
+            fours[i + 2 * j] = _mm512_unpacklo_epi64(pairs[i + j], pairs[i + j + 2]);
+            fours[i + 2 * j + 1] = _mm512_unpackhi_epi64(pairs[i + j], pairs[i + j + 2]);
+        }
+    // fours[4 * i + j] has column j of every quarter, of rows 4 * i to 4 * i + 3.
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+        const Words even_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0x88);
+        const Words odd_low = _mm512_shuffle_i32x4(fours[j], fours[4 + j], 0xdd);
+        const Words even_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0x88);
+        const Words odd_high = _mm512_shuffle_i32x4(fours[8 + j], fours[12 + j], 0xdd);
+        out[j] = _mm512_shuffle_i32x4(even_low, even_high, 0x88);
+        out[8 + j] = _mm512_shuffle_i32x4(even_low, even_high, 0xdd);
+        out[4 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0x88);
+        out[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
+    }
+}
+
+}  // namespace penstock
