@@ -18,6 +18,7 @@ import torch
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.native import build
 from penstock.kernels.native.build import NativeUnavailableError
+from penstock.machine import INSTRUCTION_SETS
 from penstock.plan.settings import KERNELS_VARIABLE
 from tests.odd_files import ODD_FILES
 
@@ -69,7 +70,7 @@ class Sources:
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sources]:
     made = Sources(tmp_path)
     monkeypatch.setattr(build, "SOURCES", tmp_path)
-    monkeypatch.setattr(build, "processor_flags", lambda: frozenset(build._NEEDED))
+    monkeypatch.setattr(build, "processor_flags", lambda: frozenset(INSTRUCTION_SETS["avx2"]))
     monkeypatch.setattr(build, "_FLAGS", ("-shared", "-fPIC"))
     monkeypatch.setenv("CXX", str(made.compiler))
     monkeypatch.setenv(KERNELS_VARIABLE, "auto")
@@ -147,7 +148,7 @@ def test_compilers_end_with_their_builder_and_others_go_on(
     script = (
         "import sys; from pathlib import Path; from penstock.kernels.native import build\n"
         "build.SOURCES, build._FLAGS = Path(sys.argv[1]), ('-shared', '-fPIC')\n"
-        "build.processor_flags = lambda: frozenset(build._NEEDED)\n"
+        "build.processor_flags = lambda: frozenset(build.INSTRUCTION_SETS['avx2'])\n"
         "build.native_library()"
     )
     builder = subprocess.Popen([sys.executable, "-c", script, str(sources.folder)])
