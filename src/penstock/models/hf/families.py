@@ -144,8 +144,9 @@ FAMILIES = {
     ),
     "ernie4_5": Family(keys=_BIASES, model={"interleaved_rotary": True}),
     "ernie4_5_moe": Family(
-        keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k", **_BIASES},
+        keys={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
         names={"moe_statics": "gate", **_SHARED},
+        only={"use_bias": False},
         model={"interleaved_rotary": True},
         experts={"choice_bias": True, "shared_gate": False},
     ),
