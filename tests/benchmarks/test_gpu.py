@@ -16,7 +16,18 @@ from benchmarks.harness import Bench, Results, read_results, write_results
 from benchmarks.suites.gpu import prompts, stages, suite, weights
 from benchmarks.suites.gpu.job import Job
 from benchmarks.suites.gpu.models import Subject, load_untiled
-from benchmarks.suites.gpu.plan import BIG, HYBRID, LARGE, LITTLE, MIXED_LAYERS, PLAN, SECTIONS, SMALL
+from benchmarks.suites.gpu.plan import (
+    BIG,
+    EXPERTS,
+    HYBRID,
+    LARGE,
+    LITTLE,
+    MIXED_LAYERS,
+    PLAN,
+    SECTIONS,
+    SMALL,
+    WINDOWS,
+)
 from benchmarks.suites.gpu.prompts import Launch, grouped, milliseconds_between, peer_first_token, watch_power
 from benchmarks.suites.gpu.steps import Requests, tokens_to_last
 from benchmarks.suites.gpu.suite import TARGETS, run_sections
@@ -291,9 +302,10 @@ def test_the_plan_is_of_published_shapes() -> None:
         weights = job.weights(model, **PLAN.models[model])
         sizes[model] = sum(torch.Size(weights.shape(name)).numel() for name in weights.names()) / 1e9
         cases = [case for cases in PLAN.prefills.values() for case in cases if case.model == model]
-        assert weights.config.max_position > max(case.prompt_tokens for case in cases) + 1
-    assert sizes == pytest.approx({BIG: 8.19, LITTLE: 0.60, MIXED_LAYERS: 9.0}, rel=0.04)
-    assert set(PLAN.prefills) == {LARGE, SMALL, HYBRID}
+        assert weights.config.max_position > max((case.prompt_tokens for case in cases), default=0) + 1
+    published = {BIG: 8.19, LITTLE: 0.60, MIXED_LAYERS: 9.0, "30B-A3B": 30.5, "Gemma 3 4B": 3.88}
+    assert sizes == pytest.approx(published | {"30B-A3B, 12 layers": 8.1}, rel=0.04)
+    assert set(PLAN.prefills) == {LARGE, SMALL, HYBRID, EXPERTS, WINDOWS}
     assert set(suite._WORK) == set(SECTIONS)
 
 

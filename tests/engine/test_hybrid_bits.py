@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.kernels.native.kernels import NativeKernels
 from penstock.kernels.probe import ProbeResult, measure
 from penstock.kernels.reference import delta as torch_delta
 from penstock.kernels.reference.kernels import TorchKernels
@@ -93,6 +94,7 @@ def test_any_number_of_threads(name: str, num_threads: int, dtype: torch.dtype) 
 @pytest.mark.parametrize("expert_slab", [0, 32])
 def test_products_in_slabs(expert_slab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only a fixed number of rows is row-invariant, an expert's tokens are padded up to one as well."""
+    monkeypatch.setattr(NativeKernels, "stacks_experts", lambda *_: False)  # one by one
     model = load_model.__wrapped__(hybrid_oracle("qwen3_next").folder, dtype)
     canon = ProbeResult(128, 128, True, True, True, expert_slab=expert_slab).bind(model.kernels)
     kernels = model.kernels

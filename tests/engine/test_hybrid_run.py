@@ -145,7 +145,7 @@ def test_every_kernel_can_fail(kernel: str, monkeypatch: pytest.MonkeyPatch) -> 
         run.step()
     before = trace(run)
 
-    def fail(*parts: Any) -> torch.Tensor:
+    def fail(*parts: Any, **named: Any) -> torch.Tensor:
         raise InjectedError
 
     with monkeypatch.context() as context:

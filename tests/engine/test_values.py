@@ -19,5 +19,5 @@ def test_dataclasses_are_frozen_but_for_steps_in_flight_recordings_and_times() -
         if kind.__module__.startswith("penstock.engine")
     }
     changeable = {kind.__qualname__ for kind in classes if not kind.__dataclass_params__.frozen}
-    assert changeable == {"_InFlight", "_Peer", "_Recording", "StageTimes"}
+    assert changeable == {"_InFlight", "Peer", "_Recording", "StageTimes"}
     assert len(classes) > 30

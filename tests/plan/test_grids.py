@@ -94,6 +94,7 @@ def test_sizes_that_bits_and_files_depend_on_are_what_they_were() -> None:
     """A cache on disk, the bits of a prompt and what memory was measured to be: all of them change with these."""
     assert {name: value for name, value in vars(grids).items() if name.isupper()} == {
         "BLOCK_TOKENS": 64,
+        "EXPERT_PLACES": 2048,
         "STATE_GRID": 64,
         "VECTOR_BYTES": 64,
         "SHARE_GRID": 64,

@@ -130,6 +130,10 @@ class WatchedDecoder(Decoder):
     def cache_spec(self) -> CacheSpec:
         return self._model.cache_spec
 
+    @property
+    def can_record(self) -> bool:
+        return self._model.can_record
+
     def _watched(self, batch: ForwardBatch) -> tuple[list[int], list[int]]:
         """Rows of the batch that are prompt tokens to be watched, and where their logits go."""
         found: dict[int, int] = {}
