@@ -41,6 +41,7 @@ format: setup
 # The models are small: several tests at once, of one thread each, use a machine better than the threads of one test.
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
+	PENSTOCK_ISA=avx2 $(BIN)/python -m penstock.kernels.native.build
 	PENSTOCK_ISA=avx2 OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(NATIVE)
 	PENSTOCK_KERNELS=torch OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(LAWS)
 
