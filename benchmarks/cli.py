@@ -42,6 +42,7 @@ SUITES = {
     "busy": ("busy:BUSY", "a machine that does other work, and another checkout in turns"),
     "stages": ("stages:STAGES_SUITE", "several stages on one machine, and over slow links"),
     "peers": ("peers:PEERS", "llama.cpp, vLLM and transformers beside Penstock"),
+    "load": ("load:LOAD", "a GPU under load, in turns with vLLM"),
     "gpu": ("gpu.suite:GPU", "an NVIDIA GPU, with random weights of published shapes"),
 }
 DEFAULT_SUITE = "prefill"
