@@ -21,7 +21,15 @@ from benchmarks.namespaces import Joined, NamespaceError, enter_namespace, joine
 from benchmarks.suite import Suite, number, some_of
 from benchmarks.systems import ROOT, Child, PeerError
 from penstock.errors import SettingError
-from penstock.plan.pipeline import STEP_OVERHEAD_S, Link, prompt_steps, run_pipeline
+from penstock.plan.pipeline import (
+    STEP_OVERHEAD_S,
+    Link,
+    Machine,
+    PartCosts,
+    prompt_steps,
+    run_pipeline,
+    stages_of,
+)
 from penstock.plan.step_time import StepTimeCoefficients
 
 ALONE, TWO_THREADS, STAGES, BEFORE = "1 x 1 thread", "1 x 2 threads", "2 stages x 1 thread", "1 x 2, before"
@@ -219,7 +227,7 @@ class _Suite:
         """What the clock says, by the step times of the one stage of one thread, over what was measured."""
         times = self._step_times
         for length in self.options.lengths:
-            for name, shares in ((ALONE, [1.0]), (STAGES, self._shares())):
+            for name, shares in ((ALONE, [1.0]), (STAGES, self._shares(length))):
                 self._add_prediction(f"{name}, {_case(length)}", name, READING, length, shares, Link(), times)
 
     def _add_prediction(
@@ -251,8 +259,10 @@ class _Suite:
             self.results.settings["step_times"] = asdict(self._kept_times)
         return self._kept_times
 
-    def _shares(self) -> list[float]:
-        return [count / sum(self.layers) for count in self.layers]
+    def _shares(self, length: int) -> list[float]:
+        costs = PartCosts.of_model(self.subject.config, past=length / 2)
+        machines = [Machine()] * len(self.layers)
+        return [stage.share for stage in stages_of(costs, self.layers, machines)]
 
     # Answers
 
@@ -321,7 +331,7 @@ class _Suite:
         for name, rate in {LOOPBACK: None, **RATES}.items():
             link = Link() if rate is None else Link(rate / 8)
             label = f"{name}, {_case(length)}"
-            self._add_prediction(label, name, LINKS, length, self._shares(), link, self._step_times)
+            self._add_prediction(label, name, LINKS, length, self._shares(length), link, self._step_times)
 
     def _read_over(self, name: str, driver: Child, length: int, index: int) -> None:
         seconds = driver.ask("first_token", prompt=self._prompt(length, index))["seconds"]

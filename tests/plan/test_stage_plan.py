@@ -31,7 +31,11 @@ def test_stages_hold_the_model() -> None:
     total = sum(stage.weights_bytes for stage in made.stages)
     assert 0 <= total - once - weight_bytes(EIGHT_B, 2, WeightBits(8, 8, is_tied=True)) < 100
     assert sum(stage.kv_cache_bytes for stage in made.stages) == 32_768 * kv_token_bytes(EIGHT_B, 2)
-    assert [stage.end - stage.start for stage in made.stages] == [9] * 4
+    assert [stage.end - stage.start for stage in made.stages] == [8, 9, 9, 10]
+    assert any("--layers 8,9,9,10, is for one prompt" in note for note in made.notes)
+    unknown = plan(4, coefficients=None)
+    assert [stage.end - stage.start for stage in unknown.stages] == [9] * 4
+    assert not any("--layers" in note for note in unknown.notes)
     assert made.stages[0].weights_bytes > made.stages[1].weights_bytes < made.stages[-1].weights_bytes
     assert plan(4, num_decodes=3).stages[1].kv_cache_bytes == 4 * made.stages[1].kv_cache_bytes
 
@@ -53,7 +57,7 @@ def test_the_clock_says_what_machines_bring() -> None:
     assert not fast.times[3].is_link_bound
     assert any("slower than the fastest machine alone: a link of 1 Gb/s binds" in note for note in slow.notes)
     assert not any("slower" in note for note in fast.notes)
-    assert any("at most 7.2x" in note for note in fast.notes)
+    assert any("at most 6.9x" in note for note in fast.notes)
     assert fast.chunk == fast.times[-1].chunk
     assert 0 < fast.times[-1].busy < 1 == fast.times[0].busy
 

@@ -24,6 +24,8 @@ from penstock.plan.units import format_bytes
 STEP_OVERHEAD_S = 2e-4
 # What a step costs, whatever its tokens, where only a machine's speed is known. It is 1.5 ms for an 8B on an H200.
 STEP_S = 2e-3
+# Sums in another order differ in their last bits.
+_ALIKE = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,8 @@ class PartCosts:
         head_share: float = 0.0,
     ) -> "PartCosts":
         """Of a model with a cache of so many tokens and recurrent states, for tokens that see `past` others on
-        average, and of which a share has logits (1 for decodes)."""
+        average, and of which a share has logits (1 for decodes). Of the others the last layer makes what later tokens
+        need, and no more."""
         vocabulary = vocabulary_bytes(config, dtype_bytes, bits)
         is_tied = bits is not None and bits.is_tied
         around = (1 if is_tied else 2) * vocabulary
@@ -111,6 +114,8 @@ class PartCosts:
             held += cache_tokens * kv_token_bytes(layer, dtype_bytes)
             layer_bytes.append(held + num_slots * state_slot_bytes(layer, dtype_bytes))
             layer_work.append(work_of_token(layer) + past * work_of_pair(layer))
+        read_in = work_of_reading_in(layer)
+        layer_work[-1] = read_in + head_share * (layer_work[-1] - read_in)
         return cls(
             tuple(layer_bytes),
             tuple(layer_work),
@@ -131,7 +136,7 @@ class PartCosts:
 def work_of_token(config: ModelConfig) -> float:
     """Multiply-adds of a token with the weights of all layers. Head and embedding are left out."""
     hidden = config.hidden_size
-    work = config.num_attention_layers * config.num_attention_weights
+    work = config.num_attention_weights
     work += config.num_dense_layers * 3 * config.intermediate_size * hidden
     if net := config.recurrent:
         rule = 3 * prod(net.matrix_shape)
@@ -143,9 +148,19 @@ def work_of_token(config: ModelConfig) -> float:
     return float(work)
 
 
+def work_of_reading_in(config: ModelConfig) -> float:
+    """Multiply-adds of a token that make what later tokens need of it: projections, and states."""
+    work = config.num_attention_layers * config.num_projected * config.hidden_size
+    if net := config.recurrent:
+        work += net.num_layers * (net.projected_size * config.hidden_size + 3 * prod(net.matrix_shape))
+    return float(work)
+
+
 def work_of_pair(config: ModelConfig) -> float:
     """Multiply-adds of a token with one token that it sees: scores and values of all attention layers."""
-    return 2.0 * config.num_attention_layers * config.num_heads * config.head_dim
+    num_full, full = config.num_full_layers, config.kv_heads(windowed=False)[1]
+    elements = num_full * full + (config.num_attention_layers - num_full) * config.head_dim
+    return 2.0 * config.num_heads * elements
 
 
 def coefficients_of_speed(
@@ -200,12 +215,28 @@ def stages_of(costs: PartCosts, layers: Sequence[int], machines: Sequence[Machin
     )
 
 
-def cut_layers(costs: PartCosts, machines: Sequence[Machine]) -> tuple[Stage, ...]:
-    """The cut whose slowest stage is as fast as can be, of those that fit every machine's memory; of several such the
-    most even, and then the one with fewer layers on earlier stages: chunks take longer as their past grows, so what
-    comes after the slowest stage costs more than what comes before it.
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """What the first and the last chunk of a prompt take, as shares of all: a stage has its first chunk when those
+    before it are done with it, and those after it have the last one still to do."""
 
-    Every stage has at least one layer. Machines stay in their order.
+    first: float = 0.0
+    last: float = 0.0
+
+    @classmethod
+    def of(cls, steps: Sequence["PipelineStep"]) -> "Ends":
+        total = sum(step.seconds for step in steps)
+        return cls(steps[0].seconds / total, steps[-1].seconds / total)
+
+
+def cut_layers(costs: PartCosts, machines: Sequence[Machine], ends: Ends | None = None) -> tuple[Stage, ...]:
+    """The cut whose slowest stage is done as soon as can be, of those that fit every machine's memory; of several
+    such the most even, and then the one with fewer layers on earlier stages: chunks take longer as their past grows,
+    so what comes after the slowest stage costs more than what comes before it.
+
+    Without `ends`, chunks follow each other without end, and the slowest stage is all that counts. With those of one
+    prompt, what other stages have to do before its first and after its last chunk counts, too, at the machines' mean
+    speed. Every stage has at least one layer. Machines stay in their order.
     """
     num_layers, num_stages = costs.num_layers, len(machines)
     if not 1 <= num_stages <= num_layers:
@@ -213,12 +244,17 @@ def cut_layers(costs: PartCosts, machines: Sequence[Machine]) -> tuple[Stage, ..
             "stages", num_stages, f"1 to {num_layers}", because=f"the model has {num_layers} layers"
         )
 
+    ends = ends or Ends()
+    speed = sum(machine.speed for machine in machines) / num_stages
+    # Shares of the time: before the layer of this number, and from it on.
+    before_s = [work / costs.work / speed for work in accumulate(costs.layer_work, initial=0.0)]
+    after_s = [1 / speed - share for share in before_s]
     # By start and number of layers.
     works = [list(accumulate(costs.layer_work[start:])) for start in range(num_layers)]
     sizes = [list(accumulate(costs.layer_bytes[start:])) for start in range(num_layers)]
 
-    def best(slowest: float, *, is_even: bool) -> _Cut:
-        """The least of the largest share, or of the sum of squares."""
+    def best(latest: float, *, is_even: bool) -> _Cut:
+        """The soonest that all stages are done, or the least sum of squares of their shares."""
         reached = {0: _Cut(0.0, ())}
         for index, machine in enumerate(machines):
             room = inf if machine.memory_bytes is None else machine.memory_bytes
@@ -226,14 +262,18 @@ def cut_layers(costs: PartCosts, machines: Sequence[Machine]) -> tuple[Stage, ..
             first_end = num_layers if is_last else index + 1
             after: dict[int, _Cut] = {}
             for end in range(first_end, num_layers - num_stages + index + 2):
-                for start, before in reached.items():
-                    if start >= end:
+                for start in range(end - 1, -1, -1):
+                    if (before := reached.get(start)) is None:
                         continue
-                    held = sizes[start][end - start - 1] + costs.vocabulary_bytes(start, end)
                     share = _share(costs, works[start][end - start - 1], is_last, machine)
-                    if held > room or share > slowest:
+                    if share > latest or (end in after and not is_even and share > _ALIKE * after[end].value):
+                        break  # more layers take longer still
+                    held = sizes[start][end - start - 1] + costs.vocabulary_bytes(start, end)
+                    done = share + ends.first * before_s[start]
+                    done += 0.0 if is_last else ends.last * after_s[end]
+                    if held > room or done > latest:
                         continue
-                    value = before.value + share**2 if is_even else max(before.value, share)
+                    value = before.value + share**2 if is_even else max(before.value, done)
                     cut = _Cut(value, (*before.ends, end))
                     if end not in after or cut.order < after[end].order:
                         after[end] = cut

@@ -9,10 +9,12 @@ from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.memory import ActivationModel, WeightBits, kv_token_bytes, state_slot_bytes
 from penstock.plan.model import ModelConfig
 from penstock.plan.pipeline import (
-    STEP_OVERHEAD_S,
+    Ends,
     Link,
     Machine,
     PartCosts,
+    PipelineClock,
+    PipelineStep,
     Stage,
     cut_layers,
     decode_rate,
@@ -179,7 +181,8 @@ def make_stage_plan(question: StageQuestion) -> StagePlan:
         times=times,
         decodes=_decodes(question, stages),
     )
-    return replace(plan, notes=tuple(_notes(plan)))
+    notes = [*_notes(plan), *_cut_note(question, stages)]
+    return replace(plan, notes=tuple(notes))
 
 
 def _costs(question: StageQuestion, *, past: float, head_share: float = 0.0) -> PartCosts:
@@ -194,11 +197,21 @@ def _costs(question: StageQuestion, *, past: float, head_share: float = 0.0) -> 
     )
 
 
-def _cut(question: StageQuestion, machines: Sequence[Machine]) -> tuple[Stage, ...]:
+def _cut(
+    question: StageQuestion, machines: Sequence[Machine], steps: Sequence[PipelineStep] = ()
+) -> tuple[Stage, ...]:
+    """Layers as they are given; else the best cut, for the prompt's steps where they are known."""
     costs = _costs(question, past=question.prompt_tokens / 2)
     if question.layers is not None and len(machines) == len(question.machines):
         return stages_of(costs, question.layers, machines)
-    return cut_layers(costs, machines)
+    return cut_layers(costs, machines, Ends.of(steps) if steps else None)
+
+
+def _steps(question: StageQuestion, chunk: int) -> tuple[PipelineStep, ...]:
+    """Of the prompt; none where nothing is known of speed."""
+    if question.coefficients is None:
+        return ()
+    return prompt_steps(question.coefficients, question.prompt_tokens, chunk, question.token_bytes)
 
 
 def _fitting(question: StageQuestion, sizes: Sequence[int]) -> tuple[int, tuple[Stage, ...]]:
@@ -214,7 +227,7 @@ def _fitting(question: StageQuestion, sizes: Sequence[int]) -> tuple[int, tuple[
             for machine in question.machines
         ]
         try:
-            stages = _cut(question, room)
+            stages = _cut(question, room, _steps(question, chunk))
         except MemoryExhaustedError:
             if chunk == sizes[-1]:
                 raise
@@ -250,27 +263,28 @@ def _needs(question: StageQuestion, stage: Stage, machine: Machine, chunk: int) 
     )
 
 
+def _clock(
+    question: StageQuestion, machines: Sequence[Machine], steps: Sequence[PipelineStep]
+) -> PipelineClock:
+    """Of the best cut; one machine is the fastest."""
+    if len(machines) == 1:
+        return run_pipeline(steps, [1.0], overhead_s=0.0)
+    shares = [stage.share for stage in _cut(question, machines, steps)]
+    return run_pipeline(steps, shares, question.link)
+
+
 def _times(question: StageQuestion) -> tuple[StageTime, ...]:
     """Memory left aside: that is the cut's."""
     if question.coefficients is None:
         return ()
     machines = [replace(machine, memory_bytes=None) for machine in question.machines]
-    steps = {
-        size: prompt_steps(question.coefficients, question.prompt_tokens, size, question.token_bytes)
-        for size in question.sizes
-    }
+    steps = {size: _steps(question, size) for size in question.sizes}
     rows: list[StageTime] = []
     counts = {len(machines)}
     if len(set(machines)) == 1:
         counts |= {1 << power for power in range(len(machines).bit_length())}
     for count in sorted({1, *counts}):
-        shares, overhead = [1.0], 0.0
-        if count > 1:
-            shares = [stage.share for stage in _cut(question, machines[:count])]
-            overhead = STEP_OVERHEAD_S
-        clocks = {
-            size: run_pipeline(steps[size], shares, question.link, overhead_s=overhead) for size in steps
-        }
+        clocks = {size: _clock(question, machines[:count], steps[size]) for size in steps}
         chunk = min(clocks, key=lambda size: clocks[size].seconds)
         clock = clocks[chunk]
         rows.append(
@@ -309,6 +323,16 @@ def _decodes(question: StageQuestion, stages: Sequence[Stage]) -> tuple[DecodeTi
         )
         found.append(DecodeTimes(num_streams, alone.token_s, together.token_s))
     return tuple(found)
+
+
+def _cut_note(question: StageQuestion, stages: Sequence[Stage]) -> Iterator[str]:
+    """A server that is told nothing cuts for prompts that follow each other."""
+    own, usual = (
+        ",".join(str(len(stage.layers)) for stage in cut)
+        for cut in (stages, _cut(question, [stage.machine for stage in stages]))
+    )
+    if own != usual:
+        yield f"this cut, --layers {own}, is for one prompt at a time; for many that follow each other it is {usual}"
 
 
 def _notes(plan: StagePlan) -> Iterator[str]:

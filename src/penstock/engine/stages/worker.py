@@ -223,6 +223,8 @@ class Worker:
         kind = device_kind(device)
         kind.use()
         kernels = select_kernels(device, self._settings.kernels.effective)
+        if kernels.slower:
+            _log.warning("slower than it could be: %s kernels run, since %s", kernels.name, kernels.slower)
         path = resolve_model(str(about["model"]))
         opened = open_model(path)
         try:
