@@ -4,22 +4,25 @@
 
 Changes are drawn by the seed from all that are possible: comparisons, arithmetic, numbers, booleans, `min` and `max`,
 `and` and `or`, `not`. Text, annotations and what is raised stay as they are. A mutant is written into a copy of the
-package. Those that behave as the original does are listed, with a reason each, in `equivalent_mutants.toml`.
+package, where the tests that run its line have to notice it. Those that behave as the original does are listed, with
+a reason each, in `equivalent_mutants.toml`.
 """
 
 import argparse
 import ast
+import json
+import math
 import os
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import tomllib
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from difflib import unified_diff
@@ -32,6 +35,7 @@ import pytest
 from hypothesis import Phase, settings
 
 import penstock
+from tests.traced import TRACER, Traced
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PACKAGE = REPOSITORY / "src" / "penstock"
@@ -39,8 +43,7 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.toml")
 LAYERS = ("plan", "cache", "engine")
 GPU_FILES = ("graphs/chunk.py", "graphs/recording.py")  # which `python -m tests.gpu` enters alone
 BAR = 0.85  # of the mutants are to be caught
-MOST_TEST_S = 90  # of processor time: a test that takes more has caught a loop without an end
-TIMEOUT = 124  # such a run's exit status
+TIMEOUT = 124  # the exit status of a run with a test that hangs
 
 OPERATORS: dict[type[ast.AST], tuple[str, tuple[str, ...]]] = {
     ast.Lt: ("<", ("<=", ">=")),
@@ -94,6 +97,26 @@ class Mutant:
     def name(self) -> tuple[str, str, str]:
         """How the list of equivalent mutants calls it: file, line of source, change."""
         return self.file, self.source.decode().splitlines()[self.line - 1].strip(), self.change
+
+    @property
+    def places(self) -> list[range]:
+        """Lines of its statement without what is below it, then of what is around it, up to its function. Those of
+        the whole file are the last, where it is an import that runs it."""
+        found: list[range] = []
+        for node in reversed(list(ast.walk(ast.parse(self.source)))):  # from inside out
+            if not isinstance(node, ast.stmt):
+                continue
+            start = min(child.lineno for child in [node, *getattr(node, "decorator_list", [])])
+            if not start <= self.line <= (end := node.end_lineno or 0):
+                continue
+            if found:
+                found.append(range(start, end + 1))
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                    return found
+            else:
+                body: list[ast.stmt] = getattr(node, "body", [])
+                found.append(range(start, body[0].lineno if body else end + 1))
+        return [*found, range(self.source.count(b"\n") + 2)]
 
     @property
     def mutated(self) -> bytes:
@@ -228,61 +251,104 @@ class Tests:
             REPOSITORY, folder, ignore=shutil.ignore_patterns(".*", "__pycache__"), dirs_exist_ok=True
         )
         self._folder = folder
+        self._layer = layer
         self._seed = seed
         self._num_runs = 0
-        files = sorted((folder / "tests" / layer).rglob("test_*.py"))
-        self._words = {str(path): set(re.findall(r"\w+", path.read_text())) for path in files}
+        self._order = folder / "order.json"
         self._environment = os.environ | {
             "PYTHONPATH": str(folder / "src"),
             "PYTHONPYCACHEPREFIX": str(folder / ".bytecode"),
             "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".hypothesis"),
+            "MUTATE_ORDER": str(self._order),
         }
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
-    def notice(self, mutant: Mutant, timeout_s: float) -> str | None:
+    def trace(self) -> Traced:
+        """Runs all of them. Those that fail when they are watched have to pass when they are not."""
+        hook, output = self._folder / "src" / "sitecustomize.py", self._folder / "traced.jsonl"
+        hook.write_text("import tests.traced\n")
+        failed = self._run(
+            ["--maxfail=50", f"tests/{self._layer}"],
+            PYTHONPATH=f"{self._folder / 'src'}{os.pathsep}{self._folder}",
+            MUTATE_TRACED=str(self._folder / "src" / "penstock" / self._layer),
+            MUTATE_OUTPUT=str(output),
+        )
+        hook.unlink()
+        if failed and (failed := self._run(["-x", *failed])):
+            raise SystemExit(f"the tests fail without a fault: {failed}")
+        return Traced(output)
+
+    def notice(self, mutant: Mutant, traced: Traced) -> str | None:
         """The test that fails, or `a timeout`; None where all pass."""
         path = self._folder / "src" / "penstock" / mutant.file
+        if not (order := traced.order(path, mutant.places)):
+            return None
         path.write_bytes(mutant.mutated)
         # Bytecode is known by its source's size and time in seconds.
         self._num_runs += 1
         os.utime(path, (self._num_runs, self._num_runs))
+        self._order.write_text(json.dumps(order))
         try:
-            return self.run(mutant, timeout_s)
+            failed = self._run(["-x", *dict.fromkeys(name.split("::")[0] for name in order)])
         finally:
             path.write_bytes(mutant.source)
+            self._order.unlink()
+        return failed[0] if failed else None
 
-    def run(self, mutant: Mutant | None = None, timeout_s: float | None = None) -> str | None:
-        """All tests until the first failure, beginning with those that say most of the mutant's file."""
+    def _run(self, arguments: list[str], **environment: str) -> list[str]:
+        """The tests that fail."""
         shutil.rmtree(self._folder / ".hypothesis", ignore_errors=True)
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=no", "-p", "tests.mutate"]
-        command += ["-p", "no:cacheprovider", f"--hypothesis-seed={self._seed}", *self._ordered(mutant)]
-        try:
-            done = subprocess.run(
-                command,
-                cwd=self._folder,
-                env=self._environment,
-                timeout=timeout_s,
-                capture_output=True,
-                text=True,
-            )
-        except subprocess.TimeoutExpired:
-            return "a timeout"
-        if done.returncode == pytest.ExitCode.OK:
-            return None
-        if done.returncode == TIMEOUT:
-            return "a timeout"
-        failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-        return failed[1] if failed else "an error before any test"
-
-    def _ordered(self, mutant: Mutant | None) -> list[str]:
-        if mutant is None:
-            return list(self._words)
-        body = ast.parse(mutant.source).body
-        names = {node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        namesake = f"test_{Path(mutant.file).name}"
-        return sorted(
-            self._words, key=lambda path: (Path(path).name != namesake, -len(names & self._words[path]), path)
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no", "-p", "tests.mutate"]
+        command += ["-p", "no:cacheprovider", f"--hypothesis-seed={self._seed}", *arguments]
+        done = subprocess.run(
+            command, cwd=self._folder, env=self._environment | environment, stdout=subprocess.PIPE, text=True
         )
+        if done.returncode == pytest.ExitCode.OK:
+            return []
+        if done.returncode == TIMEOUT:
+            return ["a timeout"]
+        return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE) or [
+            "an error before any test"
+        ]
+
+
+class Watch:
+    """Ends a test that hangs. A second counts if this process could run: one that was stopped does not hang."""
+
+    def __init__(self, limits: dict[str, float]) -> None:
+        self._limits = limits
+        self._left_s = math.inf
+        self._begun_s = 0.0
+        self._setup_s = 0.0
+        threading.Thread(target=self._tick, daemon=True).start()
+
+    def _tick(self) -> None:
+        while self._left_s > 0:
+            time.sleep(1)
+            self._left_s -= 1
+        os._exit(TIMEOUT)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        if self._limits:
+            places = {name: place for place, name in enumerate(self._limits)}
+            items[:] = sorted(
+                (item for item in items if item.nodeid in places), key=lambda item: places[item.nodeid]
+            )
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._left_s = self._limits.get(nodeid, math.inf)
+        self._begun_s = time.monotonic()
+        if TRACER is not None:
+            TRACER.begin(nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "setup":
+            self._setup_s = report.duration
+
+    def pytest_runtest_logfinish(self) -> None:
+        if TRACER is not None:
+            duration_s = time.monotonic() - self._begun_s - self._setup_s
+            TRACER.end(setup_s=self._setup_s, duration_s=duration_s)
 
 
 @pytest.hookimpl(trylast=True)
@@ -291,16 +357,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("mutants", parent=settings(), phases=[Phase.explicit, Phase.generate])
     settings.load_profile("mutants")
     assert Path(penstock.__file__).parent == PACKAGE, f"{penstock.__file__} is not what is tested"
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    signal.signal(signal.SIGPROF, lambda *_: os._exit(TIMEOUT))
-    signal.setitimer(signal.ITIMER_PROF, MOST_TEST_S)
-    try:
-        return (yield)
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+    order = Path(os.environ["MUTATE_ORDER"])
+    config.pluginmanager.register(Watch(json.loads(order.read_text()) if order.exists() else {}))
 
 
 def main() -> int:
@@ -331,16 +389,13 @@ def main() -> int:
         free: SimpleQueue[Tests] = SimpleQueue()
         for job in range(options.jobs):
             free.put(Tests(options.layer, Path(folder, str(job)), options.seed))
-        started = time.monotonic()
-        if (failed := (tests := free.get()).run()) is not None:
-            raise SystemExit(f"the tests fail without a fault: {failed}")
+        traced = (tests := free.get()).trace()
         free.put(tests)
-        timeout_s = 60 + 3 * (time.monotonic() - started)
 
         def notice(mutant: Mutant) -> str | None:
             tests = free.get()
             try:
-                return tests.notice(mutant, timeout_s)
+                return tests.notice(mutant, traced)
             finally:
                 free.put(tests)
 
