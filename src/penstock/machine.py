@@ -14,7 +14,7 @@ _AMX_FLAGS = frozenset(("amx_tile", "amx_bf16"))
 # Sets of instructions that the native kernels are compiled for, the best first, with what a processor must have.
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-INSTRUCTION_SETS = {"avx512_bf16": (*_AVX512, "avx512_bf16"), "avx512": _AVX512, "avx2": _AVX2}
+INSTRUCTION_SETS = {"avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"), "avx512": _AVX512, "avx2": _AVX2}
 ISA_VARIABLE = "PENSTOCK_ISA"
 _ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _ONEDNN_NO_LIMIT = ("", "ALL", "DEFAULT")

@@ -1,6 +1,5 @@
 """Compiling the native kernels: one builder at a time, nothing left of one that was killed, failures remembered."""
 
-import logging
 import os
 import re
 import shutil
@@ -18,7 +17,7 @@ import torch
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.native import build
 from penstock.kernels.native.build import NativeUnavailableError
-from penstock.machine import INSTRUCTION_SETS
+from penstock.machine import INSTRUCTION_SETS, ISA_VARIABLE
 from penstock.plan.settings import KERNELS_VARIABLE
 from tests.odd_files import ODD_FILES
 
@@ -95,14 +94,13 @@ def test_one_compiles_and_all_have_it(sources: Sources) -> None:
 
 
 def test_a_failure_is_remembered_until_the_sources_change(
-    sources: Sources, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    sources: Sources, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sources.write(BAD)
-    for _ in range(3):  # every start says it, in one line
-        caplog.clear()
-        assert select_kernels(torch.device("cpu")).name == "torch"
-        (line,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        assert re.search("no such thing.*tries again", line)
+    for _ in range(3):
+        kernels = select_kernels(torch.device("cpu"))
+        assert kernels.name == "torch"
+        assert re.search("no such thing.*tries again", kernels.slower or "")
         assert sources.num_calls == 1
     build.main()  # asked for
     assert sources.num_calls == 2
@@ -110,6 +108,27 @@ def test_a_failure_is_remembered_until_the_sources_change(
     sources.write(GOOD)
     library()
     assert sources.num_calls == 3
+
+
+def test_a_library_that_came_with_the_package_needs_no_compiler_and_is_of_its_sources(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sources.write(GOOD)
+    assert build.main(["--all"]) == 0  # as `make wheel` does
+    num_calls = sources.num_calls
+    monkeypatch.delenv("CXX")
+    monkeypatch.setattr(build, "_COMPILERS", ())
+    for name, flags in INSTRUCTION_SETS.items():
+        monkeypatch.setattr(build, "processor_flags", lambda flags=flags: frozenset(flags))
+        assert Path(library()._name).name.startswith(f"penstock-{name}-")
+        for lower in list(INSTRUCTION_SETS)[list(INSTRUCTION_SETS).index(name) :]:
+            monkeypatch.setenv(ISA_VARIABLE, lower)
+            assert Path(library()._name).name.startswith(f"penstock-{lower}-")
+        monkeypatch.delenv(ISA_VARIABLE)
+    assert sources.num_calls == num_calls
+    sources.write(GOOD + "// other sources\n")
+    with pytest.raises(NativeUnavailableError, match="none came with the package"):
+        library()
 
 
 @pytest.mark.parametrize("put", ODD_FILES)

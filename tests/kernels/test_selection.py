@@ -6,10 +6,13 @@ import pytest
 import torch
 
 from penstock.errors import SettingError
-from penstock.kernels.interface import select_kernels
-from penstock.plan.settings import KERNELS_VARIABLE
+from penstock.kernels.interface import KernelsReport, select_kernels
+from penstock.machine import ISA_VARIABLE, instruction_set, processor_flags
+from penstock.plan.model import ModelConfig
+from penstock.plan.settings import KERNELS_VARIABLE, WeightsSetting, resolve_weights, settle_without_blocks
 
 CUDA, MPS = torch.device("cuda:0"), torch.device("mps")
+CONFIG = ModelConfig(1, 128, 128, 2, 1, 64, 500)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +32,25 @@ def test_selected(device: torch.device, choice: str, name: str, monkeypatch: pyt
     kernels = select_kernels(device)
     assert kernels.name == name
     assert (kernels.quantised is None) == (name == "torch")
+
+
+def report(
+    choice: str, dtype: torch.dtype = torch.float32, weights: WeightsSetting | None = None
+) -> KernelsReport:
+    kernels = select_kernels(torch.device("cpu"), choice)
+    return KernelsReport.of(kernels, dtype, CONFIG, weights or resolve_weights("auto"))
+
+
+def test_where_slower_kernels_run_one_line_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+    assert f"{KERNELS_VARIABLE}=torch" in str(report("torch").slower)
+    if select_kernels(torch.device("cpu"), "auto").name != "native":
+        pytest.skip("there are no native kernels")
+    assert report("native").slower is None
+    assert report("native").instructions == instruction_set(processor_flags())
+    assert "heads of 64" in str(report("native", torch.float16).slower)
+    unpacked = settle_without_blocks(resolve_weights("auto"), "float32", "bfloat16")
+    assert "in bfloat16 they do" in str(report("native", weights=unpacked).slower)
 
 
 @pytest.mark.parametrize("device", [CUDA, MPS], ids=str)

@@ -1,11 +1,12 @@
 """The Python interface: a model, and text in and out of it."""
 
+import logging
 import os
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,9 +26,15 @@ from penstock.engine.prompt_rows import Pooling
 from penstock.engine.run import ProgressCallback, Run, TextStream
 from penstock.engine.sampler import SamplingParams, stop_strings
 from penstock.engine.self_check import check_chunks
-from penstock.errors import ContextLengthError, MemoryExhaustedError, SettingError, is_out_of_memory
+from penstock.errors import (
+    ContextLengthError,
+    MemoryExhaustedError,
+    PenstockError,
+    SettingError,
+    is_out_of_memory,
+)
 from penstock.kernels.device import DeviceKind, device_kind, find_devices
-from penstock.kernels.interface import select_kernels
+from penstock.kernels.interface import KernelsReport, select_kernels
 from penstock.kernels.probe import ProbeResult, probe
 from penstock.models.decoder import Decoder, activation_model, workspace_of
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
@@ -54,6 +61,7 @@ from penstock.plan.settings import Dtype as Dtype
 from penstock.process_memory import trim_heap
 
 _Result = TypeVar("_Result")
+_log = logging.getLogger("penstock.kernels")
 
 
 def in_own_thread(work: Callable[[], _Result]) -> _Result:
@@ -245,6 +253,11 @@ class LLM:
             reuse_tokens=settings.reuse_tokens,
             stages=None if self.stages is None else self.stages.caches,
         )
+        self.kernels = KernelsReport.of(
+            self.model.kernels, self.model.dtype, self.model.config, self.settings.weights
+        )
+        if self.kernels.slower:
+            _log.warning("slower than it could be: %s", self.kernels.slower)
         self.load_s = time.perf_counter() - started
 
     @property
@@ -443,6 +456,14 @@ class LLM:
         from penstock.engine.constraint import ConstraintFactory  # loads what compiles grammars
 
         return ConstraintFactory(self.tokenizer, self.model.config.vocab_size, self.eos_ids)
+
+    def prepare_answers(self) -> None:
+        """Do what a first chat, and a first answer that is held to something, would wait for."""
+        with suppress(PenstockError):  # who asks for it is told
+            self.constraints.prepare()
+        if self.tokenizer.has_chat_template:
+            with suppress(PenstockError):
+                self.tokenizer.chat.prepare()
 
     def _default_max_tokens(self, num_prompt: int) -> int:
         room = self.context_length - num_prompt

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from penstock.kernels.interface import KernelsReport
 from penstock.plan.batch_scheduler import RequestPhase
 from penstock.plan.step import RequestId, SpanKind
 
@@ -121,6 +122,7 @@ class ServiceStatus:
     reuse: ReuseStatus = ReuseStatus()
     in_flight: tuple[StepRecord, ...] = ()  # steps that run now, with the seconds so far, oldest first
     stages: tuple[StageStatus, ...] = ()  # none where one process has the whole model
+    kernels: KernelsReport | None = None  # None where nobody tells
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """The command `penstock serve`."""
 
 import math
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -244,4 +245,5 @@ def started(plan: ServerPlan, display: "Display", telemetry: "Telemetry") -> Ite
         schedule = replace(plan.schedule, chunk_size=llm.most_chunk, grid=llm.chunk.grid)
         config = ServiceConfig(schedule, plan.cache_tokens, plan.strict, reuse=plan.reuse)
         with Service(llm, config, observers=[telemetry]) as service:
+            threading.Thread(target=llm.prepare_answers, name="penstock-first-answer", daemon=True).start()
             yield service

@@ -1,6 +1,5 @@
 """The back ends that there are, and which of them a device has."""
 
-import logging
 from dataclasses import dataclass
 from importlib import import_module
 
@@ -9,10 +8,9 @@ import torch
 from penstock.errors import PenstockError, SettingError
 from penstock.kernels.device import DEVICE_KINDS, device_kind
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.plan.settings import KERNELS, KERNELS_VARIABLE
+from penstock.plan.model import ModelConfig
+from penstock.plan.settings import KERNELS, KERNELS_VARIABLE, WeightsSetting
 from penstock.plan.step import KernelKind
-
-_log = logging.getLogger("penstock.kernels")
 
 # What a device must be able to compute: the reference says it, and other back ends are subclasses of it.
 Kernels = TorchKernels
@@ -57,12 +55,43 @@ def select_kernels(device: torch.device, choice: str | None = None) -> Kernels:
         because = f"they are a {owner.upper()}'s"
         raise SettingError(KERNELS_VARIABLE, choice, accepted, where=where, because=because)
     try:
-        return _made(name, device)
+        made = _made(name, device)
     except KernelsUnavailableError as error:
         if choice == "auto":
-            _log.warning("the %s kernels are not used, and torch computes everything: %s", name, error)
-            return _made(REFERENCE, device)
+            made = _made(REFERENCE, device)
+            made.slower = f"there are no {name} kernels here: {error}"
+            return made
         raise SettingError(KERNELS_VARIABLE, choice, where="here", because=str(error)) from error
+    if name != own:
+        made.slower = f"{KERNELS_VARIABLE}={choice} says so: without it, there may be {own} kernels"
+    return made
+
+
+@dataclass(frozen=True)
+class KernelsReport:
+    """Which kernels run a model. Where faster ones do not, `slower` says why, and what would help."""
+
+    name: str
+    instructions: str | None
+    slower: str | None
+
+    @classmethod
+    def of(
+        cls, kernels: Kernels, dtype: torch.dtype, config: ModelConfig, weights: WeightsSetting
+    ) -> "KernelsReport":
+        name = str(dtype).removeprefix("torch.")
+        reasons = []
+        if kernels.slower:
+            reasons.append(f"{kernels.name} kernels run, since {kernels.slower}")
+        if config.by_transformers:
+            reasons.append(f"transformers' own code runs {config.family}, for which Penstock has none")
+        elif config.num_attention_layers and kernels.memory_kind(dtype, config.head_dim) != kernels.name:
+            reasons.append(
+                f"torch computes attention: {kernels.name} kernels have none for {name}, heads of {config.head_dim}"
+            )
+        if weights.is_unpacked:
+            reasons.append(f"quantised weights became {name}: {weights.reason}")
+        return cls(kernels.name, kernels.instructions, "; ".join(reasons) or None)
 
 
 def _made(name: KernelKind, device: torch.device) -> Kernels:

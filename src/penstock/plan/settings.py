@@ -253,6 +253,10 @@ class WeightsSetting(Resolved[WeightsName]):
     """How matrices lie in memory: `auto` is as quantised as the file has them where that can be computed with.
     `reason` says why, once that is settled."""
 
+    is_unpacked: bool = (
+        False  # plain values were made of a file's blocks, since there are no kernels for them
+    )
+
     @property
     def name(self) -> WeightsName:
         return self.effective
@@ -430,13 +434,16 @@ def settle_weights(
     return replace(setting, effective="bf16", reason=reason)
 
 
-def settle_without_blocks(setting: WeightsSetting, dtype: str) -> WeightsSetting:
-    """What `auto` is for a model whose file is quantised, on a device that does not compute with blocks."""
+def settle_without_blocks(setting: WeightsSetting, dtype: str, other_dtype: str = "") -> WeightsSetting:
+    """What `auto` is for a model whose file is quantised, on a device that does not compute with blocks, or only in
+    another dtype."""
     if setting.effective != "auto":
         return setting
     name: WeightsName = "bf16" if dtype == "bfloat16" else "f32"
     reason = f"auto: {dtype}, made of the file's blocks, with which these kernels do not compute"
-    return replace(setting, effective=name, reason=reason)
+    if other_dtype:
+        reason += f" in it: in {other_dtype} they do"
+    return replace(setting, effective=name, reason=reason, is_unpacked=True)
 
 
 def resolve_device(

@@ -12,7 +12,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, get_args
@@ -131,6 +131,12 @@ class _StateCollector(Collector):
             family = kind(f"penstock_{name}".removesuffix("_total"), text, labels=["stage"])
             for stage in self._status.stages:
                 family.add_metric([str(stage.stage)], float(attrgetter(place)(stage)))
+            yield family
+        if (kernels := self._status.kernels) is not None:
+            text = "1, of the kernels that run; where faster ones do not, `slower` says why"
+            labels = {name: value or "" for name, value in asdict(kernels).items()}
+            family = GaugeMetricFamily("penstock_kernels", text, labels=list(labels))
+            family.add_metric(list(labels.values()), 1.0)
             yield family
 
 

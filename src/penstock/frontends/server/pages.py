@@ -32,6 +32,7 @@ def page_router(service: Service, telemetry: Telemetry, settings: ServerSettings
             "context_tokens": service.llm.context_length,
             "max_request_tokens": service.max_request_tokens,
             "has_chat_template": service.llm.tokenizer.has_chat_template,
+            "kernels": asdict(service.llm.kernels),
         },
         "settings": {
             "policy": schedule.policy.value,

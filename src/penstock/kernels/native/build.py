@@ -1,12 +1,13 @@
-"""Compiles the native kernels for this machine, where it has a compiler and its processor can run them.
+"""The native kernels as a library: one that came with the package, or else one that is compiled on this machine.
 
-They are never required: without them, `NativeUnavailableError` says why, and torch computes everything. The library
-lies in the package's folder, or in the cache folder where that cannot be written:
+They are never required: without them, `NativeUnavailableError` says why and what would help, and torch computes
+everything. A library is for one set of instructions, and runs on any processor that has it. A wheel has one for each;
+else it lies in the package's folder, or in the cache folder where that cannot be written:
 
-    <folder>/penstock-<digest>.so          the library; the digest stands for sources, compiler and processor
-    <folder>/penstock-<digest>.failed      why there is none: it is not compiled again until the digest changes
-    <folder>/building.lock                 locked by the only process that compiles
-    <folder>/<another folder>              what it compiles in, or what is left of one that was killed
+    <folder>/penstock-<set>-<sources>-<compiler>.so      the library; digests stand for sources and compiler
+    <folder>/penstock-<set>-<sources>-<compiler>.failed  why there is none: not compiled again until they change
+    <folder>/building.lock                               locked by the only process that compiles
+    <folder>/<another folder>                            what it compiles in, or what a killed one left
 """
 
 import contextlib
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -38,13 +39,17 @@ _FLAGS = (
     "-O3",
     "-ffp-contract=off",
     "-std=c++17",
-    "-fopenmp",
     "-shared",
     "-fPIC",
     "-w",
 )
 _COMPILERS = ("c++", "g++", "clang++")
-_TARGETS = {"avx512_bf16": "native", "avx512": "x86-64-v4", "avx2": "x86-64-v3"}  # by set of instructions
+# By set of instructions, for any processor that has it.
+_TARGETS = {
+    "avx512_bf16": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    "avx512": ("-march=x86-64-v4",),
+    "avx2": ("-march=x86-64-v3",),
+}
 # Of a start. Whoever compiles them by a command has more patience.
 _LONGEST_BUILD_S = 300.0
 _LONGEST_RETRY_S = 3600.0
@@ -74,28 +79,46 @@ def native_library(is_retry: bool = False) -> ctypes.CDLL:
     best = instruction_set(flags)
     if best is None:
         missing = [flag for flag in INSTRUCTION_SETS["avx2"] if flag not in flags]
-        raise NativeUnavailableError(f"the processor has no {', '.join(missing)}")
-    target = f"-march={_TARGETS[best]}"
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
-    if compiler is None:
-        raise NativeUnavailableError(f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is found")
-    name = f"penstock-{_digest(compiler, target, flags)}.so"
-    paths = [folder / name for folder in (SOURCES / "built", cache_home() / "native")]
+        raise NativeUnavailableError(f"the processor has no {', '.join(missing)}, and there are none without")
+    if prebuilt := next((SOURCES / "prebuilt").glob(f"{_stem(best)}-*.so"), None):
+        return _load(prebuilt)
+    compiler = _compiler()
+    paths = [folder / _name(best, compiler) for folder in (SOURCES / "built", cache_home() / "native")]
     reasons = []
     for path in (*filter(Path.is_file, paths), *paths):
         try:
-            return _load(path if path.is_file() else _built([compiler, target], path, is_retry=is_retry))
+            return _load(path if path.is_file() else _built(compiler, best, path, is_retry=is_retry))
         except _BusyError:
-            raise NativeUnavailableError("another process is still compiling them") from None
+            raise NativeUnavailableError(
+                "another process is still compiling them: start again after it"
+            ) from None
         except OSError as error:  # a folder that cannot be written or locked
             reasons.append(str(error))
     raise NativeUnavailableError(f"there is no folder to compile them in: {'; '.join(reasons)}")
 
 
-def _digest(compiler: str, target: str, flags: frozenset[str]) -> str:
-    parts = [str(_FLAGS), target, " ".join(sorted(flags)), _version(compiler)]
+def _stem(instructions: str) -> str:
+    parts = [*_FLAGS, *_TARGETS[instructions]]
     parts += [path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    return f"penstock-{instructions}-{_hash(*parts)}"
+
+
+def _name(instructions: str, compiler: str) -> str:
+    return f"{_stem(instructions)}-{_hash(_version(compiler))}.so"
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _compiler() -> str:
+    found = os.environ.get("CXX") or next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if found is None:
+        raise NativeUnavailableError(
+            f"none came with the package, and there is no C++ compiler, none of {', '.join(_COMPILERS)}: "
+            "install one, or Penstock's wheel for Linux"
+        )
+    return found
 
 
 def _version(compiler: str) -> str:
@@ -105,7 +128,7 @@ def _version(compiler: str) -> str:
         raise NativeUnavailableError(f"the compiler {compiler} cannot be run: {error}") from error
 
 
-def _built(compiler: list[str], path: Path, *, is_retry: bool) -> Path:
+def _built(compiler: str, instructions: str, path: Path, *, is_retry: bool) -> Path:
     """Compile, unless another process has done so meanwhile or it has failed before. An `OSError` is the folder's."""
     failed = path.with_suffix(".failed")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +139,9 @@ def _built(compiler: list[str], path: Path, *, is_retry: bool) -> Path:
         if reason is None:
             for left in filter(Path.is_dir, path.parent.iterdir()):  # by builders that were killed
                 shutil.rmtree(left, ignore_errors=True)
-            reason = _compile(compiler, path, _LONGEST_RETRY_S if is_retry else _LONGEST_BUILD_S)
+            reason = _compile(
+                [compiler, *_TARGETS[instructions]], path, _LONGEST_RETRY_S if is_retry else _LONGEST_BUILD_S
+            )
             failed.unlink(missing_ok=True)
             if reason is None:
                 return path
@@ -185,21 +210,32 @@ def _compile(compiler: list[str], path: Path, longest_s: float) -> str | None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    torch.get_num_threads()  # torch's OpenMP is loaded by now, and the library shares it by its name
     try:
-        return ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path))
     except OSError as error:
         raise NativeUnavailableError(f"{path} cannot be loaded: {error}") from error
+    # Torch's OpenMP, by whatever name torch has it. Without it, the library's own threads do all its work.
+    with contextlib.suppress(OSError, AttributeError):
+        torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        library.penstock_use_openmp(torchs.GOMP_parallel)
+    return library
 
 
-def main() -> int:
-    """Build them now, even where that failed before, and say what became of it: installing calls this."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Build them now, even where that failed before, and say what became of it: installing calls this. With `--all`,
+    those for every set of instructions, which a wheel is made of."""
     try:
-        native_library(is_retry=True)
+        if list(arguments) != ["--all"]:
+            native_library(is_retry=True)
+            return 0
+        compiler = _compiler()
+        for each in _TARGETS:
+            print(_built(compiler, each, SOURCES / "prebuilt" / _name(each, compiler), is_retry=True))
     except NativeUnavailableError as error:
         print(f"the native kernels are not used: {error}; torch computes everything", file=sys.stderr)
+        return int("--all" in arguments)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,7 @@ from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, WrittenPlaces
 from penstock.kernels.threads import native_threads
-from penstock.machine import has_fast_bfloat16, processor_flags
+from penstock.machine import ISA_VARIABLE, has_fast_bfloat16, instruction_set, processor_flags
 from penstock.plan.grids import EXPERT_PLACES, TILE
 from penstock.plan.model import ExpertsConfig
 from penstock.plan.step import KernelKind
@@ -87,7 +87,13 @@ class NativeKernels(TorchKernels):
     def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         super().__init__(tile_size, row_slab)
         library = native_library()
-        self.libraries = Path(library._name).stem  # stands for its sources, its compiler and the processor
+        self.libraries = Path(library._name).stem  # stands for its instructions, its sources and its compiler
+        self.instructions = self.libraries.split("-")[1]
+        best = instruction_set(processor_flags(), environ={})
+        if self.instructions != best:
+            self.slower = (
+                f"{ISA_VARIABLE}={self.instructions} keeps them from {best}, which the processor has"
+            )
         products = NativeProducts(library)
         self.quantised = products if products.is_available else None
         self._can_attend: dict[tuple[torch.dtype, int, int], bool] = {}

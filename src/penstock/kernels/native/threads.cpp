@@ -15,6 +15,12 @@
 #include <mutex>
 #include <thread>
 
+#if defined(__x86_64__) && defined(__GLIBC__)
+// As systems have had them since 2002: the library runs on older ones than that it was compiled on.
+__asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
+__asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.2.5");
+#endif
+
 namespace penstock {
 namespace {
 
@@ -222,6 +228,10 @@ Pool& the_pool() {
     return *pool.load(std::memory_order_acquire);
 }
 
+// Torch's OpenMP: calls a function on so many threads, the caller among them. None: it was not told.
+using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+std::atomic<Parallel> parallel{nullptr};
+
 }  // namespace
 
 void share(int64_t num_pieces, int64_t at_a_time, int num_threads, void (*run)(const void*, int64_t, int64_t),
@@ -231,11 +241,21 @@ void share(int64_t num_pieces, int64_t at_a_time, int num_threads, void (*run)(c
     const int64_t num_claims = (num_pieces + at_a_time - 1) / at_a_time;
     num_threads = std::min<int64_t>({std::abs(num_threads), MOST_THREADS, num_claims});
     if (num_threads <= 1) return run(work, 0, num_pieces);
-    if (!is_torchs && num_pieces < MOST_PIECES) return the_pool().run(num_pieces, at_a_time, num_threads, run, work);
+    const Parallel torchs = parallel.load(std::memory_order_relaxed);
+    if (!(is_torchs && torchs) && num_pieces < MOST_PIECES)
+        return the_pool().run(num_pieces, at_a_time, num_threads, run, work);
     std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(num_threads)
-    for (int64_t first; (first = next.fetch_add(at_a_time, std::memory_order_relaxed)) < num_pieces;)
-        run(work, first, std::min(first + at_a_time, num_pieces));
+    auto claim = [&] {
+        for (int64_t first; (first = next.fetch_add(at_a_time, std::memory_order_relaxed)) < num_pieces;)
+            run(work, first, std::min(first + at_a_time, num_pieces));
+    };
+    if (!torchs) return claim();
+    torchs([](void* data) { (*static_cast<decltype(claim)*>(data))(); }, &claim, num_threads, 0);
 }
 
 }  // namespace penstock
+
+// `GOMP_parallel` of the OpenMP that torch has loaded.
+extern "C" void penstock_use_openmp(penstock::Parallel torchs) {
+    penstock::parallel.store(torchs, std::memory_order_relaxed);
+}

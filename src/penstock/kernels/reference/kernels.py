@@ -47,6 +47,10 @@ class TorchKernels:
 
     name = "torch"
     libraries = ""  # beside torch, whose versions bits depend on
+    instructions: str | None = (
+        None  # the set of them that the kernels are compiled for, where there are several
+    )
+    slower: str | None = None  # why the device's faster ones do not run, and what would help
     law: RowLaw  # the shapes on which a row keeps its bits: as far as is known before a probe, then as it found
     head_rows = (
         HEAD_ROWS  # the output head runs on so many rows at a time, where their number must not matter
