@@ -68,14 +68,14 @@ def test_start_has_bars() -> None:
 
 
 def test_tools_are_measured_in_turns(tiny: Path, tmp_path: Path) -> None:
-    sizes = "--repeats 2 --prompt-tokens 40 --answer-tokens 4 --tools 3"
+    sizes = "--repeats 1 --answer-tokens 4 --tools 2 --dtype float32"
     status, results = run(["tools", "--model", str(tiny), *sizes.split()], tmp_path / "tools.json")
     assert status in (0, 3)
-    found = {(figure.system, figure.name): len(figure.values) for figure in results.of("an answer")}
-    assert found == {
-        (way, name): 2 for way in (tools.PLAIN, tools.HELD) for name in ("first token", "next token")
-    }
-    assert [bar.name for bar in results.bars] == [tools.COST, tools.LATER]
+    for case in tools.CASES:
+        found = {(figure.system, figure.name): len(figure.values) for figure in results.of(case)}
+        assert found == {(way, name): 1 for way in tools.WAYS for name in (tools.FIRST, tools.NEXT)}
+    assert len(results.bars) == 5
+    assert all(bar.value is not None for bar in results.bars)
 
 
 def test_a_sweep_of_chunks_and_lengths(tiny: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from penstock.engine.constraint import NUM_KEPT, ConstraintFactory, TokenConstraint
+from penstock.engine.constraint import NUM_KEPT, Constraint, ConstraintFactory
 from penstock.engine.events import Grammar, JsonFormat
 from penstock.engine.grammar import MAX_GRAMMAR_BYTES
 from penstock.errors import ModelError, SettingError
@@ -48,10 +48,10 @@ class Vocabulary:
         self.size = tokenizer.vocab_size + NUM_PADDING
         self.factory = ConstraintFactory(tokenizer, self.size, self.eos_ids)
 
-    def new(self, schema: Schema | None) -> TokenConstraint:
+    def new(self, schema: Schema | None) -> Constraint:
         return self.factory.new(JsonFormat(schema))
 
-    def allowed(self, constraint: TokenConstraint) -> list[int]:
+    def allowed(self, constraint: Constraint) -> list[int]:
         return torch.nonzero(constraint.mask(torch.zeros(self.size)) == 0).flatten().tolist()
 
     def bytes_of(self, tokens: list[int]) -> bytes:
@@ -480,7 +480,7 @@ def test_a_vocabulary_that_cannot_write_json_says_so() -> None:
         accept_and_mask(constraint, 0, vocabulary.size)
 
 
-def accept_and_mask(constraint: TokenConstraint, token: int, size: int) -> None:
+def accept_and_mask(constraint: Constraint, token: int, size: int) -> None:
     constraint.accept(token)
     constraint.mask(torch.zeros(size))
 

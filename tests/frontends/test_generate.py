@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.frontends.display import LineDisplay
+from penstock.plan.settings import KERNELS_VARIABLE
 from tests.byte_models import CONTEXT
 from tests.frontends.conftest import Generate
 
@@ -43,6 +44,18 @@ def test_json_is_one_object_with_everything_in_it(generate: Generate) -> None:
     assert prefill["reason"] == "set by --chunk"
     assert result["memory"]["peak_resident_bytes"] > result["memory"]["kv_cache_bytes"] > 0
     assert result["timings"]["time_to_first_token_s"] > 0
+
+
+def test_slower_kernels_are_told_once(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KERNELS_VARIABLE, "torch")
+    arguments = ("--prompt", DOCUMENT, "--max-tokens", "1", "--json")
+    told, quiet = generate(*arguments), generate(*arguments, "--quiet")
+    kernels = one_object(told.stdout)["kernels"]
+    assert kernels == one_object(quiet.stdout)["kernels"]
+    assert (kernels["name"], kernels["instructions"]) == ("torch", None)
+    assert f"{KERNELS_VARIABLE}=torch" in kernels["slower"]
+    assert told.stderr.count(kernels["slower"]) == 1
+    assert quiet.stderr == ""
 
 
 @pytest.mark.parametrize("chunk", ["1", "7", "64", "100", "512", "auto"])

@@ -19,6 +19,15 @@ def _template(call: str, before: str = "", after: str = "") -> str:
     return _TOOLS + _TURN + calls + _END
 
 
+_PYTHONIC = (
+    "{{ c.function.name }}("
+    + _ITEMS
+    + "{{ k }}={{ v | tojson }}{% if not loop.last %}, {% endif %}{% endfor %}){% if not loop.last %}, {% endif %}"
+)
+_SORTED = (
+    "{{ '{' }}{% for k, v in c.function.arguments | dictsort %}{{ k }}:{{ 'QUOTE' ~ v ~ 'QUOTE' if v is string else v | tojson }}"
+    "{% if not loop.last %},{% endif %}{% endfor %}{{ '}' }}"
+)
 _HERMES = '<tool_call>\\n{"name": "\' ~ c.function.name ~ \'", "arguments": \' ~ c.function.arguments|tojson ~ \'}\\n</tool_call>'
 # By family: the template, and the answer with one call and with two of `WEATHER` and `MAIL`. None: it refuses two.
 TEMPLATES: dict[str, tuple[str, str, str | None]] = {
@@ -207,6 +216,43 @@ TEMPLATES: dict[str, tuple[str, str, str | None]] = {
         '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}]',
         '<|tool_call|>[{"name": "weather", "arguments": {"city": "Köln", "days": 3}}, '
         '{"name": "mail", "arguments": {"text": "a \\"b\\" }]{\\n</tool_call>", "urgent": true}}]',
+    ),
+    "lfm2": (
+        "{% if tools %}<|system|>List of tools: {{ tools | tojson }}<|end|>{% endif %}" + _TURN + _END,
+        "<|tool_call_start|>[weather(city='Köln', days=3)]<|tool_call_end|>",
+        "<|tool_call_start|>[weather(city='Köln', days=3), "
+        "mail(text='a \"b\" }]{\\n</tool_call>', urgent=True)]<|tool_call_end|>",
+    ),
+    "llama4": (
+        _template(_PYTHONIC, "<|python_start|>[", "]<|python_end|>"),
+        '<|python_start|>[weather(city="Köln", days=3)]<|python_end|>',
+        '<|python_start|>[weather(city="Köln", days=3), '
+        'mail(text="a \\"b\\" }]{\\n</tool_call>", urgent=True)]<|python_end|>',
+    ),
+    "pythonic": (
+        _template(_PYTHONIC, "[", "]"),
+        '[weather(city="Köln", days=3)]',
+        """[weather(city='Köln', days=3), mail(text='a "b" }]{\\n</tool_call>', urgent=True)]""",
+    ),
+    "gemma4": (
+        _template(
+            "<|tool_call>call:{{ c.function.name }}" + _SORTED.replace("QUOTE", '<|"|>') + "<tool_call|>",
+            "",
+            "<|tool_response>",
+        ),
+        '<|tool_call>call:weather{city:<|"|>Köln<|"|>,days:3}<tool_call|>',
+        '<|tool_call>call:weather{city:<|"|>Köln<|"|>,days:3}<tool_call|>'
+        '<|tool_call>call:mail{text:<|"|>a "b" }]{\n</tool_call><|"|>,urgent:true}<tool_call|>',
+    ),
+    "functiongemma": (
+        _template(
+            "<start_function_call>call:{{ c.function.name }}"
+            + _SORTED.replace("QUOTE", "<escape>")
+            + "<end_function_call>"
+        ),
+        "<start_function_call>call:weather{city:<escape>Köln<escape>,days:3}<end_function_call>",
+        "<start_function_call>call:weather{city:<escape>Köln<escape>,days:3}<end_function_call>"
+        '<start_function_call>call:mail{text:<escape>a "b" }]{\n</tool_call><escape>,urgent:true}<end_function_call>',
     ),
     "harmony": (
         _TOOLS + "{% set told = '<|channel|>commentary' %}" + _TURN + _END,

@@ -1,5 +1,6 @@
 """What is refused, and how: OpenAI's shape, a status, a code, and the parameter that is wrong."""
 
+from dataclasses import asdict
 from typing import Any
 
 import openai
@@ -275,7 +276,9 @@ def test_a_full_queue_says_when_to_try_again(llm: LLM) -> None:
 
 def test_a_service_that_closes_is_unavailable(llm: LLM) -> None:
     with running(llm, ServerSettings(NAME)) as server:
-        assert server.ask("GET", "/health").json == {"status": "ok"}
+        kernels = asdict(llm.kernels)
+        assert server.ask("GET", "/health").json == {"status": "ok", "kernels": kernels}
+        assert b"\npenstock_kernels{" in server.ask("GET", "/metrics").body
         server.app.state.drain.begin()
         assert server.ask("GET", "/health").status == 503
         server.service.close()

@@ -310,12 +310,13 @@ def test_after_a_pause_the_last_steps_stay(browser: Browser, site: Site) -> None
     with opened(browser, site, complaints="willReadFrequently") as page:
         connection(page, "live")
         page.get_by_role("button", name="2 s").click()
+        blank = pixels_drawn(page)
         site.submit(2 * CHUNK, 60)
         expect(page.locator("#step-detail")).to_have_text(
             re.compile(r"^Nothing runs; the last step was [5-9]\.\d s ago\.")
         )
         assert colours_drawn(page)["decode"] == 0  # dimmed
-        assert pixels_drawn(page) > 1000
+        assert pixels_drawn(page) > blank + 100  # steps of a fast machine are thin
 
 
 def test_estimates_are_smoothed(browser: Browser, site: Site) -> None:

@@ -3,15 +3,17 @@
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.engine.events import AnswerFormat, Grammar
+from penstock.engine.events import AnswerFormat, FreeText, Grammar
 from penstock.engine.grammar import grammar_text
 from penstock.errors import ModelError, SettingError
 from penstock.models.text.tokenizer import Tokenizer
@@ -46,32 +48,62 @@ class ConstraintFactory:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._vocabulary: LLTokenizer | None = None
-        self._starts: OrderedDict[str, _Start] = OrderedDict()  # by the grammar's text, the last used last
+        self._starts: OrderedDict[str, Future[_Start]] = OrderedDict()  # by text, the last used last
         self._lock = threading.Lock()
 
-    def new(self, wanted: AnswerFormat) -> "TokenConstraint":
-        """A constraint at the start of its answer; an error for a grammar that is not accepted."""
-        text = grammar_text(wanted)
-        constraint = self._known(text)
-        if constraint is None:
-            start = self._compile(text, "grammar" if isinstance(wanted, Grammar) else "json_format")
-            with self._lock:
-                self._starts[text] = start
-                while len(self._starts) > NUM_KEPT:
-                    self._starts.popitem(last=False)
-            constraint = self._known(text) or self._begin(start)
-        return constraint
+    def new(self, wanted: AnswerFormat) -> "Constraint":
+        """A constraint at the start of its answer; an error for a grammar that is not accepted, but for one that
+        nobody waits for."""
+        if isinstance(wanted, Grammar) and wanted.free is not None:
+            compiled = self.compile_later(wanted)
 
-    def _known(self, text: str) -> "TokenConstraint | None":
-        # Under the lock: a matcher is not to be copied on two threads at once.
+            def begin(tokens: Sequence[int]) -> TokenConstraint | None:
+                if compiled.exception() is not None:
+                    return None
+                constraint = self._begin(compiled.result())
+                return constraint if constraint.follow(tokens) else None
+
+            return LateConstraint(begin, self._spelled, wanted.free, self._tokenizer)
+        return self._begin(self._compiled(wanted, lambda work: work()).result())
+
+    def compile_later(self, wanted: Grammar) -> "Future[_Start]":
+        """The grammar, which is compiled on a thread of its own; or the error that there was."""
+        return self._compiled(wanted, lambda work: self._thread.submit(work))
+
+    def prepare(self) -> None:
+        """Do what the first constraint would have to wait for."""
+        self._build()
+
+    @cached_property
+    def _thread(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(1, thread_name_prefix="penstock-grammars")
+
+    def _compiled(self, wanted: AnswerFormat, do: Callable[[Callable[[], None]], object]) -> "Future[_Start]":
+        text, setting = grammar_text(wanted), "grammar" if isinstance(wanted, Grammar) else "json_format"
+        made: Future[_Start] = Future()
         with self._lock:
-            if text not in self._starts:
-                return None
+            found = self._starts.setdefault(text, made)
             self._starts.move_to_end(text)
-            return self._begin(self._starts[text])
+            while len(self._starts) > NUM_KEPT:
+                self._starts.popitem(last=False)
+
+        def work() -> None:
+            try:
+                made.set_result(self._compile(text, setting))
+            except Exception as error:
+                made.set_exception(error)
+
+        if found is made:
+            do(work)
+        return found
 
     def _begin(self, start: _Start) -> "TokenConstraint":
-        return TokenConstraint(start, self._vocab_size, self._eos_ids)
+        with self._lock:  # a matcher is not to be copied on two threads at once
+            return TokenConstraint(start, self._vocab_size, self._eos_ids)
+
+    def _spelled(self, text: str) -> list[int]:
+        """Tokens whose bytes are a text's, one way or the other."""
+        return self._build().greedy_tokenize(text)
 
     def _compile(self, grammar: str, setting: str) -> _Start:
         vocabulary = self._build()
@@ -106,6 +138,8 @@ class ConstraintFactory:
 
 class TokenConstraint:
     """One answer's constraint: `mask` the logits, choose a token, `accept` it."""
+
+    is_holding = True
 
     def __init__(self, start: _Start, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._matcher = start.matcher.deep_copy()
@@ -143,12 +177,114 @@ class TokenConstraint:
         elif not self._matcher.consume_token(token):
             raise _failure(self._matcher, self._setting)
 
+    def follow(self, tokens: Sequence[int]) -> bool:
+        """Go on after tokens that have come already; whether they are allowed."""
+        self._bits = None
+        return self._matcher.try_consume_tokens(list(tokens)) == len(tokens)
+
     def _allowed(self) -> bytes:
         if self._has_ended:
             raise SettingError("the answer has ended: no token may follow")
         if self._bits is None:
             self._bits = _allowed_bits(self._matcher, self._setting)
         return self._bits
+
+
+class LateConstraint:
+    """A constraint that holds from a mark on, and before where one may have begun. Until then there is nothing to
+    compute, and its grammar may still be compiled; one that cannot be is not held to.
+
+    `begin` makes a constraint after some tokens, `spelled` makes tokens of a text."""
+
+    def __init__(
+        self,
+        begin: Callable[[Sequence[int]], TokenConstraint | None],
+        spelled: Callable[[str], list[int]],
+        free: FreeText,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self._begin = begin
+        self._spelled = spelled
+        self._pieces = tokenizer.pieces
+        self._mark = _Mark(free.mark, tokenizer)
+        self._closing = self._opening = None
+        if free.thoughts is not None:
+            self._closing = _Mark(free.thoughts.closing, tokenizer)
+            self._opening = None if free.is_thinking else _Mark(free.thoughts.opening, tokenizer)
+        self._is_thinking = free.is_thinking
+        self._held: TokenConstraint | None = None
+        self._has_mark = False
+        self._is_first = free.is_first
+        self._is_over = False  # no mark can follow
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether the next token has to be one of those that the grammar allows."""
+        return self._held is not None
+
+    @property
+    def is_finished(self) -> bool:
+        return self._held is not None and self._held.is_finished
+
+    def mask(self, logits: Tensor) -> Tensor:
+        return logits if self._held is None else self._held.mask(logits)
+
+    def accept(self, token: int) -> None:
+        if self._held is not None:
+            self._held.accept(token)
+        if self._has_mark or self._is_over:
+            return
+        piece = self._pieces.of(token)
+        if self._opening is not None:  # as the first that is said, or not at all
+            self._is_thinking = self._opening.push(token, piece)
+            if self._is_thinking or (piece.strip() and not self._opening.begun):
+                self._opening = None
+        if self._is_thinking:
+            assert self._closing is not None
+            self._is_thinking = not self._closing.push(token, piece)
+            self._held = None
+            return
+        self._has_mark = self._mark.push(token, piece)
+        if not self._mark.begun:
+            self._held = None
+            self._is_over = self._is_first and bool(piece.strip())
+        elif self._held is None:
+            self._held = self._begin(self._tokens(token))
+
+    def _tokens(self, token: int) -> list[int]:
+        """What has come of the mark. Characters that are not whole yet are waited for."""
+        if self._mark.is_token:
+            return [token]
+        return self._spelled(self._mark.begun.decode(errors="ignore"))
+
+
+class _Mark:
+    """Looks for a mark, which is a special token or a text, in an answer as it comes."""
+
+    def __init__(self, text: str, tokenizer: Tokenizer) -> None:
+        first = tokenizer.split_special(text)[0]
+        self._token = first if isinstance(first, int) else None
+        self._bytes = first.encode() if isinstance(first, str) else b""
+        self.begun = b""  # what may be its beginning; once it has come, it and what follows
+
+    @property
+    def is_token(self) -> bool:
+        return self._token is not None
+
+    def push(self, token: int, piece: bytes) -> bool:
+        """Whether it has come."""
+        if self._token is not None:
+            self.begun = b"!" * (token == self._token)
+            return token == self._token
+        text = self.begun + piece
+        place = text.find(self._bytes)
+        lengths = range(min(len(text), len(self._bytes) - 1), 0, -1)
+        kept = next((length for length in lengths if text.endswith(self._bytes[:length])), 0)
+        self.begun = text[len(text) - kept :] if place < 0 else text[place:]
+        return place >= 0
+
+
+Constraint = TokenConstraint | LateConstraint
 
 
 class _Vocabulary:

@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args
 from penstock.engine.prompt_rows import PooledRows, Pooling, PromptRows, PromptScores
 from penstock.engine.sampler import SamplingParams, StopMatcher, TokenLogprobs
 from penstock.errors import ContextLengthError, PenstockError, PromptError, SettingError
+from penstock.models.text.calls import ThoughtMarks
 from penstock.plan.checks import check_bool, check_int, check_type
 from penstock.plan.model import ModelConfig
 from penstock.plan.progress import Progress
@@ -153,10 +154,23 @@ class JsonFormat:
 
 
 @dataclass(frozen=True)
+class FreeText:
+    """Where an answer is not held yet: up to a mark, and in thoughts before it."""
+
+    mark: str
+    thoughts: ThoughtMarks | None = None
+    is_thinking: bool = False  # the prompt has opened thoughts
+    is_first: bool = False  # the mark is one only where an answer begins; what begins otherwise is free
+
+
+@dataclass(frozen=True)
 class Grammar:
-    """The answer is to be of a grammar: rules of Lark, of which `start` is the first, or of GBNF (`root ::= ...`)."""
+    """The answer is to be of a grammar: rules of Lark, of which `start` is the first, or of GBNF (`root ::= ...`).
+
+    One that allows any text up to a mark may say so: until then it costs nothing, and nobody waits for it."""
 
     text: str
+    free: FreeText | None = None
 
     @classmethod
     def regex(cls, pattern: str) -> "Grammar":

@@ -3,10 +3,11 @@ that text; what compiles it is `constraint.py`."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from penstock.engine.events import AnswerFormat, Grammar, JsonFormat
+from penstock.engine.events import AnswerFormat, FreeText, Grammar, JsonFormat
 from penstock.engine.schema_limits import check_counts, schema_text, too_deep
 from penstock.errors import SettingError
 from penstock.models.text.calls import (
@@ -41,6 +42,10 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 # An object that says one of these says itself what else it may have.
 _OPENS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _JOINS = ("anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef")
+# Of literals: a text as Python writes it, what bounds a number, and how deep schemas are followed.
+_PYTHON_TEXT = r"""/"([^"\\\x00-\x1f]|\\[nrt"'\\])*"/ | /'([^'\\\x00-\x1f]|\\[nrt"'\\])*'/"""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_MAX_DEPTH, _MAX_LITERALS = 8, 5000
 _SAID_ONLY = ("description", "title", "examples", "default", "$comment", "deprecated")
 
 
@@ -90,10 +95,11 @@ class CallGrammar:
         self._form = form
         self._tokenizer = tokenizer
         self._rules = [r"TEXT: /(.|\n)*/"]
-        self._calls = [
-            f"{json.dumps(name)} {self._literal(form.middle)} {self._arguments(index, schema)}"
-            for index, (name, schema) in enumerate(tools.items())
-        ]
+        self._num_literals = 0
+        self._middle = form.middle + (form.literals.opening if form.literals is not None else "")
+        self._arguments = {
+            name: self._rule_of(index, schema) for index, (name, schema) in enumerate(tools.items())
+        }
 
     def grammar(
         self,
@@ -106,32 +112,48 @@ class CallGrammar:
     ) -> Grammar:
         """In an answer that may be text, calls are held to from their mark on; else from the first token, or from
         the end of thoughts."""
-        form, rules = self._form, [*self._rules]
+        form, rules, free = self._form, [*self._rules], None
         more = "" if form.between is None or not is_parallel else f"({self._literal(form.between)} call)*"
-        rules += [f"call: {' | '.join(self._calls)}", f"after: call {more} {self._literal(form.closing)}"]
+        calls = [
+            f"{json.dumps(name)} {self._literal(self._middle)} {rule}"
+            for name, rule in self._arguments.items()
+        ]
+        rules += [f"call: {' | '.join(calls)}", f"after: call {more} {self._literal(form.closing)}"]
         whole = f"{self._literal(form.opening)} after"
         start = whole
-        if not is_required and isinstance(text, JsonFormat):
-            start = f"{json_rule(text.schema or {'type': 'object'})} | {whole}"
+        if not is_required and text is not None:
+            rules.append(_renamed(text, "said"))
+            start = f"said | {whole}"
         elif not is_required and form.trigger:
+            free = FreeText(form.trigger, thoughts, is_thinking)
             triggered = self._until("trigger", form.trigger, rules)
             start = f"TEXT | {triggered} {self._literal(form.opening.removeprefix(form.trigger))} after"
         elif not is_required:
-            rules.append(f"OTHER: TEXT & ~/{_escaped(form.opening)}(.|\\n)*/")
+            free = FreeText(form.opening, thoughts, is_thinking, is_first=True)
+            heads = [form.opening]
+            if len(form.opening) == 1:  # as many texts begin: a name tells
+                heads = [form.opening + name + self._middle for name in self._arguments]
+                first = [
+                    f"{json.dumps(head)} {rule}"
+                    for head, rule in zip(heads, self._arguments.values(), strict=True)
+                ]
+                whole = f"({' | '.join(first)}) {more} {self._literal(form.closing)}"
+            rules.append(f"OTHER: TEXT & ~/({'|'.join(map(_escaped, heads))})(.|\\n)*/")
             start = f"OTHER | {whole}"
-        if thoughts is not None:
+        if free is None and thoughts is not None and (is_required or is_thinking):
             ended = f"{self._until('thoughts', thoughts.closing, rules)} /[ \\n]{{0,4}}/"
             rules.append(f"answer: {start}")
             opened = f"{self._literal(thoughts.opening)} {ended} answer"
             start = f"{ended} answer" if is_thinking else f"{opened} | answer"
-        return Grammar("\n".join([f"start: {start}", *rules]))
+        return Grammar("\n".join([f"start: {start}", *rules]), free)
 
     @property
     def special(self) -> frozenset[int]:
         """The special tokens that calls are written with."""
         form = self._form
-        tags = () if form.tags is None else (form.tags.key, form.tags.value, form.tags.end)
-        texts = (form.opening, form.middle, form.closing, form.between or "", *tags)
+        texts = [form.opening, form.middle, form.closing, form.between or ""]
+        texts += () if form.tags is None else (form.tags.key, form.tags.value, form.tags.end)
+        texts += () if form.literals is None else form.literals.quotes
         parts = (part for text in texts for part in self._tokenizer.split_special(text))
         return frozenset(part for part in parts if isinstance(part, int))
 
@@ -157,11 +179,15 @@ class CallGrammar:
                 return f"{name} {self._literal(mark.removeprefix(first))}"
         raise AssertionError(f"{mark!r} is no mark")
 
-    def _arguments(self, index: int, schema: Any) -> str:
-        if self._form.tags is None:
+    def _rule_of(self, index: int, schema: Any) -> str:
+        """A tool's arguments; of literals without the bracket that they begin with."""
+        if self._form.tags is None and self._form.literals is None:
             return json_rule(schema, is_lenient=True)
         schema_text(schema)
         check_counts(schema)
+        if self._form.tags is None:
+            assert self._form.literals is not None
+            return self._object(_Place(f"value_{index}", schema), schema, is_outermost=True)
         tags, properties = self._form.tags, schema.get("properties")
         required = schema.get("required")
         units = []
@@ -187,14 +213,142 @@ class CallGrammar:
             return f"{before} {json_rule({**defined, **schema}, is_lenient=True)} {self._literal(end)}"
         return f"{before} {self._until(name, end, self._rules)}"
 
+    # Literals: types, names and choices are held to; bounds of numbers too, those of texts and lists are not.
+
+    def _object(self, place: "_Place", schema: Mapping[str, Any], *, is_outermost: bool = False) -> str:
+        """An object in brackets: its properties in their order, those that are not required or left out."""
+        form = self._form.literals
+        assert form is not None
+        properties, required = schema.get("properties"), schema.get("required")
+        if not isinstance(properties, dict):
+            properties = {}
+        if not properties and not is_outermost:
+            return self._any(is_object=True)
+        is_python = not form.quote and not is_outermost
+        equals = ": " if is_python else form.equals
+        opening, closing = ("{", "}") if is_python else (form.opening, form.closing)
+        opening = "" if is_outermost else opening
+        first, more = '""', '""'
+        for number, (key, value) in reversed([*enumerate(properties.items())]):
+            name = json.dumps(json.dumps(key) if is_python else key)
+            pair = f"{name} {json.dumps(equals)} {self._literally(place.within(number), value)}"
+            is_needed = isinstance(required, list) and key in required
+            rests = [f"{place.name}_{kind}{number}" for kind in "fm"]
+            self._rules += [
+                f"{rests[0]}: {pair} {more}" + ("" if is_needed else f" | {first}"),
+                f"{rests[1]}: {json.dumps(form.comma)} {pair} {more}" + ("" if is_needed else f" | {more}"),
+            ]
+            first, more = rests
+        return f"{json.dumps(opening)} {first} {json.dumps(closing)}"
+
+    def _literally(self, place: "_Place", schema: Any) -> str:
+        """A rule for a value of a schema."""
+        form = self._form.literals
+        assert form is not None
+        self._num_literals += 1
+        if self._num_literals > _MAX_LITERALS:
+            raise SettingError("tools", ..., "simpler ones", because="they have too many values")
+        if not isinstance(schema, dict) or place.depth > _MAX_DEPTH:
+            return self._any()
+        if (named := place.find(schema.get("$ref"))) is not None:
+            return self._literally(place.within("r"), named)
+        options = schema.get("enum", [schema["const"]] if "const" in schema else None)
+        if isinstance(options, list) and options:
+            return self._one_of(self._literal(form.write(option, is_outermost=False)) for option in options)
+        kinds = schema.get("type")
+        several = next(
+            (schema[name] for name in ("anyOf", "oneOf") if isinstance(schema.get(name), list)), None
+        )
+        if isinstance(kinds, list):
+            several = [{**schema, "type": kind} for kind in kinds]
+        if several:
+            return self._one_of(
+                self._literally(place.within(f"o{number}"), each) for number, each in enumerate(several)
+            )
+        match kinds:
+            case "integer" | "number":
+                bounds = {name: value for name, value in schema.items() if name in _BOUNDS}
+                return json_rule({"type": kinds, **bounds}, is_lenient=True)
+            case "boolean" | "null":
+                values = (True, False) if kinds == "boolean" else (None,)
+                return self._one_of(json.dumps(form.write(value)) for value in values)
+            case "array":
+                item = self._literally(place.within("i"), schema.get("items"))
+                return f'"[" ({item} ({json.dumps(form.comma)} {item})*)? "]"'
+            case "object":
+                return self._object(place, schema)
+            case "string":
+                return self._quoted()
+        return self._any()
+
+    def _quoted(self) -> str:
+        form = self._form.literals
+        assert form is not None
+        if not form.quote:
+            return f"({_PYTHON_TEXT})"
+        rule = next((rule for rule in self._rules if rule.startswith("quoted:")), None)
+        if rule is None:
+            ended = self._until("unquoted", form.quote, self._rules)
+            self._rules.append(f"quoted: {self._literal(form.quote)} {ended}")
+        return "quoted"
+
+    def _any(self, *, is_object: bool = False) -> str:
+        """Any value, or any object."""
+        form = self._form.literals
+        assert form is not None
+        if not any(rule.startswith("anything:") for rule in self._rules):
+            self._rules.append("anything: ")
+            comma, plain = json.dumps(form.comma), {"type": ["string", "number", "boolean", "null"]}
+            key = (
+                f"/[A-Za-z_][A-Za-z0-9_]*/ {json.dumps(form.equals)}"
+                if form.quote
+                else f'{self._quoted()} ": "'
+            )
+            self._rules += [
+                f'any_object: "{{" ({key} anything ({comma} {key} anything)*)? "}}"',
+                f'any_list: "[" (anything ({comma} anything)*)? "]"',
+                f"anything: {self._literally(_Place('any', {}), plain)} | any_object | any_list",
+            ]
+            self._rules.remove("anything: ")
+        return "any_object" if is_object else "anything"
+
+    @staticmethod
+    def _one_of(rules: Iterable[str]) -> str:
+        return f"({' | '.join(rules)})"
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where in a tool's schema a rule is made: a name that no other has, and where references point to."""
+
+    name: str
+    whole: Mapping[str, Any]
+    depth: int = 0
+
+    def within(self, part: object) -> "_Place":
+        return _Place(f"{self.name}_{part}", self.whole, self.depth + 1)
+
+    def find(self, reference: Any) -> Any:
+        """What is referred to; None where that is not among the definitions."""
+        found: Any = None
+        if isinstance(reference, str) and reference.startswith("#"):
+            found = self.whole
+            for part in filter(None, reference.removeprefix("#").split("/")):
+                found = found.get(part) if isinstance(found, dict) else None
+        return found
+
 
 def after_thoughts(wanted: AnswerFormat, thoughts: ThoughtMarks, tokenizer: Tokenizer) -> Grammar:
     """The same answer, after thoughts that the prompt has opened."""
     rules = CallGrammar(HERMES, {}, tokenizer)
     ended = rules._until("thoughts", thoughts.closing, rules._rules)
-    text = grammar_text(wanted).removeprefix(_HEADER)
-    answer = re.sub(r"^start\b", "answer", text, flags=re.MULTILINE)
+    answer = _renamed(wanted, "answer")
     return Grammar("\n".join([f"start: {ended} /[ \\n]{{0,4}}/ answer", answer, *rules._rules]))
+
+
+def _renamed(wanted: AnswerFormat, name: str) -> str:
+    """The rules of an answer, of which the first has another name."""
+    return re.sub(r"^start\b", name, grammar_text(wanted).removeprefix(_HEADER), flags=re.MULTILINE)
 
 
 def _escaped(text: str) -> str:

@@ -30,7 +30,7 @@ from penstock.plan.progress import PrefillClock, Progress
 from penstock.plan.step import RequestId
 
 if TYPE_CHECKING:  # what compiles schemas is loaded when one is asked for
-    from penstock.engine.constraint import TokenConstraint
+    from penstock.engine.constraint import Constraint
 
 
 class Job:
@@ -44,7 +44,7 @@ class Job:
         cache: SequenceCache,
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
-        constraint: "TokenConstraint | None",
+        constraint: "Constraint | None",
         listener: Listener,
         prefix: Prefix | None = None,
     ) -> None:
@@ -126,12 +126,16 @@ class Job:
     @property
     def needs_logits(self) -> bool:
         """Whether its token takes more than its sampler: a constraint, or log-probabilities that are to be told."""
-        return self._constraint is not None or self.request.num_logprobs is not None
+        return self._is_held or self.request.num_logprobs is not None
+
+    @property
+    def _is_held(self) -> bool:
+        return self._constraint is not None and self._constraint.is_holding
 
     def goes_on(self, token: int) -> bool:
         """Whether a token that was chosen is plainly not the last."""
         is_last = self.num_generated + 1 >= self.request.max_tokens or token in self._eos_ids
-        return not (is_last or self.wants_cancel or self._constraint is not None)
+        return not (is_last or self.wants_cancel or self._is_held)
 
     def lies_on(self, grid: int) -> bool:
         """Whether every span of its prompt began and ended on a grid of so many tokens, but for the prompt's end."""
@@ -139,7 +143,7 @@ class Job:
 
     def choose(self, logits: Tensor) -> Choice:
         """The next token, from logits [vocab]."""
-        allowed = logits if self._constraint is None else self._constraint.mask(logits)
+        allowed = self._constraint.mask(logits) if self._constraint is not None and self._is_held else logits
         token = self.sampler.sample(allowed, self.tokens, self.num_prompt)
         wanted = self.request.num_logprobs
         return Choice(token, None if wanted is None else token_logprobs(logits, token, wanted))

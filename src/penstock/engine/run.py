@@ -103,7 +103,7 @@ class Run:
         sizer: ChunkSizer | None = None,
         reuse: Reuse | None = None,
         tokenizer: Tokenizer | None = None,
-        constraint: "TokenConstraint | None" = None,
+        constraint: "Constraint | None" = None,
         depth: int | None = None,
         stages: "Pipeline | None" = None,
     ) -> None:
@@ -305,7 +305,7 @@ def _schedule_of(
 
 
 if TYPE_CHECKING:
-    from penstock.engine.constraint import TokenConstraint
+    from penstock.engine.constraint import Constraint
     from penstock.engine.llm import LLM
     from penstock.engine.stages.pipeline import Pipeline
 

@@ -152,6 +152,13 @@ class Service:
     def is_closing(self) -> bool:
         return self._closes_at is not None
 
+    def wait_until_ready(self, timeout_s: float | None = None) -> bool:
+        """Wait until all is prepared that the first requests would wait for. False where it took too long."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._preparations is None or self._death is not None, timeout_s
+            )
+
     def check(self, request: GenerationRequest) -> None:
         """Refuse what cannot be run here, whatever else runs."""
         request.check(self.llm.model.config)
@@ -221,7 +228,7 @@ class Service:
     def status(self) -> ServiceStatus:
         stages = () if self.llm.stages is None else self.llm.stages.status()
         with self._changed:
-            return replace(self._batcher.status(), stages=stages)
+            return replace(self._batcher.status(), stages=stages, kernels=self.llm.kernels)
 
     def explain(self, request_id: RequestId) -> tuple[ChunkRecord, ...] | None:
         """Each chunk of a request's prompt that ran: how long it is and why, what was expected of it and what came.
@@ -314,11 +321,14 @@ class Service:
             return
         try:
             next(self._preparations)
+            return
         except StopIteration:
-            self._preparations = None
+            pass
         except Exception as error:  # a request that needs it meets it, too
             _log.warning("preparing for requests failed", exc_info=error)
+        with self._changed:
             self._preparations = None
+            self._changed.notify_all()
 
     def _deliver(self) -> None:
         """Tell what there is to tell, in order, without the lock: a listener may ask the service things."""

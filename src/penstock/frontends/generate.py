@@ -1,7 +1,7 @@
 """The command `penstock generate`."""
 
 import json
-from dataclasses import fields
+from dataclasses import asdict, fields
 
 from penstock.frontends import options
 from penstock.frontends.exits import INTERRUPTED, reported
@@ -178,6 +178,6 @@ def generate(
                 for line in explain_lines(result.prefill.records):
                     display.note(line)
             if as_json:
-                write(json.dumps(result.to_dict()) + "\n")
+                write(json.dumps({**result.to_dict(), "kernels": asdict(llm.kernels)}) + "\n")
         if result.finish_reason == "cancelled":
             raise SystemExit(INTERRUPTED)

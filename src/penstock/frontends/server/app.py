@@ -3,10 +3,12 @@
 How to add an endpoint: its body in `bodies`, what it asks of the engine in `requests`, its answer's format in
 `responses`, and its path here; one that only shows something goes to `pages`."""
 
+import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -128,7 +130,7 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
         if (missing := service.missing) is not None:
             about = {"stage": missing.stage, "address": missing.address, "reason": missing.reason}
             return JsonResponse({"status": "waiting", "missing": about}, status_code=503)
-        return JsonResponse({"status": "ok"})
+        return JsonResponse({"status": "ok", "kernels": asdict(service.llm.kernels)})
 
     @app.get("/models", include_in_schema=False)
     @app.get("/v1/models")
@@ -221,8 +223,11 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
         try:
             prepared = await read(request, kind, work)
             answer = answer_kind(prepared, events, settings.model_name, service)
-            if prepared.is_unheld:
-                request.state.ignored.names["tools.parameters"] = None
+            if prepared.held_later is not None:  # by now the engine reads the prompt
+                held = asyncio.wrap_future(prepared.held_later)
+                await asyncio.wait([held])
+                if held.exception() is not None:
+                    request.state.ignored.names["tools.parameters"] = None
             ids.add(events.ids, answer=answer.id, header=request_id.get())
             if prepared.streams:
                 return EventStreamResponse(answer.stream(), at_end=events.cancel)

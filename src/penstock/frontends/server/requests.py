@@ -5,7 +5,7 @@ import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -280,7 +280,9 @@ class PreparedRequest:
     counts_usage: bool = False  # in every chunk of a stream
     parser: Callable[[], TurnParser] = TurnParser  # takes the answer's text apart
     about: Mapping[str, Any] = field(default_factory=dict)  # what the answer says of the request
-    is_unheld: bool = False  # the tools' schemas are too complex: calls are not held to them
+    held_later: Future[Any] | None = (
+        None  # fails where tools' schemas are too complex: calls are not held to them
+    )
     echoes: bool = False  # the prompt is the beginning of the answer
     tells_scores: bool = False  # the prompt's log-probabilities, as vLLM does
     tells_ids: bool = False  # token ids of prompt and answer
@@ -298,7 +300,7 @@ class _Held:
     grammar: AnswerFormat | None
     shown: frozenset[int]
     parser: Callable[[], TurnParser]
-    is_unheld: bool = False
+    later: "Future[Any] | None" = None  # compiles the grammar, or fails: then calls are not held to it
 
 
 class RequestBuilder:
@@ -326,7 +328,7 @@ class RequestBuilder:
         prepared = self._prepare(
             body, tenant, 1, lambda: [self._encode(prompt, adds_special=False)], None, held
         )
-        return replace(prepared, parser=held.parser, about=body.about(), is_unheld=held.is_unheld)
+        return replace(prepared, parser=held.parser, about=body.about(), held_later=held.later)
 
     def _held(self, told: Conversation, prompt: str, wanted: AnswerFormat | None) -> "_Held":
         """What the answer is held to, and how it is taken apart."""
@@ -351,16 +353,20 @@ class RequestBuilder:
             grammar = rules.grammar(
                 is_required=is_required,
                 is_parallel=told.is_parallel and not told.is_named,
-                thoughts=thoughts if is_thinking or is_required else None,
+                thoughts=thoughts,
                 is_thinking=is_thinking,
                 text=wanted,
             )
-            self._llm.constraints.new(grammar)
+            later = None if grammar.free is None else self._llm.constraints.compile_later(grammar)
+            if later is None:
+                self._llm.constraints.new(grammar)
         except SettingError as error:
             if is_required:
                 raise SettingError("tools", ..., because=error.because or str(error)) from error
-            return _Held(None, frozenset(shown), parser, is_unheld=True)
-        return _Held(grammar, rules.special | shown, parser)
+            later = Future()
+            later.set_exception(error)
+            return _Held(None, frozenset(shown), parser, later)
+        return _Held(grammar, rules.special | shown, parser, later)
 
     def count(self, body: TalkBody) -> int:
         """The tokens of a conversation."""
@@ -574,15 +580,11 @@ def written(
                 told[-1]["content"] += "\n" + answer
                 continue
             message = {"role": "user", "content": answer, "is_result": True}
-        elif not form.is_native and calls:
-            texts = [
-                json.dumps({"name": call["name"], "arguments": call["arguments"]}, ensure_ascii=False)
-                for call in calls
-            ]
-            blocks = [f"<tool_call>\n{text}\n</tool_call>" for text in texts]
+        elif not form.writes_calls and calls:
+            own = form.write([(call["name"], call["arguments"]) for call in calls])
             message = {
                 "role": message["role"],
-                "content": "\n".join(filter(None, [message["content"], *blocks])),
+                "content": "\n".join(filter(None, [message["content"], own])),
             }
         elif form.takes_text and calls:
             message["tool_calls"] = [

@@ -17,6 +17,7 @@ from penstock.models.text.calls import (
     CallFormat,
     ThoughtMarks,
 )
+from penstock.models.text.literals import Literals
 
 # A name is not longer; what is, is text.
 _MAX_NAME = 256
@@ -115,14 +116,17 @@ class TurnParser:
         self._left = ""  # of what came, not yet known to be something
         self._num_calls = 0
         self._num_values = 0  # of the call at hand, where values come one by one
-        self._scan = _JsonScan()
+        self._scan = _Scan(None)
+        self._written = ""  # of the call at hand, arguments that are no JSON
         self._is_over = False  # no more text comes
         self._strips = True  # white space at the beginning of thoughts and texts is the format's
         self._next = self._head = self._ends = _NEVER
         if form is not None:
             ends = [_lenient(mark) for mark in (form.closing, form.between) if mark]
             self._ends = re.compile("|".join(ends)) if ends else _NEVER
-            follows = r"\s*\{" if form.tags is None else "|".join([_lenient(form.tags.key), *ends])
+            follows = r"\s*[{]" if form.literals is None else re.escape(form.literals.opening)
+            if form.tags is not None:
+                follows = "|".join([_lenient(form.tags.key), *ends])
             after = f"{_lenient(form.middle)}(?={follows})"
             self._head = _begins(form.opening, after)
             self._next = _NEVER if form.between is None else _begins(form.between, after)
@@ -202,23 +206,37 @@ class TurnParser:
 
     def _name(self, pattern: re.Pattern[str]) -> Iterator[Piece]:
         found = pattern.match(self._left)
-        if found is not None:
+        assert self._form is not None
+        is_known = found is None or not self._schemas or found["name"] in self._schemas
+        if found is not None and (is_known or self._form.trigger):
             self._left = self._left[found.end() :]
             yield CallBegun(self._num_calls, new_id("call"), found["name"])
             self._tool = found["name"]
-            self._scan, self._num_values = _JsonScan(), 0
-            assert self._form is not None
+            self._scan, self._num_values, self._written = _Scan(self._form.literals), 0, ""
             self._state = self._arguments if self._form.tags is None else self._values
-        elif self._is_over or len(self._left) > len(pattern.pattern) + _MAX_NAME:
+        elif self._is_over or not is_known or len(self._left) > len(pattern.pattern) + _MAX_NAME:
             text, self._left = self._left, ""
             self._form, self._state = None, self._say  # it is none
             yield Text(text)
 
     def _arguments(self) -> Iterator[Piece]:
+        assert self._form is not None
         end = self._scan.push(self._left)
         text, self._left = (self._left, "") if end is None else (self._left[:end], self._left[end:])
-        yield CallArguments(self._num_calls, text)
+        if self._form.literals is None:
+            yield CallArguments(self._num_calls, text)
+            if end is not None:
+                yield from self._end()
+            return
+        self._written += text
         if end is not None:
+            try:
+                given = self._form.literals.read(self._written)
+                told = json.dumps({key: self._unquoted(key, value) for key, value in given.items()})
+            except ValueError:  # it never becomes whole
+                self._form, self._state = None, self._say
+                return
+            yield CallArguments(self._num_calls, told)
             yield from self._end()
 
     def _values(self) -> Iterator[Piece]:
@@ -237,18 +255,26 @@ class TurnParser:
             yield CallArguments(self._num_calls, "}" if self._num_values else "{}")
             yield from self._end()
 
-    def _typed(self, key: str, text: str) -> Any:
-        """A value that was written as text: JSON, unless its schema says that it is text, or it is none."""
+    def _kind(self, key: str) -> Any:
+        """The type of an argument, by its schema."""
         schema = self._schemas.get(self._tool)
         properties = schema.get("properties") if isinstance(schema, Mapping) else None
         own = properties.get(key) if isinstance(properties, Mapping) else None
-        kind = own.get("type") if isinstance(own, Mapping) else None
-        if kind == "string":
+        return own.get("type") if isinstance(own, Mapping) else None
+
+    def _typed(self, key: str, text: str) -> Any:
+        """A value that was written as text: JSON, unless its schema says that it is text, or it is none."""
+        if self._kind(key) == "string":
             return text
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
             return {"True": True, "False": False, "None": None}.get(text, text)
+
+    def _unquoted(self, key: str, value: Any) -> Any:
+        """A literal; one in quotes that is to be none is what it says."""
+        is_quoted = isinstance(value, str) and self._kind(key) in ("integer", "number", "boolean", "null")
+        return self._typed(key, value) if is_quoted else value
 
     def _end(self) -> Iterator[Piece]:
         yield CallEnded(self._num_calls)
@@ -302,28 +328,31 @@ def _overlap(text: str, mark: str) -> int:
     return 0
 
 
-class _JsonScan:
-    """Looks for the end of a JSON value that begins with a bracket, in text that comes in pieces."""
+class _Scan:
+    """Looks for the end of a value that begins with a bracket, in text that comes in pieces: of JSON, or of literals
+    with other quotes."""
 
-    def __init__(self) -> None:
+    def __init__(self, literals: Literals | None) -> None:
+        self._quotes = ('"',) if literals is None else literals.quotes
+        self._escapes = r"\\.|" if max(map(len, self._quotes)) == 1 else ""
+        self._outside = re.compile("|".join([*map(re.escape, self._quotes), r"[\[\]{}()]"]))
+        self._pattern = self._outside
         self._depth = 0
-        self._is_text = self._is_escaped = False
+        self._left = ""  # what may be the beginning of a quote, or of what is escaped
 
     def push(self, text: str) -> int | None:
         """Where in this piece the value has ended."""
-        for found in re.finditer(r'[\\"{}\[\]]|(?<=\\).|^.', text, re.DOTALL):
-            character = found[0]
-            if self._is_escaped:
-                self._is_escaped = False
-            elif self._is_text:
-                self._is_escaped = character == "\\"
-                self._is_text = character != '"'
-            elif character == '"':
-                self._is_text = True
-            elif character in "{[":
-                self._depth += 1
-            elif character in "}]":
-                self._depth -= 1
+        before, text, place = len(self._left), self._left + text, 0
+        while found := self._pattern.search(text, place):
+            place, what = found.end(), found[0]
+            if what in self._quotes and self._pattern is self._outside:
+                self._pattern = re.compile(self._escapes + re.escape(what), re.DOTALL)
+            elif what in self._quotes:
+                self._pattern = self._outside
+            elif self._pattern is self._outside:
+                self._depth += 1 if what in "{[(" else -1
                 if not self._depth:
-                    return found.end()
+                    return place - before
+        longest = max(*map(len, self._quotes), 2) - 1
+        self._left = text[max(place, len(text) - longest) :]
         return None

@@ -9,16 +9,22 @@ from itertools import takewhile
 from typing import Any
 
 from penstock.errors import PenstockError
+from penstock.models.text.literals import Literals
 
 # In a literal: a call's id, a call's number, and whether a tagged value is text.
 ID, INDEX, IS_TEXT = "\ue000", "\ue001", "\ue002"
 ID_PATTERN, INDEX_PATTERN = "[a-zA-Z0-9_-]{1,64}", "[0-9]{1,3}"
 _IDS = ("pRoBe0001", "pRoBe0002")  # some templates want nine letters and digits
 _NAMES = ("prb_alpha", "prb_beta")
-_ARGUMENTS = {"prb_key": "prb text", "prb_count": 7}
+_ARGUMENTS = {"prb_key": "prb text", "prb_num": 7}  # in the order of their names, too
 _ANSWER, _THOUGHT = "prb answer", "prb thought"
 _USER = {"role": "user", "content": "prb question"}
 _MARK = r"(?:<[^<>\s]+>|\[[A-Z_/]+\])"
+# Python's literals, however a template quotes them, and keys without quotes beside texts with a model's own.
+_PYTHON = re.compile(r"\(prb_key=.{0,8}?prb text.{0,8}?prb_num=\W{0,2}7\W{0,2}?\)", re.DOTALL)
+_BARE_KEYS = re.compile(
+    r"\{prb_key:(?P<quote><[^<>\s]{1,20}>)prb text(?P=quote),prb_num:(?:(?P=quote))?7(?:(?P=quote))?\}"
+)
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]], str]
 
@@ -41,15 +47,34 @@ class CallFormat:
     middle: str
     closing: str
     between: str | None  # None: one call at a time
-    tags: Tags | None = None  # None: arguments are a JSON object
+    tags: Tags | None = None  # None: arguments are a JSON object, or what comes next
+    literals: Literals | None = None
     takes_text: bool = False  # the template wants arguments of past calls as text
     is_native: bool = True  # the template knows tools; else they are told in the system message
+    writes_calls: bool = (
+        True  # the template writes calls of the past; else they are a part of a message's text
+    )
 
     @property
     def trigger(self) -> str:
         """The mark by which a call can be told from text; empty where a call is the whole answer."""
         found = re.match(rf"{_MARK}|[^\s{{\[]\S*?(?=\s|\{{|$)", self.opening)
         return found[0] if found else ""
+
+    def write(self, calls: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+        """Names and arguments as a model would write them."""
+
+        def arguments(given: Mapping[str, Any]) -> str:
+            return (
+                json.dumps(given, ensure_ascii=False) if self.literals is None else self.literals.write(given)
+            )
+
+        between = self.closing + self.opening if self.between is None else self.between
+        return (
+            self.opening
+            + between.join(f"{name}{self.middle}{arguments(given)}" for name, given in calls)
+            + self.closing
+        )
 
 
 @dataclass(frozen=True)
@@ -64,6 +89,8 @@ class ThoughtMarks:
         return prompt.rstrip().endswith(self.opening)
 
 
+# What templates write after calls, for those who answer them.
+_FOLLOWS = ("<|tool_response>",)
 # For templates that say nothing of tools.
 HERMES = CallFormat(
     opening='<tool_call>\n{"name": "',
@@ -71,6 +98,7 @@ HERMES = CallFormat(
     closing="}\n</tool_call>",
     between='}\n</tool_call>\n<tool_call>\n{"name": "',
     is_native=False,
+    writes_calls=False,
 )
 # What a probe cannot see, by a mark of the template's source: the history is written otherwise than the answer, or
 # the format is told in words.
@@ -81,7 +109,12 @@ _KNOWN: dict[str, CallFormat] = {
 }
 # The same where a probe found nothing: tools are told natively, calls of the past are not.
 _TOLD: dict[str, CallFormat] = {
-    "<|tool_call|>": CallFormat('<|tool_call|>[{"name": "', '", "arguments": ', "}]", '}, {"name": "'),
+    "<|tool_call|>": CallFormat(
+        '<|tool_call|>[{"name": "', '", "arguments": ', "}]", '}, {"name": "', writes_calls=False
+    ),
+    "List of tools: ": CallFormat(
+        "<|tool_call_start|>[", "", "]<|tool_call_end|>", ", ", literals=Literals(), writes_calls=False
+    ),
 }
 _KNOWN_THOUGHTS = {"<|channel|>analysis": ThoughtMarks("<|channel|>analysis<|message|>", "<|end|>")}
 HERMES_TOOLS = (
@@ -123,7 +156,7 @@ def read_thoughts(source: str, render: Render) -> ThoughtMarks | None:
 
 
 def _tool(name: str) -> dict[str, Any]:
-    properties = {"prb_key": {"type": "string"}, "prb_count": {"type": "integer"}}
+    properties = {"prb_key": {"type": "string"}, "prb_num": {"type": "integer"}}
     parameters = {"type": "object", "properties": properties, "required": [*properties]}
     return {
         "type": "function",
@@ -150,8 +183,8 @@ def _read(render: Render, ends: Sequence[str], takes_text: bool) -> CallFormat |
         text = render([_USER, {"role": "assistant", "content": "", "tool_calls": calls}], tools)
         shared = re.sub(r"[<\[][^<>\[\]\s]*$", "", _shared(head, text))  # no mark is cut
         text = text[len(shared) :].removesuffix(end)
-        for each in ends:
-            text = text.partition(each)[0] if each else text
+        for each in filter(None, (*ends, *_FOLLOWS)):
+            text = text.partition(each)[0]
         for each in _IDS:
             text = text.replace(each, ID)
         return text
@@ -206,9 +239,14 @@ def _split(text: str) -> CallFormat | None:
                 return CallFormat("", text[: found.start()], text[found.end() :], None)
         except ValueError:
             continue
+    if (literals := _PYTHON.search(text) or _BARE_KEYS.search(text)) is not None:
+        quote = literals.groupdict().get("quote", "")
+        return CallFormat(
+            "", text[: literals.start()], text[literals.end() :], None, literals=Literals(quote)
+        )
     head, _, rest = text.partition("prb_key")
     value_mark, _, rest = rest.partition("prb text")
-    next_key, _, rest = rest.partition("prb_count")
+    next_key, _, rest = rest.partition("prb_num")
     second_mark, found_7, tail = rest.partition("7")
     if value_mark != second_mark:
         value_mark, second_mark = value_mark.replace("true", IS_TEXT), second_mark.replace("false", IS_TEXT)

@@ -58,6 +58,10 @@ class ChatTemplate:
             raise PromptError(f"a chat's messages are text, or lists and objects of it: {error}") from error
         return _process.render(self.source, given)
 
+    def prepare(self) -> None:
+        """Find out now what is asked of it later."""
+        _ = self.calls, self.thoughts
+
     @cached_property
     def calls(self) -> CallFormat:
         """How it writes calls of tools."""

@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import tokenizers
@@ -182,10 +182,14 @@ class Tokenizer:
 
     def split_special(self, text: str) -> list[str | int]:
         """The text, with the special tokens in it as ids."""
-        ids = {self.pieces.of(token, skip_special=False).decode(): token for token in self.pieces.special}
+        ids = self._special_ids
         names = sorted((name for name in ids if name and name in text), key=len, reverse=True)
         parts = re.split("(" + "|".join(map(re.escape, names)) + ")", text) if names else [text]
         return [ids.get(part, part) for part in parts if part]
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        return {self.pieces.of(token, skip_special=False).decode(): token for token in self.pieces.special}
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """The token ids of a conversation, up to where the answer begins."""
