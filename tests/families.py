@@ -7,7 +7,7 @@ import transformers
 
 from penstock.models.gguf.config import ARCHITECTURES
 from penstock.models.hf.config import family_defaults
-from penstock.models.hf.families import FAMILIES, MULTIMODAL
+from penstock.models.hf.families import FAMILIES, MULTIMODAL, NO_LAYER
 from tests.engine.test_families import MODELS
 from tests.engine.test_parity import MODELS as PLAIN
 from tests.models.family_gguf import ARCHITECTURES as CHECKED_GGUF
@@ -26,6 +26,8 @@ _SWITCHES = {
     "parallel_blocks": "parallel blocks",
     "interleaved_rotary": "pairs side by side",
     "zero_centred_norm": "norms 1 + weight",
+    "value_norm": "norms of values",
+    "layer_scale": "layers scaled",
     "sinks": "sinks",
     "bias": "biased experts",
     "interleaved": "MXFP4",
@@ -37,6 +39,7 @@ _SWITCHES = {
 _STATES = {
     "linear_num_key_heads": "delta net",
     "mamba_n_heads": "Mamba-2",
+    "layers_block_type": "Mamba-2, one block a layer",
     "conv_L_cache": "short convolution",
     "kv_lora_rank": "latent attention",
 }
@@ -58,7 +61,9 @@ def table() -> str:
         words += ["part of a head rotated"] if family.partial_rotary is not None else []
         words += [text for key, text in _STATES.items() if key in family_defaults(name)]
         words += ["scaled embedding"] if family.embedding_is_scaled else []
-        words += [f"window in all but one of {family.full_every} layers"] if family.full_every else []
+        every = "all" if family.full_every == NO_LAYER else f"all but one of {family.full_every}"
+        words += [f"window in {every} layers"] if family.full_every else []
+        words += ["queries that grow with their position"] if family.growth_key else []
         words += ["longrope"] if "longrope" in family.rope_kinds.values() else []
         words += ["rotary by kind of layer"] if family.rotary_by_kind else []
         words += ["rotary in windows only"] if family.rotated_in_windows else []

@@ -1,5 +1,6 @@
 """Small random models made by transformers' own classes: the oracle, and the same weights in our decoder."""
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +22,7 @@ from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig
 from penstock.plan.grids import RowLaw
 
+NUM_GREEDY = int(os.environ.get("PENSTOCK_TEST_TOKENS", "12"))  # tokens of an answer that are compared
 _SMALL = {
     "vocab_size": 211,
     "hidden_size": 96,
@@ -102,9 +104,17 @@ LONGROPE = (
     ("long_factor", (1.0, 2.0, 3.0, 5.0, 9.0, 20.0)),
     ("partial_rotary_factor", 0.75),
 )
+_GROWING = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "llama_4_scaling_beta": 0.4,
+}
 _MROPE = {"rope": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
 _OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
+    "ministral": {"sliding_window": 40},
+    "ministral3": {"rope": _GROWING},
     "mixtral": _LOCAL_EXPERTS,
     "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 56},
     "qwen2_vl": _MROPE,
@@ -131,6 +141,14 @@ _OWN: dict[str, dict[str, Any]] = {
     "gemma2": {"sliding_window": 40, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0},
     "gemma3_text": {**_WINDOW, "query_pre_attn_scalar": 20},
     "gemma3": {**_WINDOW, "query_pre_attn_scalar": 20},
+    "gemma4_text": {
+        **_WINDOW,
+        "global_head_dim": 32,
+        "hidden_size_per_layer_input": 0,
+        "num_experts": 6,
+        "top_k_experts": 3,
+        "moe_intermediate_size": 40,
+    },
     "cohere2": {**_WINDOW, "logit_scale": 0.25},
     "olmo3": {"sliding_window": 40, "num_hidden_layers": 4},
     "exaone4": _WINDOW,
@@ -153,6 +171,16 @@ _OWN: dict[str, dict[str, Any]] = {
         "ssm_out_multiplier": 0.9,
         "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
         "mlp_multipliers": [0.8, 1.3],
+    },
+    "nemotron_h": {
+        **_SIGMOID_EXPERTS,
+        "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "mlp"],
+        "moe_shared_expert_intermediate_size": 56,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+        "chunk_size": 32,
     },
     "granitemoehybrid": {
         **_MAMBA,
@@ -214,8 +242,10 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
         for name, buffer in model.named_buffers():
             if name.endswith((".e_score_correction_bias", ".expert_bias")):
                 buffer.uniform_(-0.2, 0.2)
+            if name.endswith(".layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for name, parameter in model.named_parameters():
-            if name.endswith("norm.weight"):
+            if name.endswith(("norm.weight", "norm_1.weight", "norm_2.weight", ".per_expert_scale")):
                 is_zero_centred = family in _ZERO_CENTRED and "linear_attn" not in name
                 parameter.uniform_(-0.5, 0.5) if is_zero_centred else parameter.uniform_(0.5, 1.5)
             elif "A_log" in name or "dt_bias" in name:

@@ -76,13 +76,45 @@ _WINDOWED = (
     ),
     *("mellum", "olmo3"),
 )
+_MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 32, "mamba_n_groups": 2, "mamba_d_state": 24}
+_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+}
+_SHORT_CONV = {"layer_types": ["conv", "full_attention", "conv"]}
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+_GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 48,
+    "llama_4_scaling_beta": 0.3,
+}
 OWN: dict[str, dict[str, Any]] = {
     **{name: {"num_key_value_heads": 6} for name in _LATENT},
     **{
         name: {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
         for name in _WINDOWED
     },
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA_NET),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _SHORT_CONV),
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "mamba_d_ssm": 192},
+    "granitemoehybrid": {**_MAMBA, "layer_types": _DELTA_NET["layer_types"]},
+    "nemotron_h": {
+        "sliding_window": None,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 24,
+        "moe_shared_expert_intermediate_size": 40,
+    },
+    "dots1": {"sliding_window": None},
+    "ministral3": {"rope_parameters": _GROWING},
     "mimo_v2_flash": {"num_attention_heads": 8},
     "gemma4_text": {
         "vocab_size_per_layer_input": 256,

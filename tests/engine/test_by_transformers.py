@@ -22,9 +22,9 @@ from penstock.models.opened import open_model
 from penstock.plan.policy import ScheduleConfig
 from tests.byte_models import TEMPLATE, byte_backend
 from tests.engine.batching import Wish, serve
-from tests.engine.test_families import CHUNKS, NUM_GENERATED, NUM_TOKENS
+from tests.engine.test_families import CHUNKS, NUM_TOKENS
 from tests.engine.test_parity import relative_error
-from tests.oracle import canon_of, random_prompt, run_prompt
+from tests.oracle import NUM_GREEDY, canon_of, random_prompt, run_prompt
 from tests.small import small_model
 
 CPU = torch.device("cpu")
@@ -47,11 +47,11 @@ def logits_of(model: Decoder, prompt: list[int], **chunks: Any) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_its_answer_is_transformers_in_any_chunks(family: str) -> None:
     oracle, prompt = small_model(family), random_prompt(NUM_TOKENS, 256)
-    model, tokens = loaded(oracle.folder), oracle.greedy(prompt, NUM_GENERATED)
+    model, tokens = loaded(oracle.folder), oracle.greedy(prompt, NUM_GREEDY)
     whole = logits_of(model, prompt)
     assert relative_error(whole, oracle.logits(prompt)) < 1e-4
     for chunks in CHUNKS:
-        run = run_prompt(model, prompt, **chunks, max_tokens=NUM_GENERATED)
+        run = run_prompt(model, prompt, **chunks, max_tokens=NUM_GREEDY)
         assert run.logits is not None
         assert torch.equal(run.logits, whole), chunks
         while run.finish_reason is None:

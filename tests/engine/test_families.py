@@ -20,9 +20,9 @@ from penstock.models.loading import load_decoder
 from penstock.plan.grids import STATE_GRID
 from tests.engine.test_parity import relative_error
 from tests.models.family_gguf import ARCHITECTURES, write_family_gguf
-from tests.oracle import LONGROPE, Oracle, load_model, make_oracle, random_prompt, run_prompt
+from tests.oracle import LONGROPE, NUM_GREEDY, Oracle, load_model, make_oracle, random_prompt, run_prompt
 
-NUM_TOKENS, NUM_GENERATED = 170, 12
+NUM_TOKENS = 170
 CHUNKS: tuple[dict[str, Any], ...] = (
     {"chunk_size": 0},
     {"chunk_size": 1},
@@ -36,6 +36,7 @@ SCALED = (
     ("full_attention", (("rope_type", "linear"), ("factor", 4.0), ("rope_theta", 1e5))),
     ("sliding_attention", (("rope_type", "default"), ("rope_theta", 2e4))),
 )
+_GROWTH = (("llama_4_scaling_beta", 0.1), ("original_max_position_embeddings", 60))
 _PLAIN_ROPE = (("rope_type", "default"),)
 _LATENT_YARN = (("rope_type", "yarn"), ("factor", 4.0), ("mscale", 1.0), ("mscale_all_dim", 0.8))
 # By transformers' name, with what differs from `tests.oracle`.
@@ -48,6 +49,10 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_vl", {"num_key_value_heads": 3}),
     ("qwen3_vl_moe", {}),
     ("mistral3", {}),
+    ("ministral", {}),
+    ("ministral", {"layer_types": ("full_attention", "sliding_attention"), "num_key_value_heads": 6}),
+    ("ministral3", {}),
+    ("ministral3", {"sliding_window": 40, "rope": (("rope_type", "default"), *_GROWTH)}),
     ("seed_oss", {}),
     ("seed_oss", {"attention_bias": False, "attention_out_bias": True, "mlp_bias": True}),
     ("phi3", {}),
@@ -91,6 +96,9 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("gemma3_text", {}),
     ("gemma3_text", {"rope": SCALED, "sliding_window": 64, "final_logit_softcapping": 5.0}),
     ("gemma3", {"head_dim": 32}),
+    ("gemma4_text", {}),
+    ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True}),
+    ("gemma4_text", {"global_head_dim": 16, "rope": SCALED, "final_logit_softcapping": 5.0}),
     ("cohere2", {}),
     ("cohere2", {"sliding_window": 4096, "tie_word_embeddings": True, "attention_bias": True}),
     ("olmo3", {}),
@@ -124,6 +132,8 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("bamba", {"mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_n_groups": 1, "mlp_bias": True}),
     ("falcon_h1", {}),
     ("falcon_h1", {"mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    ("nemotron_h", {}),
+    ("nemotron_h", {"layers_block_type": ("mlp", "full_attention", "linear_attention"), "use_bias": True}),
     ("granitemoehybrid", {}),
     ("granitemoehybrid", {"num_local_experts": 0, "position_embedding_type": "rope"}),
 ]
@@ -139,13 +149,13 @@ MECHANISMS = (
 @pytest.mark.parametrize(("family", "changes"), MODELS, ids=lambda value: str(value))
 def test_a_family_is_transformers(family: str, changes: dict[str, Any]) -> None:
     oracle, prompt = make_oracle(family, **changes), random_prompt(NUM_TOKENS)
-    logits, tokens = oracle.logits(prompt), oracle.greedy(prompt, NUM_GENERATED)
+    logits, tokens = oracle.logits(prompt), oracle.greedy(prompt, NUM_GREEDY)
     model = load_model(oracle.folder)
     whole = run_prompt(model, prompt).logits
     assert whole is not None
     assert relative_error(whole, logits) < 1e-4
     for chunks in CHUNKS:
-        run = run_prompt(model, prompt, **chunks, max_tokens=NUM_GENERATED)
+        run = run_prompt(model, prompt, **chunks, max_tokens=NUM_GREEDY)
         assert run.logits is not None
         if model.config.mamba is None or chunks.get("chunk_size", 1) % STATE_GRID == 0:
             assert torch.equal(run.logits, whole), chunks
@@ -228,6 +238,13 @@ KNOWN_TO_LLAMA_CPP: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"num_hidden_layers": 4, "sliding_window_pattern": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
+    "ministral3": {
+        "rope": (("rope_type", "yarn"), ("factor", 4.0), ("mscale", 1.0), ("mscale_all_dim", 1.0), *_GROWTH)
+    },
+    "deepseek_v3": {"rope": (*_LATENT_YARN[:2], ("mscale", 0.8), ("mscale_all_dim", 0.8), _ORIGINAL)},
+    "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
+    "granitemoehybrid": {"mamba_n_groups": 1},
+    "nemotron_h": {"layers_block_type": ("linear_attention", "moe", "linear_attention", "full_attention")},
 }
 
 

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 
 from tests.engine.hybrids import MIXTURES, MODELS, Snapshot, Tape, assert_all_free, hybrid, hybrid_oracle
 from tests.engine.test_parity import relative_error
-from tests.oracle import random_prompt, run_prompt
+from tests.oracle import NUM_GREEDY, random_prompt, run_prompt
 
 # Of the convolution's taps and the delta rule's blocks: one fewer, as many, one more. 0 is the whole prompt.
 CHUNK_SIZES = (1, 2, 3, 4, 5, 63, 64, 65)
-NUM_DECODES = 12
 NAMES = (*MODELS, *MIXTURES)
 
 
@@ -39,11 +38,11 @@ def check(name: str, num_tokens: int, chunk_sizes: Iterable[int], num_decodes: i
 @pytest.mark.parametrize("num_tokens", CHUNK_SIZES)
 def test_short_prompts(name: str, num_tokens: int) -> None:
     sizes = (*(size for size in CHUNK_SIZES if size <= num_tokens), 0)
-    check(name, num_tokens, sizes, NUM_DECODES if num_tokens in (1, 3, 64) else 1)
+    check(name, num_tokens, sizes, NUM_GREEDY if num_tokens in (1, 3, 64) else 1)
 
 
 def test_several_hundred_tokens(name: str) -> None:
-    check(name, 261, (1, 4, 63, 65, 127, 0), NUM_DECODES)
+    check(name, 261, (1, 4, 63, 65, 127, 0), NUM_GREEDY)
 
 
 def test_more_than_a_thousand_tokens(name: str) -> None:
@@ -66,7 +65,7 @@ def test_any_way_through_the_prompt(data: st.DataObject) -> None:
     """Uneven spans, steps that fail and are tried again, snapshots, and ways back to them."""
     name = data.draw(st.sampled_from(sorted(MODELS)))
     prompt = random_prompt(data.draw(st.integers(1, 400)), seed=data.draw(st.integers(0, 3)))
-    tape = Tape(hybrid(name), prompt, num_generated=NUM_DECODES)
+    tape = Tape(hybrid(name), prompt, num_generated=NUM_GREEDY)
     snapshots: list[Snapshot] = []
     ways_back = data.draw(st.integers(0, 3))
     while tape.cache.num_tokens < len(prompt):
@@ -89,8 +88,8 @@ def test_any_way_through_the_prompt(data: st.DataObject) -> None:
     oracle = hybrid_oracle(name)
     assert tape.logits is not None
     assert relative_error(tape.logits, oracle.logits(prompt)) < 1e-4
-    failures = data.draw(st.frozensets(st.integers(0, NUM_DECODES - 1), max_size=4))
-    assert tape.generate(NUM_DECODES, failures=failures) == oracle.greedy(prompt, NUM_DECODES)
+    failures = data.draw(st.frozensets(st.integers(0, NUM_GREEDY - 1), max_size=4))
+    assert tape.generate(NUM_GREEDY, failures=failures) == oracle.greedy(prompt, NUM_GREEDY)
     for snapshot in snapshots:
         snapshot.release()
     tape.cache.free()

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.oracle import Oracle, load_model, make_oracle, random_prompt, run_prompt
+from tests.oracle import NUM_GREEDY, Oracle, load_model, make_oracle, random_prompt, run_prompt
 
 CHUNK_SIZES = (0, 1, 3, 7, 64, 100)
 
@@ -91,9 +91,9 @@ def test_logits_after_the_prompt(oracle: Oracle, chunk_size: int, num_tokens: in
 
 def test_greedy_tokens(oracle: Oracle) -> None:
     prompt = random_prompt(200)
-    logits, tokens = oracle.logits(prompt), oracle.greedy(prompt, 16)
+    logits, tokens = oracle.logits(prompt), oracle.greedy(prompt, NUM_GREEDY)
     for chunk_size in CHUNK_SIZES:
-        run = run_prompt(load_model(oracle.folder), prompt, chunk_size=chunk_size, max_tokens=16)
+        run = run_prompt(load_model(oracle.folder), prompt, chunk_size=chunk_size, max_tokens=NUM_GREEDY)
         assert run.logits is not None
         assert relative_error(run.logits, logits) < 1e-4, chunk_size
         while run.finish_reason is None:

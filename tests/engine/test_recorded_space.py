@@ -195,12 +195,11 @@ def test_who_says_how_much_is_kept_keeps_no_more_beside_a_store(load: Load, tmp_
     assert llm._spaces.recorded is None
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_hit_and_miss_have_the_same_bits_and_lie_in_one_place(cold: LLM, storing: LLM, seed: int) -> None:
+def test_hit_and_miss_have_the_same_bits_and_lie_in_one_place(cold: LLM, storing: LLM) -> None:
     """Prompts that begin alike or do not, that end anywhere, are left half way, or run beside another: each has the
     bits of a cold engine, and lies where it would lie in a cache of its own."""
-    draw = random.Random(seed)
-    texts = [random_prompt(GRID, 256, seed * 10 + index) for index in range(2)]
+    draw = random.Random(0)
+    texts = [random_prompt(GRID, 256, index) for index in range(2)]
     for _ in range(24):
         start = draw.choice(texts)[: draw.choice((64, 128, 200, 256, 320, 384, 400))]
         prompt = start + random_prompt(draw.choice((0, 1, 64, 90)), 256, draw.randrange(10**6))

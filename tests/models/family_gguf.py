@@ -51,9 +51,21 @@ ARCHITECTURES = {
     "olmo3": "olmo2",
     "exaone4": "exaone4",
     "gpt_oss": "gpt-oss",
+    "ministral3": "mistral3",
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
+    "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
+    "nemotron_h": "nemotron_h_moe",
 }
-_PERMUTED = ("llama", "smollm3", "granite", "granitemoe", "arcee")
+_PERMUTED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "arcee")
 _ZERO_CENTRED = ("gemma", "nemotron", "gemma2", "gemma3_text")
+_LFM2_EXPERTS = {
+    f"{theirs}.weight": f"{ours}_proj.weight"
+    for theirs, ours in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
+}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
@@ -70,7 +82,7 @@ def write_family_gguf(model: Any, folder: Path, path: Path, experts: Kind = Kind
         kind = experts if short.endswith("_exps.weight") else Kind.F32
         data = np.ascontiguousarray(data, dtype=np.float32)
         stored[short] = (data if kind is Kind.F32 else quantize(data, kind), kind)
-    if config.rope_parameters.get("rope_type") == "longrope":
+    if _rope(config).get("rope_type") == "longrope":
         for name in ("long", "short"):
             factors = np.array(config.rope_parameters[f"{name}_factor"], dtype=np.float32)
             stored[f"rope_factors_{name}.weight"] = (factors, Kind.F32)
@@ -86,9 +98,18 @@ def _tensors(saved: dict[str, Array], config: Any, architecture: str) -> dict[st
         if "visual" in name:
             continue
         if expert := _EXPERT.fullmatch(name):
-            stacks.setdefault(f"{expert[1]}.{expert[3]}", {})[int(expert[2])] = data
+            stem = re.sub(r"^(?:backbone|model)(.*)\.(?:mixer|feed_forward)\.", r"model\1.mlp.", expert[1])
+            projection = _LFM2_EXPERTS[expert[3]] if "feed_forward" in name else expert[3]
+            stacks.setdefault(f"{stem}.{projection}", {})[int(expert[2])] = data
             continue
         part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
+        name, data = _of_states(name, data, config)
+        if part == "kv_b_proj":
+            heads = data.reshape(config.num_attention_heads, -1, data.shape[1])
+            keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+            tensors[name.replace("kv_b_proj", "k_b_proj")] = keys.swapaxes(1, 2)
+            tensors[name.replace("kv_b_proj", "v_b_proj")] = values
+            continue
         if architecture in _PERMUTED and part in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
             data = permute(data, heads)
@@ -121,14 +142,107 @@ def _tensors(saved: dict[str, Array], config: Any, architecture: str) -> dict[st
     return tensors
 
 
+def _of_states(name: str, data: Array, config: Any) -> tuple[str, Array]:
+    """Tensors of recurrent layers, and Falcon-H1's, which are multiplied with what its model multiplies by."""
+    if name.endswith(".dt_bias"):
+        name = name.removesuffix("dt_bias") + "dt_proj.bias"
+    if name.endswith((".conv1d.weight", ".conv.conv.weight")):
+        data = data[:, 0]
+    if name.endswith(".A_log"):
+        data = -np.exp(data)
+    if name.endswith((".A_log", ".D")):
+        data = data.reshape(-1, 1)
+    if name.endswith((".mamba.norm.weight", ".mixer.norm.weight")):
+        data = data.reshape(getattr(config, "n_groups", None) or config.mamba_n_groups, -1)
+    if name.endswith(".expert_bias"):
+        name += ".bias"
+    if config.model_type == "falcon_h1":
+        gate, down = config.mlp_multipliers
+        scales = {
+            "embed_tokens": config.embedding_multiplier,
+            "lm_head": config.lm_head_multiplier,
+            "gate_proj": gate,
+            "down_proj": down,
+            "q_proj": config.attention_in_multiplier,
+            "k_proj": config.attention_in_multiplier * config.key_multiplier,
+            "v_proj": config.attention_in_multiplier,
+            "o_proj": config.attention_out_multiplier,
+            "out_proj": config.ssm_out_multiplier,
+        }
+        data = data * np.float32(scales.get(name.split(".")[-2], 1.0))
+        if name.endswith("mamba.in_proj.weight"):
+            inner, keys = config.mamba_d_ssm, config.mamba_n_groups * config.mamba_d_state
+            sizes = (inner, inner, keys, keys, config.mamba_n_heads)
+            factors = np.repeat(config.ssm_multipliers, sizes)[:, None] * config.ssm_in_multiplier
+            data = data * factors.astype(np.float32)
+    return name, data
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """None in a model that rotates nothing."""
+    return getattr(config, "rope_parameters", None) or {}
+
+
+def _kinds(config: Any) -> dict[str, Any]:
+    """What a file has for each layer, and of those with states."""
+    if config.model_type not in ("lfm2", "lfm2_moe", "granitemoehybrid", "falcon_h1", "nemotron_h"):
+        return {}
+    kinds = [] if config.model_type == "falcon_h1" else config.layer_types
+    attends = [kind in ("full_attention", "attention") for kind in kinds]
+    values: dict[str, Any] = {"rope.scaling.finetuned": False}
+    if kinds:
+        values["attention.head_count_kv"] = [config.num_key_value_heads * each for each in attends]
+    if config.model_type == "nemotron_h":
+        values["feed_forward_length"] = [config.moe_intermediate_size * (kind == "moe") for kind in kinds]
+        values["attention.layer_norm_rms_epsilon"] = config.layer_norm_epsilon
+    if config.model_type.startswith("lfm2"):
+        width = config.intermediate_size
+        if getattr(config, "block_auto_adjust_ff_dim", False):
+            width = int(config.block_ffn_dim_multiplier * int(2 * width / 3))
+            width = -(-width // config.block_multiple_of) * config.block_multiple_of
+        eps = {"attention.layer_norm_rms_epsilon": config.norm_eps}
+        return values | {"shortconv.l_cache": config.conv_L_cache, "feed_forward_length": width, **eps}
+
+    def key(*names: str) -> Any:
+        return next(getattr(config, name) for name in names if hasattr(config, name))
+
+    num_heads, size = key("mamba_n_heads", "mamba_num_heads"), key("mamba_d_head", "mamba_head_dim")
+    return values | {
+        "ssm.conv_kernel": key("mamba_d_conv", "conv_kernel"),
+        "ssm.state_size": key("mamba_d_state", "ssm_state_size"),
+        "ssm.group_count": key("mamba_n_groups", "n_groups"),
+        "ssm.time_step_rank": num_heads,
+        "ssm.inner_size": num_heads * size,
+    }
+
+
+def _latent(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    if not getattr(config, "kv_lora_rank", None):
+        return {}
+    rank, rotated = config.kv_lora_rank, config.qk_rope_head_dim
+    return {
+        "attention.q_lora_rank": config.q_lora_rank,
+        "attention.kv_lora_rank": rank,
+        "attention.head_count_kv": 1,
+        "attention.key_length": rank + rotated,
+        "attention.value_length": rank,
+        "attention.key_length_mla": config.qk_nope_head_dim + rotated,
+        "attention.value_length_mla": config.v_head_dim,
+        "rope.dimension_count": rotated,
+        "rope.scaling.yarn_log_multiplier": 0.1 * rope["mscale_all_dim"]
+        if "mscale_all_dim" in rope
+        else None,
+    }
+
+
 def _metadata(config: Any) -> dict[str, Any]:
     def key(*names: str) -> Any:
         return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
-    rope = config.rope_parameters.get("full_attention", config.rope_parameters)
+    rope = _rope(config).get("full_attention", _rope(config))
     factor, original = rope.get("factor"), key("original_max_position_embeddings")
     head_dim = key("head_dim") or config.hidden_size // config.num_attention_heads
-    is_sigmoid = config.model_type in ("glm4_moe", "dots1")
+    is_sigmoid = config.model_type in ("glm4_moe", "dots1", "deepseek_v3", "nemotron_h", "lfm2_moe")
     values = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -140,7 +254,9 @@ def _metadata(config: Any) -> dict[str, Any]:
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": key("rms_norm_eps"),
         "attention.layer_norm_epsilon": key("layer_norm_eps", "norm_epsilon", "norm_eps"),
-        "rope.freq_base": rope["rope_theta"],
+        "rope.freq_base": rope.get("rope_theta"),
+        "attention.temperature_scale": rope.get("llama_4_scaling_beta"),
+        "rope.scaling.yarn_log_multiplier": rope.get("mscale_all_dim"),
         "rope.scaling.type": rope["rope_type"] if factor else None,
         "rope.scaling.factor": factor,
         "rope.scaling.original_context_length": rope.get("original_max_position_embeddings", original),
@@ -159,7 +275,9 @@ def _metadata(config: Any) -> dict[str, Any]:
             "expert_used_count": key("num_experts_per_tok", "moe_k", "moe_topk"),
             "expert_feed_forward_length": key("moe_intermediate_size"),
             "expert_shared_feed_forward_length": key("shared_expert_intermediate_size"),
-            "leading_dense_block_count": key("first_k_dense_replace", "moe_layer_start_index"),
+            "leading_dense_block_count": key(
+                "first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"
+            ),
             "interleave_moe_layer_step": key("moe_layer_interval"),
             "expert_weights_scale": key("routed_scaling_factor"),
             "expert_weights_norm": key("norm_topk_prob") if is_sigmoid else None,
@@ -167,4 +285,4 @@ def _metadata(config: Any) -> dict[str, Any]:
             "expert_group_count": key("n_group"),
             "expert_group_used_count": key("topk_group"),
         }
-    return values
+    return values | _latent(config, rope) | _kinds(config)

@@ -60,9 +60,11 @@ OWN: dict[str, dict[str, Any]] = {
         family: {"num_key_value_heads": 4, "num_attention_heads": 4, "n_group": 1, "topk_group": 1}
         for family in LATENT
     },
+    "gemma4_text": {"hidden_size_per_layer_input": 0},
     "bamba": {"attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4},
     "granitemoehybrid": {"layer_types": _LAYERS, "num_hidden_layers": 4},
+    "nemotron_h": {"mamba_num_heads": 4, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2},
     "lfm2": {"layer_types": ["conv", *_LAYERS[1:2], "conv", "conv"], "num_hidden_layers": 4},
     "lfm2_moe": {"layer_types": ["conv", *_LAYERS[1:2], "conv", "conv"], "num_hidden_layers": 4},
 }
@@ -97,6 +99,17 @@ WITHOUT_EFFECT = {
     *("num_mtp_layers", "num_nextn_predict_layers"),
 }
 
+# Of one family alone.
+OWN_WITHOUT_EFFECT = {
+    "gemma4_text": {"vocab_size_per_layer_input", "use_double_wide_mlp"},  # of E2B and E4B
+    "nemotron_h": {
+        # Of weights that are made; of limits that its model does not read.
+        *("time_step_max", "time_step_floor", "time_step_limit", "rescale_prenorm_residual"),
+        *("use_mamba_kernels", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap"),
+        "mtp_layers_block_type",
+    },
+}
+
 
 def table() -> str:
     """A line for each family. `defaults` are the class's own attributes, before an object of it derives some from
@@ -109,14 +122,15 @@ def table() -> str:
 
 def defaults(family: str) -> dict[str, Any]:
     config = transformers.CONFIG_MAPPING[family]
-    return {key: getattr(config, key) for key in DEFAULT_KEYS if hasattr(config, key)}
+    found = {key: getattr(config, key) for key in DEFAULT_KEYS if hasattr(config, key)}
+    return {key: value for key, value in found.items() if not isinstance(value, property)}
 
 
 def fixed(family: str) -> dict[str, Any]:
     config = transformers.CONFIG_MAPPING[family]
     found = {field.name: _of_class(config, field.name) for field in fields(config)}
     found |= model_reads(config)
-    read = {*DEFAULT_KEYS, *WITHOUT_EFFECT, *reads_here(family)}
+    read = {*DEFAULT_KEYS, *WITHOUT_EFFECT, *OWN_WITHOUT_EFFECT.get(family, ()), *reads_here(family)}
     return {
         name: value
         for name, value in sorted(found.items())

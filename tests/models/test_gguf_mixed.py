@@ -16,7 +16,7 @@ from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.quantised import BLOCK_FORMS, QuantisedWeight
 from penstock.layers.attention import Attention
 from penstock.layers.linear import Linear
-from penstock.layers.mlp import MLP
+from penstock.layers.mlp import MLP, ExpertMLP
 from penstock.layers.recurrent import Recurrent
 from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
@@ -105,7 +105,8 @@ def fused_weights(model: Decoder) -> list[Linear]:
         mixer = layer.mixer
         assert isinstance(mixer, Attention | Recurrent)
         found.append(mixer.qkv if isinstance(mixer, Attention) else mixer.inputs)
-        block = layer.mlp if isinstance(layer.mlp, MLP) else layer.mlp.shared
+        block = layer.mlp if isinstance(layer.mlp, MLP) else None
+        block = layer.mlp.shared if isinstance(layer.mlp, ExpertMLP) else block
         if block is not None:
             found.append(block.gate_up)
     return found

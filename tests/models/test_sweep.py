@@ -19,7 +19,7 @@ from tests.models.sweep import Case, cases, families, outcome, runner
 from tests.oracle import random_prompt, run_prompt
 from tests.small import make_multimodal, small_config
 
-SEED, NUM_CASES = 5, 14
+SEED, NUM_CASES, NUM_ROWS = 5, 6, 12
 LARGE = ("gemma4_text", "gemma4_unified_text", "kolibri1")  # whatever their sizes
 RUN = ("penstock", "transformers")
 
@@ -28,7 +28,8 @@ def sample() -> list[Case]:
     """Of all cases of the command."""
     chosen = random.Random(SEED)
     names = chosen.sample([name for name in families() if name in TRIED and name not in LARGE], NUM_CASES)
-    return [chosen.choice(list(cases(name))) for name in names]
+    rows = chosen.sample([name for name in families() if name in FAMILIES], NUM_ROWS)
+    return [chosen.choice(list(cases(name))) for name in names + rows]
 
 
 @pytest.mark.parametrize("case", sample(), ids=str)

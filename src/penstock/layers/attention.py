@@ -23,9 +23,11 @@ class Attention:
     is_gated: bool = False
     group: int = 0  # of the K/V groups of the cache
     rotary: int = 0  # among the model's
+    query_scale: int = 0  # where queries grow with their position: by which of the rotary tables
     # Norms of queries and keys that `HeadLayout` has not: of all heads together, or of each after its rotation.
     norms: tuple[Tensor, Tensor] | None = None
     is_normed_late: bool = False
+    value_norm: Tensor | None = None  # [head_dim]
 
     def products(self) -> tuple[Linear, ...]:
         return self.qkv, self.out
@@ -39,10 +41,17 @@ class Attention:
             self._norm(projected, cos, sin, step)
             if self.is_normed_late:  # and rotated
                 cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+        if self.value_norm is not None:
+            start = (self.heads.num_heads + self.heads.num_kv_heads) * self.heads.head_dim
+            values = projected[:, start : start + self.heads.num_kv_heads * self.heads.head_dim]
+            by_head = values.reshape(len(values), -1, self.heads.head_dim)
+            values.copy_(step.kernels.rms_norm(by_head, self.value_norm, self.heads.norm_eps).flatten(1))
         kv = step.caches.layer(self.group, self.index)
         queries = step.kernels.place_heads(
             projected, self.heads, cos, sin, kv, step.batch.group(self.group).places
         )
+        if self.query_scale:
+            queries.mul_(step.rotary[self.query_scale][0][:, :, None])
         if not self.is_gated:
             return (queries,)
         return (queries, projected[:, -self.heads.num_heads * self.heads.head_dim :])

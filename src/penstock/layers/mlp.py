@@ -12,6 +12,7 @@ from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.experts import GroupedExperts, route
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
+from penstock.layers.norm import Norm
 from penstock.plan.model import ExpertsConfig
 
 
@@ -53,6 +54,39 @@ class MLP:
 
 
 @dataclass(frozen=True)
+class NoBlock:
+    """In place of either block of a layer that has but the other (Nemotron-H): it adds nothing."""
+
+    waits_for_host: ClassVar[bool] = False
+    widths: ClassVar[tuple[int, ...]] = ()
+
+    def products(self) -> tuple[Linear, ...]:
+        return ()
+
+    expert_products = products
+
+    def read_in(self, x: Tensor, step: ForwardPass) -> tuple[Tensor, ...]:
+        return (x,)
+
+    def mix(self, rows: tuple[Tensor, ...], step: ForwardPass, *, is_last: bool = False) -> Tensor:
+        return torch.zeros_like(rows[0])
+
+    def __call__(self, x: Tensor, step: ForwardPass, num_rows: int | None = None) -> Tensor:
+        return torch.zeros_like(x)
+
+
+@dataclass(frozen=True)
+class ApartNorms:
+    """Of a mixture whose parts are each normed on their own."""
+
+    shared: Norm
+    experts: Norm
+    router: Norm
+    shared_exit: Norm
+    experts_exit: Norm
+
+
+@dataclass(frozen=True)
 class ExpertMLP:
     """Each token goes through a few of many blocks, and through a shared one. Kernels may have all of them as one;
     otherwise tokens are grouped by expert here, and a group is one product, padded like the batch."""
@@ -62,6 +96,7 @@ class ExpertMLP:
     experts: tuple[MLP, ...] | GroupedExperts
     shared: MLP | None
     choice_bias: Tensor | None = None  # [experts], float32
+    norms: ApartNorms | None = None  # then what enters has not been normed
 
     @property
     def waits_for_host(self) -> bool:
@@ -83,25 +118,40 @@ class ExpertMLP:
     def __call__(self, x: Tensor, step: ForwardPass, num_rows: int | None = None) -> Tensor:
         """x [rows, hidden], of which the first `num_rows` are tokens and the others padding, whose output is of no
         use."""
+        if (norms := self.norms) is None:
+            return self._run(x, self.router(x, step), self.shared, step, num_rows)
+        assert self.shared is not None
+        kernels = step.kernels
+        scores = self.router(norms.router(x, kernels), step)
+        out = norms.experts_exit(self._run(norms.experts(x, kernels), scores, None, step, num_rows), kernels)
+        return out.add_(norms.shared_exit(self.shared(norms.shared(x, kernels), step), kernels))
+
+    def _run(
+        self, x: Tensor, scores: Tensor, shared: MLP | None, step: ForwardPass, num_rows: int | None
+    ) -> Tensor:
         if isinstance(self.experts, tuple):
-            return self._run_each(self.experts, x, step, num_rows)
-        scores = self.router(x, step)
-        shared = self.shared(x, step) if self.shared else None
-        return self.experts.run(x, scores, shared, is_canonical=step.batch.is_canonical)
+            return self._run_each(self.experts, x, scores.float(), shared, step, num_rows)
+        beside = shared(x, step) if shared else None
+        return self.experts.run(x, scores, beside, is_canonical=step.batch.is_canonical)
 
     def _run_each(
-        self, experts: tuple[MLP, ...], x: Tensor, step: ForwardPass, num_rows: int | None
+        self,
+        experts: tuple[MLP, ...],
+        x: Tensor,
+        scores: Tensor,
+        shared: MLP | None,
+        step: ForwardPass,
+        num_rows: int | None,
     ) -> Tensor:
         num_experts = len(experts)
-        scores = self.router(x, step).float()
         own = scores[:num_rows, :num_experts].contiguous()
         weights, chosen = route(own, self.config, self.choice_bias, step.kernels.sigmoid)
         total = mix_experts(experts, x, chosen, weights, step)
-        if self.shared is not None and self.config.shared_gate:
+        if shared is not None and self.config.shared_gate:
             gate = step.kernels.sigmoid(scores[:, num_experts:])[:, :1]
-            total.addcmul_(self.shared(x, step), gate)
-        elif self.shared is not None:
-            total += self.shared(x, step)
+            total.addcmul_(shared(x, step), gate)
+        elif shared is not None:
+            total += shared(x, step)
         return total.to(x.dtype)
 
 

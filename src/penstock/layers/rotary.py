@@ -50,6 +50,27 @@ class Rotary:
         self._sin = torch.cat((self._sin, sin_page))
 
 
+class QueryScale:
+    """What queries are multiplied by, by position, in the model's dtype: growing with the original contexts before
+    them. It is taken along as a rotary table of one column."""
+
+    num_choices = 1
+
+    def __init__(
+        self, config: RotaryConfig, max_position: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._growth, self._context = config.query_growth, config.original_max_position or max_position
+        self._table = torch.empty(0, 1, dtype=dtype, device=device)
+
+    def reserve(self, end: int) -> tuple[Tensor, Tensor]:
+        """As `Rotary.reserve`; both are the same."""
+        if len(self._table) < end:
+            positions = torch.arange(-(-end // ROTARY_PAGE) * ROTARY_PAGE)
+            scale = 1 + self._growth * torch.log(1 + torch.floor(positions / self._context))
+            self._table = scale[:, None].to(self._table)
+        return self._table, self._table
+
+
 def rotary_frequencies(
     config: RotaryConfig, head_dim: int, max_position: int, *, is_long: bool = False
 ) -> tuple[Tensor, float]:
@@ -70,12 +91,14 @@ def rotary_frequencies(
             return _llama3(config, frequencies, max_position), 1.0
         case "yarn":
             return _yarn(config, frequencies, head_dim, max_position)
+        case "proportional":
+            is_rotated = torch.arange(head_dim // 2) < int(config.share * head_dim // 2)
+            return frequencies / config.factor * is_rotated, 1.0
         case "longrope":
             factors = torch.tensor(config.long_factors if is_long else config.short_factors)
             return 1.0 / (factors * config.theta**exponents), _longrope_scale(config, max_position)
-    raise ModelError(
-        f"rotary scaling {config.kind!r} is not supported; accepted: default, linear, llama3, yarn, longrope"
-    )
+    kinds = "default, linear, llama3, yarn, longrope, proportional"
+    raise ModelError(f"rotary scaling {config.kind!r} is not supported; accepted: {kinds}")
 
 
 def _llama3(config: RotaryConfig, frequencies: Tensor, max_position: int) -> Tensor:

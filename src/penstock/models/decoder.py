@@ -20,15 +20,15 @@ from penstock.layers.attention import Attention
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
 from penstock.layers.latent import LatentAttention
 from penstock.layers.linear import Linear
-from penstock.layers.mlp import MLP, ExpertMLP
+from penstock.layers.mlp import MLP, ExpertMLP, NoBlock
 from penstock.layers.norm import Norm
 from penstock.layers.recurrent import Recurrent, SideBySide
-from penstock.layers.rotary import Rotary, RotaryTables, at_positions
+from penstock.layers.rotary import QueryScale, Rotary, RotaryTables, at_positions
 from penstock.plan.memory import ActivationModel
 from penstock.plan.model import ModelConfig
 from penstock.plan.step import Workspace
 
-Mixer = Attention | LatentAttention | Recurrent | SideBySide
+Mixer = Attention | LatentAttention | Recurrent | SideBySide | NoBlock
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,10 @@ class DecoderLayer:
     mixer_norm: Norm
     mixer: Mixer
     mlp_norm: Norm
-    mlp: MLP | ExpertMLP
+    mlp: MLP | ExpertMLP | NoBlock
     mixer_exit: Norm  # of what a block adds to the residual
     mlp_exit: Norm
+    scale: float = 1.0  # on what leaves it
 
     def products(self) -> tuple[Linear, ...]:
         """Those that every row goes through."""
@@ -114,12 +115,14 @@ class Decoder:
         self._exit_norm = exit_norm  # the next layer's or the model's last
         # [vocab, hidden], packed; a tied one is a copy of the embedding unless quantised. None: another stage has it.
         self._head = head
-        size = config.rotary_dim or config.head_dim
-        self._rotaries = [
+        sizes = [config.rotary_dim or size for size in (config.kv_heads(windowed=False)[1], config.head_dim)]
+        self._rotaries: list[Rotary | QueryScale] = [
             Rotary(rotary, size, config.max_position, dtype, device)
-            for rotary in (config.rotary, config.other_rotary)
+            for rotary, size in zip((config.rotary, config.other_rotary), sizes, strict=True)
             if rotary is not None
         ]
+        if config.rotary.query_growth:
+            self._rotaries.append(QueryScale(config.rotary, config.max_position, dtype, device))
         self.dense_layers = self._as_one_call()  # for decodes, where there is such a call
         self.threads = StepThreads(
             is_host=device_kind(self.device).is_host,
@@ -146,6 +149,8 @@ class Decoder:
             or config.parallel_blocks
             or config.residual_scale != 1.0
             or config.attention_scale is not None
+            or config.layer_scale
+            or config.rotary.query_growth
         ):
             return None
         dense = [layer.dense(norm) for layer, norm in zip(self.layers, self._next_norms, strict=True)]
@@ -177,11 +182,11 @@ class Decoder:
             products=_shapes(product for layer in self.layers for product in layer.products()),
             head=None if self._head is None else _shape(self._head),
             num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
+            num_kv_heads=config.kv_heads(windowed=False)[0],
+            head_dim=config.kv_heads(windowed=False)[1],
             hidden_size=config.hidden_size,
             mlp_widths=tuple(sorted({width for layer in self.layers for width in layer.mlp.widths})),
-            rotary_dim=config.rotary_dim or config.head_dim,
+            rotary_dim=config.rotary_dim or config.kv_heads(windowed=False)[1],
             recurrent=config.recurrent,
             latent=config.latent,
             num_experts=config.experts.num_experts if config.experts else 0,
@@ -198,6 +203,7 @@ class Decoder:
         config = self.config
         waits = any(layer.mlp.waits_for_host for layer in self.layers) or config.parallel_blocks
         is_plain = config.recurrent is config.delta_net and not config.latent and not self._has_long_rows
+        is_plain = is_plain and config.full_heads is None
         return self.kernels.can_capture and self.is_whole and is_plain and not waits
 
     def weights(self) -> Iterator[Weight]:
@@ -333,9 +339,14 @@ class Decoder:
         exit_norm: Norm,
         next_norm: Norm,
         into: tuple[Tensor, Tensor] | None = None,
+        scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
-        """The residual with what a block gave, and the norm of it; `into` as in `Kernels.add_norm`."""
+        """The residual with what a block gave, times `scale`, and the norm of it; `into` as in `Kernels.add_norm`."""
         delta = exit_norm(delta, self.kernels)
+        if scale != 1.0:
+            total = (x + delta).mul_(scale)
+            normed = next_norm(total, self.kernels)
+            return (total, normed) if into is None else (into[0].copy_(total), into[1].copy_(normed))
         if self.config.residual_scale != 1.0:
             delta = delta * self.config.residual_scale
         return next_norm.of_sum(x, delta, self.kernels, into)
@@ -346,7 +357,8 @@ class Decoder:
         """A layer's second block, of whose rows the first `num_rows` are no padding. Returns what leaves the layer,
         and its norm for the next."""
         layer = self.layers[index]
-        return self._add(x, layer.mlp(normed, step, num_rows), layer.mlp_exit, self._next_norms[index])
+        out = layer.mlp(normed, step, num_rows)
+        return self._add(x, out, layer.mlp_exit, self._next_norms[index], scale=layer.scale)
 
     def _run_mlp_in_slabs(
         self, index: int, x: Tensor, mixed: Tensor, slabs: list[slice], step: ForwardPass
@@ -357,7 +369,7 @@ class Decoder:
         for slab in slabs:
             total, normed = self.add_mixed(index, x[slab], mixed[slab])
             out = layer.mlp(normed, step)
-            self._add(total, out, layer.mlp_exit, next_norm, into=(x[slab], mixed[slab]))
+            self._add(total, out, layer.mlp_exit, next_norm, (x[slab], mixed[slab]), layer.scale)
             del total, normed, out  # before the next are made
         return x, mixed
 
@@ -416,11 +428,12 @@ def check_places(batch: ForwardBatch, caches: CacheTensors) -> None:
 
 def cache_spec_of(config: ModelConfig, dtype: torch.dtype) -> CacheSpec:
     """What layers of such a configuration cache. Parts of a model have the same K/V groups, some without layers."""
-    net, sizes = config.recurrent, (config.num_full_layers, config.num_kv_heads, config.head_dim)
-    kv = KVSpec(*sizes, dtype, is_latent=config.latent is not None)
+    net, sizes = config.recurrent, config.kv_heads(windowed=False)
+    kv = KVSpec(config.num_full_layers, *sizes, dtype, is_latent=config.latent is not None)
     groups: tuple[KVSpec, ...] = (kv,)
     if (window := config.window) is not None:
-        groups += (replace(kv, num_layers=window.num_layers, window=window.size),)
+        sizes = config.kv_heads(windowed=True)
+        groups += (KVSpec(window.num_layers, *sizes, dtype, window.size, is_latent=kv.is_latent),)
     return CacheSpec(groups, RecurrentSpec.of(net, dtype) if net else None)
 
 
@@ -485,7 +498,7 @@ def _shapes(products: Iterable[Linear]) -> tuple[ProductShape, ...]:
     return tuple(sorted(shapes, key=astuple))
 
 
-def _expert_shapes(block: MLP | ExpertMLP) -> tuple[ProductShape, ...]:
+def _expert_shapes(block: MLP | ExpertMLP | NoBlock) -> tuple[ProductShape, ...]:
     shapes = _shapes(block.expert_products())
     if block.waits_for_host:
         return shapes

@@ -29,12 +29,13 @@ from penstock.kernels.spans import DeltaHeads, HeadLayout, MambaHeads, Scoring, 
 from penstock.layers.attention import Attention
 from penstock.layers.latent import LatentAttention
 from penstock.layers.linear import Linear
-from penstock.layers.mlp import MLP, ExpertMLP
+from penstock.layers.mlp import MLP, ApartNorms, ExpertMLP, NoBlock
 from penstock.layers.norm import Norm
 from penstock.layers.recurrent import Recurrent, SideBySide
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.models.decoder import Decoder, DecoderLayer, Mixer
 from penstock.models.weights import (
+    ApartWeights,
     AttentionWeights,
     ExpertsWeights,
     LatentWeights,
@@ -167,8 +168,10 @@ def settled_weights(
     is_host, products = device_kind(device).is_host, kernels.quantised
     if products is None and is_host and forms <= {*BLOCK_FORMS.values()}:
         return setting
-    if products is None or dtype != torch.bfloat16 or not any(products.takes(form, device) for form in forms):
-        return settle_without_blocks(setting, str(dtype).removeprefix("torch."))
+    takes_blocks = products is not None and any(products.takes(form, device) for form in forms)
+    if not takes_blocks or dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        return settle_without_blocks(setting, name, "bfloat16" if takes_blocks else "")
     return settle_weights(
         setting,
         fast_bfloat16=is_host and has_fast_bfloat16(processor_flags()),
@@ -239,7 +242,7 @@ class _Loader:
         for layer in table.layers[layers.start : layers.stop]:
             kind = layer.mixer.group if isinstance(layer.mixer, AttentionWeights) else -1
             loaded.append(self._layer(layer, mixers[kind]))
-            mixers[kind] += 1
+            mixers[kind] += layer.mixer is not None
         head: Weight | None = None
         if is_last and table.head is None:
             head = self._vocabulary(table.embedding) if embedding is None else embedding
@@ -277,12 +280,20 @@ class _Loader:
             mixer_norm=self._norm(layer.mixer_norm),
             mixer=self._mixer(layer.mixer, mixer_index),
             mlp_norm=self._norm(layer.mlp_norm),
-            mlp=self._experts(layer.mlp) if isinstance(layer.mlp, ExpertsWeights) else self._mlp(layer.mlp),
+            mlp=self._second(layer.mlp),
             mixer_exit=self._norm(layer.mixer_exit),
             mlp_exit=self._norm(layer.mlp_exit),
+            scale=float(self._tensor(layer.scale, torch.float32)) if layer.scale else 1.0,
         )
 
-    def _mixer(self, weights: MixerWeights, index: int) -> Mixer:
+    def _second(self, weights: MLPWeights | ExpertsWeights | None) -> MLP | ExpertMLP | NoBlock:
+        if weights is None:
+            return NoBlock()
+        return self._experts(weights) if isinstance(weights, ExpertsWeights) else self._mlp(weights)
+
+    def _mixer(self, weights: MixerWeights | None, index: int) -> Mixer:
+        if weights is None:
+            return NoBlock()
         if isinstance(weights, SideBySideWeights):
             recurrent = self._recurrent(weights.recurrent, index)
             return SideBySide(self._attention(weights.attention, index), recurrent)
@@ -295,8 +306,12 @@ class _Loader:
     def _latent(self, weights: LatentWeights, index: int) -> LatentAttention:
         config, sizes = self._config, self._config.latent
         assert sizes is not None
-        of_latent = self._tensor(weights.of_latent).view(config.num_heads, -1, sizes.rank)
-        of_keys, of_values = torch.split(of_latent, [sizes.key_dim, sizes.value_dim], dim=1)
+        if isinstance(weights.of_latent, Stored):
+            of_latent = self._tensor(weights.of_latent).view(config.num_heads, -1, sizes.rank)
+            of_keys, of_values = torch.split(of_latent, [sizes.key_dim, sizes.value_dim], dim=1)
+        else:
+            of_keys, of_values = map(self._tensor, weights.of_latent)
+            of_keys = of_keys.transpose(1, 2)
         return LatentAttention(
             index=index,
             num_heads=config.num_heads,
@@ -312,7 +327,7 @@ class _Loader:
         )
 
     def _attention(self, weights: AttentionWeights, index: int) -> Attention:
-        config, norms = self._config, None
+        config, norms, size = self._config, None, weights.head_dim
         if weights.query_norm is not None and weights.key_norm is not None:
             norms = self._norm_weight(weights.query_norm), self._norm_weight(weights.key_norm)
         is_own = config.norm_all_heads or config.norm_after_rotary
@@ -320,12 +335,12 @@ class _Loader:
         return Attention(
             index=index,
             heads=HeadLayout(
-                config.num_heads, config.num_kv_heads, config.head_dim, query_norm, key_norm, config.norm_eps
+                config.num_heads, weights.num_kv_heads, size, query_norm, key_norm, config.norm_eps
             ),
             qkv=self._linear(weights.qkv),
             out=self._linear(weights.out),
             scoring=Scoring(
-                config.attention_scale or 1.0 / math.sqrt(config.head_dim),
+                config.attention_scale or 1.0 / math.sqrt(size),
                 config.window.size if config.window and weights.group else 0,
                 config.attention_softcap or 0.0,
                 self._tensor(weights.sinks, torch.float32) if weights.sinks else None,
@@ -333,8 +348,12 @@ class _Loader:
             group=weights.group,
             is_gated=config.gated_attention,
             rotary=weights.rotary,
+            query_scale=bool(config.rotary.query_growth) * (1 + bool(config.other_rotary)),
             norms=norms if is_own else None,
             is_normed_late=config.norm_after_rotary,
+            value_norm=torch.ones(size, dtype=self._dtype, device=self._device)
+            if config.value_norm
+            else None,
         )
 
     def _recurrent(self, weights: RecurrentWeights, index: int) -> Recurrent:
@@ -406,14 +425,30 @@ class _Loader:
             experts=self._expert_blocks(weights, choice_bias),
             shared=self._mlp(weights.shared) if weights.shared else None,
             choice_bias=choice_bias,
+            norms=self._apart(weights.apart) if weights.apart else None,
         )
+
+    def _apart(self, weights: ApartWeights) -> ApartNorms:
+        eps = self._config.norm_eps
+        norms = {name: Norm(eps, self._tensor(getattr(weights, name))) for name in weights._fields[:5]}
+        router = norms["router"].weight
+        assert router is not None
+        router.mul_(len(router) ** -0.5)
+        return ApartNorms(**norms)
+
+    def _scale_experts(self, weights: ExpertsWeights, down: Tensor) -> Tensor:
+        """Weights [experts, hidden, width] times what multiplies the output of each."""
+        if weights.apart is None:
+            return down
+        return down.mul_(self._tensor(weights.apart.expert_scales)[:, None, None])
 
     def _expert_blocks(
         self, weights: ExpertsWeights, choice_bias: Tensor | None
     ) -> tuple[MLP, ...] | GroupedExperts:
         config, function = self._config.experts, self._activation()
         assert config is not None
-        if self._stacks_experts(weights, function) and not config.bias:  # whose gates may be clamped, too
+        # Those with biases may have clamped gates, too.
+        if self._stacks_experts(weights, function) and not config.bias and self._config.gated_mlp:
             stack = self._gate_up_stack(weights), self._down_stack(weights)
             return self._kernels.stacked_experts(config, *stack, function, choice_bias)
         if weights.stacked is None:
@@ -456,7 +491,7 @@ class _Loader:
         count, hidden, inner = stored.shape
         down = torch.zeros(count, hidden, whole_lanes(inner), dtype=self._dtype, device=self._device)
         self._source.load_into(stored.name, down[:, :, :inner])
-        return down
+        return self._scale_experts(weights, down)
 
     def _stack(self, products: Sequence[Product]) -> Tensor:
         """The weights of products of one shape."""

@@ -209,7 +209,9 @@ class AttentionWeights(NamedTuple):
     key_norm: Stored | None
     sinks: Stored | None  # of each head
     rotary: int  # among the model's; no tensor
-    group: int  # of the K/V groups; no tensor
+    group: int  # of the K/V groups; no tensor, as the next two
+    num_kv_heads: int
+    head_dim: int
 
 
 class LatentWeights(NamedTuple):
@@ -217,7 +219,8 @@ class LatentWeights(NamedTuple):
     queries: Product | None
     query_norm: Stored | None
     latent_norm: Stored
-    of_latent: Stored  # of each head what makes its key, then what makes its value
+    # Of each head what makes its key, then what makes its value; or both apart, the first transposed.
+    of_latent: Stored | tuple[Stored, Stored]
     out: Product
 
 
@@ -255,15 +258,28 @@ class ExpertsWeights(NamedTuple):
     shared: MLPWeights | None
     shared_gate: Stored | None
     choice_bias: Stored | None
+    apart: "ApartWeights | None" = None
+
+
+class ApartWeights(NamedTuple):
+    """Norms of the parts of a mixture, as in `ApartNorms`; the router's is scaled, and each expert's output."""
+
+    shared: Stored
+    experts: Stored
+    router: Stored
+    shared_exit: Stored
+    experts_exit: Stored
+    expert_scales: Stored
 
 
 class LayerWeights(NamedTuple):
     mixer_norm: NormWeights
-    mixer: MixerWeights
+    mixer: MixerWeights | None  # None: there is none
     mlp_norm: NormWeights
-    mlp: MLPWeights | ExpertsWeights
+    mlp: MLPWeights | ExpertsWeights | None
     mixer_exit: NormWeights
     mlp_exit: NormWeights
+    scale: Stored | None = None
 
 
 class ModelWeights(NamedTuple):
@@ -287,26 +303,51 @@ def weight_table(config: ModelConfig, present: Collection[str] = ()) -> ModelWei
 
 # Of norms after the blocks: families have several names for them, which mean other norms elsewhere.
 MIXER_EXIT, MLP_EXIT = "mixer_exit_norm", "mlp_exit_norm"
+EXPERTS_ENTRY, EXPERTS_EXIT, SHARED_EXIT = "experts_norm", "experts_exit_norm", "shared_exit_norm"
 
 
 def _layer(config: ModelConfig, index: int, present: Collection[str]) -> LayerWeights:
-    prefix, experts = f"model.layers.{index}", config.experts
+    prefix = f"model.layers.{index}"
+    if config.feeding_layers is not None:
+        return _single_block(prefix, config, index, present)
     before, after = config.pre_norm, config.post_norm
+    is_apart = config.experts is not None and config.experts.normed_apart
     return LayerWeights(
         _norm(f"{prefix}.input_layernorm", config, before),
         _mixer(prefix, config, index, present),
-        _norm(f"{prefix}.post_attention_layernorm", config, before and not config.parallel_blocks),
-        _experts(f"{prefix}.mlp", config, experts, present)
-        if experts and index in experts.layers
-        else _mlp(_dense_prefix(prefix, present), config, config.intermediate_size, present, config.mlp_bias),
+        _norm(
+            f"{prefix}.post_attention_layernorm",
+            config,
+            before and not config.parallel_blocks and not is_apart,
+        ),
+        _second(f"{prefix}.mlp", config, index, present),
         _norm(f"{prefix}.{MIXER_EXIT}", config, after),
         _norm(f"{prefix}.{MLP_EXIT}", config, after),
+        Stored(f"{prefix}.layer_scalar", (1,)) if config.layer_scale else None,
     )
+
+
+def _single_block(prefix: str, config: ModelConfig, index: int, present: Collection[str]) -> LayerWeights:
+    """One block, be it either, and one norm before it."""
+    norm, nothing = _norm(f"{prefix}.input_layernorm", config), NormWeights(None)
+    if index in (config.feeding_layers or ()):
+        block = _second(f"{prefix}.mlp", config, index, present)
+        return LayerWeights(nothing, None, norm, block, nothing, nothing)
+    return LayerWeights(norm, _mixer(prefix, config, index, present), nothing, None, nothing, nothing)
+
+
+def _second(
+    prefix: str, config: ModelConfig, index: int, present: Collection[str]
+) -> MLPWeights | ExpertsWeights:
+    experts = config.experts
+    if experts and index in experts.layers:
+        return _experts(prefix, config, experts, present)
+    return _mlp(_dense_prefix(prefix, present), config, config.intermediate_size, present, config.mlp_bias)
 
 
 def _mixer(prefix: str, config: ModelConfig, index: int, present: Collection[str]) -> MixerWeights:
     if config.latent:
-        return _latent(f"{prefix}.self_attn", config, config.latent)
+        return _latent(f"{prefix}.self_attn", config, config.latent, present)
     attention = _attention(f"{prefix}.self_attn", config, index, present)
     if (net := config.recurrent) is None or index not in net.layers:
         return attention
@@ -316,8 +357,8 @@ def _mixer(prefix: str, config: ModelConfig, index: int, present: Collection[str
 
 def _dense_prefix(prefix: str, present: Collection[str]) -> str:
     """Of a model without experts, some files call the dense block what is their shared expert elsewhere."""
-    shared = f"{prefix}.mlp.shared_expert"
-    return shared if f"{shared}.gate_up_proj.weight" in present else f"{prefix}.mlp"
+    shared = f"{prefix}.shared_expert"
+    return shared if f"{shared}.gate_up_proj.weight" in present else prefix
 
 
 def _norm(prefix: str, config: ModelConfig, exists: bool = True) -> NormWeights:
@@ -329,8 +370,9 @@ def _norm(prefix: str, config: ModelConfig, exists: bool = True) -> NormWeights:
 
 
 def _attention(prefix: str, config: ModelConfig, index: int, present: Collection[str]) -> AttentionWeights:
-    hidden, size = config.hidden_size, config.head_dim
-    query, key = config.num_heads * size, config.num_kv_heads * size
+    is_windowed = config.window is not None and index in config.window.layers
+    hidden, (num_kv_heads, size) = config.hidden_size, config.kv_heads(windowed=is_windowed)
+    query, key = config.num_heads * size, num_kv_heads * size
     gates = query if config.gated_attention else 0
     # Files have each head's gate after its query; here all gates come last.
     heads = HeadRows(config.num_heads, (size, size), (0, query + 2 * key)) if gates else None
@@ -339,14 +381,15 @@ def _attention(prefix: str, config: ModelConfig, index: int, present: Collection
         rotated = config.rotary_dim or size
         return PairedRows(num_heads, size, rotated) if config.interleaved_rotary else None
 
+    values = "k" if config.values_are_keys and not is_windowed else "v"
     if f"{prefix}.qkv_proj.weight" in present:
-        both = paired(config.num_heads + config.num_kv_heads)
+        both = paired(config.num_heads + num_kv_heads)
         qkv: tuple[Rows, ...] = (Rows(f"{prefix}.qkv_proj", query + 2 * key, heads=both),)
     else:
         qkv = (
             Rows(f"{prefix}.q_proj", query + gates, heads=heads or paired(config.num_heads)),
-            Rows(f"{prefix}.k_proj", key, query, paired(config.num_kv_heads)),
-            Rows(f"{prefix}.v_proj", key, query + key),
+            Rows(f"{prefix}.k_proj", key, query, paired(num_kv_heads)),
+            Rows(f"{prefix}.{values}_proj", key, query + key),
         )
     widths = {"q": query, "k": key} if config.norm_all_heads else {"q": size, "k": size}
     query_norm, key_norm = (
@@ -359,11 +402,13 @@ def _attention(prefix: str, config: ModelConfig, index: int, present: Collection
         key_norm,
         Stored(f"{prefix}.sinks", (config.num_heads,)) if config.sinks else None,
         int(index in config.other_rotary_layers),
-        int(config.window is not None and index in config.window.layers),
+        int(is_windowed),
+        num_kv_heads,
+        size,
     )
 
 
-def _latent(prefix: str, config: ModelConfig, sizes: LatentConfig) -> LatentWeights:
+def _latent(prefix: str, config: ModelConfig, sizes: LatentConfig, present: Collection[str]) -> LatentWeights:
     hidden, heads, rotated = config.hidden_size, config.num_heads, sizes.rotary_dim
     query, latent = sizes.query_size(heads), sizes.rank + rotated
     by_head = of_latent = None
@@ -377,12 +422,19 @@ def _latent(prefix: str, config: ModelConfig, sizes: LatentConfig) -> LatentWeig
         queries = Product((Rows(f"{prefix}.q_b_proj", query, heads=by_head),), query, rank, rank)
     inputs = (first, Rows(f"{prefix}.kv_a_proj_with_mqa", latent, first.num_rows, of_latent))
     values = heads * sizes.value_dim
+    both: Stored | tuple[Stored, Stored]
+    both = Stored(f"{prefix}.kv_b_proj.weight", (heads * (sizes.key_dim + sizes.value_dim), sizes.rank))
+    if f"{prefix}.k_b_proj.weight" in present:
+        both = (
+            Stored(f"{prefix}.k_b_proj.weight", (heads, sizes.rank, sizes.key_dim)),
+            Stored(f"{prefix}.v_b_proj.weight", (heads, sizes.value_dim, sizes.rank)),
+        )
     return LatentWeights(
         Product(inputs, sizes.input_size(heads), hidden, hidden, config.qkv_bias),
         queries,
         Stored(f"{prefix}.q_a_layernorm.weight", (rank,)) if rank else None,
         Stored(f"{prefix}.kv_a_layernorm.weight", (sizes.rank,)),
-        Stored(f"{prefix}.kv_b_proj.weight", (heads * (sizes.key_dim + sizes.value_dim), sizes.rank)),
+        both,
         Product((Rows(f"{prefix}.o_proj", hidden),), hidden, values, values, config.out_bias),
     )
 
@@ -486,7 +538,7 @@ def _experts(
     count, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
     gate_up = Stored(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden))
     down = Stored(f"{prefix}.experts.down_proj", (count, hidden, inner))
-    is_stacked = gate_up.name in present
+    is_stacked = gate_up.name in present or experts.normed_apart
     return ExpertsWeights(
         Stored(f"{prefix}.gate.weight", (count, hidden)),
         Stored(f"{prefix}.gate.bias", (count,)) if experts.bias else None,
@@ -495,11 +547,28 @@ def _experts(
             for expert in range(0 if is_stacked else count)
         ),
         (gate_up, down) if is_stacked else None,
-        _mlp(f"{prefix}.shared_expert", config, shared, present) if shared else None,
+        _mlp(prefix if experts.normed_apart else f"{prefix}.shared_expert", config, shared, present)
+        if shared
+        else None,
         Stored(f"{prefix}.shared_expert_gate.weight", (1, hidden))
         if shared and experts.shared_gate
         else None,
         Stored(f"{prefix}.gate.e_score_correction_bias", (count,)) if experts.choice_bias else None,
+        _apart(prefix.removesuffix(".mlp"), hidden, count) if experts.normed_apart else None,
+    )
+
+
+def _apart(prefix: str, hidden: int, num_experts: int) -> ApartWeights:
+    def norm(name: str) -> Stored:
+        return Stored(f"{prefix}.{name}", (hidden,))
+
+    return ApartWeights(
+        norm("post_attention_layernorm.weight"),
+        norm(f"{EXPERTS_ENTRY}.weight"),
+        norm("router.scale"),
+        norm(f"{SHARED_EXIT}.weight"),
+        norm(f"{EXPERTS_EXIT}.weight"),
+        Stored(f"{prefix}.router.per_expert_scale", (num_experts,)),
     )
 
 

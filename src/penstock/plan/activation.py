@@ -5,6 +5,7 @@ live at the same time, mixing (attention or delta net) and feed-forward; after t
 mark of a step is that of its largest phase.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
@@ -100,8 +101,8 @@ class PassSizes:
         self.is_fused = workspace.kernels != "torch"  # norms and rotation are one pass each
         # Decodes alone run in whatever shape is fastest.
         self.rows = workspace.law.padded_rows(step.num_rows) if step.num_prompt_tokens else step.num_rows
-        self.query = shape.num_heads * shape.head_dim
-        self.kv = shape.num_kv_heads * shape.head_dim
+        self.query = shape.num_heads * shape.largest_head
+        self.kv = max(math.prod(shape.kv_heads(windowed=windowed)) for windowed in (False, True))
         self.projected = shape.num_projected
         # Rotated queries; in plain torch one tensor with the keys, where no norm parts them.
         is_alone = self.is_fused or workspace.head_norm or shape.latent is not None
@@ -162,7 +163,7 @@ class PassSizes:
     def rotary_width(self) -> int:
         if not self.shape.num_attention_layers:
             return 0
-        return self.workspace.rotary_dim or self.shape.head_dim
+        return self.workspace.rotary_dim or self.shape.largest_head
 
     @property
     def rotary_tables(self) -> int:
@@ -213,7 +214,7 @@ def _rotating(sizes: PassSizes) -> int:
     if sizes.is_fused:
         return sizes.bytes(sizes.query)
     both = sizes.query + sizes.kv
-    share = sizes.rotary_width / sizes.shape.head_dim
+    share = sizes.rotary_width / sizes.shape.largest_head
 
     def rotate(width: int) -> int:
         """Both products of the part that is rotated; or that part and the whole head."""

@@ -166,7 +166,7 @@ def kv_token_bytes(shape: ModelShape, kv_dtype_bytes: int) -> int:
     """The keys and values of one token in layers that keep them to the end: 2 x [layers, kv_heads, head_dim], or the
     latents that are both."""
     parts = shape.num_kv_parts * shape.num_full_layers
-    return kv_dtype_bytes * parts * shape.num_kv_heads * shape.head_dim
+    return kv_dtype_bytes * parts * math.prod(shape.kv_heads(windowed=False))
 
 
 def kv_cache_bytes(
@@ -202,7 +202,7 @@ def weight_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = 
     hidden = shape.hidden_size
     norms = (2 * shape.num_layers + 1) * hidden
     vocabulary = (1 if bits.is_tied else 2) * shape.vocab_size * hidden  # embedding, head
-    elements = shape.num_attention_layers * shape.num_attention_weights
+    elements = shape.num_attention_weights
     elements += shape.num_dense_layers * 3 * whole_lanes(shape.intermediate_size) * hidden
     float32_elements = 0
     if net := shape.recurrent:

@@ -17,7 +17,8 @@ class RotaryConfig:
     """Rotary embedding as transformers defines it: `kind` is its rope type, the rest are that type's parameters."""
 
     theta: float = 10_000.0
-    kind: str = "default"  # default, linear, llama3, yarn, longrope; none: nothing is rotated
+    # default, linear, llama3, yarn, longrope, proportional; none: nothing is rotated
+    kind: str = "default"
     factor: float = 1.0
     original_max_position: int | None = None
     # llama3
@@ -34,6 +35,9 @@ class RotaryConfig:
     # longer ones
     short_factors: tuple[float, ...] = ()
     long_factors: tuple[float, ...] = ()
+    share: float = 1.0  # proportional: the part of the pairs that is rotated, the first of them
+    # Queries are multiplied by 1 + so much * log(1 + how many original contexts lie before them); 0: by nothing.
+    query_growth: float = 0.0
     # Divisors of the inverse frequencies, one per pair, where a file carries them (GGUF's rope_freqs.weight).
     frequency_divisors: tuple[float, ...] | None = None
 
@@ -188,6 +192,8 @@ class ExpertsConfig:
     interleaved: bool = (
         False  # files have rows of gates and of what they gate side by side, of all experts as one
     )
+    # The shared expert and the others have norms of their own before and after them, and so has the router (Gemma 4).
+    normed_apart: bool = False
     clamp: float = (
         0.0  # gates are at most this, what they gate lies within it and counts 1 more; 0: they stay
     )
@@ -270,6 +276,10 @@ class ModelConfig:
     experts: ExpertsConfig | None = None
     window: WindowConfig | None = None
     latent: LatentConfig | None = None  # of all attention layers
+    # KV heads and elements of a head in layers without a window, where those with one have the numbers above alone.
+    full_heads: tuple[int, int] | None = None
+    # The layers that have a feed-forward block alone, where all others have none (Nemotron-H). None: all have one.
+    feeding_layers: tuple[int, ...] | None = None
     family: str = ""  # transformers' model_type: llama, qwen3, qwen3_5_text, ...
     by_transformers: str = ""  # a hash of transformers' configuration, where its code runs the model
     max_position: int = 1 << 20
@@ -297,6 +307,9 @@ class ModelConfig:
     attention_scale: float | None = None  # on scores; None: 1 / sqrt(head_dim)
     attention_softcap: float | None = None  # scores are cap * tanh(scores / cap)
     sinks: bool = False  # each head has a score beside those of its keys, and no value for it (gpt-oss)
+    value_norm: bool = False  # values are normed, head by head, without a weight (Gemma 4)
+    values_are_keys: bool = False  # in layers without a window: before either is normed
+    layer_scale: bool = False  # what leaves a layer is multiplied by a number of its own
     embedding_scale: float = 1.0
     residual_scale: float = 1.0  # on what a block adds
     logit_scale: float = 1.0
@@ -334,7 +347,7 @@ class ModelConfig:
     def num_attention_layers(self) -> int:
         """Layers with keys and values to cache."""
         net = self._instead_of_attention
-        return self.num_layers - (net.num_layers if net else 0)
+        return self.num_layers - (net.num_layers if net else 0) - len(self.feeding_layers or ())
 
     @property
     def num_full_layers(self) -> int:
@@ -350,30 +363,54 @@ class ModelConfig:
     @property
     def num_dense_layers(self) -> int:
         """Layers with one feed-forward block for every token."""
-        return self.num_layers - (self.experts.num_layers if self.experts else 0)
+        num_feeding = self.num_layers if self.feeding_layers is None else len(self.feeding_layers)
+        return num_feeding - (self.experts.num_layers if self.experts else 0)
 
     @property
     def num_kv_parts(self) -> int:
         """Keys and values, or latents that are both."""
         return 1 if self.latent else 2
 
+    def kv_heads(self, *, windowed: bool) -> tuple[int, int]:
+        """KV heads and elements of a head, of layers with a window or without."""
+        own = (self.num_kv_heads, self.head_dim)
+        return own if windowed or self.full_heads is None else self.full_heads
+
+    @property
+    def largest_head(self) -> int:
+        """Elements of a head, in whichever layers have more."""
+        return max(self.head_dim, self.kv_heads(windowed=False)[1])
+
     @property
     def num_projected(self) -> int:
-        """Columns of an attention layer's first projection."""
+        """Columns of an attention layer's first projection, of whichever layers have more."""
         if self.latent:
             return self.latent.input_size(self.num_heads)
-        query = self.num_heads * self.head_dim
-        return (2 if self.gated_attention else 1) * query + 2 * self.num_kv_heads * self.head_dim
+        return max(self._num_projected(windowed=windowed) for windowed in (False, True))
+
+    def _num_projected(self, *, windowed: bool) -> int:
+        num_kv_heads, head_dim = self.kv_heads(windowed=windowed)
+        return ((2 if self.gated_attention else 1) * self.num_heads + 2 * num_kv_heads) * head_dim
 
     @property
     def num_attention_weights(self) -> int:
-        """Elements of an attention layer's matrices."""
-        projected, latent = self.num_projected * self.hidden_size, self.latent
-        if latent is None:
-            return projected + self.num_heads * self.head_dim * self.hidden_size
+        """Elements of the matrices of all attention layers."""
+        if (latent := self.latent) is None:
+            num_windowed = self.window.num_layers if self.window else 0
+            return sum(
+                num_layers
+                * (
+                    self._num_projected(windowed=windowed)
+                    + self.num_heads * self.kv_heads(windowed=windowed)[1]
+                )
+                * self.hidden_size
+                for windowed, num_layers in ((True, num_windowed), (False, self.num_full_layers))
+            )
+        projected = self.num_projected * self.hidden_size
         queries = latent.query_rank * latent.query_size(self.num_heads)
         of_latent = self.num_heads * (latent.key_dim + latent.value_dim) * latent.rank
-        return projected + queries + of_latent + self.num_heads * latent.value_dim * self.hidden_size
+        out = self.num_heads * latent.value_dim * self.hidden_size
+        return self.num_attention_layers * (projected + queries + of_latent + out)
 
     @property
     def has_state(self) -> bool:
@@ -383,8 +420,8 @@ class ModelConfig:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The layers with keys and values to cache."""
-        linear = frozenset(net.layers if (net := self._instead_of_attention) else ())
-        return tuple(index for index in range(self.num_layers) if index not in linear)
+        others = {*(net.layers if (net := self._instead_of_attention) else ()), *(self.feeding_layers or ())}
+        return tuple(index for index in range(self.num_layers) if index not in others)
 
     def of_layers(self, first: int, last: int) -> "ModelConfig":
         """A model of the layers [first, last) alone, numbered from 0. All of them: the model itself."""
@@ -406,6 +443,7 @@ class ModelConfig:
             self,
             num_layers=last - first,
             other_rotary_layers=within(self.other_rotary_layers),
+            feeding_layers=None if self.feeding_layers is None else within(self.feeding_layers),
             window=replace(window, num_layers=len(windowed), layers=windowed) if window else None,
             delta_net=of_net(self.delta_net),
             mamba=of_net(self.mamba),

@@ -3,11 +3,13 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from penstock.errors import ModelError
 from penstock.models.gguf.header import GgufHeader, GgufTensor
+from penstock.models.gguf.mixers import by_layer, latent_parts, state_parts
 from penstock.models.hf.config import WINDOW_EVERYWHERE, family_defaults, windowed_layers
 from penstock.models.hf.families import FAMILIES
 from penstock.models.reading import (
@@ -34,6 +36,8 @@ class _Architecture:
     # Delta-net layers, gated attention, zero-centred norms, a shared expert beside experts.
     hybrid: bool = False
     unrotated_step: int = 0  # every so many layers one has no rotary embedding
+    states: bool = False  # Mamba-2 or short convolutions
+    latent: bool = False
     # Scores are scaled by the size of a head, but by hidden size and heads where there are so many layers.
     wide_layers: int = 0
 
@@ -76,10 +80,24 @@ ARCHITECTURES = {
     "command-r": _Architecture("cohere"),
     "nemotron": _Architecture("nemotron"),
     "stablelm": _Architecture("stablelm"),
+    "mistral3": _Architecture("ministral3"),
+    "deepseek2": _Architecture("deepseek_v2", experts=True, normalised=False, latent=True),
+    "lfm2": _Architecture("lfm2", states=True),
+    "lfm2moe": _Architecture("lfm2_moe", experts=True, states=True),
+    "granitehybrid": _Architecture("granitemoehybrid", states=True),
+    "falcon-h1": _Architecture("falcon_h1", states=True),
+    "nemotron_h": _Architecture("nemotron_h", states=True),
+    "nemotron_h_moe": _Architecture("nemotron_h", experts=True, states=True),
 }
 _MIXTRAL = _Architecture("mixtral", experts=True)  # is called llama, too
 _OLMO3 = _Architecture("olmo3")  # is called olmo2, too
-_GRANITE = ("granite", "granitemoeshared")
+_MISTRAL = _Architecture("mistral")  # is called mistral3, too
+_DEEPSEEK_V3 = replace(ARCHITECTURES["deepseek2"], family="deepseek_v3")  # is called deepseek2, too
+_GRANITE_EXPERTS = replace(ARCHITECTURES["granitehybrid"], experts=True)
+_GRANITE = ("granite", "granitemoeshared", "granitemoehybrid")
+_GROWTH = "attention.temperature_scale"
+_ROTATED = "rope.scaling.finetuned"  # as files of Granite's hybrids have it
+_SIGMOID = 2  # of `expert_gating_func`
 _WINDOW = "attention.sliding_window"
 # Families whose files hold value heads as (value head of a key head, key head), where transformers has
 # (key head, value head of it).
@@ -113,6 +131,12 @@ def gguf_model_config(
         architecture = _MIXTRAL
     if name == "olmo2" and fields.integer(_WINDOW, 0) > 0:
         architecture = _OLMO3
+    if name == "deepseek2" and fields.integer("expert_gating_func", 1) == _SIGMOID:
+        architecture = _DEEPSEEK_V3
+    if name == "mistral3" and not fields.has(_GROWTH):
+        architecture = _MISTRAL
+    if name == "granitehybrid" and fields.integer("expert_count", 0) > 0:
+        architecture = _GRANITE_EXPERTS
     family, row = architecture.family, FAMILIES[architecture.family]
     tokens = Fields(origin, _without_prefix(metadata, "tokenizer.ggml."))
     if not architecture.experts and fields.integer("expert_count", 0) > 0:
@@ -123,14 +147,20 @@ def gguf_model_config(
     num_layers = num_blocks - fields.integer("nextn_predict_layers", 0, high=num_blocks - 1)
     hidden = fields.size("embedding_length", Most.WIDTH)
     num_heads = fields.size("attention.head_count", Most.HEADS)
-    num_kv_heads = fields.size("attention.head_count_kv", Most.HEADS, num_heads)
+    kv_heads = by_layer(fields, "attention.head_count_kv", num_blocks, num_heads)[:num_layers]
+    num_kv_heads = max(kv_heads)
+    if {*kv_heads} - ({0} if architecture.states else set()) != {num_kv_heads}:
+        raise ModelError(
+            f"{origin}: attention.head_count_kv differs from layer to layer, which is not supported for {name}"
+        )
     head_dim = fields.integer("attention.key_length", hidden // num_heads, low=2, high=Most.WIDTH)
     max_position = fields.size("context_length", Most.POSITIONS)
     check_heads(origin, num_heads, num_kv_heads, head_dim)
-    if fields.integer("attention.value_length", head_dim, high=Most.WIDTH) != head_dim:
+    is_latent = architecture.latent
+    if not is_latent and fields.integer("attention.value_length", head_dim, high=Most.WIDTH) != head_dim:
         raise ModelError(f"{origin} has values of another size than keys, which is not supported")
     rotary_dim = fields.integer("rope.dimension_count", head_dim, high=Most.WIDTH)
-    if rotary_dim != head_dim and row.partial_rotary is None:
+    if rotary_dim != head_dim and row.partial_rotary is None and not is_latent:
         raise ModelError(f"{origin} rotates only a part of each head, which is not supported for {name}")
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise fields.error("rope.dimension_count", rotary_dim, f"an even number from 2 to {head_dim}")
@@ -151,10 +181,19 @@ def gguf_model_config(
     if architecture.hybrid:
         delta_net = _delta_net(fields, num_layers, num_blocks, family in TILED_VALUE_HEADS)
         _check_rotary_sections(fields, rotary_dim // 2)
+    widths = by_layer(fields, "feed_forward_length", num_blocks, 1 if architecture.experts else None)[
+        :num_layers
+    ]
+    own: dict[str, Any] = latent_parts(fields, rotary_dim) if is_latent else {}
+    if architecture.states:
+        own = state_parts(fields, family, hidden, kv_heads, widths, tensors.keys())
+    feeding = own.get("feeding_layers")
     if architecture.experts:
-        experts = _experts(fields, architecture, num_layers, tensors)
+        experts = _experts(fields, architecture, num_layers, tensors, feeding)
     recurrent = delta_net.layers if delta_net else ()
-    attention = next(f"blk.{index}" for index in range(num_layers) if index not in recurrent)
+    attention = next(
+        f"blk.{index}" for index in range(num_layers) if index not in recurrent and kv_heads[index]
+    )
 
     embedding = tensors.get("token_embd.weight")
     vocab_size = fields.size("vocab_size", Most.VOCABULARY, embedding.shape[0] if embedding else None)
@@ -167,8 +206,21 @@ def gguf_model_config(
         other, other_layers = RotaryConfig(theta=theta), windowed
     elif row.rotated_in_windows and window:
         other_layers = tuple(index for index in range(num_layers) if index not in windowed)
+    if family == "nemotron_h" or (family == "granitemoehybrid" and not fields.boolean(_ROTATED, False)):
+        rotary = RotaryConfig(kind="none")
+    if architecture.latent:  # the model's two figures cancel
+        rotary = replace(rotary, attention_factor=1.0 if rotary.kind == "yarn" else None)
+    if row.growth_key:
+        growth = fields.number(_GROWTH, above=-MAX_SCALE, high=MAX_SCALE)
+        log = fields.number("rope.scaling.yarn_log_multiplier", 0.0, above=-1.0, high=MAX_SCALE)
+        rotary = replace(rotary, query_growth=growth, mscale=1.0, mscale_all_dim=log)
     if name == "gpt-oss":
         rotary = replace(rotary, truncate=False)
+    intermediate = max(widths)
+    if experts and not fields.has("feed_forward_length"):
+        intermediate = experts.intermediate_size
+    elif family == "granitemoehybrid" and not experts:  # whose dense blocks are its shared experts
+        intermediate = fields.size("expert_shared_feed_forward_length", Most.WIDTH, intermediate)
     is_wide = num_layers == architecture.wide_layers
     switches = {"zero_centred_norm": architecture.hybrid, **row.model}
     eps = "attention.layer_norm_epsilon" if switches.get("layer_norm") else "attention.layer_norm_rms_epsilon"
@@ -176,18 +228,13 @@ def gguf_model_config(
         family=family,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=fields.size(
-            "feed_forward_length", Most.WIDTH, experts.intermediate_size if experts else None
-        ),
+        intermediate_size=intermediate,
         num_layers=num_layers,
         num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
         max_position=max_position,
         norm_eps=fields.number(eps),
         tied_head="output.weight" not in tensors,
         rotary=rotary,
-        rotary_dim=None if rotary_dim == head_dim else rotary_dim,
         other_rotary=other if other_layers else None,
         other_rotary_layers=other_layers,
         qkv_bias=row.qkv_bias or f"{attention}.attn_q.bias" in tensors,
@@ -195,13 +242,18 @@ def gguf_model_config(
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         head_norm=row.head_norm or f"{attention}.attn_q_norm.weight" in tensors,
         gated_attention=architecture.hybrid,
-        activation=row.activation or family_defaults(family)[row.keys.get("hidden_act", "hidden_act")],
+        activation=row.activation
+        or family_defaults(family).get(row.keys.get("hidden_act", "hidden_act"), "silu"),
         window=WindowConfig(window, len(windowed), windowed) if 0 < window < max_position else None,
         delta_net=delta_net,
         experts=experts,
         eos_token_ids=tuple(dict.fromkeys(ends)),
         **{
+            "num_kv_heads": num_kv_heads,
+            "head_dim": head_dim,
+            "rotary_dim": None if rotary_dim == head_dim else rotary_dim,
             **switches,
+            **own,
             **_scales(fields, family, hidden),
             **({"attention_scale": (hidden / num_heads) ** -0.5} if is_wide else {}),
         },
@@ -345,12 +397,17 @@ def _check_rotary_sections(fields: Fields, num_pairs: int) -> None:
 
 
 def _experts(
-    fields: Fields, architecture: _Architecture, num_layers: int, tensors: Mapping[str, GgufTensor]
+    fields: Fields,
+    architecture: _Architecture,
+    num_layers: int,
+    tensors: Mapping[str, GgufTensor],
+    feeding: tuple[int, ...] | None = None,
 ) -> ExpertsConfig:
+    """`feeding` are the layers with a feed-forward block, where not all have one."""
     row = FAMILIES[architecture.family]
     has_groups = "n_group" in family_defaults(architecture.family)
     # Of other architectures: groups of experts, a factor on their output, other weights.
-    gating = 2.0 if row.experts.get("scores") == "sigmoid" else 1.0
+    gating = float(_SIGMOID) if row.experts.get("scores") == "sigmoid" else 1.0
     others = {} if has_groups else {"expert_group_count": 1.0, "expert_weights_scale": 1.0}
     for key, only in {**others, "expert_gating_func": gating}.items():
         if (value := fields.number(key, only, above=-1.0)) not in (0.0, only):
@@ -358,6 +415,7 @@ def _experts(
     first = fields.integer("leading_dense_block_count", 0, high=num_layers)
     step = fields.size("interleave_moe_layer_step", Most.LAYERS, 1)
     layers = tuple(index for index in range(first, num_layers) if (index + 1) % step == 0)
+    layers = layers if feeding is None else feeding
     if not layers:
         raise ModelError(f"{fields.origin} has no layer with experts, which is not supported")
     shared = tensors.get(f"blk.{layers[0]}.ffn_up_shexp.weight")
@@ -368,17 +426,20 @@ def _experts(
         num_experts=fields.size("expert_count", Most.EXPERTS),
         num_active=fields.size("expert_used_count", Most.EXPERTS),
         intermediate_size=fields.size(
-            "expert_feed_forward_length",
+            "expert_feed_forward_length"
+            if fields.has("expert_feed_forward_length")
+            else "feed_forward_length",
             Most.WIDTH,
-            fields.size("feed_forward_length", Most.WIDTH) if fields.has("feed_forward_length") else None,
         ),
         shared_intermediate_size=fields.size(shared_key, Most.WIDTH) if architecture.hybrid else size,
-        normalised=fields.boolean("expert_weights_norm", architecture.normalised),
         layers=layers,
         **{
+            "normalised": fields.boolean("expert_weights_norm", architecture.normalised),
+            "choice_bias": f"blk.{layers[0]}.exp_probs_b.bias" in tensors,
             "num_groups": fields.integer("expert_group_count", 1, high=Most.EXPERTS) or 1,
             "num_active_groups": fields.integer("expert_group_used_count", 1, high=Most.EXPERTS) or 1,
             "scale": fields.number("expert_weights_scale", 1.0, above=-1.0) or 1.0,
+            **({"group_best": 1} if architecture.family == "deepseek_v2" else {}),
             "clamp": family_defaults(architecture.family).get("swiglu_limit", 0.0),
             **row.experts,
         },

@@ -32,8 +32,21 @@ _LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+_LATENT = {
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj",
+    "attn_v_b": "self_attn.v_b_proj",
+}
 # Families whose rows of queries and keys llama.cpp's converter permutes, so that rotated pairs lie side by side.
-_PERMUTED = ("llama", "mixtral", "smollm3", "granite", "granitemoeshared", "arcee")
+_PERMUTED = (
+    *("llama", "mistral", "ministral3", "mixtral", "smollm3", "granite", "granitemoeshared"),
+    *("granitemoehybrid", "arcee"),
+)
 # Gate and up as one.
 _FUSED = ("phi3", "glm", "glm4")
 # Files of these name the norm before the feed-forward block for where it is, not for what it serves.
@@ -59,6 +72,23 @@ _DELTA_NET = {
     "ssm_a": "A_log",
     "ssm_norm.weight": "norm.weight",
     "ssm_out.weight": "out_proj.weight",
+}
+_MAMBA = {
+    "ssm_in.weight": "in_proj.weight",
+    "ssm_in.bias": "in_proj.bias",
+    "ssm_conv1d.weight": "conv1d.weight",
+    "ssm_conv1d.bias": "conv1d.bias",
+    "ssm_dt.bias": "dt_bias",
+    "ssm_a": "A_log",
+    "ssm_d": "D",
+    "ssm_norm.weight": "norm.weight",
+    "ssm_out.weight": "out_proj.weight",
+    "ssm_out.bias": "out_proj.bias",
+}
+_SHORT_CONV = {
+    f"shortconv.{name}.{ending}": f"{ours}.{ending}"
+    for name, ours in (("conv", "conv1d"), ("in_proj", "in_proj"), ("out_proj", "out_proj"))
+    for ending in ("weight", "bias")
 }
 # Tensors [experts, out, in] that hold one projection of every expert, or two: the second's rows after the first's.
 _STACKS = {
@@ -138,6 +168,8 @@ def _shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
     """llama.cpp drops dimensions of 1."""
     if name.endswith(".linear_attn.conv1d.weight") and len(stored) == 2:
         return stored[0], 1, stored[1]
+    if ".linear_attn." in name and name.endswith((".A_log", ".D", ".norm.weight")):
+        return (math.prod(stored),)
     if name.endswith(".mlp.shared_expert_gate.weight") and len(stored) == 1:
         return 1, stored[0]
     return stored
@@ -226,19 +258,22 @@ def hugging_face_name(name: str, config: ModelConfig) -> str | None:
     """The tensor's name in transformers, where the model has a use for it and it is no stack of experts."""
     block = _BLOCK.fullmatch(name)
     if block is None:
-        return _with_ending(name, _GLOBAL)
-    index, rest = int(block[1]), block[2]
+        return _with_ending(name, _GLOBAL | ({"token_embd_norm": "model.norm"} if config.short_conv else {}))
+    index, rest = int(block[1]), "ffn_norm.weight" if block[2] == "ffn_norm" else block[2]  # Falcon-H1's
     if index >= config.num_layers:
         return None
     prefix = f"model.layers.{index}."
-    if config.delta_net and index in config.delta_net.layers and rest in _DELTA_NET:
-        return f"{prefix}linear_attn.{_DELTA_NET[rest]}"
+    states = _DELTA_NET if config.delta_net else _MAMBA if config.mamba else _SHORT_CONV
+    if (net := config.recurrent) and index in net.layers and rest in states:
+        return f"{prefix}linear_attn.{states[rest]}"
     is_after = config.family in _NORMED_AFTER_ATTENTION
     names = _LAYER | {"post_attention_norm" if is_after else "ffn_norm": "post_attention_layernorm"}
     if config.post_norm:
         names |= {"post_attention_norm": MIXER_EXIT, "post_ffw_norm": MLP_EXIT}
     if config.family in _FUSED:
         names |= {"ffn_up": "mlp.gate_up_proj"}
+    if config.latent:
+        names |= _LATENT
     if config.experts:
         names |= _EXPERTS
         if rest == "attn_sinks.weight":

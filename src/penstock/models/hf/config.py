@@ -20,8 +20,9 @@ from penstock.models.by_transformers.families import REASONS, TRIED
 from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
 from penstock.models.hf.latent import latent_of, latent_switches
 from penstock.models.hf.quantised import method_of
-from penstock.models.hf.recurrent import recurrent_parts
+from penstock.models.hf.recurrent import EXPERTS_BLOCK, FEEDING, recurrent_parts, single_blocks
 from penstock.models.reading import (
+    MAX_SCALE,
     Fields,
     Most,
     check_experts,
@@ -73,6 +74,12 @@ DEFAULT_KEYS = (
     *("ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier", "mlp_multipliers", "key_multiplier"),
     *("attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier"),
     *("hidden_activation", "swiglu_alpha", "swiglu_limit"),
+    # Layers of two shapes, and experts beside a dense block.
+    *("attention_k_eq_v", "enable_moe_block", "top_k_experts", "hidden_size_per_layer_input"),
+    # Layers of one block each.
+    *("layers_block_type", "mlp_hidden_act", "layer_norm_epsilon", "moe_shared_expert_intermediate_size"),
+    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "expand"),
+    *("use_conv_bias", "time_step_min"),
 )
 _KINDS = ("default", "linear", "llama3", "yarn")
 _SHARED = "shared_expert_intermediate_size"
@@ -85,7 +92,7 @@ _MULTIPLIERS = {
 # Families that were tried with a window: by the kind of each layer, from a layer on, or in every layer.
 _WINDOW_BY_KIND = ("qwen2", "qwen3", "qwen2_moe")
 _WINDOW_FROM = ("qwen2", "qwen3")
-WINDOW_EVERYWHERE = ("mistral", "mixtral", "phi3", "starcoder2", "qwen3_moe")
+WINDOW_EVERYWHERE = ("mistral", "ministral3", "mixtral", "phi3", "starcoder2", "qwen3_moe")
 _LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attention"
 
 
@@ -105,7 +112,9 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         if method_of(each) == "mxfp4" and not family.experts.get("interleaved"):
             raise each.unsupported("quantization_config", "mxfp4 is for gpt_oss alone")
     is_hybrid = config.knows("linear_num_key_heads")  # gates, norms around 1, a part of each head rotated
-    known = ["silu", "swish"] if is_hybrid or config.knows("mamba_n_heads") else ACTIVATIONS
+    has_blocks = config.knows("layers_block_type")  # each layer one
+    is_silu = is_hybrid or (config.knows("mamba_n_heads") and not has_blocks)
+    known = ["silu", "swish"] if is_silu else ACTIVATIONS
     activation = config.text("hidden_act") if config.knows("hidden_act") else "silu"
     if activation not in known:
         raise ModelError(
@@ -115,12 +124,21 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
 
     fixed = {**_table()[name]["fixed"], **family.only}
     for key, value in config.values.items():
-        if key in fixed and value not in (None, fixed[key]):
-            raise config.unsupported(key, f"only {json.dumps(fixed[key])} is")
+        if key not in fixed:
+            continue
+        allowed = fixed[key] if isinstance(fixed[key], tuple) else (fixed[key],)
+        if value is not None and value not in allowed:
+            raise config.unsupported(key, f"only {' or '.join(map(json.dumps, allowed))} is")
+    if config.knows("hidden_size_per_layer_input") and config.integer("hidden_size_per_layer_input"):
+        raise ModelError(
+            f"{config.origin}: embeddings of single layers (hidden_size_per_layer_input, as Gemma 4 E2B and E4B "
+            "have them) are not supported"
+        )
 
     defaults = config.defaults
     hidden = config.size("hidden_size", Most.WIDTH)
-    num_layers = config.size("num_hidden_layers", Most.LAYERS)
+    kinds = single_blocks(config) if has_blocks else ()
+    num_layers = len(kinds) or config.size("num_hidden_layers", Most.LAYERS)
     num_heads = config.size("num_attention_heads", Most.HEADS)
     # A null means as many as heads, whatever the family.
     kv_heads = None if "num_key_value_heads" in config.values else defaults["num_key_value_heads"]
@@ -131,8 +149,14 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     if latent:
         head_dim = latent.rotary_dim
     max_position = config.size("max_position_embeddings", Most.POSITIONS)
-    kinds = _layer_kinds(config, family, num_layers, is_hybrid=is_hybrid)
-    experts = _experts(config, family, num_layers) if config.knows("num_experts") else None
+    kinds = kinds or _layer_kinds(config, family, num_layers, is_hybrid=is_hybrid)
+    has_experts = config.knows("num_experts")
+    if config.knows("enable_moe_block"):
+        has_experts = config.boolean("enable_moe_block")
+    experts = _experts(config, family, num_layers, kinds) if has_experts else None
+    full_heads = None
+    if config.knows("attention_k_eq_v"):
+        full_heads = _full_heads(config, kinds, num_heads, num_kv_heads, head_dim)
     if "intermediate_size" in defaults:
         intermediate = _dense_size(config, experts)
     else:
@@ -166,7 +190,8 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
             else "tie_word_embeddings",
             config.boolean("tie_word_embeddings", None if config.knows("tie_word_embeddings") else True),
         ),
-        rotary=_rotary(config, family, rope, max_position, head_dim),
+        full_heads=full_heads,
+        rotary=_growing(family, rope, _rotary(config, family, rope, max_position, head_dim)),
         rotary_dim=head_dim if latent else _rotary_dim(config, rope, head_dim, family.partial_rotary),
         other_rotary=other,
         other_rotary_layers=other_layers,
@@ -181,11 +206,15 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         experts=experts,
         window=_window(config, name, max_position, num_layers, kinds),
         latent=latent,
+        feeding_layers=tuple(index for index, kind in enumerate(kinds) if kind in FEEDING)
+        if has_blocks
+        else None,
         activation=family.activation or {"swish": "silu"}.get(activation, activation),  # two names of one
         eos_token_ids=tuple(dict.fromkeys(ends + generation.token_ids("eos_token_id"))),
         **recurrent_parts(config, num_layers, hidden, kinds),
         **{
             "zero_centred_norm": is_hybrid,
+            "values_are_keys": says("attention_k_eq_v"),
             **family.model,
             **_scales(config, family, hidden),
             **(latent_switches(config, latent, rope) if latent else {}),
@@ -310,7 +339,7 @@ def _layer_kinds(config: Fields, family: Family, num_layers: int, *, is_hybrid: 
             return ()
         every, key = family.full_every, family.pattern_key
         every = config.size(key, Most.LAYERS, every) if key else every
-        windowed = windowed_layers(num_layers, every)
+        windowed = windowed_layers(num_layers - family.last_is_full, every)
         return tuple(_SLIDING if index in windowed else _FULL for index in range(num_layers))
     kinds = config.texts("layer_types")
     if len(kinds) != num_layers:
@@ -327,12 +356,37 @@ def _layer_kinds(config: Fields, family: Family, num_layers: int, *, is_hybrid: 
     for kind in kinds:
         if kind not in known:
             raise config.error("layer_types", kind, f"{' or '.join(known)} for each layer")
-    return kinds
+    return (*kinds[:-1], _FULL) if family.last_is_full else kinds
+
+
+def _full_heads(
+    config: Fields, kinds: tuple[str, ...], num_heads: int, num_kv_heads: int, head_dim: int
+) -> tuple[int, int] | None:
+    """KV heads and elements of a head in layers without a window, where those differ from the others'."""
+    key, full = "per_layer_config", [str(index) for index, kind in enumerate(kinds) if kind == _FULL]
+    own = config.nested(key)
+    if config.has(key):
+        if not own.values:
+            return None
+        parts = [own.nested(index) for index in own.values]
+        if sorted(own.values) != sorted(full) or any(part.values != parts[0].values for part in parts):
+            raise config.error(key, list(own.values)[:8], "the same for each layer without a window")
+        if not {*parts[0].values} <= {"head_dim", "num_key_value_heads"}:
+            raise config.unsupported(key, "only head_dim and num_key_value_heads are")
+        size = parts[0].size("head_dim", Most.WIDTH, head_dim)
+        count = parts[0].size("num_key_value_heads", Most.HEADS, num_kv_heads)
+    else:
+        size, count = config.size("global_head_dim", Most.WIDTH, 512), num_kv_heads
+        if config.boolean("attention_k_eq_v"):
+            count = config.size("num_global_key_value_heads", Most.HEADS, num_kv_heads)
+    check_heads(config.origin, num_heads, count, size)
+    return None if (count, size) == (num_kv_heads, head_dim) else (count, size)
 
 
 def _dense_size(config: Fields, experts: ExpertsConfig | None) -> int:
     """The inner size of feed-forward blocks that are no mixtures."""
-    if config.knows("mamba_n_heads") and config.knows(_SHARED) and experts is None:
+    has_shared = config.knows("mamba_n_heads") and config.knows(_SHARED)
+    if has_shared and experts is None and not config.knows("layers_block_type"):
         return config.size(_SHARED, Most.WIDTH)  # without experts, their shared one is left
     if not config.knows("block_auto_adjust_ff_dim"):
         return config.size("intermediate_size", Most.WIDTH)
@@ -367,13 +421,13 @@ def _delta_net(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> Delta
     )
 
 
-def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig | None:
+def _experts(config: Fields, family: Family, num_layers: int, kinds: tuple[str, ...]) -> ExpertsConfig | None:
     """None where all layers have one dense feed-forward block."""
     least = 0 if config.knows("decoder_sparse_step") or config.knows("mamba_n_heads") else 1
     num_experts = config.integer("num_experts", low=least, high=Most.EXPERTS)
     if family.count_key:
         num_experts = config.integer(family.count_key, num_experts, low=least, high=Most.EXPERTS)
-    layers = _expert_layers(config, num_layers)
+    layers = _expert_layers(config, num_layers, kinds)
     if not num_experts or not layers:
         return None
     own = config.knows("moe_intermediate_size")
@@ -382,6 +436,8 @@ def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig |
     if config.knows("shared_expert_intermediate_size"):
         least = int(config.defaults[config.keys.get(_SHARED, _SHARED)] > 0)
         shared = config.integer(_SHARED, low=least, high=Most.WIDTH)
+    elif config.knows("enable_moe_block"):
+        shared = config.size("intermediate_size", Most.WIDTH)
     elif config.knows("n_shared_experts"):
         shared = inner * config.size("n_shared_experts", Most.EXPERTS)
     elif config.knows("moe_num_shared_experts"):
@@ -419,9 +475,11 @@ def _experts(config: Fields, family: Family, num_layers: int) -> ExpertsConfig |
     return experts
 
 
-def _expert_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
+def _expert_layers(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
     """All, but for what some families say."""
     layers = tuple(range(num_layers))
+    if config.knows("layers_block_type"):
+        return tuple(index for index in layers if kinds[index] == EXPERTS_BLOCK)
     if config.knows("decoder_sparse_step"):
         step = config.integer("decoder_sparse_step", low=1)
         dense = set(config.integers("mlp_only_layers", high=Most.LAYERS))
@@ -458,7 +516,7 @@ def _rotary_dim(config: Fields, rope: Fields, head_dim: int, default_factor: flo
     default = config.number("partial_rotary_factor", default, high=1.0)
     factor = rope.number("partial_rotary_factor", default, high=1.0)
     if default_factor is None:
-        if factor != 1.0:
+        if factor != 1.0 and rope.values.get("rope_type") != "proportional":
             raise ModelError(f"{rope.origin}: rotating only a part of each head is not supported")
         return None
     rotated = int(head_dim * factor)
@@ -477,9 +535,12 @@ def _rotary(
 
     A multimodal model's `mrope_section` is of no consequence: it divides the angles among three grids of
     positions, and in text a token has the same position in all three."""
-    if config.knows("position_embedding_type") and config.values.get("position_embedding_type") != "rope":
+    is_absent = (
+        config.knows("position_embedding_type") and config.values.get("position_embedding_type") != "rope"
+    )
+    if is_absent or config.knows("layers_block_type"):
         return RotaryConfig(kind="none")
-    if not rope.values:
+    if not rope.values and kind_of_layer == _FULL:
         rope = replace(rope, values=family.rope)
 
     def optional_scale(key: str) -> float | None:
@@ -498,6 +559,9 @@ def _rotary(
         )
     if kind == "default":
         return RotaryConfig(theta=theta)
+    if kind == "proportional":
+        share = rope.number("partial_rotary_factor", 1.0, high=1.0)
+        return RotaryConfig(theta=theta, kind=kind, factor=rope.scale("factor", 1.0), share=share)
     if kind == "linear":
         return RotaryConfig(theta=theta, kind=kind, factor=rope.scale("factor"))
     original = config.size(
@@ -539,6 +603,19 @@ def _rotary(
         mscale=optional_scale("mscale"),
         mscale_all_dim=optional_scale("mscale_all_dim"),
         truncate=rope.boolean("truncate", True),
+    )
+
+
+def _growing(family: Family, rope: Fields, rotary: RotaryConfig) -> RotaryConfig:
+    """With what queries grow by, in families where they do."""
+    if not (key := family.growth_key):
+        return rotary
+    rope = rope if rope.values else replace(rope, values=family.rope)
+    context = "original_max_position_embeddings"
+    return replace(
+        rotary,
+        query_growth=rope.number(key, above=-MAX_SCALE, high=MAX_SCALE),
+        original_max_position=rotary.original_max_position or rope.size(context, Most.POSITIONS),
     )
 
 

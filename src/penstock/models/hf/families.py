@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from penstock.models.weights import MIXER_EXIT, MLP_EXIT
+from penstock.models.weights import EXPERTS_ENTRY, EXPERTS_EXIT, MIXER_EXIT, MLP_EXIT, SHARED_EXIT
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,12 @@ class Family:
     partial_rotary: float | None = None  # the rotated part of a head where a file is silent; None: always all
     rope: Mapping[str, Any] = field(default_factory=dict)  # where a file is silent
     rope_kinds: Mapping[str, str] = field(default_factory=dict)  # what it means by some
+    growth_key: str = ""  # of `rope_parameters`: `RotaryConfig.query_growth`
     activation: str = ""  # whatever the file says
     embedding_is_scaled: bool = False  # by the root of the hidden size
     # Where a file is silent, one layer of so many sees everything, the last of them; the others see a window.
     full_every: int = 0
+    last_is_full: bool = False  # whatever a file says of the last layer
     pattern_key: str = ""  # what the file calls that number, where it may say it
     rotary_by_kind: bool = False  # layers with a window have a rotary embedding of their own
     rotated_in_windows: bool = False  # where layers have windows, those without one are not rotated
@@ -35,7 +37,9 @@ class Family:
     model: Mapping[str, Any] = field(default_factory=dict)  # fields of `ModelConfig`
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of `ExpertsConfig`
     kinds: Mapping[str, str] = field(default_factory=dict)  # what it calls kinds of layers
-    only: Mapping[str, Any] = field(default_factory=dict)  # the one value that a key may have
+    only: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # the one value that a key may have, or a tuple of them
     count_key: str = ""  # the key that wins where both this and num_experts are given
 
     @cached_property
@@ -50,6 +54,7 @@ class Family:
         return self._pattern.sub(lambda found: self.names[found[0]], name)
 
 
+NO_LAYER = 1 << 20  # of those sees everything, where a file is silent
 _NORMS_AFTER = {"post_attention_layernorm": MIXER_EXIT, "post_feedforward_layernorm": MLP_EXIT}
 _GLM_NORMS = {"post_self_attn_layernorm": MIXER_EXIT, "post_mlp_layernorm": MLP_EXIT}
 _BLOCK_SPARSE = {"block_sparse_moe": "mlp", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -86,6 +91,13 @@ _BAMBA = {
     "pre_ff_layernorm": "post_attention_layernorm",
     "final_layernorm": "norm",
 }
+_NEMOTRON_H = {
+    "embeddings": "embed_tokens",
+    "norm_f": "norm",
+    "mixer.norm": "mixer.norm",
+    "norm": "input_layernorm",
+    **_SHARED,
+}
 _ONLY_AFTER = {"pre_norm": False, "post_norm": True}
 _SANDWICH = {**_NORMS_AFTER, "pre_feedforward_layernorm": "post_attention_layernorm"}
 _GEMMA = {"zero_centred_norm": True, "post_norm": True}
@@ -99,6 +111,21 @@ FAMILIES = {
     "qwen3_next": Family(head_norm=True, partial_rotary=0.25),
     "qwen3_5_text": Family(head_norm=True, partial_rotary=0.25),
     "qwen3_5_moe_text": Family(head_norm=True, partial_rotary=0.25),
+    "ministral": Family(full_every=NO_LAYER),
+    "ministral3": Family(
+        growth_key="llama_4_scaling_beta",
+        rope={
+            "rope_type": "yarn",
+            "rope_theta": 1_000_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16384,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale_all_dim": 1.0,
+            "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    ),
     "mixtral": Family(keys={"num_experts": "num_local_experts"}, names=_BLOCK_SPARSE),
     "qwen2_moe": Family(),
     "qwen2_vl_text": Family(qkv_bias=True, rope_kinds={"mrope": "default"}),
@@ -197,6 +224,31 @@ FAMILIES = {
         only={"attn_logit_softcapping": None},  # which transformers' model ignores
         model=_GEMMA,
     ),
+    "gemma4_text": Family(
+        embedding_is_scaled=True,
+        head_norm=True,
+        full_every=6,
+        last_is_full=True,
+        rotary_by_kind=True,
+        rope={"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+        rope_kinds={"proportional": "proportional"},
+        keys={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
+        names={
+            **_SANDWICH,
+            "post_feedforward_layernorm_1": SHARED_EXIT,
+            "post_feedforward_layernorm_2": EXPERTS_EXIT,
+            "pre_feedforward_layernorm_2": EXPERTS_ENTRY,
+            "router.proj": "mlp.gate",
+            "experts": "mlp.experts",
+        },
+        only={
+            "attention_bias": False,
+            "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": (None, "vision"),  # of which there is none in text
+        },
+        model={"post_norm": True, "value_norm": True, "layer_scale": True, "attention_scale": 1.0},
+        experts={"shared_gate": False, "normed_apart": True},
+    ),
     "cohere": Family(
         keys={"rms_norm_eps": "layer_norm_eps"},
         only={"use_qk_norm": False},
@@ -255,6 +307,7 @@ FAMILIES = {
     "deepseek_v2": Family(
         keys={"num_experts": "n_routed_experts"},
         names=_SHARED,
+        only={"mlp_bias": False},  # shared experts would have it, too
         model={"interleaved_rotary": True},
         experts={"shared_gate": False, "normalised": False},
     ),
@@ -278,6 +331,28 @@ FAMILIES = {
         keys={"logit_scale": "lm_head_multiplier"},
         names=_BAMBA,
         only={"projectors_bias": False, "mamba_proj_bias": False, "attention_bias": False, "mlp_bias": False},
+    ),
+    "nemotron_h": Family(
+        keys={
+            "layer_types": "layers_block_type",
+            "rms_norm_eps": "layer_norm_epsilon",
+            "hidden_act": "mlp_hidden_act",
+            "num_experts": "n_routed_experts",
+            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+            "mamba_n_heads": "mamba_num_heads",
+            "mamba_d_head": "mamba_head_dim",
+            "mamba_n_groups": "n_groups",
+            "mamba_d_state": "ssm_state_size",
+            "mamba_d_conv": "conv_kernel",
+            "mamba_expand": "expand",
+            "mamba_conv_bias": "use_conv_bias",
+            "mamba_proj_bias": "use_bias",
+        },
+        names=_NEMOTRON_H,
+        # None of which transformers' model reads, or reads in all places.
+        only={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
+        model={"gated_mlp": False},
+        experts=_SIGMOID,
     ),
     "granitemoehybrid": Family(
         keys={

@@ -45,7 +45,9 @@ _STACK = re.compile(
 )
 _STACK_DIMS = {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}
 # Of the text model within a multimodal one, and what they would be alone.
+_SINGLE_BLOCK = re.compile(r"(model\.layers\.(\d{1,9})\.)mixer(?=\.)")
 _TEXT_PREFIXES = {
+    "backbone.": "model.",
     "model.language_model.": "model.",
     "model.text_model.": "model.",
     "language_model.model.": "model.",
@@ -134,7 +136,10 @@ class HfFolder(FileSource):
 
     def _own_name(self, name: str) -> str:
         """Of a tensor that the family may call otherwise."""
-        return FAMILIES[self.config.family].tensor_name(name)
+        name = FAMILIES[self.config.family].tensor_name(name)
+        if self.config.feeding_layers is None:
+            return name
+        return _SINGLE_BLOCK.sub(lambda found: found[1] + _block_name(self.config, int(found[2])), name)
 
     def load_into(self, name: str, out: torch.Tensor) -> None:
         if (quantised := self._quantised.get(name)) is not None:
@@ -317,3 +322,10 @@ def _shards(path: Path) -> list[Path]:
         if not (path / name).is_file():
             raise ModelFileError(f"{path}: the shard {name} is missing; {_INDEX} calls for {len(names)}")
     return [path / name for name in sorted(names)]
+
+
+def _block_name(config: ModelConfig, index: int) -> str:
+    """Of the one block of a layer."""
+    if index in (config.feeding_layers or ()):
+        return "mlp"
+    return "linear_attn" if config.mamba and index in config.mamba.layers else "self_attn"

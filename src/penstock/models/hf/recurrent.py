@@ -24,6 +24,28 @@ def recurrent_parts(config: Fields, num_layers: int, hidden: int, kinds: tuple[s
     return {}
 
 
+# Kinds of layers that have one block each, by what older files write for them.
+_BLOCKS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
+_OLD_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+EXPERTS_BLOCK = "moe"
+FEEDING = (EXPERTS_BLOCK, "mlp")
+
+
+def single_blocks(config: Fields) -> tuple[str, ...]:
+    """The kind of each layer, in a family whose layers are one block each."""
+    key, pattern = "layer_types", "hybrid_override_pattern"
+    if config.has(key):
+        kinds = tuple(_OLD_NAMES.get(kind, kind) for kind in config.texts(key))
+    elif config.has(pattern):
+        kinds = tuple(_BLOCKS.get(letter, letter) for letter in config.text(pattern))
+        key = pattern
+    else:
+        kinds = ("linear_attention", "moe", "full_attention", "mlp")
+    if not 1 <= len(kinds) <= Most.LAYERS or not {*kinds} <= {*_BLOCKS.values()}:
+        raise config.error(key, list(kinds)[:8], f"one of {', '.join(_BLOCKS.values())} for each layer")
+    return kinds
+
+
 def _layers(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> tuple[int, ...]:
     """Those without attention."""
     every = range(num_layers)
@@ -35,8 +57,11 @@ def _layers(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> tuple[in
         attending = set(config.integers("full_attn_idxs", high=Most.LAYERS))
     else:
         attending = set() if config.knows("mamba_n_heads") else set(every)
-    layers = tuple(index for index in every if index not in attending)
-    if len(layers) == num_layers:
+    is_single = config.knows("layers_block_type")
+    layers = tuple(
+        index for index in every if index not in attending and not (is_single and kinds[index] in FEEDING)
+    )
+    if not attending & {*every}:
         raise ModelError(
             f"{config.origin}: none of the {num_layers} layers has full attention, which is not supported"
         )
@@ -59,6 +84,12 @@ def _mamba(config: Fields, layers: tuple[int, ...], hidden: int) -> MambaConfig 
     else:
         head_dim = config.size("mamba_d_head", Most.DELTA_HEAD)
     least, most = _step_limits(config)
+    own: dict[str, Any] = {}
+    if config.knows("time_step_min"):  # whatever the file says of limits
+        least, most = config.number("time_step_min", above=-1.0), math.inf
+        own = {"norm_groups": config.size("mamba_n_groups", Most.HEADS)}
+    if config.knows("ssm_multipliers"):
+        own = _beside_attention(config, config.size("mamba_n_groups", Most.HEADS))
     sizes: dict[str, Any] = {
         "num_key_heads": config.size("mamba_n_groups", Most.HEADS),
         "num_value_heads": num_heads,
@@ -75,7 +106,7 @@ def _mamba(config: Fields, layers: tuple[int, ...], hidden: int) -> MambaConfig 
         bias=config.boolean("mamba_proj_bias"),
         least_step=least,
         most_step=most,
-        **(_beside_attention(config, sizes["num_key_heads"]) if config.knows("ssm_multipliers") else {}),
+        **own,
     )
 
 
