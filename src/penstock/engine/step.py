@@ -1,6 +1,6 @@
 """A step, run: its spans laid out as a forward batch, launched, waited for, and sampled from."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -68,7 +68,8 @@ class SpanInput:
 
 def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = False) -> ForwardBatch:
     """Lay the spans out as rows, one after the other, and pad them where a prompt is among them; or always, if
-    `strict`: then the bits of a decode do not depend on what runs beside it either."""
+    `strict`: then the bits of a decode do not depend on what runs beside it either. So few decodes that they do not
+    anyway are not padded."""
     states: list[StateRows] = []
     num_tokens = 0
     logit_rows: list[int] = []
@@ -80,7 +81,7 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = Fa
     groups = [_group_work(inputs, index, canon, strict=strict) for index in range(len(inputs[0].kv_groups))]
 
     num_rows, num_logits = num_tokens, len(logit_rows)
-    is_canonical = strict or any(item.is_prompt for item in inputs)
+    is_canonical = any(item.is_prompt for item in inputs) or (strict and num_tokens > canon.free_decodes)
     if is_canonical:
         num_rows = canon.padded_rows(num_tokens)
         if num_logits:
@@ -349,18 +350,18 @@ class _RowReading:
     """What reads the rows of prompts in one pass, behind its last layer, and leaves the head those that are sampled
     from."""
 
-    def __init__(self, step: Step, model: Decoder) -> None:
-        self._step = step
+    def __init__(self, spans: Sequence[tuple[RequestId, SpanInput]], model: Decoder) -> None:
+        self._spans = spans
         self._model = model
         self._waits: dict[RequestId, Callable[[], Any]] = {}
 
     def __call__(self, rows: Tensor) -> Tensor | None:
         start, sampled = 0, list[int]()
-        for planned, item in zip(self._step.plan.spans, self._step.inputs, strict=True):
+        for request_id, item in self._spans:
             end = start + item.num_last
             if item.rows is not None:
                 wait = item.rows.read(rows[start:end], item.span.start, self._model.logits)
-                self._waits[planned.request_id] = wait
+                self._waits[request_id] = wait
             if item.wants_logits:
                 sampled.append(end - 1)
             start = end
@@ -368,6 +369,55 @@ class _RowReading:
 
     def finish(self) -> dict[RequestId, Any]:
         return {request_id: wait() for request_id, wait in self._waits.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one pass runs of a step: spans, each with the number of the step's that it is, or is a piece of."""
+
+    numbers: tuple[int, ...]
+    inputs: tuple[SpanInput, ...]
+
+
+def parts_of(inputs: Sequence[SpanInput], most: int) -> list[Part]:
+    """Decodes by themselves, up to `most` tokens in a pass, then all prompts in one; where `most` is 0, or there are
+    no decodes, all in one."""
+    decodes = [(number, item) for number, item in enumerate(inputs) if not item.is_prompt]
+    prompts = [(number, item) for number, item in enumerate(inputs) if item.is_prompt]
+    if not most or not decodes:
+        return [Part(tuple(range(len(inputs))), tuple(inputs))]
+    passes: list[list[tuple[int, SpanInput]]] = [[]]
+    for number, item in decodes:
+        for piece in _pieces(item, most):
+            if sum(len(each.span) for _, each in passes[-1]) + len(piece.span) > most:
+                passes.append([])
+            passes[-1].append((number, piece))
+    return [Part(*zip(*each, strict=True)) for each in (*passes, prompts) if each]
+
+
+def _pieces(item: SpanInput, most: int) -> Iterator[SpanInput]:
+    """A replay may have many tokens: each pass but the last is full."""
+    for start in range(item.span.start, item.span.end, most):
+        end = min(start + most, item.span.end)
+        offset, is_last = start - item.span.start, end == item.span.end
+        token_ids = item.token_ids[offset : offset + end - start]
+        yield replace(
+            item, span=Span(start, end), token_ids=token_ids, wants_logits=item.wants_logits and is_last
+        )
+
+
+def _joined(parts: Sequence[Part], found: Sequence[Tensor | None]) -> Tensor | None:
+    """The logits of all parts, in the order of the step's spans."""
+    told = [each for each in found if each is not None]
+    if len(told) < 2:
+        return told[0] if told else None
+    numbers = [
+        number
+        for part in parts
+        for number, item in zip(part.numbers, part.inputs, strict=True)
+        if item.wants_logits
+    ]
+    return torch.cat(told)[sorted(range(len(numbers)), key=numbers.__getitem__)]
 
 
 class StepRunner:
@@ -404,13 +454,14 @@ class StepRunner:
     def launch(self, step: Step) -> Launched:
         """Start the forward pass. A GPU's is not done when this returns."""
         try:
-            reads = any(item.rows is not None for item in step.inputs)
-            rows = _RowReading(step, self._model) if reads else None
+            parts = parts_of(step.inputs, self._canon.free_decodes if self._strict else 0)
+            rows = self._row_reading(step, parts[-1])  # of prompts, which are in the last
             if self._stages is not None:
-                return self._issue(self._stages, self._batch(step.inputs), rows)
+                return self._issue(self._stages, parts, rows)
             logits = self._ahead.take(step.inputs)
             if logits is None:
-                logits = self._forward(self._batch(step.inputs), rows)
+                found = [self._forward(self._batch(part.inputs)) for part in parts[:-1]]
+                logits = _joined(parts, [*found, self._forward(self._batch(parts[-1].inputs), rows)])
             # Of a step that samples, the tokens are waited for.
             return Launched(logits, self._device.marker() if logits is None else None, rows=rows)
         except Exception as error:
@@ -456,14 +507,26 @@ class StepRunner:
             raise error  # the device or a stage does nothing more, for anybody
         return error
 
-    def _issue(self, stages: "Pipeline", batch: ForwardBatch, rows: _RowReading | None) -> Launched:
-        """Let the other stages run a batch; then run the rest of it."""
-        issued = stages.issue(batch, self._space_number)
+    def _row_reading(self, step: Step, part: Part) -> _RowReading | None:
+        if all(item.rows is None for item in part.inputs):
+            return None
+        ids = [step.plan.spans[number].request_id for number in part.numbers]
+        return _RowReading(list(zip(ids, part.inputs, strict=True)), self._model)
 
-        def layers(residual: Tensor) -> Tensor | None:
-            return self._reading(rows)(batch, self._tensors, residual)
+    def _issue(self, stages: "Pipeline", parts: Sequence[Part], rows: _RowReading | None) -> Launched:
+        """Let the other stages run the parts; then run the rest of each."""
+        batches = [self._batch(part.inputs) for part in parts]
+        issued = [stages.issue(batch, self._space_number) for batch in batches]
 
-        return Launched(run=lambda: stages.run(issued, layers), issued=issued.number, rows=rows)
+        def run() -> Tensor | None:
+            forwards = [self._reading(None)] * (len(parts) - 1) + [self._reading(rows)]
+            found = [
+                stages.run(each, partial(forward, batch, self._tensors))
+                for each, forward, batch in zip(issued, forwards, batches, strict=True)
+            ]
+            return _joined(parts, found)
+
+        return Launched(run=run, issued=issued[-1].number, rows=rows)
 
     def _batch(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
         return build_batch(inputs, canon=self._canon, strict=self._strict)

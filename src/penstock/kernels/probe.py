@@ -1,6 +1,6 @@
 """Measures, on the machine at hand, the facts that 'the same bits for any chunking' rests on.
 
-Five laws are tried on random data of the model's own shapes:
+Six laws are tried on random data of the model's own shapes:
 
 * a product gives each row the same bits whatever the number of rows, from some number up (the floor), on a GPU but
   for numbers that are found and avoided; or else, with a fixed number of rows (the slab), whatever the row's place
@@ -8,9 +8,11 @@ Five laws are tried on random data of the model's own shapes:
 * attention gives a query the same bits whatever the other queries of its tile hold;
 * norm, rotation and activation give a row the same bits whatever the other rows;
 * a delta net gives the same bits for spans that end on the grid of states;
-* experts that are run as one give a row the same bits whatever the other rows.
+* experts that are run as one give a row the same bits whatever the other rows;
+* decodes that are not padded have the bits that each has alone, up to some number of them.
 
-None is assumed. The result is kept in the cache folder, under a key of everything it depends on.
+None is assumed. Where the last does not hold, strict decodes are padded as prompts are. The result is kept in the
+cache folder, under a key of everything it depends on.
 """
 
 import hashlib
@@ -149,6 +151,8 @@ class Random:
 
 EXPERT_SLAB = 32
 _NUM_EXPERTS, _EXPERT_ROWS = 4, (1, 2, 7, 16, 64, 150, 333, 700)
+# Numbers of decodes, and the least that strict ones are run at a time.
+_DECODES, _LEAST_DECODES = (*range(1, 17), 20, 24, 28, 32), 4
 # If more than this share of counts is to be avoided, there is no rule in what the library does.
 _MOST_AVOIDED = 0.25
 # Where the queries of a chunk may begin and end in a tile.
@@ -274,7 +278,38 @@ def _of_gates(shapes: ProbeShapes) -> ElementWise | None:
     return None if function is ACTIVATIONS["silu"] else function
 
 
-def experts_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
+def free_decodes(kernels: Kernels, shapes: ProbeShapes, random: Random) -> int:
+    """Up to how many decodes give each the bits that it has alone; 0 where that is too few to be of use. Recurrent
+    layers, latents and experts that are run as one are not tried: they have products of other kinds. Nor are GPUs,
+    where several passes take longer than padding."""
+    is_tried = shapes.recurrent is None and shapes.latent is None and device_kind(random.device).is_host
+    products = (*shapes.products, *shapes.expert_products, *([shapes.head] if shapes.head else []))
+    if not is_tried or any(shape.form == GROUPED for shape in products):
+        return 0
+    most = _DECODES[-1]
+    for shape in products:
+        weight, x = _factors(kernels, shape, _DECODES[-1], random)
+        bias = torch.zeros(shape.num_out, dtype=x.dtype, device=x.device) if shape.bias else None
+        alone = [
+            digest
+            for row in torch.split(x, 1)
+            for digest in _digests(kernels.linear(row, weight, bias, is_canonical=False))
+        ]
+        for count in _DECODES:
+            together = _digests(kernels.linear(x[:count], weight, bias, is_canonical=False))
+            if together != alone[:count]:
+                most = min(most, count - 1)
+                break
+    # Numbers between those that were tried are believed to be as both of them.
+    return max((count for count in _DECODES if _LEAST_DECODES <= count <= most), default=0)
+
+
+def _digests(rows: Tensor) -> list[bytes]:
+    """Of each row: a head's may be as large as its weight."""
+    return [hashlib.sha256(row.contiguous().view(torch.uint8).numpy()).digest() for row in rows]
+
+
+def experts_hold(kernels: Kernels, shapes: ProbeShapes, random: Random, *, is_canonical: bool = True) -> bool:
     """Experts that are run as one give a row the same bits whatever other rows there are. Few of them have few rows
     and many, as many have in a model's passes."""
     hidden = shapes.hidden_size
@@ -442,7 +477,7 @@ def recurrence_holds(kernels: Kernels, sizes: RecurrentConfig, random: Random) -
 
 # All of them
 
-_VERSION = 21
+_VERSION = 22
 _MOST_BYTES = 1 << 20
 
 
@@ -458,6 +493,7 @@ class ProbeResult:
     head_holds: bool
     recurrence_holds: bool = True  # of models without recurrent layers too
     experts_hold: bool = True  # as one; of models whose experts are run one by one too
+    free_decodes: int = 0  # as in `RowLaw`
     expert_slab: int = 0
     avoided_rows: tuple[
         int, ...
@@ -471,6 +507,7 @@ class ProbeResult:
             row_slab=self.row_slab,
             avoided_rows=self.avoided_rows,
             expert_slab=self.expert_slab,
+            free_decodes=self.free_decodes,
         )
         return kernels.law
 
@@ -525,6 +562,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         head_holds=slab_holds(kernels, (shapes.head,) if shapes.head else (), kernels.head_rows, random),
         recurrence_holds=shapes.recurrent is None or recurrence_holds(kernels, shapes.recurrent, random),
         experts_hold=not is_grouped or experts_hold(kernels, shapes, random),
+        free_decodes=free_decodes(kernels, shapes, random),
         expert_slab=expert_slab,
         avoided_rows=() if row_slab else tuple(avoided),
     )
@@ -562,6 +600,7 @@ def _read(path: Path, tried: Tried) -> ProbeResult | None:
         and result.row_slab in (0, *tried.slabs)
         and result.expert_slab in (0, EXPERT_SLAB)
         and all(type(answer) is bool for answer in result.answers)
+        and result.free_decodes in (0, *_DECODES[_LEAST_DECODES - 1 :])
         and avoided <= set(tried.counts)
     )
     return result if is_valid else None

@@ -80,6 +80,7 @@ class RowLaw:
     row_grid: int = ROW_GRID  # more than a few rows are padded to a multiple of this
     avoided_rows: tuple[int, ...] = ()  # numbers of rows on the grid whose products have other bits
     expert_slab: int = 0  # as `row_slab` for experts, which have few rows each; 0: as for all others
+    free_decodes: int = 0  # up to so many decodes, in a pass of their own, give each the same bits as alone
 
     def padded_rows(self, num_rows: int) -> int:
         """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
