@@ -42,6 +42,8 @@ _STATES = {
     "layers_block_type": "Mamba-2, one block a layer",
     "conv_L_cache": "short convolution",
     "kv_lora_rank": "latent attention",
+    "no_rope_layer_interval": "layers without rotation",
+    "embedding_multiplier": "multipliers",
 }
 
 
@@ -60,6 +62,10 @@ def table() -> str:
         words = ["q/k norm"] if family.head_norm and not family.model.get("norm_all_heads") else []
         words += ["part of a head rotated"] if family.partial_rotary is not None else []
         words += [text for key, text in _STATES.items() if key in family_defaults(name)]
+        words += ["biases of q, k and v"] if family.qkv_bias else []
+        has_experts = family.keys.get("num_experts", "num_experts") in family_defaults(name)
+        words += ["experts"] if has_experts else []
+        words += ["soft caps"] if family_defaults(name).get("final_logit_softcapping") else []
         words += ["scaled embedding"] if family.embedding_is_scaled else []
         every = "all" if family.full_every == NO_LAYER else f"all but one of {family.full_every}"
         words += [f"window in {every} layers"] if family.full_every else []

@@ -17,8 +17,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 PAGES = sorted([*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md")])
 ARCHITECTURE = REPOSITORY / "docs" / "architecture.md"
 # Packages are named by their folders.
-UNNAMED = {"__init__.py", "__main__.py", "py.typed"}
-COMMANDS = {"generate", "serve", "plan", "tune", "verify", "pull", "cache"}
+UNNAMED = {"__init__.py", "__main__.py", "conftest.py", "py.typed"}
+COMMANDS = {"generate", "chat", "serve", "worker", "plan", "tune", "verify", "pull", "cache"}
 
 
 def tree(root: str) -> Iterator[str]:
@@ -54,11 +54,25 @@ def test_the_tree_names_every_file_and_no_other(root: str) -> None:
     assert set(named) - {"__main__.py"} == expected
 
 
+def test_the_tree_names_files_that_all_tests_share() -> None:
+    files = {path.name for path in (REPOSITORY / "tests").glob("*.*")} - UNNAMED
+    assert files == {name for name in tree("tests") if "/" not in name}
+
+
+def headings(page: Path) -> set[str]:
+    """As links name them."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            name, _, place = target.partition("#")
+            found = page.parent / name if name else page
+            assert found.exists(), target
+            assert not place or place in headings(found), target
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -106,6 +120,16 @@ def test_every_parameter_and_metric_of_the_server_is_told() -> None:
 def test_the_table_of_families_is_current() -> None:
     """Where this fails, `python -m tests.families` writes it anew."""
     assert families.PAGE.read_text() == families.page()
+
+
+def test_every_family_was_compared_with_transformers() -> None:
+    """A row of `FAMILIES` wants one of `MODELS` (`tests/engine/test_families.py`)."""
+    assert "| 0 shapes |" not in families.table()
+
+
+def test_the_readme_leads_to_every_page() -> None:
+    text = (REPOSITORY / "README.md").read_text()
+    assert not [page.name for page in REPOSITORY.glob("docs/*.md") if f"](docs/{page.name}" not in text]
 
 
 def test_the_readme_is_short() -> None:

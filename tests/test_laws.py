@@ -15,6 +15,7 @@ from penstock.frontends import options
 from penstock.frontends.generate import generate
 from penstock.frontends.plan import plan
 from penstock.frontends.serve import serve
+from penstock.frontends.server.bodies import GenerationBody
 from penstock.frontends.tune import tune
 from penstock.frontends.verify import verify
 
@@ -54,6 +55,11 @@ def test_options_are_called_as_the_settings() -> None:
 
 def test_generate_has_every_sampling_parameter() -> None:
     assert {field.name for field in fields(SamplingParams)} <= set(get_type_hints(generate))
+
+
+def test_the_server_has_every_sampling_parameter() -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    assert names - set(GenerationBody.model_fields) == {"bad_sequences"}  # which are texts there: `bad_words`
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

@@ -15,6 +15,7 @@ from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import Choice, PlainRow, sample_rows
 from penstock.errors import ModelError, SettingError
 from penstock.kernels.device import DeviceKind
+from tests.engine.test_alone_served import SAMPLING
 
 VOCAB = 40
 
@@ -148,6 +149,16 @@ class TestDrawnOnTheDevice:
                 choices = sample_rows(logits, [PlainRow(sampler) for sampler in samplers])
                 expected = [other.sample(row, []) for other, row in zip(others, logits, strict=True)]
                 assert [told(choice) for choice in choices] == expected
+
+    @pytest.mark.parametrize("name", SAMPLING)
+    def test_every_parameter_means_the_same(self, name: str) -> None:
+        """One that nothing does on the device is no less in force there: its rows are chosen on the host."""
+        logits = torch.randn(20, 256, generator=torch.Generator().manual_seed(4)) * 3
+        for value in SAMPLING[name]:
+            rows = [SamplingParams(**{"temperature": 1.0, "seed": seed, name: value}) for seed in range(20)]
+            choices = sample_rows(logits, [PlainRow(Sampler(each), [65, 70]) for each in rows])
+            expected = [alone(row, each, [65, 70]) for row, each in zip(logits, rows, strict=True)]
+            assert [told(choice) for choice in choices] == expected
 
     @pytest.mark.parametrize("top_p", [1.0, 0.5])
     @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.layers.rotary import rotary_frequencies
-from penstock.models.hf.config import hf_model_config
+from penstock.models.hf.config import DEFAULT_KEYS, hf_model_config
+from penstock.models.hf.families import FAMILIES
 from penstock.models.hf.folder import read_folder_config
 from penstock.models.reading import Fields
 from penstock.plan.model import RotaryConfig
@@ -87,6 +88,12 @@ def test_the_older_keys_mean_the_same(kind: str) -> None:
 def test_the_table_of_defaults_is_that_of_transformers_classes() -> None:
     """Where this fails, `python -m tests.models.hf_defaults` writes it anew."""
     assert TABLE.read_text() == table()
+
+
+def test_a_key_of_another_name_is_one_whose_default_is_known() -> None:
+    """Else it would count as one that is not read, and other values would be refused."""
+    names = {name for family in FAMILIES.values() for name in family.keys.values()}
+    assert names <= set(DEFAULT_KEYS)
 
 
 @pytest.mark.parametrize("family", json.loads(TABLE.read_text()))

@@ -1,12 +1,5 @@
-"""What a service does, for Prometheus and for the live page.
-
-How to add a metric:
-
-* A number that the service knows at any moment: a field of `ServiceStatus` (or of its parts, in `engine/status.py`)
-  and a row of `_STATE` here. /metrics reads it when it is scraped, /status of the live page shows it.
-* Something that happens, counted or measured each time: a line in `Telemetry.__init__` and one in the method that is
-  told of it. What no method is told of yet needs one in `Observer` (`engine/status.py`), and its call in the engine.
-"""
+"""What a service does, for Prometheus and for the live page: its state when it is asked (`_STATE`), and what was
+counted and measured as it happened (`Telemetry`). How to add a metric: docs/architecture.md."""
 
 import itertools
 import threading

@@ -3,7 +3,7 @@
 The defaults are those of transformers' own classes. Importing one takes a second, so they stand in `defaults.json`,
 which `tests/models/hf_defaults.py` writes and a test compares. Beside them stands what transformers' models read and
 Penstock does not: a file that has another value there is refused. A plain new family is a row of `FAMILIES` in
-`families.py`, and a line that is written there.
+`families.py`, its own keys in `DEFAULT_KEYS`, and a line that is written there.
 """
 
 import json
