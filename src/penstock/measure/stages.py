@@ -83,7 +83,9 @@ def run_digest(llm: LLM, prompt: Sequence[int], chunk: int, *, num_decodes: int 
         found = cache_digests(run.space.tensors, run.cache.places, slot)
     else:
         found = llm.stages.caches.digests(run.space, run.cache)
-    assert sum(map(len, found.kv)) + len(found.states) == llm.model.config.num_layers
+    config = llm.model.config
+    assert sum(map(len, found.kv)) == config.num_attention_layers
+    assert len(found.states) == (config.recurrent.num_layers if config.recurrent else 0)
     assert run.logits is not None
     logits = sha256(run.logits.cpu().numpy().tobytes()).hexdigest()
     run.cancel()

@@ -119,6 +119,12 @@ def _by_fields(item: Any) -> Any:
     return item if isinstance(item, int) else tuple(asdict(item).values())
 
 
+def tell_shapes(shapes: ProbeShapes) -> dict[str, object]:
+    """What a worker says of its products."""
+    told = asdict(shapes)
+    return {name: told[name] for name in ("products", "mlp_widths", "expert_products")}
+
+
 def read_shapes(about: Mapping[str, Any], model: Decoder) -> ProbeShapes:
     """What a worker said of its products; all else is the model's."""
     return replace(

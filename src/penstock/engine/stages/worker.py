@@ -35,7 +35,7 @@ from penstock.cache.tensors import CacheTensors
 from penstock.cache.transfer import cache_digests, copy_tokens
 from penstock.engine.stages.control import Control, Message, tell_failure
 from penstock.engine.stages.header import HeaderLimits, read_header
-from penstock.engine.stages.joining import common_parts, read_law
+from penstock.engine.stages.joining import common_parts, read_law, tell_shapes
 from penstock.engine.stages.link import Link, LinkStore, Receipt
 from penstock.engine.stages.store import StageStore
 from penstock.errors import StageLostError, is_out_of_memory
@@ -245,7 +245,7 @@ class Worker:
             "parts": common_parts(
                 path, model, str(about["weights"]), same_machine=bool(about["same_machine"])
             ),
-            "shapes": asdict(model.probe_shapes),
+            "shapes": tell_shapes(model.probe_shapes),
             "weight_bytes": model.num_weight_bytes,
             "free_bytes": kind.free_bytes(),
             "device": str(device),
