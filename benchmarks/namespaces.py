@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from penstock.errors import PenstockError
 
@@ -27,6 +28,11 @@ class Joined:
 
     names: tuple[str, str]
     addresses: tuple[str, str]
+    ends: tuple[str, str]
+
+    def turn(self, end: int, state: Literal["up", "down"]) -> None:
+        """One end of the link: while it is down, nothing passes either way."""
+        _run("ip", "-n", self.names[end], "link", "set", self.ends[end], state)
 
 
 @contextmanager
@@ -36,7 +42,7 @@ def joined_namespaces(bits_per_s: int) -> Iterator[Joined]:
         raise NamespaceError(f"there is no {missing[0]}")
     names = (f"penstock-{os.getpid()}-a", f"penstock-{os.getpid()}-b")
     ends = (f"pa{os.getpid()}", f"pb{os.getpid()}")
-    joined = Joined(names, ("10.231.77.1", "10.231.77.2"))
+    joined = Joined(names, ("10.231.77.1", "10.231.77.2"), ends)
     burst = min(max(int(bits_per_s / 8 * _BURST_S), _LEAST_BURST), _MOST_BURST)
     try:
         for name in names:
