@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.frontends.affinity import PrefixAffinity
+from penstock.frontends.affinity import PrefixAffinity, Route
 
 IDLE = {"a": 0, "b": 0}
 
@@ -42,6 +42,22 @@ def test_what_a_replica_had_is_lost_with_it() -> None:
     assert affinity.choose(blocks("1", "2"), {"new": 1, other: 0}) == other
     affinity.keep([first, other])
     assert affinity.choose(blocks("1", "2"), {first: 0, other: 1}) == other
+
+
+def test_a_request_is_a_load_until_its_answer_is_over_and_questions_are_none() -> None:
+    affinity = PrefixAffinity(most_load=4)
+    long = Route(blocks("1", "2", "3"))
+    first, other = affinity.ranked(long, IDLE)
+    assert affinity.ranked(Route.aside(), IDLE) == [other, first]
+    second = Route(blocks("4"))
+    assert affinity.ranked(second, IDLE) == [other, first]
+    long.is_over = True
+    # Had it still been a load, there were as much to do for both, and the other has fewer blocks.
+    third = Route(blocks("5"))
+    assert affinity.ranked(third, IDLE) == [first, other]
+    assert affinity.ranked(third, IDLE) == [first, other]  # asked again, it is one load
+    third.replica = other  # the first had no place
+    assert affinity.ranked(Route(blocks("6")), IDLE) == [first, other]
 
 
 PROMPTS = st.lists(st.sampled_from([blocks(*text) for text in ("", "x", "xy", "xyz", "pqrs", "pq", "uv")]))

@@ -2,11 +2,28 @@
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
 
 from penstock.cache.keys import BlockKey
 
 # Blocks that are remembered, those of all replicas together: 16 million tokens.
 MOST_KEYS = 1 << 18
+
+
+@dataclass(eq=False)
+class Route:
+    """The way of a request with these blocks to a replica, and of the answer back: until `is_over`, which may be said
+    on any thread, it is a load of that replica."""
+
+    keys: Sequence[BlockKey]
+    replica: str = ""
+    is_over: bool = False
+
+    @classmethod
+    def aside(cls) -> Self:
+        """Of what is no load: a question that is answered at once."""
+        return cls((), is_over=True)
 
 
 class PrefixAffinity:
@@ -19,6 +36,16 @@ class PrefixAffinity:
         self._most_keys = most_keys
         self._owners: dict[BlockKey, set[str]] = {}  # the last used last
         self._num_keys: Counter[str] = Counter()
+        self._routes: set[Route] = set()
+
+    def ranked(self, route: Route, names: Collection[str]) -> list[str]:
+        """The one of these replicas that is to have a request, then the others, by their load."""
+        self._routes = {each for each in self._routes if not each.is_over and each is not route}
+        counts = Counter(each.replica for each in self._routes)
+        loads = {name: counts[name] for name in names}
+        route.replica = self.choose(route.keys, loads)
+        self._routes.add(route)
+        return [route.replica, *sorted(loads.keys() - {route.replica}, key=loads.__getitem__)]
 
     def choose(self, keys: Sequence[BlockKey], loads: Mapping[str, int]) -> str:
         """One of the replicas in `loads`, for a prompt of these blocks, which it is then taken to have."""

@@ -32,7 +32,7 @@ from penstock.cache.keys import BlockKey, KeyChain, root_key
 from penstock.engine.stages.control import Address, Listener, new_token
 from penstock.engine.stages.workers import run_worker
 from penstock.errors import PenstockError, SettingError, StageLostError
-from penstock.frontends.affinity import PrefixAffinity
+from penstock.frontends.affinity import PrefixAffinity, Route
 from penstock.frontends.answer import fetch
 from penstock.frontends.display import make_display
 from penstock.frontends.exits import INTERRUPTED, complain, on_signals
@@ -214,10 +214,8 @@ class Replica:
         chain.extend(first.token_ids)
         return [key[:_KEY_BYTES] for key in chain.keys]
 
-    async def answer(
-        self, scope: Scope, body: bytes, keys: Sequence[BlockKey]
-    ) -> AsyncIterator[list[Message]]:
-        """The messages of the application's answer, as they come. `keys` are the router's."""
+    async def answer(self, scope: Scope, body: bytes, route: Route) -> AsyncIterator[list[Message]]:
+        """The messages of the application's answer, as they come. `route` is the router's."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue()
         task = asyncio.create_task(self._run(scope, body, messages))
         task.add_done_callback(lambda _: messages.put_nowait(None))
@@ -252,25 +250,29 @@ class Replica:
 
 
 class PrefixRouter(RequestRouter):  # type: ignore[misc]
-    """Sends a prompt to the replica that has its beginning. It runs where the replicas' handle is: in the front."""
+    """Sends a prompt to the replica that has its beginning. It runs where the replicas' handle is: in the front.
+
+    What a replica has to do are the routes that lead to it: Serve says that an answer has ended some time after the
+    client has it, and counts questions for keys as well."""
 
     def initialize_state(self, *, most_load: int) -> None:
         self._affinity = PrefixAffinity(most_load)
-        self._loads: dict[Any, int] = {}
 
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
+        route: Route | None = None
         if pending_request is not None:  # one that nobody takes now is offered again, later and later
             pending_request.routing_context.should_backoff = True
+            route = pending_request.kwargs.get("route")
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         if not replicas:
             return []
-        loads = {name: self._loads.get(replica.replica_id, 0) for name, replica in replicas.items()}
-        keys = () if pending_request is None else pending_request.kwargs.get("keys", ())
-        chosen = self._affinity.choose(keys, loads)
-        others = sorted(replicas.keys() - {chosen}, key=loads.__getitem__)
-        return [[replicas[name]] for name in (chosen, *others)]
+        return [[replicas[name]] for name in self._affinity.ranked(route or Route.aside(), replicas)]
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
+        if route := pending_request.kwargs.get("route"):
+            route.replica = replica_id.unique_id  # where the chosen one has no place, another
 
     def update_replicas(self, replicas: list[Any]) -> None:
         super().update_replicas(replicas)
@@ -280,17 +282,7 @@ class PrefixRouter(RequestRouter):  # type: ignore[misc]
         super().on_replica_actor_died(replica_id)
         self._keep_current()
 
-    def on_send_request(self, replica_id: Any) -> None:
-        super().on_send_request(replica_id)
-        self._loads[replica_id] = self._loads.get(replica_id, 0) + 1
-
-    def on_request_completed(self, replica_id: Any, internal_request_id: str) -> None:
-        super().on_request_completed(replica_id, internal_request_id)
-        if self._loads.get(replica_id):
-            self._loads[replica_id] -= 1
-
     def _keep_current(self) -> None:
-        self._loads = {each: load for each, load in self._loads.items() if each in self.curr_replicas}
         self._affinity.keep({replica_id.unique_id for replica_id in self.curr_replicas})
 
 
@@ -308,11 +300,13 @@ class Forwarded(Response):
         error = ApiError(503, "the replica that was to answer has died: send it again", code="replica_lost")
         for _ in range(_ATTEMPTS):
             begun: Message | None = None
-            answer = self._replicas.answer.remote(asked, body, keys=keys)
+            route = Route(keys)
+            answer = self._replicas.answer.remote(asked, body, route=route)
             try:
                 async for messages in answer:
                     for message in messages:
                         begun = begun or message
+                        route.is_over = "body" in message and not message.get("more_body")
                         await send(message)
                 return
             except RayError as failure:
@@ -325,6 +319,7 @@ class Forwarded(Response):
                 if not isinstance(failure, RayActorError):
                     raise
             finally:
+                route.is_over = True
                 answer.cancel()  # where it has ended, nothing happens
         await error_response(error)(scope, receive, send)
 
