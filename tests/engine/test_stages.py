@@ -1,6 +1,7 @@
 """A model in stages has the bits of one process, for any number of them."""
 
 import os
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -324,8 +325,12 @@ def test_workers_are_processes_that_end_with_the_model() -> None:
             assert pid is not None
             os.kill(pid, 0)
             found = llm.generate(PROMPT, max_tokens=4).token_ids
+            receivers = [thread for thread in threading.enumerate() if thread.name == "stage-receive"]
+            assert receivers
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+        # One that frees what it has of torch while Python ends would abort this process.
+        assert not receivers[-1].is_alive()
     with staged("llama", 1, chunk=64) as llm:
         assert llm.generate(PROMPT, max_tokens=4).token_ids == found
 

@@ -1,5 +1,6 @@
 """`penstock worker` says what is wrong in one line, listens at one address, and ends when it is told to."""
 
+import json
 import os
 import signal
 import socket
@@ -68,3 +69,40 @@ def test_it_waits_for_drivers_and_ends_when_told_to(token_file: Path) -> None:
         assert process.wait(10) == 0
         assert "Traceback" not in process.stderr.read()
     assert not os.path.exists(f"/proc/{process.pid}")
+
+
+def test_stages_answer_as_one_process_and_all_of_them_end_well(token_file: Path, tiny_model: Path) -> None:
+    """Those of torchrun, of which the last answers, and those that are started here."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    ranks = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    prompt = "one after the other " * 20
+
+    def start(*more: str, **environment: str) -> "subprocess.Popen[str]":
+        command = [
+            sys.executable,
+            "-m",
+            "penstock",
+            "generate",
+            "--model",
+            str(tiny_model),
+            "--raw",
+            "--json",
+        ]
+        command += ["--prompt", prompt, "--max-tokens", "8", "--chunk", "64", "--threads", "1", *more]
+        return subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    staged = ["--stages", "2", "--token-file", str(token_file)]
+    with start(*staged, **ranks, RANK="0") as worker, start(*staged, **ranks, RANK="1") as last:
+        with start("--stages", "2") as local, start() as alone:
+            answers = [
+                json.loads(process.communicate(timeout=60)[0])["text"] for process in (last, local, alone)
+            ]
+        assert len(set(answers)) == 1
+        assert [process.wait(10) for process in (worker, last, local, alone)] == [0] * 4

@@ -44,12 +44,15 @@ def worker(
             with display.busy("starting"):
                 import torch
 
-                from penstock.engine.stages.workers import run_worker
+                from penstock.engine.stages.workers import end_worker, run_worker
                 from penstock.kernels.device import find_devices
 
                 settings = settings.on(find_devices())
             count = settings.threads.within(torch.get_num_threads())
-            run_worker(listener, device=settings.device.name, threads=count, tell=display.note)
+            try:
+                run_worker(listener, device=settings.device.name, threads=count, tell=display.note)
+            except SystemExit:
+                end_worker()
 
 
 _ENDS = (signal.SIGINT, signal.SIGTERM)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,10 @@ class Asked:
         self.events: list[list[Event]] = [[] for _ in requests]
         self.num_tokens = 0
         self._over = threading.Semaphore(0)
-        for request, events in zip(requests, self.events, strict=True):
+        self.names = [
             service.submit(request, partial(self._listen, events))
+            for request, events in zip(requests, self.events, strict=True)
+        ]
 
     def _listen(self, events: list[Event], event: Event) -> None:
         events.append(event)
@@ -82,6 +85,7 @@ class Asked:
             assert self._over.acquire(timeout=120), "an answer does not arrive"
 
     def tokens(self) -> list[list[int]]:
+        """To their ends, which are well."""
         self.wait()
         assert all(isinstance(events[-1], Finished) for events in self.events)
         return [[each.token for each in events if isinstance(each, TokenGenerated)] for events in self.events]
@@ -114,6 +118,24 @@ def test_answers_are_the_same_whenever_a_worker_goes(family: str) -> None:
             service.check_integrity()
         restarts = sum(stage.num_restarts for stage in service.status().stages)
         assert restarts == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_requests_that_are_cancelled_in_flight_leave_the_others_as_they_are(family: str) -> None:
+    expected = undisturbed(family)
+    long = [replace(request, max_tokens=700) for request in REQUESTS[2:]]
+    with workers_as_threads(), serving(family) as service:
+        for when in (0, 1, 30, 90):
+            asked = Asked(service, [*REQUESTS[:2], *long])
+            wait_for(lambda asked=asked, when=when: asked.num_tokens >= when)  # type: ignore[misc]
+            for name in asked.names[2:]:
+                service.cancel(name)
+            found = asked.tokens()
+            assert found[:2] == expected[:2]
+            for tokens, whole in zip(found[2:], expected[2:], strict=True):
+                assert tokens[: len(whole)] == whole[: len(tokens)]
+                assert len(tokens) < 700
+            service.check_integrity()
 
 
 def test_a_worker_that_goes_while_nothing_runs_is_replaced_at_once() -> None:

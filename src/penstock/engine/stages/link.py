@@ -133,13 +133,14 @@ class Link:
         self._beats = _connected(store, host, listens=not sends)
         self._on_lost = on_lost
         self._sent: deque[tuple[Any, Tensor]] = deque()  # until they are gone
-        self._lock = threading.Lock()
+        self._closing = threading.Lock()
         self._awaited: deque[tuple[int, Any, Tensor, Receipt]] = deque()
         self._changed = threading.Condition()
         self._error: Exception | None = None
+        self._receiver = threading.Thread(target=self._receive, name="stage-receive", daemon=True)
         self._beats.when_lost(self._lose)
         if not sends:
-            threading.Thread(target=self._receive, name="stage-receive", daemon=True).start()
+            self._receiver.start()
 
     def send(self, step: int, num_rows: int, residual: Tensor | None) -> None:
         """Hand on a residual [rows, hidden], or say that there is none, since the step failed."""
@@ -180,9 +181,23 @@ class Link:
             for *_, receipt in self._awaited:
                 receipt.settle(None, self._error)
             self._changed.notify_all()
-        self._sent.clear()
-        self._group = None
+        with self._closing:
+            self._sent.clear()
+            self._group = None
         self._beats.close()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has a thread that waits, or may be told to end."""
+        return self._receiver.is_alive()
+
+    def wait_closed(self, timeout_s: float) -> None:
+        """Until nothing of torch is left with another thread, once this end was closed and the other has gone: what
+        is freed there while Python ends takes the process along."""
+        with self._closing:
+            pass
+        if self.is_open:
+            self._receiver.join(timeout_s)
 
     def _lose(self, error: StageLostError) -> None:
         self.close(error)

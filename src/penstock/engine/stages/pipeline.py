@@ -39,6 +39,7 @@ from penstock.engine.stages.workers import (
     StageShare,
     WorkerPlace,
     divide_machine,
+    end_worker,
     run_worker,
 )
 from penstock.engine.status import StageStatus
@@ -53,6 +54,8 @@ from penstock.plan.stage_settings import StagesSetting
 
 # How long a worker's own reason is waited for, where a link has ended.
 _REASON_S = 0.5
+# How long a thread has to end whose worker was told to.
+_END_S = 5.0
 # How long a worker has to write what it was to keep.
 _WRITE_S = 30.0
 # How long one that was lost is looked for at a time.
@@ -106,6 +109,7 @@ class Pipeline:
         self._changed = threading.Condition()
         self._lost: StageError | None = None
         self._incoming: Link | None = None
+        self._links: list[Link] = []  # all that may still have a thread
         self._store: LinkStore | None = None
         self._peers: list[Peer] = []
         self.caches = WorkerCaches(self._peers, self.layers[-1], lambda: self.generation)
@@ -286,6 +290,7 @@ class Pipeline:
         assert self._model is not None
         assert self._store is not None
         model = self._model
+        self._links = [link for link in self._links if link.is_open]
         self._incoming = Link(
             self._store,
             sends=False,
@@ -296,6 +301,7 @@ class Pipeline:
             kind=kind,
             on_lost=partial(self._lose_link, self.generation),
         )
+        self._links.append(self._incoming)
 
     def _await_joined(self, peer: Peer) -> None:
         while (joined := peer.reply("joined").about)["generation"] != self.generation:
@@ -315,6 +321,8 @@ class Pipeline:
             peer.control.wait_closed(_WRITE_S)  # what waits is written
         for place in self.places:
             place.close()
+        for link in self._links:
+            link.wait_closed(_END_S)
 
     def _open(self, stage: int, place: WorkerPlace, timeout_s: float | None = None) -> Control:
         timeout_s = self._stage_timeout_s if timeout_s is None else timeout_s
@@ -497,7 +505,7 @@ def open_pipeline(
     path: Path, config: ModelConfig, settings: EngineSettings, stages: StagesSetting
 ) -> "Pipeline":
     """Start the workers of a model, or connect to them. Raises StageLostError, StageRefusedError. Of torchrun's
-    processes the last goes on; the others are its workers, and end with it (SystemExit)."""
+    processes the last goes on; the others are its workers, and end with it."""
     places: list[WorkerPlace] = []
     share = None
     if stages.addresses:
@@ -511,7 +519,7 @@ def open_pipeline(
         token = read_token(stages.token_file)
         if not ranks.drives:
             run_worker(ranks.listen(token), device=settings.device.name, once=True)
-            raise SystemExit(0)
+            end_worker()
         places += ranks.workers(token)
     else:
         share, *shares = divide_machine(stages.num_stages, settings.threads.count)

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn
 
 from penstock import machine
 from penstock.engine.stages.control import (
@@ -203,7 +203,12 @@ def run_child() -> None:
     control = Control(connected, "the driver", stage_timeout_s=about["timeout_s"])
     control.when_lost(lambda _: os._exit(1))  # whatever the other threads wait for
     _serve(control, serve, about["device"])
-    # Threads of a library that wait for a peer are no reason to stay.
+    end_worker()
+
+
+def end_worker() -> NoReturn:
+    """The end of a process that was a worker: threads of a library that wait for a peer are no reason to stay, and
+    one that frees what it had while Python ends takes the process along."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
