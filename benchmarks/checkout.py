@@ -1,6 +1,8 @@
 """Penstock of any checkout, for a benchmark: only names that all of them have are used."""
 
 import hashlib
+import os
+import time
 from typing import Any
 
 from penstock import LLM
@@ -18,6 +20,19 @@ class Engine:
                 pass
         timings, num_done = stream.result.timings, stream.result.usage.completion_tokens
         return {"prefill_s": timings.prefill_s, "decode_s": timings.decode_s / max(num_done - 1, 1)}
+
+    def pin(self, processors: list[int]) -> dict[str, Any]:
+        """This process, before it loads anything."""
+        os.sched_setaffinity(0, processors)
+        return {}
+
+    def processor_times(self, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+        """Seconds of processors until the first token, and for each after it, without what is kept of a prompt."""
+        stamps = [time.process_time()]
+        with self._llm.stream(prompt, max_tokens=num_tokens, ignore_eos=True) as stream:
+            for _ in stream:
+                stamps.append(time.process_time())
+        return {"prefill_s": stamps[1] - stamps[0], "decode_s": (stamps[-1] - stamps[1]) / (num_tokens - 1)}
 
     def digest(self, prompt: list[int], chunks: list[int], num_tokens: int) -> dict[str, Any]:
         """By chunk size: a hash of the logits after the prompt and at the end, of tokens, keys and values."""
