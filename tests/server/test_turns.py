@@ -3,6 +3,8 @@ grammar of the same format allows just that."""
 
 import json
 import string
+import threading
+import traceback
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from penstock.engine.constraint import ConstraintFactory
+from penstock.engine.constraint import NUM_QUEUED, ConstraintFactory
 from penstock.engine.events import Grammar
 from penstock.engine.grammar import CallGrammar
 from penstock.errors import SettingError
@@ -72,6 +74,15 @@ def test_what_was_cut_is_no_call(family: str) -> None:
         assert calls_of(parsed(TurnParser(form, schemas=SCHEMAS), answer[:end])) in ([], CALLS[:1]), end
 
 
+@pytest.mark.parametrize("family", [family for family in TEMPLATES if format_of(family).tags is not None])
+def test_tagged_values_keep_their_white_space(family: str) -> None:
+    form, answer = format_of(family), TEMPLATES[family][1]
+    for value in ("    indented\n\tlines\n", "\n", " ", "", "NaN", "1e999"):
+        turn = parsed(TurnParser(form, schemas=SCHEMAS), *answer.replace("Köln", value))
+        assert calls_of(turn) == [("weather", {"city": value, "days": 3})]
+    assert calls_of(parsed(TurnParser(form), answer.replace("Köln", "1e999")))[0][1]["city"] == "1e999"
+
+
 def test_arguments_come_as_they_are_written() -> None:
     parser = TurnParser(HERMES)
     texts = []
@@ -114,9 +125,11 @@ def test_a_template_without_tools_has_blocks() -> None:
     assert ChatTemplate(PLAIN, {}).thoughts is None
 
 
-def vocabulary(specials: list[str]) -> Tokenizer:
+def vocabulary(specials: list[str], words: list[str] | None = None) -> Tokenizer:
+    """Bytes, tokens that are special, and some that are longer texts."""
     backend = tokenizers.Tokenizer.from_str(byte_backend().to_str())
     backend.add_special_tokens([AddedToken(name, special=True) for name in ["</s>", *specials]])
+    backend.add_tokens(words or [])
     return Tokenizer(backend, SpecialTokens((256,)), None)
 
 
@@ -171,7 +184,10 @@ def test_a_grammar_that_is_free_up_to_a_mark_allows_the_same_before_it(
     is_special: bool, opens: str, data: st.DataObject
 ) -> None:
     """Whether it is held to from the first token, or only where a mark may have begun."""
-    tokenizer = vocabulary(["<tool_call>", "<think>"] if is_special else [])
+    words = data.draw(
+        st.lists(st.sampled_from(["a <", "<to", "ol_c", "l>\n", "call>\n{", "<<"]), unique=True)
+    )
+    tokenizer = vocabulary(["<tool_call>", "<think>"] if is_special else [], words)
     marks = ThoughtMarks("<think>", "</think>")
     late = CallGrammar(HERMES, SCHEMAS, tokenizer).grammar(is_required=False, thoughts=marks)
     assert late.free is not None
@@ -194,6 +210,110 @@ def test_a_grammar_that_is_free_up_to_a_mark_allows_the_same_before_it(
         assert free.is_finished == held.is_finished
         if free.is_finished:
             return
+
+
+CALL = "｜call｜"
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "words"),
+    [
+        (HERMES, "</think><tool_call>", ["><"]),
+        (HERMES, "<think>a</think>\n<tool", [">\n<"]),
+        (HERMES, "<think></think><", ["<think></think><"]),
+        (HERMES, "b <think><tool_call>", ["b <think>"]),
+        (format_of("llama"), '<think>a {"name": "b</think>\n{"name": "', []),
+        (format_of("llama"), '<think>a</think> {"na', ["<t"]),
+        (CallFormat(f'{CALL} {{"name": "', '", "arguments": ', "}", None), f"{CALL} ", []),
+        (CallFormat(f'{CALL} {{"name": "', '", "arguments": ', "}", None), f"a{CALL[:-1]}", []),
+    ],
+)
+def test_a_mark_is_seen_where_tokens_cross_it(form: CallFormat, text: str, words: list[str]) -> None:
+    tokenizer, marks = vocabulary([], words), ThoughtMarks("<think>", "</think>")
+    rules = CallGrammar(form, SCHEMAS, tokenizer)
+    grammar = rules.grammar(is_required=False, thoughts=marks, is_thinking=text.startswith("</think>"))
+    constraint = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256])).new(grammar)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        assert constraint.mask(torch.zeros(tokenizer.vocab_size))[token] == 0
+        constraint.accept(token)
+    assert constraint.is_holding
+
+
+@pytest.mark.parametrize("text", ['f{"name": "', '<think>a</think>b {"name": "', '<think>{"name": "'])
+def test_a_call_that_is_only_one_at_first_is_text_elsewhere(text: str) -> None:
+    tokenizer, marks = vocabulary([], ['f{"']), ThoughtMarks("<think>", "</think>")
+    rules = CallGrammar(format_of("llama"), SCHEMAS, tokenizer)
+    grammar = rules.grammar(is_required=False, thoughts=marks)
+    constraint = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256])).new(grammar)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        constraint.accept(token)
+    assert not constraint.is_holding
+
+
+def test_a_grammar_is_waited_for_where_its_mask_is_needed() -> None:
+    tokenizer = vocabulary([])
+    factory = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256]))
+    rules = [
+        CallGrammar(HERMES, {f"f{number}": {"type": "object"}}, tokenizer) for number in range(NUM_QUEUED + 2)
+    ]
+    grammars = [rule.grammar(is_required=False) for rule in rules]
+    goes_on, compile_ = threading.Event(), factory._compile
+
+    def waits(grammar: str, setting: str) -> Any:
+        assert threading.current_thread() is threading.main_thread() or goes_on.wait(60)
+        return compile_(grammar, setting)
+
+    factory._compile = waits  # type: ignore[method-assign]
+    futures = [factory.compile_later(grammar) for grammar in grammars]
+    # Enough wait for the thread: one more is compiled by who asks.
+    assert [future is None for future in futures] == [False] * NUM_QUEUED + [True] * 2
+    constraint, last = factory.new(grammars[0]), factory.new(grammars[1])
+    for each in (constraint, last):
+        for token in tokenizer.encode("a <tool_call>", add_special_tokens=False)[:3]:
+            each.accept(token)
+        assert each.is_holding
+        assert not each.is_finished
+    assert not any(future.done() for future in futures if future is not None)
+    logits = torch.zeros(tokenizer.vocab_size)
+    assert last.mask(logits).isinf().any()  # the thread has not begun with it
+    threading.Timer(0.05, goes_on.set).start()
+    assert constraint.mask(logits).isinf().any()
+    assert [future.result(60) for future in futures if future is not None]
+
+
+def test_what_is_wrong_with_a_grammar_is_told_to_each_who_asks() -> None:
+    tokenizer = vocabulary([])
+    factory = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256]))
+    errors = []
+    for _ in range(20):
+        with pytest.raises(SettingError) as raised:
+            factory.new(Grammar("start: nothing"))
+        errors.append(raised.value)
+    assert len({str(error) for error in errors}) == 1
+    assert len({len([*traceback.walk_tb(error.__traceback__)]) for error in errors[1:]}) == 1
+
+
+def test_references_do_not_multiply_what_they_refer_to() -> None:
+    inner: dict[str, Any] = {"$ref": "#/$defs/names"}
+    for _ in range(20):
+        inner = {"type": "array", "items": {"anyOf": [inner, {"type": "null"}]}}
+    schema = {
+        "type": "object",
+        "$defs": {
+            "names": {"enum": [f"name {index}" for index in range(1000)]},
+            "loop": {"$ref": "#/$defs/loop"},
+        },
+        "properties": {**{f"key_{index}": inner for index in range(20)}, "loop": {"$ref": "#/$defs/loop"}},
+    }
+    form, tokenizer = CallFormat("<call>", "", "</call>", None, literals=Literals()), vocabulary([])
+    grammar = CallGrammar(form, {"f": schema}, tokenizer).grammar(is_required=True)
+    assert grammar.text.count("name 999") == 1
+    assert allows(
+        tokenizer, grammar, "<call>f(key_0=" + "[" * 20 + '"name 7"' + "]" * 20 + ", loop=[1])</call>"
+    )
+    tagged = {**schema, "properties": {f"key_{index}": {"type": "object"} for index in range(500)}}
+    with pytest.raises(SettingError, match="bytes"):
+        CallGrammar(format_of("coder"), {"f": tagged}, tokenizer)
 
 
 @given(

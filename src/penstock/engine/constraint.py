@@ -5,8 +5,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from copy import copy
 from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 # Grammars that are kept compiled: the choices of a request have one, and many requests the same.
 NUM_KEPT = 16
+# Those that may wait for the thread that compiles beside other work. Beyond them, who asks compiles.
+NUM_QUEUED = 4
 _TOO_COMPLEX = re.compile(
     r"\(limit|schema too large|DNF too large|too many (states|expressions)|fuel exhausted|Current row has|^panic:"
 )
@@ -39,6 +43,30 @@ class _Start:
     setting: str  # what an error calls it
 
 
+class _Compiled:
+    """A grammar that whoever asks first compiles; others wait for it. What is wrong with it is told to each."""
+
+    def __init__(self, compile_: Callable[[], _Start]) -> None:
+        self._compile = compile_
+        self._made: _Start | SettingError | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_made(self) -> bool:
+        return self._made is not None
+
+    def get(self) -> _Start:
+        with self._lock:
+            if self._made is None:
+                try:
+                    self._made = self._compile()
+                except SettingError as error:
+                    self._made = error.with_traceback(None)
+        if isinstance(self._made, SettingError):
+            raise copy(self._made)  # one that is raised grows by where it was raised
+        return self._made
+
+
 class ConstraintFactory:
     """Makes constraints for one model. `vocab_size` is the number of its logits; the vocabulary is built when the
     first constraint is made. The last grammars are kept as they were compiled. Any thread may ask."""
@@ -48,53 +76,48 @@ class ConstraintFactory:
         self._vocab_size = vocab_size
         self._eos_ids = frozenset(token for token in eos_ids if 0 <= token < vocab_size)
         self._vocabulary: LLTokenizer | None = None
-        self._starts: OrderedDict[str, Future[_Start]] = OrderedDict()  # by text, the last used last
+        self._starts: OrderedDict[str, _Compiled] = OrderedDict()  # by text, the last used last
         self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="penstock-grammars")
+        self._places = threading.Semaphore(NUM_QUEUED)
 
     def new(self, wanted: AnswerFormat) -> "Constraint":
         """A constraint at the start of its answer; an error for a grammar that is not accepted, but for one that
-        nobody waits for."""
-        if isinstance(wanted, Grammar) and wanted.free is not None:
-            compiled = self.compile_later(wanted)
+        is free at first: that is compiled when it is needed."""
+        compiled = self._compiled(wanted)
+        if not isinstance(wanted, Grammar) or wanted.free is None:
+            return self._begin(compiled.get())
 
-            def begin(tokens: Sequence[int]) -> TokenConstraint | None:
-                if compiled.exception() is not None:
-                    return None
-                constraint = self._begin(compiled.result())
+        def begin(tokens: Sequence[int]) -> TokenConstraint | None:
+            with suppress(SettingError):
+                constraint = self._begin(compiled.get())
                 return constraint if constraint.follow(tokens) else None
+            return None
 
-            return LateConstraint(begin, self._spelled, wanted.free, self._tokenizer)
-        return self._begin(self._compiled(wanted, lambda work: work()).result())
+        return LateConstraint(begin, self._spelled, wanted.free, self._tokenizer)
 
-    def compile_later(self, wanted: Grammar) -> "Future[_Start]":
-        """The grammar, which is compiled on a thread of its own; or the error that there was."""
-        return self._compiled(wanted, lambda work: self._thread.submit(work))
+    def compile_later(self, wanted: Grammar) -> "Future[object] | None":
+        """Compile a grammar beside the caller's work, on a thread. None where that is done: it was known, or enough
+        others wait for the thread. An error for one that is not accepted, then or by the future."""
+        compiled = self._compiled(wanted)
+        if compiled.is_made or not self._places.acquire(blocking=False):
+            compiled.get()
+            return None
+        future: Future[object] = self._thread.submit(compiled.get)
+        future.add_done_callback(lambda _: self._places.release())
+        return future
 
     def prepare(self) -> None:
         """Do what the first constraint would have to wait for."""
         self._build()
 
-    @cached_property
-    def _thread(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(1, thread_name_prefix="penstock-grammars")
-
-    def _compiled(self, wanted: AnswerFormat, do: Callable[[Callable[[], None]], object]) -> "Future[_Start]":
+    def _compiled(self, wanted: AnswerFormat) -> _Compiled:
         text, setting = grammar_text(wanted), "grammar" if isinstance(wanted, Grammar) else "json_format"
-        made: Future[_Start] = Future()
         with self._lock:
-            found = self._starts.setdefault(text, made)
+            found = self._starts.setdefault(text, _Compiled(lambda: self._compile(text, setting)))
             self._starts.move_to_end(text)
             while len(self._starts) > NUM_KEPT:
                 self._starts.popitem(last=False)
-
-        def work() -> None:
-            try:
-                made.set_result(self._compile(text, setting))
-            except Exception as error:
-                made.set_exception(error)
-
-        if found is made:
-            do(work)
         return found
 
     def _begin(self, start: _Start) -> "TokenConstraint":
@@ -206,82 +229,109 @@ class LateConstraint:
         self._begin = begin
         self._spelled = spelled
         self._pieces = tokenizer.pieces
-        self._mark = _Mark(free.mark, tokenizer)
+        self._new_mark = partial(_Mark, free.mark, tokenizer, is_first=free.is_first)
+        self._mark = self._new_mark()
+        self._has_mark = False
         self._closing = self._opening = None
         if free.thoughts is not None:
             self._closing = _Mark(free.thoughts.closing, tokenizer)
-            self._opening = None if free.is_thinking else _Mark(free.thoughts.opening, tokenizer)
+            self._opening = (
+                None if free.is_thinking else _Mark(free.thoughts.opening, tokenizer, is_first=True)
+            )
         self._is_thinking = free.is_thinking
         self._held: TokenConstraint | None = None
-        self._has_mark = False
-        self._is_first = free.is_first
-        self._is_over = False  # no mark can follow
+        self._begun: list[int] | None = None  # tokens after which it holds, from the next mask on
 
     @property
     def is_holding(self) -> bool:
         """Whether the next token has to be one of those that the grammar allows."""
-        return self._held is not None
+        return self._held is not None or self._begun is not None
 
     @property
     def is_finished(self) -> bool:
         return self._held is not None and self._held.is_finished
 
     def mask(self, logits: Tensor) -> Tensor:
+        """As TokenConstraint's. It may have to wait for its grammar."""
+        self._hold()
         return logits if self._held is None else self._held.mask(logits)
 
     def accept(self, token: int) -> None:
+        self._hold()
         if self._held is not None:
             self._held.accept(token)
-        if self._has_mark or self._is_over:
+        if self._has_mark:
             return
-        piece = self._pieces.of(token)
-        if self._opening is not None:  # as the first that is said, or not at all
-            self._is_thinking = self._opening.push(token, piece)
-            if self._is_thinking or (piece.strip() and not self._opening.begun):
+        rest: bytes | None = self._pieces.of(token)
+        assert rest is not None
+        if self._opening is not None:
+            thought = self._opening.push(token, rest)
+            if thought is not None:
+                rest, self._is_thinking, self._mark = thought, True, self._new_mark()
+            if thought is not None or self._opening.is_over:
                 self._opening = None
         if self._is_thinking:
             assert self._closing is not None
-            self._is_thinking = not self._closing.push(token, piece)
             self._held = None
-            return
-        self._has_mark = self._mark.push(token, piece)
+            rest = self._closing.push(token, rest)
+            if rest is None:
+                return
+            self._is_thinking = False
+        has_come = self._mark.push(token, rest) is not None
         if not self._mark.begun:
             self._held = None
-            self._is_over = self._is_first and bool(piece.strip())
         elif self._held is None:
-            self._held = self._begin(self._tokens(token))
+            self._begun = self._tokens(token)
+        self._has_mark = has_come and self.is_holding
 
-    def _tokens(self, token: int) -> list[int]:
-        """What has come of the mark. Characters that are not whole yet are waited for."""
+    def _hold(self) -> None:
+        if self._begun is not None:
+            self._held, self._begun = self._begin(self._begun), None
+
+    def _tokens(self, token: int) -> list[int] | None:
+        """What has come of the mark. A character that is not whole yet is waited for."""
         if self._mark.is_token:
             return [token]
-        return self._spelled(self._mark.begun.decode(errors="ignore"))
+        try:
+            return self._spelled(self._mark.begun.decode())
+        except UnicodeDecodeError:
+            return None
 
 
 class _Mark:
-    """Looks for a mark, which is a special token or a text, in an answer as it comes."""
+    """Looks for a mark, which is a special token or a text, in an answer as it comes; or only where that begins."""
 
-    def __init__(self, text: str, tokenizer: Tokenizer) -> None:
+    def __init__(self, text: str, tokenizer: Tokenizer, *, is_first: bool = False) -> None:
         first = tokenizer.split_special(text)[0]
         self._token = first if isinstance(first, int) else None
         self._bytes = first.encode() if isinstance(first, str) else b""
+        self._is_first = is_first
+        self.is_over = False  # it cannot come any more
         self.begun = b""  # what may be its beginning; once it has come, it and what follows
 
     @property
     def is_token(self) -> bool:
         return self._token is not None
 
-    def push(self, token: int, piece: bytes) -> bool:
-        """Whether it has come."""
+    def push(self, token: int, piece: bytes) -> bytes | None:
+        """What follows it in this piece, once it has come."""
+        if self.is_over:
+            return None
+        text = self.begun + piece
+        if self._is_first:
+            text = text.lstrip()
         if self._token is not None:
             self.begun = b"!" * (token == self._token)
-            return token == self._token
-        text = self.begun + piece
+            self.is_over = self._is_first and bool(text) and not self.begun
+            return b"" if self.begun else None
         place = text.find(self._bytes)
-        lengths = range(min(len(text), len(self._bytes) - 1), 0, -1)
-        kept = next((length for length in lengths if text.endswith(self._bytes[:length])), 0)
-        self.begun = text[len(text) - kept :] if place < 0 else text[place:]
-        return place >= 0
+        if place < 0:
+            lengths = range(min(len(text), len(self._bytes) - 1), 0, -1)
+            kept = next((length for length in lengths if text.endswith(self._bytes[:length])), 0)
+            place = len(text) - kept
+        self.is_over = self._is_first and place > 0
+        self.begun = b"" if self.is_over else text[place:]
+        return self.begun.removeprefix(self._bytes) if self.begun.startswith(self._bytes) else None
 
 
 Constraint = TokenConstraint | LateConstraint

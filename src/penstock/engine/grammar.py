@@ -4,7 +4,7 @@ that text; what compiles it is `constraint.py`."""
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from penstock.engine.events import AnswerFormat, FreeText, Grammar, JsonFormat
@@ -20,6 +20,7 @@ from penstock.models.text.calls import (
     CallFormat,
     ThoughtMarks,
 )
+from penstock.models.text.literals import Literals
 from penstock.models.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_BYTES = 256 * 1024
@@ -42,10 +43,9 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 # An object that says one of these says itself what else it may have.
 _OPENS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _JOINS = ("anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef")
-# Of literals: a text as Python writes it, what bounds a number, and how deep schemas are followed.
+# Of literals: a text as Python writes it, and what bounds a number.
 _PYTHON_TEXT = r"""/"([^"\\\x00-\x1f]|\\[nrt"'\\])*"/ | /'([^'\\\x00-\x1f]|\\[nrt"'\\])*'/"""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_MAX_DEPTH, _MAX_LITERALS = 8, 5000
 _SAID_ONLY = ("description", "title", "examples", "default", "$comment", "deprecated")
 
 
@@ -56,9 +56,7 @@ def grammar_text(wanted: AnswerFormat) -> str:
         return f"{_HEADER}start: {json_rule(schema)}"
     text = wanted.text
     if len(text) > MAX_GRAMMAR_BYTES:
-        raise SettingError(
-            "grammar", ..., "a smaller one", because=f"it has more than {MAX_GRAMMAR_BYTES} bytes"
-        )
+        raise _too_large()
     if "::=" in text:
         text = _from_gbnf(text)
     elif not _ALIKE_TO_LARK.search(text):
@@ -71,6 +69,12 @@ def grammar_text(wanted: AnswerFormat) -> str:
         if isinstance(schema, dict):
             check_counts(schema)
     return _HEADER + re.sub(r"^\s*%llguidance\b.*$", "", text, flags=re.MULTILINE)
+
+
+def _too_large() -> SettingError:
+    return SettingError(
+        "grammar", ..., "a smaller one", because=f"it has more than {MAX_GRAMMAR_BYTES} bytes"
+    )
 
 
 def json_rule(schema: object, *, is_lenient: bool = False) -> str:
@@ -95,11 +99,12 @@ class CallGrammar:
         self._form = form
         self._tokenizer = tokenizer
         self._rules = [r"TEXT: /(.|\n)*/"]
-        self._num_literals = 0
+        self._names = map("part_{}".format, count())  # of rules
+        self._num_bytes = 0
+        self._referred: dict[int, str] = {}  # rules, by the identity of schemas that are referred to
+        self._shared: dict[str, str] = {}  # rules that all tools have, by what they are for
         self._middle = form.middle + (form.literals.opening if form.literals is not None else "")
-        self._arguments = {
-            name: self._rule_of(index, schema) for index, (name, schema) in enumerate(tools.items())
-        }
+        self._arguments = {name: self._rule_of(schema) for name, schema in tools.items()}
 
     def grammar(
         self,
@@ -179,26 +184,27 @@ class CallGrammar:
                 return f"{name} {self._literal(mark.removeprefix(first))}"
         raise AssertionError(f"{mark!r} is no mark")
 
-    def _rule_of(self, index: int, schema: Any) -> str:
+    def _rule_of(self, schema: Any) -> str:
         """A tool's arguments; of literals without the bracket that they begin with."""
         if self._form.tags is None and self._form.literals is None:
-            return json_rule(schema, is_lenient=True)
+            return self._counted(json_rule(schema, is_lenient=True))
         schema_text(schema)
         check_counts(schema)
         if self._form.tags is None:
-            assert self._form.literals is not None
-            return self._object(_Place(f"value_{index}", schema), schema, is_outermost=True)
+            try:
+                return self._object(schema, schema, is_outermost=True)
+            except RecursionError as error:
+                raise too_deep() from error
         tags, properties = self._form.tags, schema.get("properties")
         required = schema.get("required")
         units = []
-        for place, (key, value) in enumerate(properties.items() if isinstance(properties, dict) else ()):
-            unit = f"{self._literal(tags.key)} {json.dumps(key)} "
-            unit += self._value(f"value_{index}_{place}", value, schema)
+        for key, value in properties.items() if isinstance(properties, dict) else ():
+            unit = f"{self._literal(tags.key)} {json.dumps(key)} {self._value(value, schema)}"
             is_needed = isinstance(required, list) and key in required
             units.append(unit if is_needed else f"({unit})?")
         return " ".join(units)
 
-    def _value(self, name: str, schema: Any, whole: Mapping[str, Any]) -> str:
+    def _value(self, schema: Any, whole: Mapping[str, Any]) -> str:
         """What comes before a tagged value, it, and its end: text as it is, of other types JSON."""
         assert self._form.tags is not None
         mark, end = self._form.tags.value, self._form.tags.end
@@ -210,15 +216,27 @@ class CallGrammar:
         if kind in ("integer", "number", "boolean", "null", "object", "array"):
             defined = {name: whole[name] for name in ("$defs", "definitions") if name in whole}
             before = self._literal(mark.replace(IS_TEXT, "false"))
-            return f"{before} {json_rule({**defined, **schema}, is_lenient=True)} {self._literal(end)}"
-        return f"{before} {self._until(name, end, self._rules)}"
+            value = self._counted(json_rule({**defined, **schema}, is_lenient=True))
+            return f"{before} {value} {self._literal(end)}"
+        return f"{before} {self._until(next(self._names), end, self._rules)}"
+
+    def _counted(self, rule: str) -> str:
+        self._num_bytes += len(rule)
+        if self._num_bytes > MAX_GRAMMAR_BYTES:
+            raise _too_large()
+        return rule
+
+    def _rule(self, rule: str, name: str | None = None) -> str:
+        """A rule of its own: its name."""
+        name = name or next(self._names)
+        self._rules.append(self._counted(f"{name}: {rule}"))
+        return name
 
     # Literals: types, names and choices are held to; bounds of numbers too, those of texts and lists are not.
 
-    def _object(self, place: "_Place", schema: Mapping[str, Any], *, is_outermost: bool = False) -> str:
+    def _object(self, schema: Mapping[str, Any], whole: Any, *, is_outermost: bool = False) -> str:
         """An object in brackets: its properties in their order, those that are not required or left out."""
-        form = self._form.literals
-        assert form is not None
+        form = self._literals
         properties, required = schema.get("properties"), schema.get("required")
         if not isinstance(properties, dict):
             properties = {}
@@ -229,29 +247,21 @@ class CallGrammar:
         opening, closing = ("{", "}") if is_python else (form.opening, form.closing)
         opening = "" if is_outermost else opening
         first, more = '""', '""'
-        for number, (key, value) in reversed([*enumerate(properties.items())]):
+        for key, value in reversed(properties.items()):
             name = json.dumps(json.dumps(key) if is_python else key)
-            pair = f"{name} {json.dumps(equals)} {self._literally(place.within(number), value)}"
+            pair = self._rule(f"{name} {json.dumps(equals)} {self._literally(value, whole)}")
             is_needed = isinstance(required, list) and key in required
-            rests = [f"{place.name}_{kind}{number}" for kind in "fm"]
-            self._rules += [
-                f"{rests[0]}: {pair} {more}" + ("" if is_needed else f" | {first}"),
-                f"{rests[1]}: {json.dumps(form.comma)} {pair} {more}" + ("" if is_needed else f" | {more}"),
-            ]
-            first, more = rests
+            first = self._rule(f"{pair} {more}" + ("" if is_needed else f" | {first}"))
+            more = self._rule(f"{json.dumps(form.comma)} {pair} {more}" + ("" if is_needed else f" | {more}"))
         return f"{json.dumps(opening)} {first} {json.dumps(closing)}"
 
-    def _literally(self, place: "_Place", schema: Any) -> str:
-        """A rule for a value of a schema."""
-        form = self._form.literals
-        assert form is not None
-        self._num_literals += 1
-        if self._num_literals > _MAX_LITERALS:
-            raise SettingError("tools", ..., "simpler ones", because="they have too many values")
-        if not isinstance(schema, dict) or place.depth > _MAX_DEPTH:
+    def _literally(self, schema: Any, whole: Any) -> str:
+        """A rule for a value of a schema, which is a part of a whole that references point into."""
+        form = self._literals
+        if not isinstance(schema, dict):
             return self._any()
-        if (named := place.find(schema.get("$ref"))) is not None:
-            return self._literally(place.within("r"), named)
+        if isinstance(reference := schema.get("$ref"), str):
+            return self._reference(reference, whole)
         options = schema.get("enum", [schema["const"]] if "const" in schema else None)
         if isinstance(options, list) and options:
             return self._one_of(self._literal(form.write(option, is_outermost=False)) for option in options)
@@ -262,9 +272,7 @@ class CallGrammar:
         if isinstance(kinds, list):
             several = [{**schema, "type": kind} for kind in kinds]
         if several:
-            return self._one_of(
-                self._literally(place.within(f"o{number}"), each) for number, each in enumerate(several)
-            )
+            return self._one_of(self._literally(each, whole) for each in several)
         match kinds:
             case "integer" | "number":
                 bounds = {name: value for name, value in schema.items() if name in _BOUNDS}
@@ -273,69 +281,64 @@ class CallGrammar:
                 values = (True, False) if kinds == "boolean" else (None,)
                 return self._one_of(json.dumps(form.write(value)) for value in values)
             case "array":
-                item = self._literally(place.within("i"), schema.get("items"))
+                item = self._rule(self._literally(schema.get("items"), whole))
                 return f'"[" ({item} ({json.dumps(form.comma)} {item})*)? "]"'
             case "object":
-                return self._object(place, schema)
+                return self._object(schema, whole)
             case "string":
                 return self._quoted()
         return self._any()
 
+    def _reference(self, reference: str, whole: Any) -> str:
+        """A rule for what is referred to, which may refer to itself; any value where there is none."""
+        passed, found = set[str](), {"$ref": reference}
+        while isinstance(found, dict) and isinstance(reference := found.get("$ref"), str):
+            if reference in passed or not reference.startswith("#"):
+                return self._any()
+            passed.add(reference)
+            found = whole
+            for part in filter(None, reference.removeprefix("#").split("/")):
+                found = found.get(part) if isinstance(found, dict) else None
+        if id(found) not in self._referred:
+            self._referred[id(found)] = name = next(self._names)
+            self._rule(self._literally(found, whole), name)
+        return self._referred[id(found)]
+
+    @property
+    def _literals(self) -> Literals:
+        assert self._form.literals is not None
+        return self._form.literals
+
     def _quoted(self) -> str:
-        form = self._form.literals
-        assert form is not None
-        if not form.quote:
-            return f"({_PYTHON_TEXT})"
-        rule = next((rule for rule in self._rules if rule.startswith("quoted:")), None)
-        if rule is None:
-            ended = self._until("unquoted", form.quote, self._rules)
-            self._rules.append(f"quoted: {self._literal(form.quote)} {ended}")
-        return "quoted"
+        quote = self._literals.quote
+        if "text" not in self._shared:
+            text = (
+                f"{self._literal(quote)} {self._until('unquoted', quote, self._rules)}"
+                if quote
+                else _PYTHON_TEXT
+            )
+            self._shared["text"] = self._rule(text)
+        return self._shared["text"]
 
     def _any(self, *, is_object: bool = False) -> str:
         """Any value, or any object."""
-        form = self._form.literals
-        assert form is not None
-        if not any(rule.startswith("anything:") for rule in self._rules):
-            self._rules.append("anything: ")
-            comma, plain = json.dumps(form.comma), {"type": ["string", "number", "boolean", "null"]}
+        form = self._literals
+        if "object" not in self._shared:
+            self._shared |= {"object": next(self._names), "value": next(self._names)}
+            value, comma = self._shared["value"], json.dumps(form.comma)
             key = (
                 f"/[A-Za-z_][A-Za-z0-9_]*/ {json.dumps(form.equals)}"
                 if form.quote
                 else f'{self._quoted()} ": "'
             )
-            self._rules += [
-                f'any_object: "{{" ({key} anything ({comma} {key} anything)*)? "}}"',
-                f'any_list: "[" (anything ({comma} anything)*)? "]"',
-                f"anything: {self._literally(_Place('any', {}), plain)} | any_object | any_list",
-            ]
-            self._rules.remove("anything: ")
-        return "any_object" if is_object else "anything"
+            self._rule(f'"{{" ({key} {value} ({comma} {key} {value})*)? "}}"', self._shared["object"])
+            plain = self._literally({"type": ["string", "number", "boolean", "null"]}, None)
+            self._rule(f'{plain} | {self._shared["object"]} | "[" ({value} ({comma} {value})*)? "]"', value)
+        return self._shared["object" if is_object else "value"]
 
     @staticmethod
     def _one_of(rules: Iterable[str]) -> str:
         return f"({' | '.join(rules)})"
-
-
-@dataclass(frozen=True)
-class _Place:
-    """Where in a tool's schema a rule is made: a name that no other has, and where references point to."""
-
-    name: str
-    whole: Mapping[str, Any]
-    depth: int = 0
-
-    def within(self, part: object) -> "_Place":
-        return _Place(f"{self.name}_{part}", self.whole, self.depth + 1)
-
-    def find(self, reference: Any) -> Any:
-        """What is referred to; None where that is not among the definitions."""
-        found: Any = None
-        if isinstance(reference, str) and reference.startswith("#"):
-            found = self.whole
-            for part in filter(None, reference.removeprefix("#").split("/")):
-                found = found.get(part) if isinstance(found, dict) else None
-        return found
 
 
 def after_thoughts(wanted: AnswerFormat, thoughts: ThoughtMarks, tokenizer: Tokenizer) -> Grammar:

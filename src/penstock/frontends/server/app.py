@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 
 from penstock.engine.service import Service
 from penstock.engine.streams import EventStream
+from penstock.errors import SettingError
 from penstock.frontends.server import middleware
 from penstock.frontends.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from penstock.frontends.server.connections import Connections, Room
@@ -224,9 +225,9 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
             prepared = await read(request, kind, work)
             answer = answer_kind(prepared, events, settings.model_name, service)
             if prepared.held_later is not None:  # by now the engine reads the prompt
-                held = asyncio.wrap_future(prepared.held_later)
-                await asyncio.wait([held])
-                if held.exception() is not None:
+                try:
+                    await asyncio.wrap_future(prepared.held_later)
+                except SettingError:
                     request.state.ignored.names["tools.parameters"] = None
             ids.add(events.ids, answer=answer.id, header=request_id.get())
             if prepared.streams:

@@ -280,9 +280,7 @@ class PreparedRequest:
     counts_usage: bool = False  # in every chunk of a stream
     parser: Callable[[], TurnParser] = TurnParser  # takes the answer's text apart
     about: Mapping[str, Any] = field(default_factory=dict)  # what the answer says of the request
-    held_later: Future[Any] | None = (
-        None  # fails where tools' schemas are too complex: calls are not held to them
-    )
+    held_later: Future[object] | None = None  # fails where tools' schemas are too complex to hold calls to
     echoes: bool = False  # the prompt is the beginning of the answer
     tells_scores: bool = False  # the prompt's log-probabilities, as vLLM does
     tells_ids: bool = False  # token ids of prompt and answer
@@ -300,7 +298,7 @@ class _Held:
     grammar: AnswerFormat | None
     shown: frozenset[int]
     parser: Callable[[], TurnParser]
-    later: "Future[Any] | None" = None  # compiles the grammar, or fails: then calls are not held to it
+    later: Future[object] | None = None  # compiles the grammar, or fails: then calls are not held to it
 
 
 class RequestBuilder:
@@ -357,9 +355,11 @@ class RequestBuilder:
                 is_thinking=is_thinking,
                 text=wanted,
             )
-            later = None if grammar.free is None else self._llm.constraints.compile_later(grammar)
-            if later is None:
+            later = None
+            if grammar.free is None:
                 self._llm.constraints.new(grammar)
+            else:
+                later = self._llm.constraints.compile_later(grammar)
         except SettingError as error:
             if is_required:
                 raise SettingError("tools", ..., because=error.because or str(error)) from error

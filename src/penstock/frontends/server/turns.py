@@ -17,7 +17,7 @@ from penstock.models.text.calls import (
     CallFormat,
     ThoughtMarks,
 )
-from penstock.models.text.literals import Literals
+from penstock.models.text.literals import Literals, read_json
 
 # A name is not longer; what is, is text.
 _MAX_NAME = 256
@@ -116,6 +116,8 @@ class TurnParser:
         self._left = ""  # of what came, not yet known to be something
         self._num_calls = 0
         self._num_values = 0  # of the call at hand, where values come one by one
+        self._key: str | None = None  # of the value at hand
+        self._searched = 0  # where its end may begin in what is left
         self._scan = _Scan(None)
         self._written = ""  # of the call at hand, arguments that are no JSON
         self._is_over = False  # no more text comes
@@ -212,7 +214,7 @@ class TurnParser:
             self._left = self._left[found.end() :]
             yield CallBegun(self._num_calls, new_id("call"), found["name"])
             self._tool = found["name"]
-            self._scan, self._num_values, self._written = _Scan(self._form.literals), 0, ""
+            self._scan, self._num_values, self._key, self._written = _Scan(self._form.literals), 0, None, ""
             self._state = self._arguments if self._form.tags is None else self._values
         elif self._is_over or not is_known or len(self._left) > len(pattern.pattern) + _MAX_NAME:
             text, self._left = self._left, ""
@@ -233,7 +235,7 @@ class TurnParser:
             try:
                 given = self._form.literals.read(self._written)
                 told = json.dumps({key: self._unquoted(key, value) for key, value in given.items()})
-            except ValueError:  # it never becomes whole
+            except (ValueError, RecursionError):  # it never becomes whole
                 self._form, self._state = None, self._say
                 return
             yield CallArguments(self._num_calls, told)
@@ -243,17 +245,29 @@ class TurnParser:
         assert self._form is not None
         assert self._form.tags is not None
         tags = self._form.tags
-        pattern = f"{_lenient(tags.key)}(.*?){_lenient(tags.value)}(.*?){_lenient(tags.end)}"
-        found = re.match(pattern, self._left, re.DOTALL)
-        if found is not None:
-            self._left = self._left[found.end() :]
-            opening = ", " if self._num_values else "{"
-            self._num_values += 1
-            value = self._typed(found[1], found[2])
-            yield CallArguments(self._num_calls, f"{opening}{json.dumps(found[1])}: {json.dumps(value)}")
-        elif self._ends.match(self._left):
-            yield CallArguments(self._num_calls, "}" if self._num_values else "{}")
-            yield from self._end()
+        if self._key is None:
+            self._left = self._left.lstrip()
+            pattern = f"{_lenient(tags.key.strip())}(.*?){_lenient(tags.value.rstrip())}"
+            found = re.match(pattern, self._left, re.DOTALL)
+            if found is not None:
+                self._key, self._left, self._searched = found[1], self._left[found.end() :], 0
+            elif self._ends.match(self._left):
+                yield CallArguments(self._num_calls, "}" if self._num_values else "{}")
+                yield from self._end()
+            return
+        mark = tags.end.strip()
+        place = self._left.find(mark, self._searched)
+        if place < 0:
+            self._searched = max(len(self._left) - len(mark) + 1, 0)
+            return
+        text, self._left = self._left[:place], self._left[place + len(mark) :]
+        # White space of the marks is not the value's; the rest of it is.
+        text = text.removeprefix(tags.value[len(tags.value.rstrip()) :])
+        text = text.removesuffix(tags.end[: len(tags.end) - len(tags.end.lstrip())])
+        opening = ", " if self._num_values else "{"
+        told = f"{opening}{json.dumps(self._key)}: {json.dumps(self._typed(self._key, text))}"
+        self._num_values, self._key = self._num_values + 1, None
+        yield CallArguments(self._num_calls, told)
 
     def _kind(self, key: str) -> Any:
         """The type of an argument, by its schema."""
@@ -267,7 +281,7 @@ class TurnParser:
         if self._kind(key) == "string":
             return text
         try:
-            return json.loads(text)
+            return read_json(text)
         except (ValueError, RecursionError):
             return {"True": True, "False": False, "None": None}.get(text, text)
 

@@ -128,6 +128,13 @@ def _word(token: str) -> Any:
     if token in _WORDS:
         return _WORDS[token]
     try:
-        return json.loads(token)
+        return read_json(token)
     except ValueError:
         return token
+
+
+def read_json(text: str) -> Any:
+    """A value that can be written as JSON again: numbers are numbers, and finite."""
+    value = json.loads(text)
+    json.dumps(value, allow_nan=False)
+    return value
