@@ -89,6 +89,11 @@ BLOCKS: dict[str, Any] = {
 }
 ASKED = (
     ("/v1/chat/completions", TOOL_CHAT),
+    ("/v1/chat/completions", {**TOOL_CHAT, "tool_choice": "auto", "stream": True}),
+    ("/apply-template", TOOL_CHAT),
+    ("/completion", {"prompt": ["a", 1], "n_predict": 2, "n_probs": 2, "logit_bias": [[5, False]]}),
+    ("/infill", {"input_prefix": "a", "input_suffix": "b", "input_extra": [{"text": "c"}], "n_predict": 2}),
+    ("/v1/embeddings", {"input": ["one", [1, 2]], "encoding_format": "base64", "pooling": "last"}),
     ("/v1/responses", ITEMS),
     ("/v1/messages", BLOCKS),
     ("/v1/messages/count_tokens", BLOCKS),

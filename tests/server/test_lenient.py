@@ -70,6 +70,9 @@ def test_it_is_logged_once_and_counted(server: Running, caplog: pytest.LogCaptur
         ({"documents": [{"text": "x"}]}, "documents", "message"),
         ({"audio": {}}, "audio", "sound"),
         ({"web_search_options": {}}, "web_search_options", "web"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "tags"),
+        ({"topP": 1}, "topP", "top_p"),
+        ({"tool_choice": {}}, "tool_choice", "required"),
         ({"max_tokens": 4, "n_predict": 5}, "n_predict", "contradicts"),
         ({f"k{n}": 0 for n in range(MAX_IGNORED + 1)}, f"k{MAX_IGNORED}", "not known"),
     ],
@@ -99,6 +102,49 @@ def test_names_and_numbers_of_other_servers(server: Running, llm: LLM) -> None:
     assert server.chat(model="gpt-99").json["model"] == NAME
     assert server.chat(model=None).status == 200
     assert server.chat(messages=[{"role": "king", "content": "x"}], max_tokens=1).status == 200
+
+
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": ""}}
+LENT: dict[str, tuple[str, dict[str, Any]]] = {
+    "no grammar": ("/v1/chat/completions", {"grammar": "", "json_schema": {}}),
+    "names of other servers": (
+        "/v1/chat/completions",
+        {"reasoning_format": "none", "parse_tool_calls": True, "add_special_tokens": False},
+    ),
+    "a tool without a type": (
+        "/v1/chat/completions",
+        {"tools": [{"function": {"name": "f"}}], "max_tokens": 1},
+    ),
+    "any of them": (
+        "/v1/chat/completions",
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "any"},
+    ),
+    "an answer of nothing": (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                USER,
+                {"role": "assistant", "content": None},
+                USER,
+                {"role": "assistant", "content": []},
+                USER,
+            ]
+        },
+    ),
+    "a result of nothing": (
+        "/v1/chat/completions",
+        {"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": None}]},
+    ),
+    "biases in pairs": ("/completion", {"prompt": "x", "logit_bias": [[5, -1.5], [6, False]]}),
+    "a text as content": ("/v1/embeddings", {"content": "x"}),
+}
+
+
+@pytest.mark.parametrize("name", LENT)
+def test_what_clients_of_other_servers_send(server: Running, name: str) -> None:
+    path, fields = LENT[name]
+    right = {"messages": [USER]} if "chat" in path else {}
+    assert (reply := server.ask("POST", path, {**right, "max_tokens": 4, **fields})).status == 200, reply.body
 
 
 def test_an_answer_is_cut_at_the_room_there_is(server: Running) -> None:

@@ -316,6 +316,47 @@ def test_references_do_not_multiply_what_they_refer_to() -> None:
         CallGrammar(format_of("coder"), {"f": tagged}, tokenizer)
 
 
+KEYWORDS = [
+    "type",
+    "properties",
+    "items",
+    "enum",
+    "const",
+    "$ref",
+    "$defs",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "required",
+]
+values = st.recursive(
+    st.sampled_from(
+        ["object", "array", "string", "integer", "null", "#", "#/$defs/a", "#/properties", "a", "", 0, 1.5]
+    )
+    | st.none()
+    | st.booleans(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KEYWORDS, "a"]), inner, max_size=4)
+    ),
+    max_leaves=15,
+)
+
+
+@pytest.mark.parametrize("family", ["hermes", "coder", "pythonic", "gemma4"])
+@settings(max_examples=60, deadline=None)
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), values, max_size=5))
+def test_any_schema_of_a_tool_is_held_to_or_refused(family: str, schema: Any) -> None:
+    tokenizer = vocabulary([])
+    factory = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256]))
+    for parameters in (schema, {"type": "object", "properties": {"b": schema}, "required": ["b"]}):
+        try:
+            factory.new(
+                CallGrammar(format_of(family), {"f": parameters}, tokenizer).grammar(is_required=True)
+            )
+        except SettingError as error:
+            assert str(error)  # noqa: PT017
+
+
 @given(
     st.dictionaries(
         st.from_regex(r"[a-z_]{1,8}", fullmatch=True),

@@ -9,6 +9,8 @@ from penstock.frontends.server.responses import Answer
 from penstock.frontends.server.turns import CallArguments, CallBegun, Text, Thought, Turn, new_id
 
 Kind = Literal["thought", "text", "call"]
+# What ids of blocks begin with, in OpenAI's API.
+_PREFIXES: dict[Kind, str] = {"thought": "rs", "text": "msg", "call": "fc"}
 
 
 @dataclass
@@ -35,7 +37,7 @@ def blocks_of(turn: Turn) -> list[Block]:
     blocks: list[Block] = []
 
     def add(kind: Kind, text: str, name: str = "", call_id: str = "") -> None:
-        blocks.append(Block(len(blocks), kind, new_id(kind), text, name, call_id))
+        blocks.append(Block(len(blocks), kind, new_id(_PREFIXES[kind]), text, name, call_id))
 
     if turn.thought:
         add("thought", turn.thought)
@@ -53,7 +55,7 @@ class BlockAnswer(Answer):
         """An answer without text has a block of none."""
         block: Block | None = None
         num_blocks = 0
-        nothing = Block(0, "text", new_id("text"))
+        nothing = Block(0, "text", new_id(_PREFIXES["text"]))
         async for _, event, pieces in self._parts():
             if isinstance(event, PromptProgress):
                 yield Change("wait", nothing)
@@ -72,7 +74,7 @@ class BlockAnswer(Answer):
                 if block is None or block.kind != kind or isinstance(piece, CallBegun):
                     if block is not None:
                         yield Change("close", block)
-                    block = Block(num_blocks, kind, new_id(kind))
+                    block = Block(num_blocks, kind, new_id(_PREFIXES[kind]))
                     num_blocks += 1
                     if isinstance(piece, CallBegun):
                         block.name, block.call_id = piece.name, piece.id

@@ -128,6 +128,9 @@ def _biases(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
+Biases = Annotated[dict[str, float], AfterValidator(_biases), at_most(MAX_ENTRIES)]
+
+
 class StreamOptions(Part):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None  # the usage so far, in every chunk
@@ -185,6 +188,8 @@ class ResponseFormat(Part):
 class StructuredOutputs(Part):
     """One of them; vLLM has its settings of how in the same place."""
 
+    unsupported: ClassVar[Unsupported] = {"structural_tag": ("structural tags", ())}
+
     json_: Annotated[GivenSchema | None, Field(alias="json")] = None
     json_object: bool | None = None
     regex: str | None = None
@@ -229,7 +234,7 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], AfterValidator(_biases), at_most(MAX_ENTRIES)] | None = None
+    logit_bias: Biases | None = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[int, Field(ge=0, le=MAX_INT)] | None = None
     stop_token_ids: Annotated[list[Id], at_most(MAX_ENTRIES)] | None = None
@@ -281,7 +286,7 @@ class GenerationBody(Body):
             ("guided_choice", self.guided_choice, Grammar.choice),
             ("guided_grammar", self.guided_grammar, Grammar),
             ("json_schema", self.json_schema, JsonFormat),
-            ("grammar", self.grammar, Grammar),
+            ("grammar", self.grammar or None, Grammar),  # its clients send an empty one
         )
 
     @property

@@ -86,7 +86,9 @@ class Message(Part):
     aliases: ClassVar[Mapping[str, str]] = {"reasoning": "reasoning_content"}
 
     role: Annotated[str, Field(min_length=1, max_length=MAX_NAME), BeforeValidator(_role)]
-    content: Annotated[str | None, BeforeValidator(lambda value: value and text_of(value))] = None
+    content: Annotated[
+        str | None, BeforeValidator(lambda value: None if value == [] else value and text_of(value))
+    ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True), at_most(MAX_TOOLS)] = None
     tool_call_id: str | None = None
@@ -94,7 +96,7 @@ class Message(Part):
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
-        if self.content is None and not self.tool_calls:
+        if self.content is None and self.role not in ("assistant", "tool"):
             raise wrong("content", "give a text, or a list of parts {'type': 'text', 'text': ...}")
         return self
 
@@ -123,8 +125,8 @@ class Function(Part):
 
 
 class Tool(Part):
-    type: Literal["function"]
     function: Function
+    type: Literal["function"] | None = None
 
 
 def known_tools(value: object, info: ValidationInfo) -> object:
@@ -142,7 +144,10 @@ def known_tools(value: object, info: ValidationInfo) -> object:
     return known
 
 
-ToolChoice = Literal["none", "auto", "required"]
+ToolChoice = Annotated[
+    Literal["none", "auto", "required"],
+    BeforeValidator(lambda value: "required" if value == "any" else value),  # as Mistral's API calls it
+]
 
 
 class ChosenFunction(Part):

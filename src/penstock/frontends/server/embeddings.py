@@ -2,8 +2,8 @@
 
 import base64
 import struct
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import PlainValidator
 
@@ -19,6 +19,7 @@ _UNSUPPORTED: Unsupported = {"dimensions": ("vectors of another length than the 
 class EmbeddingBody(Body):
     prompt_param = "input"
     unsupported = _UNSUPPORTED
+    aliases: ClassVar[Mapping[str, str]] = {"content": "input"}  # llama.cpp's
 
     input: Annotated[
         list[Prompt], PlainValidator(prompts_of, json_schema_input_type=str | list[Prompt] | list[int | str])
@@ -35,7 +36,7 @@ class EmbeddingBody(Body):
 
 
 class EmbeddingAnswer(Answer):
-    prefix = "embd"
+    prefix = "embd-"
 
     def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
         num_tokens = self._prepared.num_prompt_tokens

@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, PlainValidator
+from pydantic import BeforeValidator, Field, PlainValidator
 
 from penstock.engine.events import Finished, TokenGenerated
 from penstock.errors import SettingError
-from penstock.frontends.server.bodies import CompletionBody, Prompt, prompts_of
+from penstock.frontends.server.bodies import Biases, CompletionBody, Prompt, prompts_of
 from penstock.frontends.server.parts import Part, at_most
 from penstock.frontends.server.responses import Answer, ChatLogprobs, sent, to_json
 from penstock.models.text.tokenizer import Tokenizer
@@ -24,12 +24,21 @@ _MARKS = (
 _MAX_FILES = 256
 
 
+def _pairs(value: object) -> object:
+    """Biases as a list of pairs; false is never."""
+    if not isinstance(value, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in value):
+        return value
+    return {str(token): -100.0 if bias is False else bias for token, bias in value}
+
+
 class NativeBody(CompletionBody):
     aliases: ClassVar[Mapping[str, str]] = {
         **CompletionBody.aliases,
         "n_probs": "logprobs",
         "return_tokens": "return_token_ids",
     }
+
+    logit_bias: Annotated[Biases | None, BeforeValidator(_pairs)] = None
 
 
 class OtherFile(Part):
@@ -66,7 +75,7 @@ def _ids_of(marks: Sequence[str], tokenizer: Tokenizer) -> list[int]:
 
 
 class NativeAnswer(Answer):
-    prefix = "native"
+    prefix = "native-"
 
     def _content(self, tokens: list[list[TokenGenerated]]) -> Any:
         told = []

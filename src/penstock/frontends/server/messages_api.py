@@ -148,7 +148,7 @@ class MessagesBody(TalkBody):
 
 
 class MessagesAnswer(BlockAnswer):
-    prefix = "msg"
+    prefix = "msg_"
 
     def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
         content = [self._block(block) for block in blocks_of(self._turns[0])]

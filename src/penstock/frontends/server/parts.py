@@ -39,7 +39,7 @@ Unsupported = Mapping[str, tuple[str, tuple[Any, ...]]]
 # Of those, what an answer means the same without: ignored, unless the server is strict.
 _WITHOUT_MEANING = {"prediction", "verbosity", "moderation", "service_tier", "refusal", "annotations"}
 # A name that is so much like a known one is a mistake, and not of another server.
-_ALIKE = 0.85
+_ALIKE = 0.9
 MAX_NAME = 64
 
 
@@ -119,8 +119,13 @@ def _meant(kind: type[Part], name: str) -> str | None:
     """The parameter whose name this is but for a slip."""
     if len(name) > MAX_NAME:
         return None
-    alike = difflib.get_close_matches(name, sorted(_names(kind)), 1, _ALIKE)
-    return alike[0] if alike else None
+    known = {_squeezed(each): each for each in sorted(_names(kind))}
+    alike = difflib.get_close_matches(_squeezed(name), known, 1, _ALIKE)
+    return known[alike[0]] if alike else None
+
+
+def _squeezed(name: str) -> str:
+    return re.sub("[_-]", "", name.lower())
 
 
 def wrong(name: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
@@ -199,7 +204,8 @@ def _api_error(error: Mapping[str, Any]) -> ApiError:
 
 def _path(location: tuple[int | str, ...]) -> str | None:
     """`messages[0].content`; None for the body itself."""
-    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
+    parts = (part for part in location if "[" not in str(part))  # but for types that it could be of
+    path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return shortened(path.removeprefix("."), 100) or None
 
 

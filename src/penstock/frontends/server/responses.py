@@ -237,7 +237,7 @@ class Answer:
         self, prepared: PreparedRequest, events: EventStream, model_name: str, service: Service
     ) -> None:
         # The id ends as that of its first request does, by which the live page knows it.
-        self.id = f"{self.prefix}-{events.ids[0].rpartition('-')[2]}"
+        self.id = self.prefix + events.ids[0].rpartition("-")[2]
         self._prepared = prepared
         self._events = events
         self._model_name = model_name
@@ -488,7 +488,7 @@ class OpenAIAnswer(Answer):
 
 
 class ChatAnswer(OpenAIAnswer):
-    prefix, whole_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+    prefix, whole_name, chunk_name = "chatcmpl-", "chat.completion", "chat.completion.chunk"
     logprobs = ChatLogprobs
 
     def _whole(self, index: int, logprobs: Logprobs, reason: str) -> dict[str, Any]:
@@ -531,7 +531,7 @@ class ChatAnswer(OpenAIAnswer):
 
 
 class CompletionAnswer(OpenAIAnswer):
-    prefix, whole_name, chunk_name = "cmpl", "text_completion", "text_completion"
+    prefix, whole_name, chunk_name = "cmpl-", "text_completion", "text_completion"
     logprobs = CompletionLogprobs
     has_prompts = True
 

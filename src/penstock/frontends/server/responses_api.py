@@ -161,7 +161,7 @@ def _add(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
 
 
 class ResponsesAnswer(BlockAnswer):
-    prefix = "resp"
+    prefix = "resp_"
 
     def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
         items = [_item(block, "completed") for block in blocks_of(self._turns[0])]
