@@ -1,13 +1,16 @@
 """`penstock chat`, in this process, on a tiny random model: lines in, answers out."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.engine.llm import LLM
+from penstock.frontends.chat import Talk
 from penstock.frontends.cli import app
+from penstock.frontends.display import Display
 
 
 @pytest.fixture
@@ -25,6 +28,8 @@ def talk(tiny_model: Path, text: str, *more: str, command: str = "chat") -> Resu
         "1",
         "--max-tokens",
         "12",
+        "--temperature",
+        "0",
         *more,
     ]
     return CliRunner().invoke(app, arguments, input=text)
@@ -56,8 +61,10 @@ def test_documents_and_saved_conversations(tiny_model: Path, tmp_path: Path) -> 
     assert user["content"] == "sluices " * 20 + "\n\nwhat?"
     assert assistant["role"] == "assistant"
     assert "3 messages from" in done.stderr
+    assert "peak memory" not in done.stderr  # which is for one prompt, and not for each turn of a chat
     again = talk(tiny_model, "again\n", "--load", str(saved), "--cache-dir", str(tmp_path / "cache"))
     assert again.exit_code == 0, again.stderr
+    assert "3 messages from" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -82,3 +89,18 @@ def test_what_is_no_conversation_is_refused(tiny_model: Path, tmp_path: Path) ->
     (tmp_path / "x.json").write_text("[1]")
     done = talk(tiny_model, "hello\n", "--load", str(tmp_path / "x.json"))
     assert (done.exit_code, done.stdout) == (2, "")
+
+
+def test_a_message_that_was_cancelled_before_its_answer_is_taken_back(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.txt").write_text("sluices")
+    told, talk = Display(), Talk()
+    talk.take(f"/file {tmp_path / 'a.txt'}", llm, told)
+    ended = replace(llm.generate("x", max_tokens=1), finish_reason="cancelled", text="")
+    with monkeypatch.context() as patched:
+        patched.setattr("penstock.frontends.answer.answer", lambda *_, **__: ended)
+        talk.take("what?", llm, told, max_tokens=2)
+    assert talk.messages == []
+    talk.take("what now?", llm, told, max_tokens=2)
+    assert [message["content"] for message in talk.messages][:1] == ["sluices\n\nwhat now?"]

@@ -133,3 +133,18 @@ def test_lines_come_about_every_tenth(
     lines = capsys.readouterr().err.splitlines()
     assert min(num_chunks, 10) <= len(lines) <= min(num_chunks, 12)
     assert f"chunk {num_chunks}/{num_chunks}" in lines[-1]
+
+
+def test_a_second_prompt_is_told_of_as_the_first(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a chat: what was said of the turn before is not this one's."""
+    screen = io.StringIO()
+    terminal, lines = TerminalDisplay(Console(file=screen, force_terminal=True, width=120)), LineDisplay()
+    for display in (terminal, lines):
+        with display.reading(HALF):
+            display.progress(WHOLE)
+        display.cancelling()
+        with display.reading(HALF):
+            display.progress(HALF)
+    assert "stopping" not in screen.getvalue()
+    assert [line.split()[1] for line in capsys.readouterr().err.splitlines()] == ["4311/4311", "1024/4311"]
+    assert "peak" not in closing_line(RESULT, WHOLE, is_brief=True)

@@ -161,7 +161,7 @@ def answer(
 
     def tell(progress: "Progress") -> None:
         nonlocal is_told
-        if progress.num_cached and not is_told:
+        if progress.num_cached and not is_told and not display.is_brief:
             is_told = True
             display.note(cached_line(progress))
 
@@ -183,7 +183,7 @@ def answer(
                 write(text)
     if shows_text and text and not text.endswith("\n"):
         write("\n")
-    display.close(closing_line(stream.result, stream.progress))
+    display.close(closing_line(stream.result, stream.progress, is_brief=display.is_brief))
     return stream.result
 
 

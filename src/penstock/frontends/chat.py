@@ -24,6 +24,8 @@ HELP = """/file PATH   put a document into the next message
 /exit        end; so does Ctrl-D
 A line that ends with \\ goes on in the next; lines between two of \"\"\" are one message. Ctrl-C ends an answer."""
 _FENCE = '"""'
+# Tokens of an answer, where the context has room for them.
+_ANSWER_TOKENS = 2048
 # What a chat keeps in memory of what was read, so that a turn reads only what is new.
 _REUSE_TOKENS = 1 << 15
 
@@ -48,8 +50,8 @@ def chat(
     cache_dir: str | None = options.CACHE_DIR,
     cache_size: str | None = options.CACHE_SIZE,
     max_tokens: int | None = _answer(None, "Tokens of an answer at most.", min=1),
-    temperature: float = _answer(0.0, "0 takes the likeliest token; above 0, tokens are drawn."),
-    top_p: float = _answer(1.0, "Draw from the likeliest tokens that make up this probability."),
+    temperature: float = _answer(0.7, "0 takes the likeliest token; above 0, tokens are drawn."),
+    top_p: float = _answer(0.95, "Draw from the likeliest tokens that make up this probability."),
     seed: int | None = _answer(None, "Makes what is drawn repeatable."),
     quiet: bool = options.on_output(False, "Nothing on standard error but errors.", "--quiet"),
 ) -> None:
@@ -68,6 +70,7 @@ def chat(
         if load is not None:
             talk.load(load)
         display = make_display(quiet)
+        display.is_brief = True
         with display.busy("starting"):
             from penstock.engine.sampler import SamplingParams
             from penstock.kernels.device import find_devices
@@ -76,6 +79,8 @@ def chat(
             sampling = SamplingParams(temperature=temperature, top_p=top_p, seed=seed)
         with loaded(name or model, display, settings) as llm:
             llm.tokenizer.chat  # noqa: B018  # a model without a template cannot talk: better now than later
+            if load is not None:
+                display.note(f"{len(talk.messages)} messages from {load}")
             if talk.is_typed:
                 display.note("/help tells what a line may be; Ctrl-D ends the chat")
             while (line := talk.read()) is not None:
@@ -135,7 +140,15 @@ class Talk:
             if not text.strip():
                 return
             turn = [*self.messages, {"role": "user", "content": text}]
+            if request["max_tokens"] is None:
+                room = llm.context_length - len(llm.tokenizer.encode_chat(turn))
+                request["max_tokens"] = min(room, _ANSWER_TOKENS) if room > 0 else None
             result = answer(llm, turn, display, **request)
+            if result.finish_reason == "cancelled" and not result.text:
+                display.note(
+                    "the message is taken back" + (": the file goes into the next" if self._document else "")
+                )
+                return
             self._document = None
             self.messages = [*turn, {"role": "assistant", "content": result.text}]
         except PenstockError as error:

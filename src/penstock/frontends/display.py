@@ -30,6 +30,7 @@ class Display:
     """Shows nothing at all."""
 
     shows_bars = False
+    is_brief = False  # a chat: bars go when they are full, and little is said of an answer
 
     def note(self, line: str) -> None:
         """A line that stays."""
@@ -92,6 +93,11 @@ class LineDisplay(Display):
     def downloads(self) -> Iterator[Report | None]:
         yield _note_once(self)
 
+    @contextlib.contextmanager
+    def reading(self, progress: Progress) -> Iterator[None]:
+        self._shown = None
+        yield
+
     def progress(self, progress: Progress) -> None:
         now, shown = time.monotonic(), self._shown
         is_due = (
@@ -146,7 +152,7 @@ class TerminalDisplay(Display):
 
     @contextlib.contextmanager
     def reading(self, progress: Progress) -> Iterator[None]:
-        self._read, self._read_at = progress, time.monotonic()
+        self._read, self._read_at, self._is_cancelling = progress, time.monotonic(), False
         width = min(max(self._console.width - 62, 4), 40)
         facts = _Facts(self._facts, table_column=Column(no_wrap=True))
         bar = Bar(
@@ -154,6 +160,7 @@ class TerminalDisplay(Display):
             BarColumn(width),
             facts,
             console=self._console,
+            transient=self.is_brief,
         )
         self._task = bar.add_task("", total=progress.num_tokens, completed=progress.num_done)
         with bar:
@@ -271,7 +278,7 @@ def is_complete(progress: Progress) -> bool:
     return progress.num_done == progress.num_tokens
 
 
-def closing_line(result: "Generation", progress: Progress) -> str:
+def closing_line(result: "Generation", progress: Progress, *, is_brief: bool = False) -> str:
     """What a finished or cancelled request did, and at what cost."""
     timings, prefill = result.timings, result.prefill
     facts = []
@@ -282,12 +289,13 @@ def closing_line(result: "Generation", progress: Progress) -> str:
             facts += [f"first token after {format_seconds(timings.time_to_first_token_s)}"]
     else:
         facts += [f"cancelled after {progress.num_done} of {progress.num_tokens} prompt tokens"]
-    if progress.chunks_done:
+    if progress.chunks_done and not is_brief:
         facts.append(f"prefill {format_rate(timings.prefill_tokens_per_s)}")
     if timings.decode_tokens_per_s is not None:
         facts.append(f"decode {format_rate(timings.decode_tokens_per_s)}")
-    facts.append(f"chunk {prefill.effective} ({prefill.reason})")
-    facts.append(f"peak memory {format_bytes(result.memory.peak_resident_bytes)}")
+    if not is_brief:
+        facts.append(f"chunk {prefill.effective} ({prefill.reason})")
+        facts.append(f"peak memory {format_bytes(result.memory.peak_resident_bytes)}")
     return ", ".join(facts)
 
 
