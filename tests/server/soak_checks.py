@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.events import GenerationRequest, Listener
 from penstock.engine.service import Service
-from penstock.frontends.server.requests import NUM_THREADS
+from penstock.frontends.server.body_reader import NUM_THREADS
 from penstock.plan.step import RequestId
 from penstock.process_memory import anonymous_bytes
 from tests.server.running import Reply, Running

@@ -13,7 +13,7 @@ import pytest
 
 from penstock.engine.llm import LLM
 from penstock.engine.service import ServiceConfig
-from penstock.frontends.server import requests
+from penstock.frontends.server import body_reader
 from penstock.frontends.server.settings import ServerSettings
 from penstock.process_memory import anonymous_bytes, peak_anonymous_bytes, reset_peak
 from tests.server.running import NAME, Running, running
@@ -200,7 +200,7 @@ def server(llm: LLM) -> Iterator[Running]:
 @pytest.fixture(autouse=True)
 def _in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a request whose length is wrong, the rest is not waited for as long as usual."""
-    monkeypatch.setattr(requests, "BODY_GRACE_S", 0.3)
+    monkeypatch.setattr(body_reader, "BODY_GRACE_S", 0.3)
 
 
 @pytest.mark.parametrize("seed", range(4))

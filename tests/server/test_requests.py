@@ -15,11 +15,11 @@ import pytest
 from penstock.engine.llm import LLM
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.service import ServiceConfig
-from penstock.frontends.server import requests
+from penstock.frontends.server import body_reader
 from penstock.frontends.server.bodies import GenerationBody
+from penstock.frontends.server.body_reader import BodyReader
 from penstock.frontends.server.errors import ApiError
 from penstock.frontends.server.lifecycle import Drain
-from penstock.frontends.server.requests import BodyReader
 from penstock.frontends.server.settings import ServerSettings
 from penstock.plan.policy import ScheduleConfig
 from tests.server.running import NAME, Reply, Running, running, wait_for
@@ -177,8 +177,8 @@ def status_of(client: socket.socket) -> int:
 
 def test_bodies_that_do_not_come_take_nobodys_place(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """Far more are half sent than may wait for a thread. They are given up soon; one that comes is not."""
-    monkeypatch.setattr(requests, "BODY_GRACE_S", 1.0)
-    monkeypatch.setattr(requests, "LEAST_RATE", 100)
+    monkeypatch.setattr(body_reader, "BODY_GRACE_S", 1.0)
+    monkeypatch.setattr(body_reader, "LEAST_RATE", 100)
     config = ServiceConfig(ScheduleConfig(max_running=2, max_waiting=2), cache_tokens=2000)
     with running(llm, ServerSettings(NAME), config) as server:
         halves = [begin_body(server, 500, b"{") for _ in range(12)]
@@ -190,7 +190,7 @@ def test_bodies_that_do_not_come_take_nobodys_place(llm: LLM, monkeypatch: pytes
 
 
 def test_where_bodies_take_too_much_the_slowest_gives_way(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "_MOST_LARGEST", 4)
+    monkeypatch.setattr(body_reader, "_MOST_LARGEST", 4)
     with running(llm, ServerSettings(NAME, max_body_bytes=10_000)) as server:
         slowest = begin_body(server, 10_000, b" " * 100)
         others = [begin_body(server, 10_000, b" " * 9_900) for _ in range(4)]

@@ -41,13 +41,14 @@ from penstock.frontends.serve import serve as serve_command
 from penstock.frontends.server import middleware
 from penstock.frontends.server.app import create_app
 from penstock.frontends.server.bodies import ChatBody, CompletionBody
+from penstock.frontends.server.body_reader import BodyReader
 from penstock.frontends.server.errors import ApiError, request_id
 from penstock.frontends.server.explain import open_lines
 from penstock.frontends.server.lifecycle import Drain, bind, url_of
 from penstock.frontends.server.messages_api import MessagesBody
 from penstock.frontends.server.metrics import CONTENT_TYPE, Telemetry, merged
 from penstock.frontends.server.parts import Ignored, parse
-from penstock.frontends.server.requests import BodyReader, RequestBuilder
+from penstock.frontends.server.requests import RequestBuilder
 from penstock.frontends.server.responses import LIVE_HEADERS, JsonResponse, error_response, to_json
 from penstock.frontends.server.responses_api import ResponsesBody
 from penstock.kernels.interface import KernelsUnavailableError

@@ -18,6 +18,7 @@ from penstock.engine.streams import EventStream
 from penstock.errors import SettingError
 from penstock.frontends.server import middleware
 from penstock.frontends.server.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from penstock.frontends.server.body_reader import BodyReader
 from penstock.frontends.server.connections import Connections, Room
 from penstock.frontends.server.embeddings import EmbeddingAnswer, EmbeddingBody
 from penstock.frontends.server.errors import errors_about, request_id
@@ -29,7 +30,7 @@ from penstock.frontends.server.messages_api import MessagesAnswer, MessagesBody
 from penstock.frontends.server.metrics import Telemetry
 from penstock.frontends.server.pages import page_router
 from penstock.frontends.server.parts import Body, Ignored, parse
-from penstock.frontends.server.requests import BodyReader, PreparedRequest, RequestBuilder, no_model
+from penstock.frontends.server.requests import PreparedRequest, RequestBuilder, no_model
 from penstock.frontends.server.responses import (
     Answer,
     ChatAnswer,
@@ -145,37 +146,9 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
             raise no_model(name, settings.model_name)
         return JsonResponse(model)
 
-    @post("/completions", CompletionBody)
-    async def completions(request: Request) -> Response:
-        return await generate(request, CompletionBody, builder.completion, CompletionAnswer)
-
-    @post("/chat/completions", ChatBody)
-    async def chat(request: Request) -> Response:
-        return await generate(request, ChatBody, builder.chat, ChatAnswer)
-
-    @post("/responses", ResponsesBody)
-    async def responses(request: Request) -> Response:
-        return await generate(request, ResponsesBody, builder.chat, ResponsesAnswer)
-
-    @post("/messages", MessagesBody)
-    async def messages(request: Request) -> Response:
-        return await generate(request, MessagesBody, builder.chat, MessagesAnswer)
-
     @post("/messages/count_tokens", MessagesBody)
     async def count_tokens(request: Request) -> Response:
         return JsonResponse({"input_tokens": await read(request, MessagesBody, builder.count)})
-
-    @post("/embeddings", EmbeddingBody)
-    async def embeddings(request: Request) -> Response:
-        return await generate(request, EmbeddingBody, builder.embeddings, EmbeddingAnswer)
-
-    @post("/completion", NativeBody)
-    async def completion(request: Request) -> Response:
-        return await generate(request, NativeBody, builder.native, NativeAnswer)
-
-    @post("/infill", InfillBody)
-    async def infill(request: Request) -> Response:
-        return await generate(request, InfillBody, builder.infill, NativeAnswer)
 
     @post("/tokenize", TokenizeBody)
     async def tokenize(request: Request) -> Response:
@@ -237,4 +210,21 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
             events.cancel()
             raise
 
+    def generates(
+        path: str,
+        kind: type[_Asked],
+        prepare: Callable[[_Asked, str | None], PreparedRequest],
+        answer_kind: type[Answer],
+    ) -> None:
+        @post(path, kind)
+        async def endpoint(request: Request) -> Response:
+            return await generate(request, kind, prepare, answer_kind)
+
+    generates("/completions", CompletionBody, builder.completion, CompletionAnswer)
+    generates("/chat/completions", ChatBody, builder.chat, ChatAnswer)
+    generates("/responses", ResponsesBody, builder.chat, ResponsesAnswer)
+    generates("/messages", MessagesBody, builder.chat, MessagesAnswer)
+    generates("/embeddings", EmbeddingBody, builder.embeddings, EmbeddingAnswer)
+    generates("/completion", NativeBody, builder.native, NativeAnswer)
+    generates("/infill", InfillBody, builder.infill, NativeAnswer)
     return app
