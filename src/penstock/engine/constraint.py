@@ -18,6 +18,7 @@ from torch import Tensor
 from penstock.engine.events import AnswerFormat, FreeText, Grammar
 from penstock.engine.grammar import grammar_text
 from penstock.errors import ModelError, SettingError
+from penstock.models.text.calls import overlap
 from penstock.models.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -326,9 +327,7 @@ class _Mark:
             return b"" if self.begun else None
         place = text.find(self._bytes)
         if place < 0:
-            lengths = range(min(len(text), len(self._bytes) - 1), 0, -1)
-            kept = next((length for length in lengths if text.endswith(self._bytes[:length])), 0)
-            place = len(text) - kept
+            place = len(text) - overlap(text, self._bytes)
         self.is_over = self._is_first and place > 0
         self.begun = b"" if self.is_over else text[place:]
         return self.begun.removeprefix(self._bytes) if self.begun.startswith(self._bytes) else None

@@ -16,6 +16,7 @@ from penstock.models.text.calls import (
     IS_TEXT,
     CallFormat,
     ThoughtMarks,
+    overlap,
 )
 from penstock.models.text.literals import Literals, read_json
 
@@ -315,7 +316,7 @@ class TurnParser:
         if found:
             self._left = rest
             return text, True
-        num_kept = 0 if self._is_over else _overlap(self._left, mark)
+        num_kept = 0 if self._is_over else overlap(self._left, mark)
         text, self._left = self._left[: len(self._left) - num_kept], self._left[len(self._left) - num_kept :]
         return text, False
 
@@ -332,14 +333,6 @@ def _lenient(literal: str) -> str:
 
 def _begins(before: str, after: str) -> re.Pattern[str]:
     return re.compile(f"{_lenient(before)}(?P<name>[^\\s\"'<>{{}}\\[\\]()]+?){after}")
-
-
-def _overlap(text: str, mark: str) -> int:
-    """How many characters at the end of a text may be the beginning of a mark."""
-    for length in range(min(len(text), len(mark) - 1), 0, -1):
-        if text.endswith(mark[:length]):
-            return length
-    return 0
 
 
 class _Scan:

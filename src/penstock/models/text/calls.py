@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
+from typing import Any, AnyStr
 
 from penstock.errors import PenstockError
 from penstock.models.text.literals import Literals
@@ -153,6 +153,12 @@ def read_thoughts(source: str, render: Render) -> ThoughtMarks | None:
     if found:
         return ThoughtMarks(found[1], found[2])
     return ThoughtMarks("<think>", "</think>") if "</think>" in source else None
+
+
+def overlap(text: AnyStr, mark: AnyStr) -> int:
+    """How much at the end of a text may be the beginning of a mark."""
+    lengths = range(min(len(text), len(mark) - 1), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)
 
 
 def _tool(name: str) -> dict[str, Any]:
