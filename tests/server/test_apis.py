@@ -3,6 +3,7 @@ with tools goes round."""
 
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -275,6 +276,22 @@ def test_any_of_the_tools(server: Running) -> None:
         max_tokens=200,
     )
     assert [block.type for block in forced.content] == ["tool_use"]
+
+
+def test_a_call_that_is_no_json_is_no_failure(server: Running) -> None:
+    many = [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(10)]  # too complex to be held to
+    schema = {"type": "object", "properties": {"a": {"allOf": many}}}
+    asked = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 200}
+    with scripted(server.service.llm, """<tool_call>\n{"name": "f", "arguments": {'a': 1}}\n</tool_call>"""):
+        reply = server.ask(
+            "POST", "/v1/messages", {**asked, "tools": [{"name": "f", "input_schema": schema}]}
+        )
+    assert (reply.status, reply.headers["x-penstock-ignored"]) == (200, "tools.parameters")
+    assert [block["type"] for block in reply.json["content"]] == ["text"]
+    number = {"name": "f", "input_schema": {"type": "object", "properties": {"a": {"type": "number"}}}}
+    with scripted(server.service.llm, '<tool_call>\n{"name": "f", "arguments": {"a": -1e999}}\n</tool_call>'):
+        reply = server.ask("POST", "/v1/messages", {**asked, "tools": [number]})
+    assert reply.json["content"][0]["input"] == {"a": -sys.float_info.max}
 
 
 def test_errors_are_the_clients_own(server: Running) -> None:

@@ -3,6 +3,7 @@ grammar of the same format allows just that."""
 
 import json
 import string
+import sys
 import threading
 import traceback
 from typing import Any
@@ -80,7 +81,19 @@ def test_tagged_values_keep_their_white_space(family: str) -> None:
     for value in ("    indented\n\tlines\n", "\n", " ", "", "NaN", "1e999"):
         turn = parsed(TurnParser(form, schemas=SCHEMAS), *answer.replace("Köln", value))
         assert calls_of(turn) == [("weather", {"city": value, "days": 3})]
-    assert calls_of(parsed(TurnParser(form), answer.replace("Köln", "1e999")))[0][1]["city"] == "1e999"
+    for value, read in (("NaN", "NaN"), ("1e999", sys.float_info.max), ("true", True)):
+        assert calls_of(parsed(TurnParser(form), answer.replace("Köln", value)))[0][1]["city"] == read
+
+
+NO_JSON = ["{'a': 1}", '{"a": NaN}', '{"a" 1}', '{"a":' * 2000 + "1" + "}" * 2000]
+
+
+@pytest.mark.parametrize("arguments", NO_JSON, ids=lambda text: text[:20])
+def test_what_is_no_json_is_no_call(arguments: str) -> None:
+    """Where a schema cannot be held to, a model may write anything."""
+    turn = parsed(TurnParser(HERMES), f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>')
+    assert [call.name for call in turn.calls] == ["f"]
+    assert turn.whole_calls == []
 
 
 def test_arguments_come_as_they_are_written() -> None:

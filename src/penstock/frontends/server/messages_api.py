@@ -1,6 +1,5 @@
 """Anthropic's API: `/v1/messages`, and the tokens that one would have."""
 
-import json
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -20,6 +19,7 @@ from penstock.frontends.server.conversation import (
 )
 from penstock.frontends.server.errors import ApiError
 from penstock.frontends.server.parts import MAX_ENTRIES, Part, at_most, wrong
+from penstock.models.text.literals import read_json
 
 # A block that Claude Code begins with, which may differ from request to request and would spoil the prefix.
 _BILLING = "x-anthropic-billing-header"
@@ -194,7 +194,7 @@ class MessagesAnswer(BlockAnswer):
                 return {"type": "thinking", "thinking": block.text, "signature": ""}
             case "text":
                 return {"type": "text", "text": block.text, "citations": None}
-        given = json.loads(block.text) if block.text else {}
+        given = read_json(block.text) if block.text else {}
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
 
     def _stop(self) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class TurnParser:
         self._key: str | None = None  # of the value at hand
         self._searched = 0  # where its end may begin in what is left
         self._scan = _Scan(None)
-        self._written = ""  # of the call at hand, arguments that are no JSON
+        self._written = ""  # of the call at hand, its arguments
         self._is_over = False  # no more text comes
         self._strips = True  # white space at the beginning of thoughts and texts is the format's
         self._next = self._head = self._ends = _NEVER
@@ -226,21 +226,23 @@ class TurnParser:
         assert self._form is not None
         end = self._scan.push(self._left)
         text, self._left = (self._left, "") if end is None else (self._left[:end], self._left[end:])
-        if self._form.literals is None:
-            yield CallArguments(self._num_calls, text)
-            if end is not None:
-                yield from self._end()
-            return
         self._written += text
-        if end is not None:
-            try:
-                given = self._form.literals.read(self._written)
+        literals = self._form.literals
+        if literals is None:
+            yield CallArguments(self._num_calls, text)
+        if end is None:
+            return
+        try:
+            if literals is None:
+                read_json(self._written)
+            else:
+                given = literals.read(self._written)
                 told = json.dumps({key: self._unquoted(key, value) for key, value in given.items()})
-            except (ValueError, RecursionError):  # it never becomes whole
-                self._form, self._state = None, self._say
-                return
-            yield CallArguments(self._num_calls, told)
-            yield from self._end()
+                yield CallArguments(self._num_calls, told)
+        except (ValueError, RecursionError):  # it never becomes whole
+            self._form, self._state = None, self._say
+            return
+        yield from self._end()
 
     def _values(self) -> Iterator[Piece]:
         assert self._form is not None

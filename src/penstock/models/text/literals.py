@@ -3,6 +3,7 @@ model's own quotes, as in `{city:<|"|>Bonn<|"|>,days:3}`."""
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -134,7 +135,13 @@ def _word(token: str) -> Any:
 
 
 def read_json(text: str) -> Any:
-    """A value that can be written as JSON again: numbers are numbers, and finite."""
-    value = json.loads(text)
-    json.dumps(value, allow_nan=False)
-    return value
+    """A value that can be written as JSON again: numbers are numbers, and those beyond the largest are that one."""
+    return json.loads(text, parse_float=_finite, parse_constant=_refused)
+
+
+def _finite(text: str) -> float:
+    return min(max(float(text), -sys.float_info.max), sys.float_info.max)
+
+
+def _refused(word: str) -> float:
+    raise ValueError(f"{word} is no JSON")
