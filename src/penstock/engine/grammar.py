@@ -291,8 +291,10 @@ class CallGrammar:
 
     def _reference(self, reference: str, whole: Any) -> str:
         """A rule for what is referred to, which may refer to itself; any value where there is none."""
-        passed, found = set[str](), {"$ref": reference}
-        while isinstance(found, dict) and isinstance(reference := found.get("$ref"), str):
+        found: Any = {"$ref": reference}
+        passed = set[str]()
+        while isinstance(found, dict) and isinstance(found.get("$ref"), str):
+            reference = found["$ref"]
             if reference in passed or not reference.startswith("#"):
                 return self._any()
             passed.add(reference)
