@@ -1,5 +1,6 @@
 """The commands `penstock chat` and `penstock run`: a conversation in the terminal."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -82,6 +83,10 @@ def chat(
             if load is not None:
                 display.note(f"{len(talk.messages)} messages from {load}")
             if talk.is_typed:
+                with contextlib.suppress(
+                    ImportError
+                ):  # lines before this one, by the arrow keys; names of files, by Tab
+                    import readline  # noqa: F401
                 display.note("/help tells what a line may be; Ctrl-D ends the chat")
             while (line := talk.read()) is not None:
                 talk.take(line, llm, display, max_tokens=max_tokens, sampling=sampling)
