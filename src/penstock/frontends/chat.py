@@ -83,10 +83,10 @@ def chat(
             if load is not None:
                 display.note(f"{len(talk.messages)} messages from {load}")
             if talk.is_typed:
-                with contextlib.suppress(
-                    ImportError
-                ):  # lines before this one, by the arrow keys; names of files, by Tab
-                    import readline  # noqa: F401
+                with contextlib.suppress(ImportError):
+                    import readline  # lines before this one by the arrow keys
+
+                    readline.parse_and_bind("tab: complete")  # names of files
                 display.note("/help tells what a line may be; Ctrl-D ends the chat")
             while (line := talk.read()) is not None:
                 talk.take(line, llm, display, max_tokens=max_tokens, sampling=sampling)
