@@ -23,7 +23,7 @@ from typing import Any
 from penstock.engine.events import GenerationRequest
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
-from penstock.frontends.server import connections, requests
+from penstock.frontends.server import body_reader, connections
 from penstock.frontends.server.settings import ServerSettings
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from tests.byte_models import model_of_bytes
@@ -62,7 +62,7 @@ _KEYS = ("one", "two", "three")
 _NUISANCE, _WELL = "nuisance", "well"
 # Clients that do not send, or do not read, are given less time than usual, so that all of it happens.
 _STALLED_S, _STALLED_PART = 10.0, 1 / 6  # at most, and of a soak
-_HASTE = ((connections, "BEGIN_S", 1.5), (requests, "BODY_GRACE_S", 1.5))
+_HASTE = ((connections, "BEGIN_S", 1.5), (body_reader, "BODY_GRACE_S", 1.5))
 
 
 @dataclass(frozen=True)

@@ -304,7 +304,7 @@ def test_what_nobody_expected_is_told_once_and_not_to_the_client(
     def fail(*_: Any) -> None:
         raise RuntimeError(SECRET)
 
-    monkeypatch.setattr(RequestBuilder, "chat", fail)
+    monkeypatch.setattr(RequestBuilder, "render", fail)
     for streams in (False, True):
         caplog.clear()
         body = {"model": NAME, "messages": [{"role": "user", "content": "x"}], "stream": streams}

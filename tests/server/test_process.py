@@ -229,7 +229,7 @@ FAILURE = """
 from penstock.frontends.server.requests import RequestBuilder
 def fail(*_):
     raise RuntimeError("in the cellar")
-RequestBuilder.chat = fail
+RequestBuilder.render = fail
 """
 
 

@@ -132,7 +132,7 @@ def test_a_failure_of_the_server_is_found(
     def fail(self: RequestBuilder, *body: Any) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(RequestBuilder, "chat", fail)
+    monkeypatch.setattr(RequestBuilder, "render", fail)
     check_finds(llm, cases, "was answered with 500", "an error in the log")
 
 
