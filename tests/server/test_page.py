@@ -709,6 +709,21 @@ def test_a_server_that_is_gone_is_missed(browser: Browser, site: Site) -> None:
         expect(page.locator("#notice")).to_be_hidden()
 
 
+def test_requests_have_names_and_come_before_what_one_may_try(browser: Browser, llm: LLM) -> None:
+    with serving(llm) as site, opened(browser, site) as page:
+        titles = page.locator("main h2").all_text_contents()
+        order = [titles.index(title) for title in ("Steps", "Requests", "Try a prompt")]
+        assert order == sorted(order)
+        for number in (1, 2):
+            site.submit(5, 3)
+            row = page.locator("#ended tr").first  # the newest
+            expect(row.locator("th button")).to_have_text(f"Request {number}")
+        heads = page.locator(".ended-list thead th").all_text_contents()
+        cells = dict(zip(heads, row.locator("th, td").all_text_contents(), strict=True))
+        assert cells["End"] == "reached its limit"
+        assert (cells["Prompt"], cells["Answer"]) == ("5", "3")
+
+
 def test_every_part_has_a_name(browser: Browser, llm: LLM) -> None:
     held = Held()
     with serving(llm, telemetry=held) as site, opened(browser, site) as page:

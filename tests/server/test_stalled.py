@@ -104,6 +104,22 @@ def test_what_systems_take_is_not_what_the_client_takes(llm: LLM, buffer_bytes: 
         assert float(line.removeprefix(generated)) < 5900
 
 
+def test_sixteen_who_read_nothing_stop_another_no_longer_than_that(llm: LLM) -> None:
+    """All places are theirs, until they have had their time; a machine that is busy has some more."""
+    stall_s, others_s = 2.0, 4.0
+    service = ServiceConfig(ScheduleConfig(max_running=16, chunk_size=64), cache_tokens=110_000)
+    with running(llm, replace(STALLED, stalled_s=stall_s), service) as server:
+        unread = [stream(server, 5900, top_logprobs=0, buffer_bytes=None) for _ in range(16)]
+        wait_for(lambda: server.service.status().num_running == 16)
+        began = time.monotonic()
+        assert server.completion(max_tokens=1).status == 200
+        assert time.monotonic() - began < stall_s + others_s
+        wait_for(lambda: not server.service.status().requests)
+        assert all(map(is_hung_up_on, unread))
+        for client in unread:
+            client.close()
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_what_a_program_of_this_machine_has_not_read_is_known(host: str) -> None:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
