@@ -95,6 +95,7 @@ def test_any_number_of_threads(name: str, num_threads: int, dtype: torch.dtype) 
 def test_products_in_slabs(expert_slab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only a fixed number of rows is row-invariant, an expert's tokens are padded up to one as well."""
     monkeypatch.setattr(NativeKernels, "stacks_experts", lambda *_: False)  # one by one
+    monkeypatch.setattr(NativeKernels, "pack", TorchKernels.pack)  # torch multiplies
     model = load_model.__wrapped__(hybrid_oracle("qwen3_next").folder, dtype)
     canon = ProbeResult(128, 128, True, True, True, expert_slab=expert_slab).bind(model.kernels)
     kernels = model.kernels

@@ -9,6 +9,7 @@ from penstock.cache import Extent
 from penstock.cache.space import CacheSpace
 from penstock.cache.tensors import KV
 from penstock.engine.run import Run
+from penstock.kernels.native.kernels import NativeKernels
 from penstock.kernels.probe import ProbeResult
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
@@ -107,9 +108,26 @@ def test_any_schedule(data: st.DataObject) -> None:
     assert_same_bits(run, run_prompt(model, prompt))
 
 
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_plain_products_of_the_library_have_torchs_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In prompts, and in decodes, whose layers may be one call."""
+    family, overrides = MODELS[name]
+    folder, prompt = make_oracle(family, **overrides).folder, random_prompt(150)
+
+    def run() -> Run:
+        return run_prompt(load_model.__wrapped__(folder, torch.bfloat16), prompt, chunk_size=64, num_tokens=8)
+
+    ours = run()
+    monkeypatch.setattr(NativeKernels, "pack", TorchKernels.pack)
+    torchs = run()
+    assert_same_bits(ours, torchs)
+    assert ours.generated == torchs.generated
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_products_in_slabs(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where only a fixed number of rows is row-invariant, a prompt runs in slabs of that many."""
+    monkeypatch.setattr(NativeKernels, "pack", TorchKernels.pack)  # torch multiplies
     oracle = make_oracle("qwen3")
     model = load_model.__wrapped__(oracle.folder, dtype)
     canon = ProbeResult(128, 128, True, True, True).bind(model.kernels)

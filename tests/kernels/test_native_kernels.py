@@ -367,3 +367,28 @@ def test_where_they_cannot_be_had_torch_computes(
             select_kernels(CPU)
     finally:
         native_library.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("num_out", "num_in"),
+    [(96, 64), (33, 1024), (100, 130), (300, 1026), (48, 1536), (64, 4096), (520, 72), (16, 512)],
+)
+def test_plain_weights_have_onednns_bits(native: NativeKernels, num_out: int, num_in: int) -> None:
+    torch.manual_seed(num_in)
+    weight = torch.randn(num_out, num_in).mul_(num_in**-0.5).bfloat16()
+    packed, by_onednn = native.pack(weight), REFERENCE.pack(weight)
+    if not isinstance(packed, QuantisedWeight):
+        pytest.skip("oneDNN multiplies bfloat16 here")
+    for num_rows in (1, 2, 3, 17, 64, 200):
+        for bias in (None, torch.randn(num_out).bfloat16()):
+            x = torch.randn(num_rows, num_in).bfloat16()
+            expected = REFERENCE.linear(x, by_onednn, bias)
+            assert torch.equal(native.linear(x, packed, bias, is_canonical=False), expected)
+            if num_rows > 1:
+                assert torch.equal(native.linear(x, packed, bias), expected)
+                assert torch.equal(native.linear(x[:1], packed, bias), expected[:1])
+
+
+def test_a_weight_with_an_odd_number_of_inputs_is_onednns(native: NativeKernels) -> None:
+    weight, x = torch.randn(40, 33).bfloat16(), torch.randn(5, 33).bfloat16()
+    assert torch.equal(native.linear(x, native.pack(weight)), REFERENCE.linear(x, REFERENCE.pack(weight)))

@@ -40,6 +40,8 @@ Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0, 5.625)
 Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0, 6.5625)
 # Not of a file, and the native library's alone: weights of bfloat16 in its panels.
 BFLOAT16 = BlockForm("BF16", 6, 1, 2, 16.0, 16.0)
+# The same for products with a model's plain weights, whose bits are those of oneDNN.
+PACKED = BlockForm("", 7, 1, 2, 16.0, 16.0)
 # An exponent of a power of 2, 16 bytes of two 4-bit floats. A processor alone keeps it; the exponent becomes float32.
 MXFP4 = BlockForm("MXFP4", 9, 32, 17, 5.0, 16.0)
 BLOCK_FORMS = {form.name: form for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4)}

@@ -18,6 +18,7 @@ from penstock.kernels.quantised import (
     BLOCK_FORMS,
     F8_ROW,
     GROUP,
+    PACKED,
     Q4_1,
     Q8_0,
     BlockForm,
@@ -599,9 +600,9 @@ class _Loader:
 
 
 def _quantised_parts(block: MLP) -> tuple[QuantisedWeight, QuantisedWeight] | None:
-    """Both weights, where each is of one form."""
+    """Both weights, where each is of one form of blocks."""
     match block.gate_up.parts, block.down.parts:
-        case (QuantisedWeight() as gate_up,), (QuantisedWeight() as down,):
+        case (QuantisedWeight() as gate_up,), (QuantisedWeight() as down,) if gate_up.form is not PACKED:
             return gate_up, down
     return None
 

@@ -67,6 +67,8 @@ struct Weight {
 
 // The form of panels in bfloat16: for each pair of inputs, the pairs of 32 outputs.
 constexpr int32_t BFLOAT16 = 6;
+// The same, for products whose sums are oneDNN's.
+constexpr int32_t PACKED = 7;
 
 // Rows of bfloat16, and where their products go.
 struct Rows {

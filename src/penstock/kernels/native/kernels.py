@@ -17,7 +17,7 @@ from penstock.kernels.experts import GroupedExperts
 from penstock.kernels.native.build import native_library
 from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.quantised import NativeLayers, NativeProducts
-from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
+from penstock.kernels.quantised import PACKED, DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, WrittenPlaces
 from penstock.kernels.threads import native_threads
@@ -96,6 +96,8 @@ class NativeKernels(TorchKernels):
             )
         products = NativeProducts(library)
         self.quantised = products if products.is_available else None
+        has_bfloat16 = self.instructions == "avx512_bf16" and not has_fast_bfloat16(processor_flags())
+        self._packs_bfloat16 = self.quantised is not None and has_bfloat16
         self._can_attend: dict[tuple[torch.dtype, int, int], bool] = {}
         self._attend = library.penstock_attend
         self._attend.argtypes = [_int, _long, _pointer, _pointer, _long, _pointer, _int]
@@ -126,6 +128,13 @@ class NativeKernels(TorchKernels):
             )
         return self._can_attend[key]
 
+    def pack(self, weight: Tensor) -> Weight:
+        # Pieces of a product are then claimed by threads: none waits for one that the system has put aside.
+        if self._packs_bfloat16 and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0:
+            assert self.quantised is not None
+            return self.quantised.packed(weight, PACKED)
+        return super().pack(weight)
+
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True
     ) -> Tensor:
@@ -153,7 +162,7 @@ class NativeKernels(TorchKernels):
     ) -> GroupedExperts:
         assert self.quantised is not None
         assert activation is None
-        weights = self.quantised.packed(gate_up), self.quantised.packed(down)
+        weights = [[self.quantised.packed(weight) for weight in stack] for stack in (gate_up, down)]
         return self.quantised_experts(config, *weights, choice_bias)
 
     def quantised_experts(

@@ -483,31 +483,42 @@ void few_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, cons
 
 constexpr int SUMS = SUM_VECTORS * 3 / 2;  // vectors in registers, of rows by outputs
 
+// The words of a row, and how many of them make up one sum; sums of several are added in their order.
+struct Inner {
+    int64_t count, together;
+};
+
 // R rows by V vectors of outputs, from a vector of the panels on.
 template <int V, int R>
-void multiply_many(const uint32_t (*panels)[PANEL], int64_t num_words, const Rows& rows, const Inputs& inputs,
-                   int64_t first, int vector, int64_t first_out, int64_t num_out) {
-    Floats sums[R][V];
-    for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) sums[r][v] = zeros();
+void multiply_many(const uint32_t (*panels)[PANEL], Inner words, const Rows& rows, const Inputs& inputs, int64_t first,
+                   int vector, int64_t first_out, int64_t num_out) {
+    Floats totals[R][V];
     const uint32_t* x = inputs.row(first);
     const int64_t stride = inputs.stride;
-    for (int64_t k = 0; k < num_words; ++k) {
-        Words values[V];
-        for (int v = 0; v < V; ++v)
-            values[v] = load_words(&panels[(vector + v) / VECTORS * num_words + k][(vector + v) % VECTORS * LANES]);
+    for (int64_t start = 0; start < words.count; start += words.together) {
+        const int64_t end = std::min(words.count, start + words.together);
+        Floats sums[R][V];
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) sums[r][v] = zeros();
+        for (int64_t k = start; k < end; ++k) {
+            Words values[V];
+            for (int v = 0; v < V; ++v)
+                values[v] = load_words(&panels[(vector + v) / VECTORS * words.count + k][(vector + v) % VECTORS * LANES]);
 #pragma GCC unroll 12
-        for (int r = 0; r < R; ++r) {
-            const Words own = same_words(x[r * stride + k]);
+            for (int r = 0; r < R; ++r) {
+                const Words own = same_words(x[r * stride + k]);
 #pragma GCC unroll 6
-            for (int v = 0; v < V; ++v) sums[r][v] = T::dot(sums[r][v], values[v], own);
+                for (int v = 0; v < V; ++v) sums[r][v] = T::dot(sums[r][v], values[v], own);
+            }
         }
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) totals[r][v] = start ? plus(totals[r][v], sums[r][v]) : sums[r][v];
     }
     for (int r = 0; r < R; ++r)
-        for (int v = 0; v < V; ++v) store(rows, first + r, first_out + (vector + v) * LANES, num_out, sums[r][v]);
+        for (int v = 0; v < V; ++v) store(rows, first + r, first_out + (vector + v) * LANES, num_out, totals[r][v]);
 }
 
-using MultiplyMany = void (*)(const uint32_t (*)[PANEL], int64_t, const Rows&, const Inputs&, int64_t, int, int64_t,
+using MultiplyMany = void (*)(const uint32_t (*)[PANEL], Inner, const Rows&, const Inputs&, int64_t, int, int64_t,
                               int64_t);
 
 template <int V, int... R>
@@ -518,7 +529,7 @@ MultiplyMany multiply_many_of(int num_rows, std::integer_sequence<int, R...>) {
 
 // All rows by P panels, as many at a time as registers hold the sums of.
 template <int P>
-void multiply_rows(const uint32_t (*panels)[PANEL], int64_t num_words, const Rows& rows, const Inputs& inputs,
+void multiply_rows(const uint32_t (*panels)[PANEL], Inner words, const Rows& rows, const Inputs& inputs,
                    int64_t first_out, int64_t num_out) {
     constexpr int V = SUMS < P * VECTORS * 4 ? 1 : P * VECTORS, MOST = SUMS / V;
     const int64_t num_tiles = (rows.num_rows + MOST - 1) / MOST;
@@ -526,7 +537,7 @@ void multiply_rows(const uint32_t (*panels)[PANEL], int64_t num_words, const Row
         for (int64_t tile = 0; tile < num_tiles; ++tile) {
             const int64_t start = tile * rows.num_rows / num_tiles, end = (tile + 1) * rows.num_rows / num_tiles;
             multiply_many_of<V>(end - start, std::make_integer_sequence<int, MOST>{})(
-                panels, num_words, rows, inputs, start, vector, first_out, num_out);
+                panels, words, rows, inputs, start, vector, first_out, num_out);
         }
 }
 
@@ -547,12 +558,13 @@ inline int64_t panels_together(int64_t num_panels, int num_threads) {
 const uint32_t (*word_panels(const Weight& weight, int64_t panel, int64_t count))[PANEL] {
     const int64_t num_blocks = blocks_of(weight), num_pairs = weight.num_in / 2, num_words = weight.num_in / T::STEP;
     const auto* pairs = reinterpret_cast<const uint32_t (*)[PANEL]>(weight.panels) + panel * num_pairs;
-    if (weight.form == BFLOAT16 && T::STEP == 2) return pairs;
+    const bool is_bfloat16 = weight.form == BFLOAT16 || weight.form == PACKED;
+    if (is_bfloat16 && T::STEP == 2) return pairs;
     static thread_local std::vector<uint32_t> made;
     made.resize(count * num_words * PANEL + LANES);
     const uintptr_t aligned = (reinterpret_cast<uintptr_t>(made.data()) + 63) / 64 * 64;
     auto* panels = reinterpret_cast<uint32_t (*)[PANEL]>(aligned);
-    if (weight.form == BFLOAT16)
+    if (is_bfloat16)
         for (int64_t pair = 0; pair < count * num_pairs; ++pair)
             for (int at = 0; at < PANEL; at += LANES) {
                 const Words both_inputs = load_words(&pairs[pair][at]);
@@ -566,18 +578,26 @@ const uint32_t (*word_panels(const Weight& weight, int64_t panel, int64_t count)
     return panels;
 }
 
-void many_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int64_t panel, int64_t count) {
-    const int64_t num_words = weight.num_in / T::STEP;
+// oneDNN sums up to 1024 inputs at a time; 512, where there are no more than 1024, or one row.
+int64_t summed_together(const Weight& weight, bool is_one_row) {
+    if (weight.form != PACKED) return weight.num_in;
+    return weight.num_in <= 1024 || is_one_row ? 512 : 1024;
+}
+
+void many_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int64_t panel, int64_t count,
+               bool is_one_row) {
+    const Inner words{weight.num_in / T::STEP, summed_together(weight, is_one_row) / T::STEP};
     const auto* panels = word_panels(weight, panel, count);
     switch (count) {
-        case 1: return multiply_rows<1>(panels, num_words, rows, inputs, panel * PANEL, weight.num_out);
-        case 2: return multiply_rows<2>(panels, num_words, rows, inputs, panel * PANEL, weight.num_out);
-        default: return multiply_rows<3>(panels, num_words, rows, inputs, panel * PANEL, weight.num_out);
+        case 1: return multiply_rows<1>(panels, words, rows, inputs, panel * PANEL, weight.num_out);
+        case 2: return multiply_rows<2>(panels, words, rows, inputs, panel * PANEL, weight.num_out);
+        default: return multiply_rows<3>(panels, words, rows, inputs, panel * PANEL, weight.num_out);
     }
 }
 
+// Whether so few rows have a way of their own, where they need not be canonical.
 bool is_few(const Weight& weight, int64_t num_rows) {
-    bool found = false;
+    bool found = weight.form == PACKED && num_rows == 1;
     with_form(weight.form, [&](auto form) { found = num_rows <= decltype(form)::MOST_ROWS; });
     return found;
 }
@@ -615,18 +635,18 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
     }
     for (int64_t index = 0; index < count; ++index) {
         const Weight& weight = weights[index];
-        const bool few = !is_canonical && is_few(weight, rows[index].num_rows);
-        if (few)
+        const bool few = !is_canonical && is_few(weight, rows[index].num_rows), by_blocks = few && weight.form != PACKED;
+        if (by_blocks)
             with_form(weight.form,
                       [&](auto form) { sums[index] = all_group_sums<decltype(form)>(weight, rows[index]); });
-        const int64_t step = few ? 1 : together, own_panels = panels_of(weight);
+        const int64_t step = by_blocks ? 1 : together, own_panels = panels_of(weight);
         for (int64_t panel = 0; panel < own_panels; panel += step)
             pieces.push_back({index, panel, std::min(step, own_panels - panel), few});
     }
     for_pieces(pieces.size(), num_threads, [&](int64_t at) {
         const auto& [index, panel, num, few] = pieces[at];
         const Weight& weight = weights[index];
-        if (!few) return many_rows(weight, rows[index], inputs[index], panel, num);
+        if (!few || weight.form == PACKED) return many_rows(weight, rows[index], inputs[index], panel, num, few);
         with_form(weight.form,
                   [&](auto form) { few_rows<decltype(form)>(weight, rows[index], inputs[index], sums[index], panel); });
     });

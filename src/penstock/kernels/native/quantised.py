@@ -65,16 +65,17 @@ class NativeProducts:
         num_bytes = self._bytes(ctypes.byref(WeightStruct(None, num_out, num_in, form.number)))
         return QuantisedWeight(form, (num_out, num_in), torch.zeros(num_bytes, dtype=torch.uint8))
 
-    def packed(self, weights: Tensor) -> list[QuantisedWeight]:
-        """Weights [count, out, in] of bfloat16 in panels, which products need not make so."""
-        _, num_out, num_in = weights.shape
-        missing = -num_out % PANEL
-        found = []
-        for weight in weights:
-            panels = torch.nn.functional.pad(weight, (0, 0, 0, missing)).view(-1, PANEL, num_in // 2, 2)
-            laid = panels.transpose(1, 2).contiguous().flatten().view(torch.uint8)
-            found.append(QuantisedWeight(BFLOAT16, (num_out, num_in), laid))
-        return found
+    def packed(self, weight: Tensor, form: BlockForm = BFLOAT16) -> QuantisedWeight:
+        """A weight [out, in] of bfloat16 in panels, which products need not make so."""
+        num_out, num_in = weight.shape
+        pairs = weight.contiguous().view(torch.int32)
+        num_whole, rest = divmod(num_out, PANEL)
+        panels = pairs.new_empty(num_whole + (rest > 0), num_in // 2, PANEL)
+        end = num_whole * PANEL
+        panels[:num_whole] = pairs[:end].view(num_whole, PANEL, num_in // 2).transpose(1, 2)
+        if rest:
+            panels[num_whole] = torch.nn.functional.pad(pairs[end:].t(), (0, PANEL - rest))
+        return QuantisedWeight(form, (num_out, num_in), panels.flatten().view(torch.uint8))
 
     def place(self, weight: QuantisedWeight, outputs: Tensor, blocks: Tensor) -> None:
         """Rows of blocks [rows, bytes] become those `outputs` [rows]; inputs that they do not have stay zero."""

@@ -82,7 +82,7 @@ class TorchKernels:
         as well: every call then prepares it for itself."""
         return work
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor) -> Weight:
         """A weight [out, in] in the form that `linear` takes it in, of the same size."""
         # oneDNN's own layout, which it would otherwise make anew in every product: a single row takes half the
         # time, and fewer rows are enough for row-invariance than with the default float32 library.

@@ -24,6 +24,7 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise
 from penstock.kernels.interface import Kernels
 from penstock.kernels.probe import PLAIN, PLAIN_FLOAT32, ProbeShapes, ProductShape
+from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import Scoring
 from penstock.kernels.threads import StepThreads
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
@@ -84,7 +85,7 @@ def _attend(
 class _Experts:
     """A layer's experts, each a pair of products."""
 
-    def __init__(self, current: _Current, module: Any, pack: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, current: _Current, module: Any, pack: Callable[[Tensor], Weight]) -> None:
         self._current = current
         self._module = module
         self._gate: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
@@ -93,7 +94,7 @@ class _Experts:
         self._experts = [(*up, *down) for up, down in zip(*parts, strict=True)]
         self._row_multiple = LANES // gcd(LANES, self._experts[0][2].shape[1])
 
-    def _packed(self, name: str, pack: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    def _packed(self, name: str, pack: Callable[[Tensor], Weight]) -> list[tuple[Weight, Tensor | None]]:
         module = self._module
         stacked = module._parameters.pop(name).detach()
         biases = list(getattr(module, f"{name}_bias")) if module.has_bias else [None] * len(stacked)
@@ -105,7 +106,7 @@ class _Experts:
         yield _shape(up, up_bias)
         yield _shape(down, down_bias)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Weight]:
         for expert in self._experts:
             yield from (part for part in expert if part is not None)
 
@@ -141,7 +142,7 @@ class _Product:
     """In place of what a linear module does. The head, of a few rows, runs in slabs."""
 
     def __init__(
-        self, current: _Current, kernels: Kernels, weight: Tensor, bias: Tensor | None, *, is_head: bool
+        self, current: _Current, kernels: Kernels, weight: Weight, bias: Tensor | None, *, is_head: bool
     ) -> None:
         self._current = current
         self._kernels = kernels
@@ -264,12 +265,12 @@ class TransformersDecoder(Decoder):
     @property
     def num_weight_bytes(self) -> int:
         parts = [
-            *self._model.parameters(),
+            *(each for each in self._model.parameters() if not each.is_meta),
             *(each for experts in self._experts for each in experts.tensors()),
         ]
         for product in (*self._products, *self._heads):
             parts += [part for part in (product.packed, product.packed_bias) if part is not None]
-        return sum(part.nbytes for part in {id(part): part for part in parts}.values() if not part.is_meta)
+        return sum(part.nbytes for part in {id(part): part for part in parts}.values())
 
     @property
     def probe_shapes(self) -> ProbeShapes:
@@ -404,7 +405,7 @@ def _parameters(module: nn.Module) -> Iterable[str]:
     return inspect.signature(module.forward).parameters
 
 
-def _shape(weight: Tensor, bias: Tensor | None) -> ProductShape:
+def _shape(weight: Weight, bias: Tensor | None) -> ProductShape:
     return ProductShape(weight.shape[0], weight.shape[1], bias is not None)
 
 
