@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,31 +65,63 @@ def test_they_come_back_after_an_error() -> None:
 
 def test_a_crowd_comes_and_goes(tmp_path: Path) -> None:
     loads, now = tmp_path / "loadavg", 1.0
-    crowd = Crowd(loads, num_processors=2)
+    crowd = Crowd(loads, num_processors=2, own=running_threads(tmp_path, 1))
 
     def look(num_running: int, times: int = 1) -> list[bool]:
         nonlocal now
         found = []
         for _ in range(times):
-            now += 1.01 * Crowd.EVERY_S
+            now += 1.01 * (Crowd.EVERY_THERE_S if crowd.is_there else Crowd.EVERY_S)
             loads.write_text(f"0.5 0.4 0.3 {num_running}/400 999\n")
-            found.append(crowd.look(now, 1))
+            found.append(crowd.look(now, 2))
         return found
 
+    assert look(1) == [False]  # after a pause: this one, and another that is to come
     assert not any(look(2, 50))
     assert not any([*look(3, Crowd.NUM_LOOKS - 1), *look(2), *look(3, Crowd.NUM_LOOKS - 1)])
     assert look(3) == [True]
-    assert not crowd.look(now + Crowd.EVERY_S / 2, 1)  # too soon to ask
-    assert look(1, 14) == [False] * 12 + [True, False]
+    assert not crowd.look(now + Crowd.EVERY_THERE_S / 2, 2)  # too soon to ask
+    assert not any(look(2, 50))  # one of ours, and somebody else's, who takes what the other of ours needs
+    assert look(1, 8) == [False] * 6 + [True, False]
     # It was there all along: it must be quiet for twice as long, and at most a second.
     waits = []
     for _ in range(6):
         assert look(4, Crowd.NUM_LOOKS)[-1]
         came = now
-        while not look(2)[0]:
+        while not look(1)[0]:
             pass
         waits.append(now - came)
-    assert waits == pytest.approx([0.5, 1, 1, 1, 1, 1], abs=2 * Crowd.EVERY_S)
+    assert waits == pytest.approx([0.5, 1, 1, 1, 1, 1], abs=2 * Crowd.EVERY_THERE_S)
+
+
+def test_a_crowd_that_grows_is_left_more(tmp_path: Path) -> None:
+    loads = tmp_path / "loadavg"
+    crowd, now = Crowd(loads, num_processors=8, own=running_threads(tmp_path, 8)), 1.0
+    left = []
+    for num_running in (10, 10, 10, 12, 10, 10):
+        loads.write_text(f"0 0 0 {num_running}/9 9")
+        now += 1.01 * Crowd.EVERY_THERE_S
+        left.append((crowd.look(now, 8), crowd.num_threads(can_share=True)))
+    assert left == [(False, 2), (True, 6), (False, 6), (True, 4), (False, 4), (True, 6)]
+
+
+def test_who_begins_knows_of_others_before_its_own_threads_are_awake(tmp_path: Path) -> None:
+    loads = tmp_path / "loadavg"
+    crowd, now = Crowd(loads, num_processors=2), 1.0
+    for num_running, is_crowded in ((1, False), (2, True)):
+        loads.write_text(f"0 0 0 {num_running}/9 9")
+        crowd.look(now, 2)
+        assert bool(crowd._num_crowded) == is_crowded
+        now += 2 * Crowd.PAUSE_S
+
+
+def running_threads(folder: Path, count: int) -> Path:
+    """As the system tells of so many threads that run, and one that sleeps."""
+    for index in range(count + 1):
+        (folder / "task" / str(index)).mkdir(parents=True)
+        state = "R" if index < count else "S"
+        (folder / "task" / str(index) / "stat").write_text(f"{index} (a) R (b) {state} 1 1 1")
+    return folder / "task"
 
 
 def test_a_system_that_does_not_tell_has_no_crowd(tmp_path: Path) -> None:
@@ -96,36 +129,57 @@ def test_a_system_that_does_not_tell_has_no_crowd(tmp_path: Path) -> None:
     assert not any(crowd.look(float(second), 1) for second in range(9))
 
 
-def test_in_a_crowd_torch_has_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shortens", "num_running", "expected"),
+    [
+        (torch.bfloat16, True, 4, 2),
+        (torch.bfloat16, False, 4, 1),
+        (torch.bfloat16, True, 9, 1),
+        (torch.float32, True, 9, 3),
+    ],
+)
+def test_in_a_crowd_torch_has_fewer_threads_that_sleep_at_once(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    shortens: bool,
+    num_running: int,
+    expected: int,
+) -> None:
+    """But for products of float32, whose bits may depend on their number."""
     loads = tmp_path / "loadavg"
-    loads.write_text("0 0 0 9/9 9")
-    crowd, now = Crowd(loads, num_processors=2), 1.0
+    loads.write_text(f"0 0 0 {num_running}/9 9")
+    crowd, now = Crowd(loads, num_processors=2, own=running_threads(tmp_path, 1)), 1.0
+    shortened: list[int] = []
+    monkeypatch.setattr(threads, "shorten_waits", shortened.append if shortens else None)
     monkeypatch.setattr(threads, "Crowd", lambda: crowd)
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    steps = StepThreads(is_host=True, torch_multiplies=True)
+    steps = StepThreads(is_host=True, torch_multiplies=True, dtype=dtype)
     with steps:
         for _ in range(Crowd.NUM_LOOKS):
             assert torch.get_num_threads() == 3
             now += 1.01 * Crowd.EVERY_S
             steps.look()
-        assert (torch.get_num_threads(), native_threads()) == (1, 3)
+        assert (torch.get_num_threads(), native_threads()) == (expected, 3)
     assert torch.get_num_threads() == 3
     with steps:
-        assert torch.get_num_threads() == 1
+        assert torch.get_num_threads() == expected
         loads.write_text("0 0 0 1/9 9")
+        crowd._num_processors = 3
         now += 2 * Crowd.QUIET_S
         steps.look()
         assert torch.get_num_threads() == 3
+    assert [bool(count) for count in shortened] == [True, False] * shortens
 
 
 @pytest.mark.parametrize(
     ("num_processors", "num_own", "runs", "left"),
     [
-        (2, 2, [3, 3, 3], 1),
-        (2, 2, [4, 4, 4], 1),
-        (16, 16, [19, 18, 20], 14),
-        (16, 16, [32, 32, 32], 4),
-        (8, 2, [9, 9, 9], 2),
+        (2, 2, [3, 3], 2),
+        (2, 2, [4, 4], 1),
+        (16, 16, [20, 18], 14),
+        (16, 16, [32, 32], 4),
+        (8, 2, [9, 9], 2),
     ],
 )
 def test_others_are_left_what_they_want(
@@ -135,18 +189,9 @@ def test_others_are_left_what_they_want(
     crowd = Crowd(loads, num_processors)
     for index, num_running in enumerate(runs):
         loads.write_text(f"0 0 0 {num_running}/99 9")
-        crowd.look(float(index), num_own)
+        crowd.look(2 * Crowd.EVERY_S * index, num_own)
     assert crowd.is_there
-    assert crowd.processors_left == left
-
-
-def test_float32_keeps_its_threads() -> None:
-    steps = StepThreads(is_host=True, torch_multiplies=True, dtype=torch.float32)
-    with steps:
-        for _ in range(9):
-            steps.look()
-            assert torch.get_num_threads() == 3
-    assert steps._crowd is None
+    assert crowd.num_threads(can_share=True) == left
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), [(960, 576), (384, 1024), (1024, 1536), (100, 130)])
@@ -202,3 +247,25 @@ def test_callers_at_once_and_after_a_fork(kernels: NativeKernels, monkeypatch: p
     if child == 0:  # its pool is a new one: the threads stayed with the parent
         os._exit(0 if torch.equal(kernels.linear(x, weight, is_canonical=False), expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_torchs_threads_sleep_at_once_where_there_are_more_of_them(kernels: NativeKernels) -> None:
+    """By the processor's time that they take while nothing is asked of them."""
+
+    def most_idle_s() -> float:
+        found = []
+        for _ in range(20):
+            torch.ones(1 << 20).add_(1)  # all are awake
+            before = time.process_time()
+            time.sleep(0.005)
+            found.append(time.process_time() - before)
+        return max(found)
+
+    assert threads.shorten_waits is not None
+    torch.set_num_threads(2)
+    threads.shorten_waits(os.cpu_count() or 1)
+    try:
+        assert any(most_idle_s() < 0.001 for _ in range(20))
+    finally:
+        threads.shorten_waits(0)
+    assert any(most_idle_s() > 0.001 for _ in range(20))

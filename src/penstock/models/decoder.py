@@ -318,6 +318,7 @@ class Decoder:
                 x, normed = self._run_mlp_in_slabs(index, x, mixed, slabs, step)
                 del mixed
                 continue
+            self.threads.look()
             x, normed = self.add_mixed(index, x, mixed, fed)
             del mixed, fed
             x, normed = self.run_mlp(index, x, normed, step, batch.num_tokens)
