@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import struct
+import time
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -383,6 +384,22 @@ def test_a_tokenizer_that_multiplies_is_refused(tmp_path: Path, part: str, conte
     (tmp_path / "tokenizer.json").write_text(json.dumps({**state, part: content}))
     with pytest.raises(ModelFileError, match=r"tokenizer\.json is not a usable tokenizer: it"):
         folder_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("pattern", [r"\s+$", "a+$", r"(\s|\n)+x", "(1+)+$", r"[^z]*\.x"])
+@pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
+def test_a_regular_expression_that_is_slow_for_long_texts_is_refused(
+    tmp_path: Path, part: str, pattern: str
+) -> None:
+    state = json.loads(byte_level_backend().to_str())
+    step: dict[str, Any] = {"type": "Replace", "pattern": {"Regex": pattern}, "content": "b"}
+    if part == "pre_tokenizer":
+        step = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**state, part: step}))
+    began_s = time.monotonic()
+    with pytest.raises(ModelFileError, match=r"tokenizer\.json is not a usable tokenizer"):
+        folder_tokenizer(tmp_path)
+    assert time.monotonic() - began_s < 10
 
 
 @pytest.mark.parametrize(

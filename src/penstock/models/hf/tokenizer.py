@@ -5,6 +5,7 @@ import json
 import math
 import struct
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from tokenizers import AddedToken
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.hf.folder import read_json
-from penstock.models.reading import Fields, first_line, reading, trusting
+from penstock.models.reading import Fields, first_line, reading, shortened, trusting
 from penstock.models.text.tokenizer import MAX_TOKENS, SpecialTokens, Tokenizer
 
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -24,8 +25,12 @@ _MAX_TOKENIZER_BYTES = 32 << 20
 # How many times longer a text may become before it is cut into tokens, and how often its tokens may be repeated: real
 # files stay below 40, and repeat nothing. Tokens put around a text, steps of a part of the file, letters of an affix.
 _MAX_GROWTH, _MAX_REPEATS, _MAX_AROUND, _MAX_STEPS, _MAX_AFFIX = 64, 2, 1000, 64, 256
+_PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
 _MAX_WORD = 1000  # of WordPiece, which takes the square of it
+# Runs of characters that regular expressions are tried on: those of real files take 2 ms for one, what grows with the
+# square of a text 200.
+_RUNS, _RUN_LENGTH, _MOST_RUN_S = " \n1aA.中", 10_000, 0.05
 
 
 def folder_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
@@ -127,6 +132,7 @@ def _backend(path: Path) -> tokenizers.Tokenizer:
         with trusting(f"{file} is not a usable tokenizer"):
             content = read_json(file, _MAX_TOKENIZER_BYTES)
             _check_growth(content)
+            _check_patterns(content)
             del content  # several times as large as the file
             return tokenizers.Tokenizer.from_file(str(file))
     try:
@@ -188,6 +194,22 @@ def _check_growth(content: dict[str, Any]) -> None:
             raise ValueError(f"{len(part)} tokens or merges are absurd")
     if (model.get("max_input_chars_per_word") or 0) > _MAX_WORD:
         raise ValueError(f"its max_input_chars_per_word is more than {_MAX_WORD}")
+
+
+def _check_patterns(content: dict[str, Any]) -> None:
+    """A ValueError where a regular expression takes time that grows with the square of a text, or worse: by long runs
+    of one character, what may spoil a match behind them, and the letters without which nobody would try one."""
+    for step in (step for part in _PARTS for step in _steps(content.get(part))):
+        match step:
+            case {"pattern": {"Regex": str(pattern)}}:
+                split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "removed")
+                for character in _RUNS:
+                    began_s = time.thread_time()
+                    split.pre_tokenize_str(character * _RUN_LENGTH + "\0" + pattern)
+                    if time.thread_time() - began_s > _MOST_RUN_S:
+                        raise ValueError(
+                            f"its regular expression {shortened(pattern)} is slow for long texts"
+                        )
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
