@@ -303,10 +303,20 @@ def check_cuts(
         known = KV(kv.keys.clone(), kv.values.clone())
         known.keys[end:] = 100
         known.values[end:] = -100
+        gone = scoring.first_seen(first) // BLOCK_TOKENS * BLOCK_TOKENS
         for part in (known.keys, known.values):
-            part[: scoring.first_seen(first) // BLOCK_TOKENS * BLOCK_TOKENS] = torch.nan
+            part[:gone] = torch.nan
         ours = attend(subject, queries[first:end], [in_one_place(first, end)], known, 0, scoring)
         assert torch.equal(ours, expected[first:end]), f"tokens {first} to {end} differ from the whole's"
+        if gone:  # and nothing lies before what is left
+            left, tile = (
+                KV(known.keys[gone:].clone(), known.values[gone:].clone()),
+                subject.kernels.law.tile_size,
+            )
+            places = [TokenRange(0, end - gone)]
+            span = AttendedSpan(0, end - first, first, places, True, tile, first, first_token=gone)
+            ours = subject.kernels.attend(queries[first:end], AttentionWork((span,)), left, scoring)
+            assert torch.equal(ours, expected[first:end]), f"tokens {first} to {end} need what is gone"
 
 
 def check_beside(

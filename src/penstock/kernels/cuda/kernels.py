@@ -247,7 +247,7 @@ class CudaKernels(TorchKernels):
             # No library has such a past: it is a part of the tile, which begins at the first token.
             first, last = chunk.tiles[0], chunk.tiles[-1]
             rows = slice(first.rows.start, last.rows.stop)
-            whole = TileWork(rows, 0, first.first, last.end, chunk.table, is_contiguous=False)
+            whole = TileWork(rows, 0, first.first, last.end, chunk.table, chunk.is_contiguous)
             self._attend_tile(queries[rows], whole, None, kv, scoring, out[rows])
             return
         past = chunk.read_past(kv)
@@ -270,8 +270,7 @@ class CudaKernels(TorchKernels):
         if past is not None:
             past_out, past_lse = attend_past(queries, past, scoring.scale)
             num_parts, past_strides, lse_strides = len(past_out), past_out.stride(), past_lse.stride()
-        is_large = max(head_dim, value_dim) > _LARGE_HEAD
-        size = _TILE_ROWS_FLOAT32 if queries.dtype == torch.float32 else _TILE_ROWS // (2 if is_large else 1)
+        size, num_warps = _tile_rows(queries, value_dim, scoring)
         constants = {
             "NUM_HEADS": num_heads,
             "NUM_KV_HEADS": kv.keys.shape[1],
@@ -308,7 +307,7 @@ class CudaKernels(TorchKernels):
                 *strides,
             ),
             constants,
-            num_warps=8 if is_large else 4,
+            num_warps=num_warps,
             num_stages=_num_stages(queries),
         )
 
@@ -437,6 +436,20 @@ def _norm(
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 8),
     )
+
+
+def _tile_rows(queries: Tensor, value_dim: int, scoring: Scoring) -> tuple[int, int]:
+    """Positions that one program of a tile's attention has, which follow from the layer alone, and its warps."""
+    largest = max(queries.shape[-1], value_dim)
+    if queries.dtype == torch.float32:
+        return _TILE_ROWS_FLOAT32, 8 if largest > _LARGE_HEAD else 4
+    if largest > _LARGE_HEAD:
+        return _TILE_ROWS // 2, 8
+    # A window is walked by tiles alone. Twice the positions read its keys and values half as often, where two blocks
+    # of those have room beside so many queries.
+    room = shared_bytes(queries.device) - 2 * _TILE_ROWS * queries.shape[-1] * queries.element_size()
+    per_stage = BLOCK_TOKENS * (queries.shape[-1] + value_dim) * queries.element_size()
+    return (2 * _TILE_ROWS, 8) if scoring.window and room > 2 * per_stage else (_TILE_ROWS, 4)
 
 
 def _num_stages(queries: Tensor) -> int:

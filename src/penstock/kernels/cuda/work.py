@@ -38,6 +38,7 @@ class ChunkWork:
 
     tiles: tuple[TileWork, ...]
     table: Tensor  # where all blocks of the sequence begin; those that are gone, anywhere
+    is_contiguous: bool  # whether all that are there lie one behind the other
     past: TokenRange | None
     past_blocks: Tensor | None
 
@@ -191,9 +192,10 @@ def _chunk(span: AttendedSpan, starts: NDArray[np.int64], device: torch.device) 
         )
     num_before = tiles[-1].tile_start
     past = [] if span.first_token else part_of(span.places, 0, num_before)
+    whole = tuple(tiles), table, bool(np.all(np.diff(starts) == BLOCK_TOKENS))
     if len(past) <= 1:
-        return ChunkWork(tuple(tiles), table, past[0] if past else None, None)
-    return ChunkWork(tuple(tiles), table, None, table[: -(-num_before // BLOCK_TOKENS)] // BLOCK_TOKENS)
+        return ChunkWork(*whole, past[0] if past else None, None)
+    return ChunkWork(*whole, None, table[: -(-num_before // BLOCK_TOKENS)] // BLOCK_TOKENS)
 
 
 def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torch.device) -> DecodeWork:
@@ -207,8 +209,8 @@ def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torc
 
 
 def block_starts(span: AttendedSpan) -> NDArray[np.int64]:
-    """Where the blocks of a sequence begin; places are whole blocks, but for the last. Those that are gone begin
-    anywhere, and are not read."""
-    gone = np.zeros(span.first_token // BLOCK_TOKENS, dtype=np.int64)
+    """Where the blocks of a sequence begin; places are whole blocks, but for the last. Those that are gone, which are
+    not read, begin as if they lay before the others, perhaps below 0."""
+    gone = span.places[0].start - np.arange(span.first_token, 0, -BLOCK_TOKENS, dtype=np.int64)
     starts = [np.arange(place.start, place.end, BLOCK_TOKENS, dtype=np.int64) for place in span.places]
     return np.concatenate([gone, *starts])

@@ -126,7 +126,7 @@ def tile_attention_kernel(
         for block in range(num_before, num_hidden):
             token = tile_start + block * BLOCK + tokens
             is_there = token > first - WINDOW
-            at_block = tl.load(table + block).to(tl.int64) + tokens
+            at_block = _places(table, place, block, tokens, IS_CONTIGUOUS, BLOCK)
             key_offsets = at_block * KEY_STRIDE + own_key
             value_offsets = at_block * VALUE_STRIDE + own_value
             is_key = is_there[None, :] & in_head[:, None]
@@ -165,6 +165,8 @@ def tile_attention_kernel(
     for block in range(num_seen, num_blocks):
         token = tile_start + block * BLOCK + tokens
         is_there = token < end
+        if WINDOW:  # as above, where the rows stand in several blocks
+            is_there = is_there & (token > first - WINDOW)
         at_block = _places(table, place, block, tokens, IS_CONTIGUOUS, BLOCK)
         key_offsets = at_block * KEY_STRIDE + own_key
         value_offsets = at_block * VALUE_STRIDE + own_value
