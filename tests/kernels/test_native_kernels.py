@@ -284,6 +284,15 @@ def close(ours: Tensor, theirs: Tensor) -> bool:
     return torch.allclose(ours.float(), theirs.float(), rtol=relative, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_rotation_has_the_references_bits(native: NativeKernels, dtype: torch.dtype) -> None:
+    projected, tables = torch.randn(9, 8, 40).to(dtype), torch.randn(2, 9, 40).to(dtype)
+    for x in (projected, projected[:, 1:6], projected[:, ::2]):
+        for size in (40, 24):
+            cos, sin = (table[:, :size].contiguous() for table in tables)
+            assert torch.equal(native.rotate(x, cos, sin), REFERENCE.rotate(x, cos, sin))
+
+
 @pytest.mark.parametrize("router", ROUTERS)
 def test_experts(native: NativeKernels, router: str) -> None:
     if native.quantised is None:

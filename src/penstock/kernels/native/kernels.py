@@ -267,6 +267,16 @@ class NativeKernels(TorchKernels):
         self._place_heads(projected.dtype == torch.bfloat16, ctypes.byref(rows))
         return queries
 
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        num_heads, head_dim = x.shape[1:]
+        are_rows = x.stride()[1:] == (head_dim, 1) and cos.is_contiguous() and sin.is_contiguous()
+        if x.dtype not in _DTYPES or head_dim > _MOST_HEAD_DIM or not are_rows:
+            return super().rotate(x, cos, sin)
+        rows = x.as_strided((len(x), num_heads * head_dim), (x.stride(0), 1))
+        return self.place_heads(
+            rows, HeadLayout(num_heads, 0, head_dim), cos, sin, KV(x, x), WrittenPlaces(())
+        )
+
     def attend(self, queries: Tensor, work: AttentionWork, kv: KV, scoring: Scoring) -> Tensor:
         head_dim, value_dim = queries.shape[2], kv.values.shape[2]
         if not self.can_attend(queries.dtype, head_dim, value_dim):

@@ -10,7 +10,8 @@ import transformers
 from penstock.errors import ModelFileError
 from penstock.kernels.interface import Kernels
 from penstock.models.by_transformers.config import TransformersConfig, transformers_config
-from penstock.models.by_transformers.decoder import NAME, TransformersDecoder
+from penstock.models.by_transformers.decoder import TransformersDecoder
+from penstock.models.by_transformers.modules import NAME
 from penstock.models.hf.config import text_model
 from penstock.models.hf.folder import HfFolder, read_config_files
 from penstock.models.reading import first_line

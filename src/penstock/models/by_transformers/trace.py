@@ -70,6 +70,7 @@ class Trace:
     layers: tuple[TracedAttention, ...]
     experts: tuple[TracedExperts, ...]
     products: tuple[TracedProduct, ...]
+    joined: tuple[tuple[str, ...], ...]  # linear modules of one module that multiply the same rows
     keeps_logits: bool  # whether the head can be run on some rows alone
     hidden_size: int
     vocab_size: int
@@ -98,13 +99,19 @@ class _Seen(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.names: dict[int, str] = {}  # of modules
-        self.linears: frozenset[int] = frozenset()  # weights that linear modules multiply with
+        self.linears: dict[int, str] = {}  # names of linear modules, by their weights
+        # Of those within one module: what each multiplied. Inputs stay, so that none has another's number.
+        self.multiplied: dict[tuple[str, int], list[str]] = {}
+        self.inputs: list[Tensor] = []
         self.layers: dict[str, TracedAttention] = {}
         self.experts: list[TracedExperts] = []
         self.products: set[TracedProduct] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is linear and id(args[1]) not in self.linears:
+        if func is linear and (name := self.linears.get(id(args[1]))) is not None:
+            self.inputs.append(args[0])
+            self.multiplied.setdefault((name.rpartition(".")[0], id(args[0])), []).append(name)
+        elif func is linear:
             _, weight, *bias = args
             has_bias = any(each is not None for each in (*bias, (kwargs or {}).get("bias")))
             num_out, num_in = weight.shape
@@ -203,7 +210,7 @@ def _trace(model: Any, seen: _Seen) -> Trace:
     head = model.get_output_embeddings()
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     seen.names = {id(module): name for name, module in model.named_modules()}
-    seen.linears = frozenset(id(module.weight) for module in linears)
+    seen.linears = {id(module.weight): seen.names[id(module)] for module in linears}
     tokens = torch.zeros((1, _NUM_ROWS), dtype=torch.long, device=_META)
     with seen:
         logits = model(
@@ -221,6 +228,7 @@ def _trace(model: Any, seen: _Seen) -> Trace:
         layers=tuple(seen.layers.values()),
         experts=tuple(seen.experts),
         products=tuple(sorted(seen.products, key=astuple)),
+        joined=tuple(tuple(names) for names in seen.multiplied.values() if 1 < len(names) == len({*names})),
         keeps_logits="logits_to_keep" in parameters,
         hidden_size=model.get_input_embeddings().weight.shape[1],
         vocab_size=logits.shape[-1],
