@@ -189,7 +189,13 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": _MAMBA_LAYERS,
         "shared_intermediate_size": 56,
     },
-    "gpt_oss": {"sliding_window": 40, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.7},
+    "gpt_oss": {
+        "sliding_window": 40,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        # transformers 5.17's model has 7, whatever the configuration says.
+        "swiglu_limit": 0.7 if hasattr(transformers.GptOssConfig, "swiglu_limit") else 7.0,
+    },
     "qwen3_moe": _EXPERTS,
     "qwen3_next": {**_DELTA_NET, **_EXPERTS, "shared_expert_intermediate_size": 56},
     "qwen3_5_text": _DELTA_NET,

@@ -22,7 +22,7 @@ from tests.engine.test_parity import relative_error
 from tests.models.family_gguf import ARCHITECTURES, write_family_gguf
 from tests.oracle import LONGROPE, NUM_GREEDY, Oracle, load_model, make_oracle, random_prompt, run_prompt
 
-NUM_TOKENS = 170
+NUM_TOKENS, SHORT = 170, 29  # several windows, and less than one
 CHUNKS: tuple[dict[str, Any], ...] = (
     {"chunk_size": 0},
     {"chunk_size": 1},
@@ -45,9 +45,13 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("qwen2_moe", {}),
     ("qwen2_moe", {"qkv_bias": False, "num_hidden_layers": 3, "mlp_only_layers": (1,)}),
     ("qwen2_vl", {}),
+    ("qwen2_vl", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
     ("qwen2_5_vl", {}),
+    ("qwen2_5_vl", {"num_key_value_heads": 1, "intermediate_size": 100}),
     ("qwen3_vl", {"num_key_value_heads": 3}),
+    ("qwen3_vl", {"head_dim": 32, "tie_word_embeddings": True}),
     ("qwen3_vl_moe", {}),
+    ("qwen3_vl_moe", {"num_experts_per_tok": 1, "num_hidden_layers": 3, "mlp_only_layers": (1,)}),
     ("mistral3", {}),
     ("ministral", {}),
     ("ministral", {"layer_types": ("full_attention", "sliding_attention"), "num_key_value_heads": 6}),
@@ -68,14 +72,17 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("granite", {}),
     ("granite", {"mlp_bias": True, "attention_bias": True, "tie_word_embeddings": True}),
     ("granitemoe", {}),
+    ("granitemoe", {"attention_bias": True, "tie_word_embeddings": True, "num_experts_per_tok": 1}),
     ("granitemoeshared", {}),
     ("granitemoeshared", {"shared_intermediate_size": 0}),
     ("glm", {}),
+    ("glm", {"attention_bias": True, "rope": (("rope_type", "default"), ("partial_rotary_factor", 1.0))}),
     ("glm4", {}),
     ("glm4", {"attention_bias": False, "rope": (("rope_type", "default"), ("partial_rotary_factor", 1.0))}),
     ("glm4_moe", {}),
     ("glm4_moe", {"use_qk_norm": False, "attention_bias": True, "n_group": 1, "topk_group": 1}),
     ("dots1", {}),
+    ("dots1", {"attention_bias": True, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     ("starcoder2", {}),
     ("starcoder2", {"use_bias": False, "hidden_act": "gelu", "intermediate_size": 100}),
     ("ernie4_5", {}),
@@ -87,6 +94,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("hunyuan_v1_moe", {}),
     ("hunyuan_v1_moe", {"moe_topk": (2, 2)}),
     ("apertus", {}),
+    ("apertus", {"attention_bias": True, "num_key_value_heads": 6}),
     ("arcee", {}),
     ("arcee", {"mlp_bias": True}),
     ("gemma", {}),
@@ -113,7 +121,9 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ("cohere", {}),
     ("cohere", {"tie_word_embeddings": True, "attention_bias": True}),
     ("helium", {}),
+    ("helium", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
     ("nemotron", {}),
+    ("nemotron", {"attention_bias": True, "mlp_bias": True, "partial_rotary_factor": 1.0}),
     ("stablelm", {}),
     ("stablelm", {"use_qkv_bias": True}),
     ("deepseek_v2", {"n_group": None, "topk_method": "greedy", "q_lora_rank": None}),
@@ -124,6 +134,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
         {"rope_interleave": False, "attention_bias": True, "rope": _LATENT_YARN, "v_head_dim": 8},
     ),
     ("glm4_moe_lite", {"mlp_layer_types": ("dense", "sparse", "dense")}),
+    ("glm4_moe_lite", {"q_lora_rank": None, "attention_bias": True}),
     ("lfm2", {}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False}),
     ("lfm2_moe", {}),
@@ -154,6 +165,11 @@ def test_a_family_is_transformers(family: str, changes: dict[str, Any]) -> None:
     whole = run_prompt(model, prompt).logits
     assert whole is not None
     assert relative_error(whole, logits) < 1e-4
+    short = prompt[:SHORT]
+    for chunk_size in (0, 7):
+        found = run_prompt(model, short, chunk_size=chunk_size).logits
+        assert found is not None
+        assert relative_error(found, oracle.logits(short)) < 1e-4
     for chunks in CHUNKS:
         run = run_prompt(model, prompt, **chunks, max_tokens=NUM_GREEDY)
         assert run.logits is not None
