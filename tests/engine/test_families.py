@@ -134,7 +134,7 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
         {"rope_interleave": False, "attention_bias": True, "rope": _LATENT_YARN, "v_head_dim": 8},
     ),
     ("glm4_moe_lite", {"mlp_layer_types": ("dense", "sparse", "dense")}),
-    ("glm4_moe_lite", {"q_lora_rank": None, "attention_bias": True}),
+    ("glm4_moe_lite", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
     ("lfm2", {}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False}),
     ("lfm2_moe", {}),
