@@ -225,7 +225,7 @@ class TransformersDecoder(Decoder):
             if type(module) in (nn.Linear, Conv1D) and not module.weight.is_meta:
                 module.forward = self._product([module], is_head=module is head)
 
-    def _join(self, linears: list[nn.Linear]) -> None:
+    def _join(self, linears: list[Any]) -> None:
         """Products of the same rows, as one."""
         if any(type(each) is not nn.Linear or each.weight.is_meta for each in linears):
             return

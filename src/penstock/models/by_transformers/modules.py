@@ -167,7 +167,7 @@ class Joined:
     def part(self, index: int, x: Tensor) -> Tensor:
         if x is not self._rows or index not in self._parts:
             self._rows = x
-            self._parts = dict(enumerate(self._product(x).split(self._sizes, dim=-1)))
+            self._parts = dict(enumerate(torch.split(self._product(x), self._sizes, dim=-1)))
         found = self._parts.pop(index)
         if not self._parts:
             self._rows = None
@@ -205,7 +205,7 @@ class RmsNorm:
         return self._kernels.rms_norm(rows, self._weight, self._eps).view(x.shape)
 
 
-def as_rms_norm(module: nn.Module, kernels: Kernels) -> RmsNorm | None:
+def as_rms_norm(module: Any, kernels: Kernels) -> RmsNorm | None:
     """A module that is such a norm, as ours. What it does is tried, on rows of any size: the weight may be applied
     before its output is rounded or after, or be counted from 1."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
@@ -331,7 +331,7 @@ class Rotation:
             self._kernels.rotate(part, cos[0], self._signed) for part in (rows if both is None else [both])
         ]
         if both is not None:
-            rotated = list(rotated[0].split([part.shape[1] for part in rows], dim=1))
+            rotated = list(torch.split(rotated[0], [part.shape[1] for part in rows], dim=1))
         return tuple(part.transpose(0, 1)[None] for part in rotated)
 
 
@@ -365,7 +365,7 @@ class Rotations:
         if kind not in self._found:
             self._found[kind] = self._function(kind.forward)
         if (function := self._found[kind]) is not None:
-            module.forward = MethodType(function, module)  # type: ignore[method-assign]
+            module.forward = MethodType(function, module)
 
     def _function(self, forward: object) -> FunctionType | None:
         if not isinstance(forward, FunctionType) or _ROTATE not in forward.__code__.co_names:
