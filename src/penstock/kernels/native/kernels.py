@@ -162,8 +162,8 @@ class NativeKernels(TorchKernels):
     ) -> GroupedExperts:
         assert self.quantised is not None
         assert activation is None
-        weights = [[self.quantised.packed(weight) for weight in stack] for stack in (gate_up, down)]
-        return self.quantised_experts(config, *weights, choice_bias)
+        packed = self.quantised.packed
+        return self.quantised_experts(config, [*map(packed, gate_up)], [*map(packed, down)], choice_bias)
 
     def quantised_experts(
         self,

@@ -89,12 +89,12 @@ class TransformersDecoder(Decoder):
     @property
     def num_weight_bytes(self) -> int:
         parts = [
-            *self._model.parameters(),
+            *(each for each in self._model.parameters() if not each.is_meta),
             *(each for experts in self._experts for each in experts.tensors()),
         ]
         for product in (*self._products, *self._heads):
             parts += [part for part in (product.packed, product.packed_bias) if part is not None]
-        return sum(part.nbytes for part in {id(part): part for part in parts}.values() if not part.is_meta)
+        return sum(part.nbytes for part in {id(part): part for part in parts}.values())
 
     @property
     def probe_shapes(self) -> ProbeShapes:

@@ -16,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise
 from penstock.kernels.interface import Kernels
 from penstock.kernels.probe import ProductShape
+from penstock.kernels.quantised import Weight
 from penstock.kernels.spans import Scoring
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.mlp import mix_experts
@@ -73,7 +74,7 @@ def _attend(
 class Experts:
     """A layer's experts, each a pair of products."""
 
-    def __init__(self, current: Current, module: Any, pack: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, current: Current, module: Any, pack: Callable[[Tensor], Weight]) -> None:
         self._current = current
         self._module = module
         self._gate: Callable[[Tensor], Tensor] = module._apply_gate if module.has_gate else module.act_fn
@@ -82,7 +83,7 @@ class Experts:
         self._experts = [(*up, *down) for up, down in zip(*parts, strict=True)]
         self._row_multiple = LANES // gcd(LANES, self._experts[0][2].shape[1])
 
-    def _packed(self, name: str, pack: Callable[[Tensor], Tensor]) -> list[tuple[Tensor, Tensor | None]]:
+    def _packed(self, name: str, pack: Callable[[Tensor], Weight]) -> list[tuple[Weight, Tensor | None]]:
         module = self._module
         stacked = module._parameters.pop(name).detach()
         biases = list(getattr(module, f"{name}_bias")) if module.has_bias else [None] * len(stacked)
@@ -94,7 +95,7 @@ class Experts:
         yield shape_of(up, up_bias)
         yield shape_of(down, down_bias)
 
-    def tensors(self) -> Iterator[Tensor]:
+    def tensors(self) -> Iterator[Weight]:
         for expert in self._experts:
             yield from (part for part in expert if part is not None)
 
@@ -404,5 +405,5 @@ KNOWN_ACTIVATIONS = {
 }
 
 
-def shape_of(weight: Tensor, bias: Tensor | None) -> ProductShape:
+def shape_of(weight: Weight, bias: Tensor | None) -> ProductShape:
     return ProductShape(weight.shape[0], weight.shape[1], bias is not None)
