@@ -30,6 +30,7 @@ from fnmatch import fnmatch
 from itertools import pairwise
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
@@ -243,6 +244,11 @@ def equivalents() -> dict[tuple[str, str, str], str]:
     }
 
 
+def _python_path() -> list[str]:
+    """Where packages are that this process was told of: it may have been told so from its own folder."""
+    return [str(Path(path).resolve()) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
+
+
 class Tests:
     """A layer's tests, and what they test, in a folder of their own."""
 
@@ -256,32 +262,34 @@ class Tests:
         self._num_runs = 0
         self._order = folder / "order.json"
         self._environment = os.environ | {
-            "PYTHONPATH": str(folder / "src"),
+            "PYTHONPATH": os.pathsep.join([str(folder / "src"), str(folder), *_python_path()]),
             "PYTHONPYCACHEPREFIX": str(folder / ".bytecode"),
             "HYPOTHESIS_STORAGE_DIRECTORY": str(folder / ".hypothesis"),
             "MUTATE_ORDER": str(self._order),
         }
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
 
-    def trace(self) -> Traced:
-        """Runs all of them. Those that fail when they are watched have to pass when they are not."""
-        hook, output = self._folder / "src" / "sitecustomize.py", self._folder / "traced.jsonl"
+    def trace(self, output: Path, jobs: int) -> Traced:
+        """Runs all of them. Those that fail when they are watched, and when they are not, are left out."""
+        hook = self._folder / "src" / "sitecustomize.py"
         hook.write_text("import tests.traced\n")
         failed = self._run(
-            ["--maxfail=50", f"tests/{self._layer}"],
-            PYTHONPATH=f"{self._folder / 'src'}{os.pathsep}{self._folder}",
+            [f"--numprocesses={jobs if jobs > 1 else 0}", "--dist=worksteal", f"tests/{self._layer}"],
+            PYTHONPYCACHEPREFIX=str(self._folder / ".watched"),
             MUTATE_TRACED=str(self._folder / "src" / "penstock" / self._layer),
             MUTATE_OUTPUT=str(output),
         )
         hook.unlink()
-        if failed and (failed := self._run(["-x", *failed])):
-            raise SystemExit(f"the tests fail without a fault: {failed}")
-        return Traced(output)
+        if not output.exists():
+            raise SystemExit(f"no test was run: {failed}")
+        if failed and (failed := self._run(failed)):
+            print(*(f"fails without a fault, and is left out: {name}" for name in failed), sep="\n")
+        return Traced(output, failed)
 
     def notice(self, mutant: Mutant, traced: Traced) -> str | None:
         """The test that fails, or `a timeout`; None where all pass."""
         path = self._folder / "src" / "penstock" / mutant.file
-        if not (order := traced.order(path, mutant.places)):
+        if not (order := traced.order(mutant.file, mutant.places)):
             return None
         path.write_bytes(mutant.mutated)
         # Bytecode is known by its source's size and time in seconds.
@@ -299,7 +307,8 @@ class Tests:
         """The tests that fail."""
         shutil.rmtree(self._folder / ".hypothesis", ignore_errors=True)
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no", "-p", "tests.mutate"]
-        command += ["-p", "no:cacheprovider", f"--hypothesis-seed={self._seed}", *arguments]
+        command += ["-p", "no:cacheprovider", f"--hypothesis-seed={self._seed}"]
+        command += ["--continue-on-collection-errors", *arguments]
         done = subprocess.run(
             command, cwd=self._folder, env=self._environment | environment, stdout=subprocess.PIPE, text=True
         )
@@ -348,7 +357,19 @@ class Watch:
     def pytest_runtest_logfinish(self) -> None:
         if TRACER is not None:
             duration_s = time.monotonic() - self._begun_s - self._setup_s
-            TRACER.end(setup_s=self._setup_s, duration_s=duration_s)
+            TRACER.write(setup_s=self._setup_s, duration_s=duration_s)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
+    ) -> Iterator[None]:
+        if TRACER is None or fixturedef.scope == "function":
+            return (yield)
+        test = TRACER.begin(request.node.nodeid)  # of all that share it
+        try:
+            return (yield)
+        finally:
+            TRACER.begin(test)
 
 
 @pytest.hookimpl(trylast=True)
@@ -358,7 +379,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("mutants")
     assert Path(penstock.__file__).parent == PACKAGE, f"{penstock.__file__} is not what is tested"
     order = Path(os.environ["MUTATE_ORDER"])
-    config.pluginmanager.register(Watch(json.loads(order.read_text()) if order.exists() else {}))
+    if not config.getoption("numprocesses") or hasattr(config, "workerinput"):  # of those that run tests
+        config.pluginmanager.register(Watch(json.loads(order.read_text()) if order.exists() else {}))
 
 
 def main() -> int:
@@ -389,7 +411,7 @@ def main() -> int:
         free: SimpleQueue[Tests] = SimpleQueue()
         for job in range(options.jobs):
             free.put(Tests(options.layer, Path(folder, str(job)), options.seed))
-        traced = (tests := free.get()).trace()
+        traced = (tests := free.get()).trace(Path(folder, "traced.jsonl"), options.jobs)
         free.put(tests)
 
         def notice(mutant: Mutant) -> str | None:

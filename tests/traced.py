@@ -1,74 +1,97 @@
 """Which lines of a layer each test runs, in its own process and in those that it starts: for `tests.mutate`.
 
-Every process that finds this imported by a `sitecustomize` writes what it runs into one file: a line of JSON each.
+Every process that finds this imported by a `sitecustomize` compiles the layer's functions so that they say which of
+their statements run, and writes that into one file: a line of JSON each.
 """
 
+import ast
+import builtins
 import json
 import os
-import sys
-import threading
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
-from inspect import CO_OPTIMIZED
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
-MOST_CALLS = 2000  # of one function in one test: the calls after them run the lines that these ran
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class Tracer:
-    """Lines of the files in `folder` that run, until the next test."""
+    """Statements in the functions of a package's layer that run, by test or, for what its tests share, by file."""
 
-    def __init__(self, folder: str, output: str, test: str) -> None:
-        self._folder = folder + os.sep
+    def __init__(self, folder: Path, output: str, name: str) -> None:
+        self._folder = folder
         self._output = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        self._is_child = bool(test)  # which may be killed at any moment, and has only the one test
-        self._test = test
+        self._is_child = bool(name)  # which may be killed at any moment
+        self._name = name
         self._lines: defaultdict[str, set[int]] = defaultdict(set)
-        self._calls: dict[int, tuple[CodeType, int]] = {}  # with the code: another one could have its id
         os.register_at_fork(after_in_child=self._become_child)
-        threading.settrace(self._call)
-        sys.settrace(self._call)
+        vars(builtins)["__ran__"] = self._ran
+        SourceFileLoader.source_to_code = (  # type: ignore[method-assign]
+            lambda _, *arguments, **options: self._compile(*arguments, **options)
+        )
 
-    def begin(self, test: str) -> None:
-        self._test = test
+    def begin(self, name: str) -> str:
+        """What runs from now on is of this name. Returns the one before."""
+        self.write()
+        before, self._name = self._name, name
+        os.environ["MUTATE_NAME"] = name
+        return before
+
+    def write(self, **facts: float) -> None:
+        self._write({file: sorted(lines) for file, lines in list(self._lines.items())}, **facts)
         self._lines.clear()
-        self._calls.clear()
 
-    def end(self, **facts: float) -> None:
-        lines = {name: sorted(found) for name, found in list(self._lines.items())}
-        self._write(lines=lines, **facts)
-
-    def _write(self, **facts: object) -> None:
-        os.write(self._output, json.dumps({"test": self._test, **facts}).encode() + b"\n")
+    def _write(self, lines: dict[str, list[int]], **facts: float) -> None:
+        told = {"name": self._name, "lines": lines, **facts}
+        os.write(self._output, json.dumps(told).encode() + b"\n")
 
     def _become_child(self) -> None:
         self._is_child = True
         self._lines.clear()
 
-    def _call(self, frame: FrameType, event: str, argument: object) -> Any:
-        code = frame.f_code
-        # What an import runs, bodies of modules and classes, is no test's.
-        if not (code.co_flags & CO_OPTIMIZED and code.co_filename.startswith(self._folder)):
-            return None
-        num_calls = self._calls.get(id(code), (code, 0))[1] + 1
-        self._calls[id(code)] = code, num_calls
-        return self._line if num_calls <= MOST_CALLS else None
-
-    def _line(self, frame: FrameType, event: str, argument: object) -> Any:
-        seen = self._lines[frame.f_code.co_filename]
-        if event == "line" and frame.f_lineno not in seen:
-            seen.add(frame.f_lineno)
+    def _ran(self, file: str, line: int) -> None:
+        if line not in (lines := self._lines[file]):
+            lines.add(line)
             if self._is_child:
-                self._write(lines={frame.f_code.co_filename: [frame.f_lineno]})
-        return self._line
+                self._write({file: [line]})
+
+    def _compile(self, data: bytes, path: str, *, _optimize: int = -1) -> CodeType:
+        tree = ast.parse(data, path)
+        if Path(path).is_relative_to(self._folder):
+            _watch(tree, Path(path).relative_to(self._folder.parent).as_posix(), is_function=False)
+            ast.fix_missing_locations(tree)
+        code: CodeType = compile(tree, path, "exec", dont_inherit=True, optimize=_optimize)
+        return code
+
+
+def _watch(node: ast.AST, file: str, *, is_function: bool) -> None:
+    """Puts a call before every statement below a node that is in a function: what an import runs is no test's."""
+    is_function |= isinstance(node, FUNCTIONS)
+    for child in ast.iter_child_nodes(node):
+        _watch(child, file, is_function=is_function)
+    if not is_function:
+        return
+    for _, statements in ast.iter_fields(node):
+        if isinstance(statements, list) and statements and isinstance(statements[0], ast.stmt):
+            place = int(_is_text(statements[0]))  # a docstring stays the first
+            for statement in statements[place:]:
+                called = ast.Name("__ran__", ast.Load())
+                told = ast.Call(called, [ast.Constant(file), ast.Constant(statement.lineno)], [])
+                statements.insert(place, ast.copy_location(ast.Expr(told), statement))
+                place += 2
+
+
+def _is_text(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
 
 
 @dataclass
 class _Test:
-    number: int
+    bits: int = 0  # of its name and those of what it shares
     duration_s: float = 0.0
     setup_s: float = 0.0
 
@@ -76,29 +99,35 @@ class _Test:
 class Traced:
     """What tracers wrote: which tests run which lines, and how long they take."""
 
-    def __init__(self, output: Path) -> None:
-        self._tests: dict[str, _Test] = {}
-        self._runs: dict[tuple[str, int], int] = {}  # file, line > a bit for each test
+    def __init__(self, output: Path, left_out: Collection[str] = ()) -> None:
+        self._tests: defaultdict[str, _Test] = defaultdict(_Test)
+        self._runs: defaultdict[tuple[str, int], int] = defaultdict(int)  # file, line > a bit for each name
+        names = {"": 0}  # of what is run before any test, while they are collected
         for text in output.read_text().splitlines():
-            told = json.loads(text)
-            test = self._tests.setdefault(told["test"], _Test(len(self._tests)))
-            test.duration_s += told.get("duration_s", 0.0)
-            test.setup_s += told.get("setup_s", 0.0)
-            for name, lines in told["lines"].items():
-                for place in ((name, line) for line in lines):
-                    self._runs[place] = self._runs.get(place, 0) | 1 << test.number
+            told: dict[str, Any] = json.loads(text)
+            bit = 1 << names.setdefault(told["name"], len(names))
+            for file, lines in told["lines"].items():
+                for line in lines:
+                    self._runs[file, line] |= bit
+            if "duration_s" in told and told["name"] not in left_out:
+                test = self._tests[told["name"]]
+                test.duration_s += told["duration_s"]
+                test.setup_s += told["setup_s"]
+        for name, test in self._tests.items():
+            around = {name, *(name[:place] for place in range(len(name)) if name.startswith("::", place))}
+            test.bits = sum(1 << names[shared] for shared in around & names.keys())
 
-    def order(self, file: Path, places: list[range]) -> dict[str, float]:
+    def order(self, file: str, places: list[range]) -> dict[str, float]:
         """Tests that may notice a change in the first of these places, each with the seconds after which it hangs.
-        They run a line there, or in the first place where any does. What an import runs, all may notice."""
+        They run a line there, or in the first place where any does. What an import runs, all others may notice."""
         is_imported = places[-1].start == 0
         for number, lines in enumerate(places):
             bits = 0
             for line in lines:
-                bits |= self._runs.get((str(file), line), 0)
+                bits |= self._runs.get((file, line), 0)
             if bits:
-                near = {name for name, test in self._tests.items() if bits >> test.number & 1}
-                rest = self._tests.keys() - near if number and is_imported else ()
+                near = {name for name, test in self._tests.items() if bits & test.bits}
+                rest = self._tests.keys() - near if bits & 1 or (number and is_imported) else ()
                 return self._by_file(near) | self._by_file(rest)
         return self._by_file(self._tests if is_imported else ())
 
@@ -119,7 +148,5 @@ class Traced:
 TRACER: Tracer | None = None
 if "MUTATE_TRACED" in os.environ:
     TRACER = Tracer(
-        os.environ["MUTATE_TRACED"],
-        os.environ["MUTATE_OUTPUT"],
-        os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0],
+        Path(os.environ["MUTATE_TRACED"]), os.environ["MUTATE_OUTPUT"], os.environ.get("MUTATE_NAME", "")
     )
