@@ -72,8 +72,8 @@ OPERATORS: dict[type[ast.AST], tuple[str, tuple[str, ...]]] = {
     ast.Or: ("or", ("and",)),
 }
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
-# Of these flags no result depends: memory, looks, and checks that cannot fail.
-SILENT_FLAGS = {"slots", "repr", "strict", "stacklevel", "daemon"}
+# Of these flags no result depends: memory, looks, types, and checks that cannot fail.
+SILENT_FLAGS = {"slots", "repr", "strict", "stacklevel", "daemon", "total"}
 
 
 @dataclass(frozen=True)

@@ -119,17 +119,17 @@ class Traced:
 
     def order(self, file: str, places: list[range]) -> dict[str, float]:
         """Tests that may notice a change in the first of these places, each with the seconds after which it hangs.
-        They run a line there, or in the first place where any does. What an import runs, all others may notice."""
+        They run a line there, or in the first place where any does. What an import runs, all may notice."""
         is_imported = places[-1].start == 0
         for number, lines in enumerate(places):
             bits = 0
             for line in lines:
                 bits |= self._runs.get((file, line), 0)
+            if bits & 1 or (number and is_imported):
+                break
             if bits:
-                near = {name for name, test in self._tests.items() if bits & test.bits}
-                rest = self._tests.keys() - near if bits & 1 or (number and is_imported) else ()
-                return self._by_file(near) | self._by_file(rest)
-        return self._by_file(self._tests if is_imported else ())
+                return self._by_file(name for name, test in self._tests.items() if bits & test.bits)
+        return self._by_file(self._tests if is_imported or bits else ())
 
     def _by_file(self, names: Iterable[str]) -> dict[str, float]:
         """File by file, since tests of one share what is set up. The quickest are first."""
