@@ -221,9 +221,7 @@ class BlockStore:
             state = self._read(FileKind.STATE, num_blocks, key)
             if state is None:
                 continue
-            missing = num_blocks - start - len(blocks)
-            if missing > 0:
-                blocks += self._read_blocks(keys, start + len(blocks), num_blocks)
+            blocks += self._read_blocks(keys, start + len(blocks), num_blocks)
             if start + len(blocks) >= num_blocks:
                 return StoredPrefix(start, tuple(blocks[: num_blocks - start]), StoredState.of(state))
             end = start + len(blocks)  # the next block is damaged: an earlier state may do
@@ -322,7 +320,6 @@ def _layouts_of(spec: CacheSpec) -> dict[FileKind, FileLayout]:
     parts: list[TensorPart] = []
     state: list[TensorPart] = []
     if (recurrent := spec.recurrent) is not None:
-        # The longer items first: what follows them is then aligned as well.
         state.append(TensorPart("matrices", "F32", (recurrent.num_layers, *recurrent.matrix_shape)))
         tails = (recurrent.num_layers, *recurrent.tail_shape)
         state.append(TensorPart("tails", _NAMES[recurrent.dtype], tails))
@@ -336,6 +333,8 @@ def _layouts_of(spec: CacheSpec) -> dict[FileKind, FileLayout]:
             ]
     layouts = {FileKind.BLOCK: FileLayout(tuple(parts))}
     if state:
+        # The longer items first: what follows them is then aligned as well.
+        state.sort(key=lambda part: _DTYPES[part.dtype].itemsize, reverse=True)
         layouts[FileKind.STATE] = FileLayout(tuple(state))
     return layouts
 
