@@ -137,7 +137,7 @@ class ConstraintFactory:
         if matcher.is_error():
             raise SettingError(setting, ..., because=_reason(matcher.get_error()))
         # Some grammars fail only here.
-        return _Start(matcher, _allowed_bits(matcher, setting), setting)
+        return _Start(matcher, _allowed_bits(matcher, setting, self._eos_ids), setting)
 
     def _build(self) -> "LLTokenizer":
         with self._lock:
@@ -210,7 +210,7 @@ class TokenConstraint:
         if self._has_ended:
             raise SettingError("the answer has ended: no token may follow")
         if self._bits is None:
-            self._bits = _allowed_bits(self._matcher, self._setting)
+            self._bits = _allowed_bits(self._matcher, self._setting, self._eos_ids)
         return self._bits
 
 
@@ -361,10 +361,16 @@ class _Vocabulary:
         raise NotImplementedError("text is not turned into tokens where none is forced")
 
 
-def _allowed_bits(matcher: "LLMatcher", setting: str) -> bytes:
+def _allowed_bits(matcher: "LLMatcher", setting: str, eos_ids: frozenset[int]) -> bytes:
     bits = matcher.compute_bitmask()
     if matcher.is_error():
         raise _failure(matcher, setting)
+    ends = [token for token in eos_ids if bits[token >> 3] >> (token & 7) & 1]
+    if ends and not matcher.is_accepting():  # it allows an end in any text that a special token is to follow
+        kept = bytearray(bits)
+        for token in ends:
+            kept[token >> 3] ^= 1 << (token & 7)
+        bits = bytes(kept)
     if not any(bits):
         raise ModelError("the model has no token with which an answer of the format asked for could go on")
     return bits
