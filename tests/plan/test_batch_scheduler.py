@@ -786,3 +786,26 @@ def test_blocks_that_are_shared_take_no_room() -> None:
     assert [subject.view(name).phase for name in "abc"] == ["prompt", "prompt", "waiting"]
     assert subject.num_free_blocks == 4
     assert set(map(str, ledger.asked)) == {"{}"}
+
+
+def test_after_a_restart_every_request_reads_its_known_tokens_again() -> None:
+    subject = scheduler(chunk_size=64)
+    subject.add("a", 100, 50)
+    subject.add("b", 40, 50)
+    step(subject)
+    plan = subject.schedule()
+    assert plan is not None
+    with pytest.raises(StepOrderError, match="in flight"):
+        subject.restart()
+    subject.abort(plan)
+    for _ in range(4):
+        step(subject)
+    known = {name: subject.view(name).num_run for name in "ab"}
+    subject.restart()
+    subject.check_integrity()
+    assert [subject.view(name).num_run for name in "ab"] == [0, 0]
+    read = dict.fromkeys("ab", 0)
+    while any(read[name] < known[name] for name in "ab"):
+        for name, (start, end) in ranges(step(subject)).items():
+            assert start == read[name]
+            read[name] = end

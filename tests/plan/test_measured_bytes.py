@@ -2,13 +2,27 @@
 change only with a tensor that the engine holds."""
 
 from collections import Counter
+from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 
 from penstock.plan import ChunkedPrefillConfig, DeltaNetShape, ExpertsShape, ModelShape, peak_memory_estimate
 from penstock.plan.activation import step_phases
-from penstock.plan.memory import WeightBits, kv_token_bytes, state_slot_bytes, weight_bytes
+from penstock.plan.admission import WindowRoom
+from penstock.plan.memory import WeightBits, kv_cache_bytes, kv_token_bytes, state_slot_bytes, weight_bytes
+from penstock.plan.model import (
+    DeltaNetConfig,
+    ExpertsConfig,
+    LatentConfig,
+    MambaConfig,
+    ModelConfig,
+    ShortConvConfig,
+    WindowConfig,
+    input_size,
+)
+from penstock.plan.pipeline import work_of_pair, work_of_reading_in, work_of_token
 from penstock.plan.step import KernelKind, StepShape, Workspace
 
 KERNELS: tuple[KernelKind, ...] = ("torch", "native", "cuda")
@@ -75,6 +89,91 @@ def random_workspace(random: Random, kernels: KernelKind) -> Workspace:
         joins_past=random.random() < 0.5,
         library_bytes=random.choice([0, 1 << 20]),
     )
+
+
+def random_family(random: Random) -> ModelConfig:
+    """Of every kind of layer, each in its place."""
+    num_layers = random.randint(2, 9)
+    places = random.sample(range(num_layers), num_layers)
+    some = tuple(sorted(places[: random.randint(1, num_layers - 1)]))
+    others = tuple(sorted({*places} - {*some}))
+    heads = (len(some), 2, 4, 16, 32, 4)
+    net: dict[str, Any] = random.choice(
+        [
+            {},
+            {"delta_net": DeltaNetConfig(*heads, layers=some)},
+            {"mamba": MambaConfig(*heads, layers=some, norm_groups=random.randint(0, 2))},
+            {"mamba": MambaConfig(*heads, layers=some, conv_bias=False, beside_attention=True)},
+            {"short_conv": ShortConvConfig(len(some), 24, 3, bias=random.random() < 0.5, layers=some)},
+        ]
+    )
+    attention: dict[str, Any] = random.choice(
+        [
+            {},
+            {"latent": LatentConfig(16, 8, 12, 20, query_rank=random.choice([0, 24]))},
+            {"full_heads": (1, 64), "gated_attention": random.random() < 0.5},
+        ]
+    )
+    if (
+        random.random() < 0.5
+        and (not net or "beside_attention=True" in str(net))
+        and "latent" not in attention
+    ):
+        attention["window"] = WindowConfig(random.choice([1, 65, 200]), len(some), some)
+    if random.random() < 0.2 and net and "window" not in attention:
+        attention["feeding_layers"] = others[: len(others) // 2]
+    fed: dict[str, Any] = {}
+    if random.random() < 0.5 and "feeding_layers" not in attention:
+        shared = random.choice([0, 80])
+        fed["experts"] = ExpertsConfig(len(others), 8, 40, shared, random.choice([0, 2]), layers=others)
+    return ModelConfig(num_layers, 96, 200, 4, 2, 32, 1000, **net, **attention, **fed)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_sums_of_families_are_those_written_down(kernels: KernelKind) -> None:
+    """Cut in two as well: the parts are the whole."""
+    random, found = Random(kernels), Counter[str]()
+    for _ in range(400):
+        config, dtype_bytes = random_family(random), random.choice([2, 4])
+        sums = sums_of(config, dtype_bytes)
+        cut = random.randint(1, config.num_layers - 1)
+        first, last = config.of_layers(0, cut), config.of_layers(cut, config.num_layers)
+        for name in ("attention", "full", "dense", "weights.attention", "state", "work"):
+            assert sums_of(first, dtype_bytes)[name] + sums_of(last, dtype_bytes)[name] == sums[name], name
+        assert first.attention_layers + tuple(cut + index for index in last.attention_layers) == (
+            config.attention_layers
+        )
+        found.update(sums)
+        workspace = replace(
+            random_workspace(random, kernels),
+            expert_places=random.choice([0, 1, 64, 500]),
+            unpacked_bytes=random.choice([0, 1 << 16]),
+            avoided_rows=random.choice([(), (16, 24)]),
+        )
+        for phase in step_phases(config, random_step(random), dtype_bytes=dtype_bytes, workspace=workspace):
+            found[f"{phase.phase} bytes"] += phase.peak_bytes
+    assert dict(sorted(found.items())) == FAMILIES[kernels]
+
+
+def sums_of(config: ModelConfig, dtype_bytes: int) -> dict[str, int]:
+    return {
+        "attention": config.num_attention_layers,
+        "full": config.num_full_layers,
+        "dense": config.num_dense_layers,
+        "head": config.largest_head,
+        "projected": config.num_projected,
+        "net": 0 if config.recurrent is None else input_size(config.recurrent),
+        "weights.attention": config.num_attention_weights,
+        "weights": weight_bytes(config, dtype_bytes),
+        "kv": kv_token_bytes(config, dtype_bytes),
+        "cache": kv_cache_bytes(config, 3000, dtype_bytes, 0),
+        "cache.steps": kv_cache_bytes(config, 3000, dtype_bytes, 130, 3) + kv_cache_bytes(config, 0, 2, 64),
+        "kept": 0 if config.window is None else WindowRoom(3, 130, 2).num_blocks(config.window.size, 64, 999),
+        "state": state_slot_bytes(config, dtype_bytes),
+        "work": int(work_of_token(config)),
+        "work.reading": int(work_of_reading_in(config)),
+        "work.pair": int(work_of_pair(config)),
+    }
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -208,4 +307,76 @@ PROMPTS = {
     "scores": 2_150_760_744,
     "state": 61_366_160,
     "weights": 294_703_710_208,
+}
+
+FAMILIES: dict[str, dict[str, int]] = {
+    "torch": {
+        "attention": 1_523,
+        "attention bytes": 2_652_511_280,
+        "cache": 1_473_408_000,
+        "cache.steps": 3_996_171_264,
+        "delta_net bytes": 2_477_419_440,
+        "dense": 1_471,
+        "full": 1_386,
+        "head": 17_088,
+        "head bytes": 727_171_648,
+        "kept": 998,
+        "kv": 438_656,
+        "mlp bytes": 2_142_258_988,
+        "net": 101_680,
+        "projected": 110_704,
+        "start bytes": 1_470_539_728,
+        "state": 6_634_496,
+        "weights": 1_101_400_352,
+        "weights.attention": 62_687_616,
+        "work": 214_555_776,
+        "work.pair": 499_968,
+        "work.reading": 66_852_864,
+    },
+    "native": {
+        "attention": 1_429,
+        "attention bytes": 2_061_262_800,
+        "cache": 1_384_320_000,
+        "cache.steps": 3_672_941_568,
+        "delta_net bytes": 2_465_678_592,
+        "dense": 1_466,
+        "full": 1_278,
+        "head": 17_312,
+        "head bytes": 743_271_344,
+        "kept": 1_004,
+        "kv": 402_048,
+        "mlp bytes": 2_021_924_880,
+        "net": 102_416,
+        "projected": 115_744,
+        "start bytes": 1_406_894_848,
+        "state": 6_552_992,
+        "weights": 1_093_317_968,
+        "weights.attention": 58_541_440,
+        "work": 209_652_352,
+        "work.pair": 465_408,
+        "work.reading": 64_843_008,
+    },
+    "cuda": {
+        "attention": 1_423,
+        "attention bytes": 2_995_216_568,
+        "cache": 1_337_472_000,
+        "cache.steps": 3_569_986_560,
+        "delta_net bytes": 2_122_229_840,
+        "dense": 1_376,
+        "full": 1_286,
+        "head": 16_768,
+        "head bytes": 673_278_608,
+        "kept": 915,
+        "kv": 391_040,
+        "mlp bytes": 1_513_115_432,
+        "net": 104_040,
+        "projected": 107_688,
+        "start bytes": 1_164_822_968,
+        "state": 6_185_568,
+        "weights": 1_041_107_936,
+        "weights.attention": 57_669_120,
+        "work": 207_145_728,
+        "work.pair": 463_872,
+        "work.reading": 62_204_160,
+    },
 }

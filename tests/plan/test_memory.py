@@ -16,7 +16,8 @@ from penstock.plan import (
     peak_memory_estimate,
 )
 from penstock.plan.activation import SMALL_BYTES, step_phases
-from penstock.plan.sizing import largest_that
+from penstock.plan.memory import ActivationBudgetError, ActivationModel
+from penstock.plan.sizing import SizeRules, largest_that
 from penstock.plan.step import StepShape, Workspace
 from penstock.plan.units import parse_bytes
 from tests.plan.strategies import configs, hybrid_shapes, shapes
@@ -452,3 +453,22 @@ def test_the_largest_number_that_fits_is_found_whatever_is_guessed(
     assert largest_that(fits, start, end, guesses) == largest
     assert all(start < number < end for number in asked)
     assert len(set(asked)) == len(asked) <= len(guesses) + (end - start).bit_length()
+
+
+@pytest.mark.parametrize("num_decodes", [0, 7])
+@pytest.mark.parametrize("fixed", [None, 0, 1, 100, 5000])
+def test_a_prompt_is_refused_below_the_smallest_budget_that_would_do(
+    fixed: int | None, num_decodes: int
+) -> None:
+    model = ActivationModel(SHAPE, 2)
+    rules = SizeRules(grid=8, fixed=fixed)
+    model.check(rules, 1000, num_decodes=num_decodes)  # there is no budget
+    size = 8 if fixed is None else min(fixed or 1000, 1000)
+    needed = model.largest_step(1000, size, num_decodes=num_decodes).peak_bytes
+    model.check(replace(rules, max_activation_bytes=needed), 1000, num_decodes=num_decodes)
+    with pytest.raises(ActivationBudgetError, match=f"give at least {needed} bytes") as error:
+        model.check(replace(rules, max_activation_bytes=needed - 1), 1000, num_decodes=num_decodes)
+    said = str(error.value)
+    assert (f"beside {num_decodes} decodes" in said) == (num_decodes > 0)
+    assert (f"a chunk of {size} needs" in said) == (fixed is not None)
+    assert ("chunk of 96 at most" in said) == (fixed == 100)

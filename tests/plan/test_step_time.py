@@ -337,3 +337,19 @@ def test_the_old_name_makes_the_same_model() -> None:
         model = StepTimeModel.from_coefficients(CPU)
     step = StepShape.of_chunk(512, 1000)
     assert model.predict(step) == StepTimeModel(CPU).predict(step)
+
+
+def test_of_the_fastest_a_slower_step_changes_nothing_once_a_kind_is_full() -> None:
+    model = StepTimeModel(of_fastest=True)
+    step = StepShape.of_chunk(512, 0)
+    for seconds in (1.0, 1.1, 1.2, 1.3, 1.4):
+        model.record(step, seconds)
+    before = model.num_records
+    for seconds in (1.4, 9.0):
+        model.record(step, seconds)
+    assert model.num_records == before
+    assert model.predict(step) == pytest.approx(1.2, rel=0.01)
+    for _ in range(3):
+        model.record(step, 0.5)
+    assert model.num_records == before + 3
+    assert model.predict(step) == pytest.approx(0.5, rel=0.01)

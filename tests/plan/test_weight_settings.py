@@ -2,7 +2,7 @@ import pytest
 
 from penstock.errors import SettingError
 from penstock.plan import WEIGHTS_VARIABLE, SettingSource, WeightsName, WeightsSetting, resolve_weights
-from penstock.plan.settings import settle_weights
+from penstock.plan.settings import settle_weights, settle_without_blocks
 
 
 def env(value: str) -> dict[str, str]:
@@ -76,3 +76,15 @@ def test_what_auto_comes_to() -> None:
 @pytest.mark.parametrize("name", ["bf16", "int8", "int4", "f32"])
 def test_what_was_asked_for_stays(name: WeightsName) -> None:
     assert settled(name, True, 64 << 30) == WeightsSetting(name, "default")
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("bfloat16", "bf16"), ("float32", "f32")])
+def test_without_kernels_for_blocks_auto_is_the_dtype(dtype: str, name: WeightsName) -> None:
+    auto = WeightsSetting("auto")
+    settled = settle_without_blocks(auto, dtype)
+    assert (settled.effective, settled.is_unpacked, settled.source) == (name, True, "default")
+    assert "float16" not in settled.reason.removeprefix(f"auto: {dtype}")
+    assert "in float16 they do" in settle_without_blocks(auto, dtype, "float16").reason
+    for asked in ("int8", "bf16", "f32"):
+        setting = WeightsSetting(asked)  # type: ignore[arg-type]
+        assert settle_without_blocks(setting, dtype) is setting
