@@ -4,11 +4,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from penstock.engine import service as service_module
 from penstock.engine.events import (
     Event,
     Failed,
@@ -20,7 +22,7 @@ from penstock.engine.events import (
 )
 from penstock.engine.llm import LLM
 from penstock.engine.sampler import SamplingParams
-from penstock.engine.service import Service, ServiceConfig
+from penstock.engine.service import Service, ServiceConfig, _resolve_schedule
 from penstock.engine.status import RequestSummary, StepRecord
 from penstock.engine.streams import EventStream
 from penstock.errors import (
@@ -32,7 +34,8 @@ from penstock.errors import (
     ServiceClosedError,
     SettingError,
 )
-from penstock.plan.policy import ScheduleConfig
+from penstock.plan.policy import ScheduleConfig, SchedulePolicy
+from penstock.plan.sizing import SizeRules
 from tests.byte_models import model_of_bytes
 from tests.engine.listening import PATIENCE_S, Listening, Pausing
 from tests.oracle import random_prompt
@@ -375,3 +378,73 @@ def test_an_overlap_is_refused(tmp_path: Path) -> None:
     llm = LLM(model_of_bytes("llama", tmp_path / "model"), dtype="float32", chunk=128, overlap=64)
     with pytest.raises(SettingError, match="overlap"):
         Service(llm)
+
+
+class Gpu:
+    """What a service asks a device with memory of its own, where decodes take the place of prompt tokens."""
+
+    decodes_fill_chunks = has_own_memory = True
+
+    def free_bytes(self) -> None:
+        return None
+
+    def use(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+@pytest.mark.parametrize(("max_running", "step_tokens"), [(31, 128), (32, 128), (33, None)])
+def test_where_decodes_fill_chunks_a_step_has_no_more_tokens_than_a_chunk(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, max_running: int, step_tokens: int | None
+) -> None:
+    """Unless that would leave prompts too little."""
+    schedule = ScheduleConfig(chunk_size=128, max_running=max_running)
+    assert _resolve_schedule(schedule, llm).step_tokens is None
+    monkeypatch.setattr(LLM, "device_kind", Gpu())
+    assert _resolve_schedule(schedule, llm).step_tokens == step_tokens
+    asked = replace(schedule, step_tokens=500)
+    assert _resolve_schedule(asked, llm).step_tokens == 500
+
+
+@pytest.mark.parametrize(
+    ("chunk_size", "step_tokens", "measured"), [(128, None, 128), (128, 64, 64), (0, None, 6000)]
+)
+def test_on_a_gpu_a_step_is_measured_as_long_as_it_may_be(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, chunk_size: int, step_tokens: int | None, measured: int
+) -> None:
+    """A layer's past of the longest sequence comes on top."""
+    schedule = ScheduleConfig(chunk_size=chunk_size, step_tokens=step_tokens, max_running=5)
+    assert service_module._step_bytes(llm, schedule) == 0
+    asked = []
+
+    def measure(model: object, canon: object, num_tokens: int, num_decodes: int) -> int:
+        asked.append((num_tokens, num_decodes))
+        return 1000
+
+    monkeypatch.setattr(LLM, "device_kind", Gpu())
+    monkeypatch.setattr(service_module, "measured_step_bytes", measure)
+    kv = llm.model.cache_spec.kv
+    past = llm.context_length * 2 * kv.num_kv_heads * kv.head_dim * kv.dtype.itemsize
+    assert service_module._step_bytes(llm, schedule) == 1000 + past
+    assert asked == [(measured, 5)]
+
+
+@pytest.mark.parametrize("policy", SchedulePolicy)
+def test_gaps_of_decodes_are_bounded_but_where_prompts_go_first(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, policy: SchedulePolicy
+) -> None:
+    monkeypatch.setattr(LLM, "size_rules", lambda self, free_bytes: SizeRules(decode_gap_s=0.25))
+    monkeypatch.setattr(
+        service_module, "check_schedule", lambda size, schedule: None
+    )  # its own chunks are not
+    schedule = ScheduleConfig(policy=policy, auto_chunk=True)
+    with Service(llm, ServiceConfig(schedule, 2048)) as service:
+        gap_s = None if policy is SchedulePolicy.PREFILL_FIRST else 0.25
+        assert service.rules.decode_gap_s == gap_s
+        assert service.rules.fixed is None
+    with Service(llm, ServiceConfig(replace(schedule, auto_chunk=False, grid=64), 2048)) as service:
+        assert service.rules == SizeRules(fixed=512, grid=64)
+
+
+def test_loading_takes_some_time(llm: LLM) -> None:
+    assert 0 < llm.load_s < 600
