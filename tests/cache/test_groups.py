@@ -128,7 +128,7 @@ def test_a_cut_is_of_all_groups_or_none() -> None:
     cache.commit(128)
     pools[1].reclaim = lambda number: None
     pools[1].keep(1)  # shared: it is not written over
-    with pytest.raises(ValueError, match="is shared"):
+    with pytest.raises(ValueError, match=r"block 1, which has tokens \[64, 128\), is shared"):
         cache.cut(100)
     assert [group.num_tokens for group in cache.kv_groups] == [128, 128]
     cache.cut(64)
