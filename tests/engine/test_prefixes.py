@@ -16,6 +16,7 @@ from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore
 from penstock.cache.tensors import CacheSpec
 from penstock.engine import reuse as reuse_module
+from penstock.engine.batcher import PoolLedger, share
 from penstock.engine.reuse import Prefix, Reuse, kept_windows
 from tests.cache.storing import FINGERPRINT, HYBRID, PLAIN, open_store
 from tests.cache.test_groups import Model, tokens_of, write
@@ -275,3 +276,83 @@ def test_as_many_windows_are_kept_as_a_part_of_a_cache_holds() -> None:
     large = windowed(1 << 20)
     assert kept_windows(large, 16) == (1 << 30) // large.bytes_per_window
     assert kept_windows(windowed(1 << 26), 16) == 1
+
+
+class Waiting(Reader):
+    """As the batcher sees it: a job with an id."""
+
+    @property
+    def id(self) -> str:
+        return self.salt + str(id(self))
+
+
+def shared(*readers: Waiting) -> tuple[list[int], list[int]]:
+    """Who gained, and who is held, by their places."""
+    found = share(readers, in_pieces=False)  # type: ignore[arg-type]
+    return (
+        [place for place, reader in enumerate(readers) if reader in found.gained],
+        [place for place, reader in enumerate(readers) if reader.id in found.held],
+    )
+
+
+@pytest.mark.parametrize("num_common", [0, 1, 2, 5])
+@pytest.mark.parametrize("kind", SPECS)
+def test_a_prompt_waits_for_the_one_before_it_as_far_as_they_are_alike(kind: str, num_common: int) -> None:
+    reuse = new_reuse(SPECS[kind])
+    tokens = [*range(num_common * 64)]
+    first, second = (Waiting(reuse, [*tokens, *[other] * 200]) for other in (7, 8))
+    assert shared(first, second) == ([], [1] if num_common else [])
+    assert first.prefix.keep_states == ({num_common * 64} if num_common else set())
+    ends = [*range(64, num_common * 64 + 1, 64), num_common * 64 + 100]
+    for end in ends:
+        first.cache.reserve(first.cache.num_tokens, [end])  # what is in flight is let alone
+        is_behind = first.cache.num_tokens < num_common * 64
+        gained, held = shared(first, second)
+        assert held == ([1] if is_behind else [])
+        first.cache.abort()
+        first.run(end)
+        gained, held = shared(first, second)
+        is_there = end >= num_common * 64
+        if reuse.goes_on_anywhere:
+            assert gained == ([1] if num_common and end <= num_common * 64 else [])
+            assert second.cache.num_tokens == min(end // 64, num_common) * 64
+        assert held == ([] if is_there else [1])
+        if is_there:
+            assert second.cache.num_tokens == num_common * 64
+            check(second)
+    second.cache.reserve(second.cache.num_tokens, [second.cache.num_tokens + 1])
+    assert shared(first, second) == ([], [])
+    for reader in (first, second):
+        reader.end()
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_blocks_that_would_be_free_are_those_that_are_free_then(data: st.DataObject) -> None:
+    """Whoever gives up how much: a block of several is free when the last of them gives it up."""
+    reuse = new_reuse(PLAIN)
+    tokens = [*range(6 * 64)]
+    readers = []
+    for name in "abc":
+        reader = Waiting(reuse, [*tokens[: data.draw(st.integers(0, 6)) * 64], *[ord(name)] * 130])
+        in_use = reader.prefix.num_in_use()
+        ledger = PoolLedger(reuse.space.pools, {reader.id: reader})  # type: ignore[dict-item]
+        assert ledger.num_shared(reader.id) == in_use
+        reader.prefix.find_more(in_pieces=False)
+        assert (ledger.num_shared(reader.id) == 0) or not reader.cache.blocks.num_blocks
+        reader.run(data.draw(st.integers(reader.cache.num_tokens + 1, len(reader.prompt))))
+        readers.append(reader)
+    ledger = PoolLedger(reuse.space.pools, {reader.id: reader for reader in readers})  # type: ignore[misc]
+    assert ledger.num_free({}) == ledger.num_writable({}) == reuse.space.blocks.num_available
+    kept = {
+        reader.id: data.draw(st.integers(0, reader.cache.num_tokens // 64))
+        for reader in readers
+        if data.draw(st.booleans())
+    }
+    expected = ledger.num_free(kept)
+    assert ledger.num_writable(kept) == expected
+    for reader in readers:
+        if reader.id in kept:
+            reader.prefix.leave(kept[reader.id])
+            reader.cache.cut(kept[reader.id] * 64)
+    assert reuse.space.blocks.num_available == expected
