@@ -250,3 +250,22 @@ def test_sampling_is_repeatable_across_chunks() -> None:
             run.step()
         answers.append(run.generated)
     assert answers[0] == answers[1] == answers[2]
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "num_blocks"), [(1, 0, 1), (1, 64, 1), (1, 65, 2), (64, 1, 1), (65, 1, 2)]
+)
+def test_a_run_has_room_for_its_tokens_and_no_more(length: int, max_tokens: int, num_blocks: int) -> None:
+    """The last token is never run."""
+    run = start(random_prompt(length), max_tokens=max_tokens)
+    assert run.space.blocks.num_blocks == num_blocks
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+@pytest.mark.parametrize("overlap", [0, 8])
+def test_a_run_has_a_state_to_read_and_one_for_each_step_to_write(depth: int, overlap: int) -> None:
+    model = load_model(make_oracle("qwen3_5_text").folder)
+    config = ChunkedPrefillConfig(64, overlap)
+    run = Run(model, random_prompt(100), config=config, canon=canon_of(model), depth=depth)
+    assert run.space.slots is not None
+    assert run.space.slots.num_slots == (4 if overlap else 2) + depth - 1

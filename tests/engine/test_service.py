@@ -448,3 +448,24 @@ def test_gaps_of_decodes_are_bounded_but_where_prompts_go_first(
 
 def test_loading_takes_some_time(llm: LLM) -> None:
     assert 0 < llm.load_s < 600
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_a_service_has_room_for_those_who_run_and_what_is_kept(llm: LLM, reuse: bool) -> None:
+    config = ServiceConfig(ScheduleConfig(chunk_size=128, max_running=3), 1000, reuse=reuse, max_snapshots=5)
+    with Service(llm, config) as service:
+        cache = service.status().cache
+        assert cache.blocks_total == 16
+        assert service.max_request_tokens == 1025
+        assert cache.slots_total == ((6 + 5 * reuse) if llm.model.has_state else 0)
+        assert service.status().reuse.is_on == reuse
+
+
+def test_a_request_alone_has_room_for_itself_and_what_is_kept(llm: LLM) -> None:
+    alone = llm._spaces.take([1] * 64, 65).space
+    assert alone.blocks.num_blocks == 2
+    kept = llm._spaces._with_reuse(129).space
+    assert kept.blocks.num_blocks == 3
+    if alone.slots is not None:
+        assert kept.slots is not None
+        assert (alone.slots.num_slots, kept.slots.num_slots) == (2, 2 + 2 * 16)
