@@ -12,7 +12,7 @@ from tokenizers import AddedToken
 
 from penstock.engine.constraint import NUM_KEPT, Constraint, ConstraintFactory
 from penstock.engine.events import FreeText, Grammar, JsonFormat
-from penstock.engine.grammar import CallGrammar, after_thoughts
+from penstock.engine.grammar import CallGrammar, after_thoughts, grammar_text
 from penstock.errors import SettingError
 from penstock.models.text.calls import HERMES, CallFormat, Tags, ThoughtMarks
 from penstock.models.text.chat import ChatTemplate
@@ -337,3 +337,17 @@ def test_the_last_grammars_are_kept_compiled() -> None:
     assert factory.compile_later(grammars[0]) is first
     assert factory.compile_later(grammars[1]) is second
     assert factory.compile_later(grammars[NUM_KEPT]).result(10) is not None
+
+
+def test_schemas_of_tools_were_not_written_for_a_grammar() -> None:
+    """What is refused in a format that somebody asked for is taken as well as it can be."""
+    tokenizer = vocabulary([])
+    overlapping = {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}
+    schema = {"type": "object", "properties": {"a": overlapping}, "required": ["a"], "description": "a" * 99}
+    grammar = CallGrammar(HERMES, {"f": schema}, tokenizer).grammar(is_required=True)
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": "x"}}\n</tool_call>'
+    assert allows(tokenizer, grammar, call)
+    assert "a" * 99 not in grammar.text
+    with pytest.raises(SettingError, match="oneOf"):
+        allows(tokenizer, Grammar(grammar_text(JsonFormat(schema))), "")
+    assert "a" * 99 in grammar_text(JsonFormat({"type": "object", "description": "a" * 99}))

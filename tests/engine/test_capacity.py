@@ -25,6 +25,11 @@ def test_a_cache_takes_half_of_what_is_free_in_whole_blocks(monkeypatch: pytest.
     free_is(monkeypatch, 2 * 512 * 1000)
     assert capacity.cache_tokens_that_fit(SPEC, 0, 10**9, CPU) == 960
     assert capacity.cache_tokens_that_fit(SPEC, 0, 500, CPU) == 500
+    free_is(monkeypatch, 2 * 512 * 64)
+    assert capacity.cache_tokens_that_fit(SPEC, 0, 10**9, CPU) == 64
+    free_is(monkeypatch, 2 * 512 * 64 - 1)
+    with pytest.raises(MemoryExhaustedError):
+        capacity.cache_tokens_that_fit(SPEC, 0, 10**9, CPU)
 
 
 def test_states_come_first(monkeypatch: pytest.MonkeyPatch) -> None:

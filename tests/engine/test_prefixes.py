@@ -18,6 +18,7 @@ from penstock.cache.tensors import CacheSpec
 from penstock.engine import reuse as reuse_module
 from penstock.engine.batcher import PoolLedger, share
 from penstock.engine.reuse import Prefix, Reuse, kept_windows
+from penstock.engine.status import ReuseStatus
 from tests.cache.storing import FINGERPRINT, HYBRID, PLAIN, open_store
 from tests.cache.test_groups import Model, tokens_of, write
 from tests.cache.test_windows import windowed
@@ -209,6 +210,9 @@ def test_what_is_in_memory_is_found_as_far_as_it_can_be_gone_on_with(
     told = reuse.status()
     assert (told.num_hits, told.num_misses) == ((1, 0) if expected else (0, 1))
     assert (told.memory_tokens, told.missed_tokens, told.is_on) == (expected, missed, True)
+    assert told == ReuseStatus(  # of a disk there is nothing to tell
+        True, expected, 0, missed, told.num_hits, told.num_misses, num_evicted_states=told.num_evicted_states
+    )
     second.end()
     for salted in (Reader(reuse, prompt, "another"), Reader(reuse, prompt, reads_all=True)):
         assert not salted.prefix.find_more(in_pieces=False)

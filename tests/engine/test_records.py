@@ -42,6 +42,7 @@ def test_what_a_step_did() -> None:
     step = StepRecord(3, 1.0, 0.5, spans, num_held_decodes=0)
     assert (step.num_chunk_tokens, step.num_decodes, step.preempted) == (7, 1, ())
     assert step.stalls_decodes
+    assert StepRecord(3, 1.0, 0.5, spans[1:], num_held_decodes=1).stalls_decodes
     assert not StepRecord(3, 1.0, 0.5, spans[:1], num_held_decodes=2).stalls_decodes
     assert not StepRecord(3, 1.0, 0.5, spans[1:], num_held_decodes=0).stalls_decodes
     assert StepRecord(3, 1.0, 0.5, spans[1:], num_held_decodes=1).stalls_decodes
