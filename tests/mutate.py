@@ -23,7 +23,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from difflib import unified_diff
 from fnmatch import fnmatch
@@ -422,7 +422,9 @@ def main() -> int:
                 free.put(tests)
 
         survivors = []
-        for number, (mutant, noticed) in enumerate(zip(sample, pool.map(notice, sample), strict=True), 1):
+        tried = {pool.submit(notice, mutant): mutant for mutant in sample}
+        for number, future in enumerate(as_completed(tried), 1):
+            mutant, noticed = tried[future], future.result()
             verdict = f"caught by {noticed}" if noticed else "SURVIVED"
             print(f"[{number}/{len(sample)}] {mutant}\n    {verdict}", flush=True)
             if noticed is None:
