@@ -247,7 +247,10 @@ def test_a_job_that_fails_does_not_end_the_writer(caplog: pytest.LogCaptureFixtu
     assert writer.flush(60)
     assert done == [1]
     assert "ZeroDivisionError" in caplog.text
+    thread = writer._thread
+    assert thread is not None
     assert writer.close(60)
+    assert not thread.is_alive()
     assert not writer.put(1, lambda: done.append(2))
 
 
