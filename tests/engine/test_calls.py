@@ -1,6 +1,8 @@
 """A grammar of the format that a template writes calls in allows just those, from where an answer is held to it."""
 
 import string
+import threading
+import traceback
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from penstock.engine.constraint import NUM_KEPT, Constraint, ConstraintFactory
+from penstock.engine.constraint import NUM_KEPT, NUM_QUEUED, Constraint, ConstraintFactory
 from penstock.engine.events import FreeText, Grammar, JsonFormat
 from penstock.engine.grammar import CallGrammar, after_thoughts, grammar_text
 from penstock.errors import SettingError
@@ -24,15 +26,42 @@ from tests.models.call_templates import MAIL, TEMPLATES, WEATHER
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in (WEATHER, MAIL)}
 # Special in some vocabularies, text in others.
 MARKS = ["[TOOL_CALLS]", "<｜calls▁begin｜>", "<tool_call>", "<|section_begin|>"]
+CALL = "｜call｜"
+KEYWORDS = [
+    "type",
+    "properties",
+    "items",
+    "enum",
+    "const",
+    "$ref",
+    "$defs",
+    "anyOf",
+    "oneOf",
+    "allOf",
+    "required",
+]
+values = st.recursive(
+    st.sampled_from(
+        ["object", "array", "string", "integer", "null", "#", "#/$defs/a", "#/properties", "a", "", 0, 1.5]
+    )
+    | st.none()
+    | st.booleans(),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from([*KEYWORDS, "a"]), inner, max_size=4)
+    ),
+    max_leaves=15,
+)
 
 
 def format_of(family: str) -> CallFormat:
     return ChatTemplate(TEMPLATES[family][0], {}).calls
 
 
-def vocabulary(specials: list[str]) -> Tokenizer:
+def vocabulary(specials: list[str], words: list[str] | None = None) -> Tokenizer:
+    """Bytes, tokens that are special, and some that are longer texts."""
     backend = tokenizers.Tokenizer.from_str(byte_backend().to_str())
     backend.add_special_tokens([AddedToken(name, special=True) for name in ["</s>", *specials]])
+    backend.add_tokens(words or [])
     return Tokenizer(backend, SpecialTokens((256,)), None)
 
 
@@ -87,7 +116,10 @@ def test_a_grammar_that_is_free_up_to_a_mark_allows_the_same_before_it(
     is_special: bool, opens: str, data: st.DataObject
 ) -> None:
     """Whether it is held to from the first token, or only where a mark may have begun."""
-    tokenizer = vocabulary(["<tool_call>", "<think>"] if is_special else [])
+    words = data.draw(
+        st.lists(st.sampled_from(["a <", "<to", "ol_c", "l>\n", "call>\n{", "<<"]), unique=True)
+    )
+    tokenizer = vocabulary(["<tool_call>", "<think>"] if is_special else [], words)
     marks = ThoughtMarks("<think>", "</think>")
     late = CallGrammar(HERMES, SCHEMAS, tokenizer).grammar(is_required=False, thoughts=marks)
     assert late.free is not None
@@ -235,8 +267,9 @@ def test_tagged_arguments_are_text_or_json_as_their_schema_says() -> None:
 def test_literals_of_every_kind_of_schema(literals: Literals) -> None:
     form, tokenizer = CallFormat("<call>", "", "</call>", None, literals=literals), vocabulary([])
     deep: dict[str, Any] = {"type": "integer"}
+    deepest: Any = 1
     for _ in range(12):
-        deep = {"type": "array", "items": deep}
+        deep, deepest = {"type": "array", "items": deep}, [deepest]
     cases: list[tuple[Any, list[Any], list[Any]]] = [
         ({"type": "string"}, ["", "a b"], [1, None]),
         ({"type": "boolean"}, [True, False], [None, 1, "True"]),
@@ -256,7 +289,7 @@ def test_literals_of_every_kind_of_schema(literals: Literals) -> None:
             [{}, {"a": 1}, {"b": 1}, {"a": 1, "b": 2}],
             [1],
         ),
-        (deep, [[[[]]], [[[[[[[[["x"]]]]]]]]]], ["x", [["x"]]]),
+        (deep, [[[[]]], deepest], ["x", [["x"]], [[[[[[[[["x"]]]]]]]]], [deepest]]),
     ]
     for schema, good, bad in cases:
         whole = {"type": "object", "properties": {"v": schema}, "required": ["v"]}
@@ -273,11 +306,12 @@ def test_tools_with_too_many_values_are_refused() -> None:
     form = CallFormat("<call>", "", "</call>", None, literals=Literals())
     schemas = {
         f"f{tool}": {"type": "object", "properties": {f"p{i}": {"type": "null"} for i in range(500)}}
-        for tool in range(11)
+        for tool in range(20)
     }
-    CallGrammar(form, dict([*schemas.items()][:10]), vocabulary([]))
-    with pytest.raises(SettingError, match="too many values"):
+    CallGrammar(form, dict([*schemas.items()][:3]), vocabulary([]))
+    with pytest.raises(SettingError) as raised:
         CallGrammar(form, schemas, vocabulary([]))
+    assert raised.value.setting == "grammar"
 
 
 def holding(constraint: Constraint, tokenizer: Tokenizer, text: str) -> str:
@@ -316,27 +350,40 @@ def test_a_grammar_that_nobody_can_follow_is_not_held_to_where_nobody_waited_for
     tokenizer = vocabulary([])
     factory = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256]))
     bad = Grammar("start: /(/", FreeText("<x>"))
-    assert holding(factory.new(bad), tokenizer, "a<x>b") == "-----"
-    assert isinstance(factory.compile_later(bad).exception(10), SettingError)
+    other = Grammar('start: "y"', FreeText("<x>"))  # which the mark does not fit
+    logits = torch.zeros(tokenizer.vocab_size)
+    for grammar in (bad, other):
+        constraint = factory.new(grammar)
+        for token in tokenizer.encode("a<x>b", add_special_tokens=False):
+            constraint.accept(token)
+            assert torch.equal(constraint.mask(logits), logits)
+            assert not constraint.is_holding
+    with pytest.raises(SettingError):
+        factory.compile_later(bad)
     with pytest.raises(SettingError):
         factory.new(Grammar("start: /(/"))
-    other = factory.new(Grammar('start: "y"', FreeText("<x>")))  # which the mark does not fit
-    assert holding(other, tokenizer, "<x>") == "---"
 
 
-def test_the_last_grammars_are_kept_compiled() -> None:
+def test_the_last_grammars_are_kept_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer = vocabulary([])
     factory = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256]))
+    compiled, compile_ = list[str](), factory._compile
+
+    def counted(text: str, setting: str) -> Any:
+        compiled.append(text)
+        return compile_(text, setting)
+
+    monkeypatch.setattr(factory, "_compile", counted)
     grammars = [Grammar(f'start: "{number}"') for number in range(NUM_KEPT + 1)]
-    first = factory.compile_later(grammars[0])
-    for grammar in grammars[1:NUM_KEPT]:
+    for grammar in grammars[:NUM_KEPT]:
         factory.new(grammar)
-    assert factory.compile_later(grammars[0]) is first  # and is the last to be used now
-    second = factory.compile_later(grammars[1])
-    factory.compile_later(grammars[NUM_KEPT])
-    assert factory.compile_later(grammars[0]) is first
-    assert factory.compile_later(grammars[1]) is second
-    assert factory.compile_later(grammars[NUM_KEPT]).result(10) is not None
+    factory.new(grammars[0])  # the last to be used now
+    assert len(compiled) == NUM_KEPT
+    factory.new(grammars[NUM_KEPT])
+    factory.new(grammars[0])
+    assert len(compiled) == NUM_KEPT + 1
+    factory.new(grammars[1])
+    assert len(compiled) == NUM_KEPT + 2
 
 
 def test_schemas_of_tools_were_not_written_for_a_grammar() -> None:
@@ -351,3 +398,119 @@ def test_schemas_of_tools_were_not_written_for_a_grammar() -> None:
     with pytest.raises(SettingError, match="oneOf"):
         allows(tokenizer, Grammar(grammar_text(JsonFormat(schema))), "")
     assert "a" * 99 in grammar_text(JsonFormat({"type": "object", "description": "a" * 99}))
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "words"),
+    [
+        (HERMES, "</think><tool_call>", ["><"]),
+        (HERMES, "<think>a</think>\n<tool", [">\n<"]),
+        (HERMES, "<think></think><", ["<think></think><"]),
+        (HERMES, "b <think><tool_call>", ["b <think>"]),
+        (format_of("llama"), '<think>a {"name": "b</think>\n{"name": "', []),
+        (format_of("llama"), '<think>a</think> {"na', ["<t"]),
+        (CallFormat(f'{CALL} {{"name": "', '", "arguments": ', "}", None), f"{CALL} ", []),
+        (CallFormat(f'{CALL} {{"name": "', '", "arguments": ', "}", None), f"a{CALL[:-1]}", []),
+    ],
+)
+def test_a_mark_is_seen_where_tokens_cross_it(form: CallFormat, text: str, words: list[str]) -> None:
+    tokenizer, marks = vocabulary([], words), ThoughtMarks("<think>", "</think>")
+    rules = CallGrammar(form, SCHEMAS, tokenizer)
+    grammar = rules.grammar(is_required=False, thoughts=marks, is_thinking=text.startswith("</think>"))
+    constraint = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256])).new(grammar)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        assert constraint.mask(torch.zeros(tokenizer.vocab_size))[token] == 0
+        constraint.accept(token)
+    assert constraint.is_holding
+
+
+@pytest.mark.parametrize("text", ['f{"name": "', '<think>a</think>b {"name": "', '<think>{"name": "'])
+def test_a_call_that_is_only_one_at_first_is_text_elsewhere(text: str) -> None:
+    tokenizer, marks = vocabulary([], ['f{"']), ThoughtMarks("<think>", "</think>")
+    rules = CallGrammar(format_of("llama"), SCHEMAS, tokenizer)
+    grammar = rules.grammar(is_required=False, thoughts=marks)
+    constraint = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256])).new(grammar)
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        constraint.accept(token)
+    assert not constraint.is_holding
+
+
+def test_a_grammar_is_waited_for_where_its_mask_is_needed() -> None:
+    tokenizer = vocabulary([])
+    factory = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256]))
+    rules = [
+        CallGrammar(HERMES, {f"f{number}": {"type": "object"}}, tokenizer) for number in range(NUM_QUEUED + 2)
+    ]
+    grammars = [rule.grammar(is_required=False) for rule in rules]
+    goes_on, compile_ = threading.Event(), factory._compile
+
+    def waits(grammar: str, setting: str) -> Any:
+        assert threading.current_thread() is threading.main_thread() or goes_on.wait(60)
+        return compile_(grammar, setting)
+
+    factory._compile = waits  # type: ignore[method-assign]
+    futures = [factory.compile_later(grammar) for grammar in grammars]
+    # Enough wait for the thread: one more is compiled by who asks.
+    assert [future is None for future in futures] == [False] * NUM_QUEUED + [True] * 2
+    constraint, last = factory.new(grammars[0]), factory.new(grammars[1])
+    for each in (constraint, last):
+        for token in tokenizer.encode("a <tool_call>", add_special_tokens=False)[:3]:
+            each.accept(token)
+        assert each.is_holding
+        assert not each.is_finished
+    assert not any(future.done() for future in futures if future is not None)
+    logits = torch.zeros(tokenizer.vocab_size)
+    assert last.mask(logits).isinf().any()  # the thread has not begun with it
+    threading.Timer(0.05, goes_on.set).start()
+    assert constraint.mask(logits).isinf().any()
+    assert [future.result(60) for future in futures if future is not None]
+
+
+def test_what_is_wrong_with_a_grammar_is_told_to_each_who_asks() -> None:
+    tokenizer = vocabulary([])
+    factory = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256]))
+    errors = []
+    for _ in range(20):
+        with pytest.raises(SettingError) as raised:
+            factory.new(Grammar("start: nothing"))
+        errors.append(raised.value)
+    assert len({str(error) for error in errors}) == 1
+    assert len({len([*traceback.walk_tb(error.__traceback__)]) for error in errors[1:]}) == 1
+
+
+def test_references_do_not_multiply_what_they_refer_to() -> None:
+    inner: dict[str, Any] = {"$ref": "#/$defs/names"}
+    for _ in range(20):
+        inner = {"type": "array", "items": {"anyOf": [inner, {"type": "null"}]}}
+    schema = {
+        "type": "object",
+        "$defs": {
+            "names": {"enum": [f"name {index}" for index in range(1000)]},
+            "loop": {"$ref": "#/$defs/loop"},
+        },
+        "properties": {**{f"key_{index}": inner for index in range(20)}, "loop": {"$ref": "#/$defs/loop"}},
+    }
+    form, tokenizer = CallFormat("<call>", "", "</call>", None, literals=Literals()), vocabulary([])
+    grammar = CallGrammar(form, {"f": schema}, tokenizer).grammar(is_required=True)
+    assert grammar.text.count("name 999") == 1
+    assert allows(
+        tokenizer, grammar, "<call>f(key_0=" + "[" * 20 + '"name 7"' + "]" * 20 + ", loop=[1])</call>"
+    )
+    tagged = {**schema, "properties": {f"key_{index}": {"type": "object"} for index in range(500)}}
+    with pytest.raises(SettingError, match="bytes"):
+        CallGrammar(format_of("coder"), {"f": tagged}, tokenizer)
+
+
+@pytest.mark.parametrize("family", ["hermes", "coder", "pythonic", "gemma4"])
+@settings(max_examples=60, deadline=None)
+@given(schema=st.dictionaries(st.sampled_from(KEYWORDS), values, max_size=5))
+def test_any_schema_of_a_tool_is_held_to_or_refused(family: str, schema: Any) -> None:
+    tokenizer = vocabulary([])
+    factory = ConstraintFactory(tokenizer, tokenizer.vocab_size, frozenset([256]))
+    for parameters in (schema, {"type": "object", "properties": {"b": schema}, "required": ["b"]}):
+        try:
+            factory.new(
+                CallGrammar(format_of(family), {"f": parameters}, tokenizer).grammar(is_required=True)
+            )
+        except SettingError as error:
+            assert str(error)  # noqa: PT017
