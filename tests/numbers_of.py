@@ -35,7 +35,8 @@ def _constants(module: ModuleType) -> Iterator[tuple[str, Any]]:
     """That are written as numbers in the module, or in a class of it."""
     assert module.__file__ is not None
     tree = ast.parse(Path(module.__file__).read_text())
-    for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+    owners: list[ast.Module | ast.ClassDef] = [tree]
+    for owner in owners + [node for node in tree.body if isinstance(node, ast.ClassDef)]:
         values = vars(module) if isinstance(owner, ast.Module) else vars(vars(module)[owner.name])
         prefix = "" if isinstance(owner, ast.Module) else f"{owner.name}."
         for node in owner.body:

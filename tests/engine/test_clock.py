@@ -69,7 +69,7 @@ def test_a_batcher_tells_what_steps_and_requests_took(name: str, clock: list[flo
     watching = Watching()
     batcher._observers = (watching,)
     clock[0] += 5
-    jobs = [new_job(batcher, f"r{i}", Wish(random_prompt(n), 3)) for i, n in enumerate((200, 64, 30))]
+    jobs = [new_job(batcher, f"r{i}", Wish(tuple(random_prompt(n)), 3)) for i, n in enumerate((200, 64, 30))]
     for job in jobs:
         batcher.add(job)
     clock[0] += 7  # they wait
@@ -110,7 +110,7 @@ def test_a_batcher_tells_what_steps_and_requests_took(name: str, clock: list[flo
         batcher.step()
     tell(batcher)
     assert [record.index for record in watching.steps] == [*range(len(watching.steps))]
-    at_s, ended_s = began_s, {}
+    at_s, ended_s = began_s, dict[Any, float]()
     for record in watching.steps:
         num_tokens = sum(span.end - span.start for span in record.spans)
         assert (record.start_s, record.seconds) == (at_s - 1000.0, STEP_S + num_tokens)
@@ -180,7 +180,7 @@ def test_what_was_found_is_counted() -> None:
         model, ScheduleConfig(chunk_size=128, max_running=2), 4096, strict=False, sharing=Sharing()
     )
     for index, prompt in enumerate((random_prompt(200), random_prompt(200))):
-        job = new_job(batcher, f"r{index}", Wish(prompt, 2))
+        job = new_job(batcher, f"r{index}", Wish(tuple(prompt), 2))
         batcher.add(job)
         while batcher.has_work:
             batcher.step()

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,7 +100,7 @@ def test_a_crowd_that_grows_is_left_more(tmp_path: Path) -> None:
     for num_running in (10, 10, 10, 12, 10, 10):
         loads.write_text(f"0 0 0 {num_running}/9 9")
         now += 1.01 * Crowd.EVERY_THERE_S
-        left.append((crowd.look(now, 8), crowd.num_threads(can_share=True)))
+        left.append((crowd.look(now, 8), crowd.processors_left))
     assert left == [(False, 2), (True, 6), (False, 6), (True, 4), (False, 4), (True, 6)]
 
 
@@ -129,53 +128,33 @@ def test_a_system_that_does_not_tell_has_no_crowd(tmp_path: Path) -> None:
     assert not any(crowd.look(float(second), 1) for second in range(9))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shortens", "num_running", "expected"),
-    [
-        (torch.bfloat16, True, 4, 2),
-        (torch.bfloat16, False, 4, 1),
-        (torch.bfloat16, True, 9, 1),
-        (torch.float32, True, 9, 3),
-    ],
-)
-def test_in_a_crowd_torch_has_fewer_threads_that_sleep_at_once(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: torch.dtype,
-    shortens: bool,
-    num_running: int,
-    expected: int,
-) -> None:
-    """But for products of float32, whose bits may depend on their number."""
+def test_in_a_crowd_torch_has_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = tmp_path / "loadavg"
-    loads.write_text(f"0 0 0 {num_running}/9 9")
+    loads.write_text("0 0 0 9/9 9")
     crowd, now = Crowd(loads, num_processors=2, own=running_threads(tmp_path, 1)), 1.0
-    shortened: list[int] = []
-    monkeypatch.setattr(threads, "shorten_waits", shortened.append if shortens else None)
     monkeypatch.setattr(threads, "Crowd", lambda: crowd)
     monkeypatch.setattr("time.perf_counter", lambda: now)
-    steps = StepThreads(is_host=True, torch_multiplies=True, dtype=dtype)
+    steps = StepThreads(is_host=True, torch_multiplies=True)
     with steps:
         for _ in range(Crowd.NUM_LOOKS):
             assert torch.get_num_threads() == 3
             now += 1.01 * Crowd.EVERY_S
             steps.look()
-        assert (torch.get_num_threads(), native_threads()) == (expected, 3)
+        assert (torch.get_num_threads(), native_threads()) == (1, 3)
     assert torch.get_num_threads() == 3
     with steps:
-        assert torch.get_num_threads() == expected
+        assert torch.get_num_threads() == 1
         loads.write_text("0 0 0 1/9 9")
         crowd._num_processors = 3
         now += 2 * Crowd.QUIET_S
         steps.look()
         assert torch.get_num_threads() == 3
-    assert [bool(count) for count in shortened] == [True, False] * shortens
 
 
 @pytest.mark.parametrize(
     ("num_processors", "num_own", "runs", "left"),
     [
-        (2, 2, [3, 3], 2),
+        (2, 2, [3, 3], 1),
         (2, 2, [4, 4], 1),
         (16, 16, [20, 18], 14),
         (16, 16, [32, 32], 4),
@@ -191,7 +170,16 @@ def test_others_are_left_what_they_want(
         loads.write_text(f"0 0 0 {num_running}/99 9")
         crowd.look(2 * Crowd.EVERY_S * index, num_own)
     assert crowd.is_there
-    assert crowd.num_threads(can_share=True) == left
+    assert crowd.processors_left == left
+
+
+def test_float32_keeps_its_threads() -> None:
+    steps = StepThreads(is_host=True, torch_multiplies=True, dtype=torch.float32)
+    with steps:
+        for _ in range(9):
+            steps.look()
+            assert torch.get_num_threads() == 3
+    assert steps._crowd is None
 
 
 @pytest.mark.parametrize(("num_out", "num_in"), [(960, 576), (384, 1024), (1024, 1536), (100, 130)])
@@ -247,25 +235,3 @@ def test_callers_at_once_and_after_a_fork(kernels: NativeKernels, monkeypatch: p
     if child == 0:  # its pool is a new one: the threads stayed with the parent
         os._exit(0 if torch.equal(kernels.linear(x, weight, is_canonical=False), expected) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_torchs_threads_sleep_at_once_where_there_are_more_of_them(kernels: NativeKernels) -> None:
-    """By the processor's time that they take while nothing is asked of them."""
-
-    def most_idle_s() -> float:
-        found = []
-        for _ in range(20):
-            torch.ones(1 << 20).add_(1)  # all are awake
-            before = time.process_time()
-            time.sleep(0.005)
-            found.append(time.process_time() - before)
-        return max(found)
-
-    assert threads.shorten_waits is not None
-    torch.set_num_threads(2)
-    threads.shorten_waits(os.cpu_count() or 1)
-    try:
-        assert any(most_idle_s() < 0.001 for _ in range(20))
-    finally:
-        threads.shorten_waits(0)
-    assert any(most_idle_s() > 0.001 for _ in range(20))

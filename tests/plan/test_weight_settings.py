@@ -86,5 +86,5 @@ def test_without_kernels_for_blocks_auto_is_the_dtype(dtype: str, name: WeightsN
     assert "float16" not in settled.reason.removeprefix(f"auto: {dtype}")
     assert "in float16 they do" in settle_without_blocks(auto, dtype, "float16").reason
     for asked in ("int8", "bf16", "f32"):
-        setting = WeightsSetting(asked)  # type: ignore[arg-type]
+        setting = WeightsSetting(asked)
         assert settle_without_blocks(setting, dtype) is setting

@@ -2,8 +2,8 @@
 
 torch's threads stay awake for milliseconds after each operation, and every one of them must be let in before the next
 can begin. On an idle machine nothing is faster. Where others want the processors, too, most of the time goes by until
-all threads have had their turn. There torch's go to sleep at once, and are as many as others leave processors, or one
-more; what the native library does is claimed piece by piece by threads of its own.
+all threads have had their turn. There torch has as many threads as others leave processors, and where that is one,
+what the native library does is claimed piece by piece by threads of its own, which sleep when there is nothing to do.
 Bits do not depend on any of this: work is cut for the same number of threads, whoever does it, and torch's products
 of bfloat16 are the same by any number of them. Those of float32 are not always, and keep theirs.
 """
@@ -11,17 +11,12 @@ of bfloat16 are the same by any number of them. Those of float32 are not always,
 import os
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from math import inf
 from pathlib import Path
 from types import TracebackType
 
 import torch
-
-# Makes torch's threads wait for microseconds, by so many more of them than there are, until it is called with 0. The
-# native library has it; without it, torch has one thread where others leave it no more.
-shorten_waits: Callable[[int], None] | None = None
 
 
 class _Own(threading.local):
@@ -41,7 +36,8 @@ def num_threads() -> int:
 
 def native_threads() -> int:
     """The same for the native library: its own threads, or torch's, which it is told by a negative number."""
-    return _own.cut_for or -torch.get_num_threads()
+    torchs = torch.get_num_threads()
+    return _own.cut_for if _own.cut_for and torchs == 1 else -torchs
 
 
 class Crowd:
@@ -73,11 +69,10 @@ class Crowd:
         self._left_s = -inf
         self._quiet_s = self.QUIET_S
 
-    def num_threads(self, *, can_share: bool) -> int:
-        """As many as others leave processors, a fourth of them where they want all. One processor that is left is
-        enough for two threads that can share another with somebody else."""
-        num_left = self._num_processors - self._num_others
-        return 2 if can_share and num_left == 1 else max(num_left, self._num_processors // 4, 1)
+    @property
+    def processors_left(self) -> int:
+        """Those that others do not want; a fourth of all where they want all of them."""
+        return max(self._num_processors - self._num_others, self._num_processors // 4, 1)
 
     def look(self, now: float, num_own: int) -> bool:
         """Whether it has come, changed or gone, where this process wants to run so many threads."""
@@ -129,16 +124,15 @@ class StepThreads:
         """Where torch has nothing large to do, it has one thread in any case. A device that is not the host computes
         by itself."""
         self._leaves_torch_one = is_host and not torch_multiplies
-        self._crowd = Crowd() if is_host and torch_multiplies else None
-        self._keeps_number = dtype != torch.bfloat16
-        self._has_short_waits = False
+        has_crowd = is_host and torch_multiplies and dtype == torch.bfloat16
+        self._crowd = Crowd() if has_crowd else None
 
     def __enter__(self) -> None:
         _own.depth += 1
         if _own.depth == 1 and self._leaves_torch_one:
             _leave_torch(1)
         if _own.depth == 1 and self._crowd is not None and self._crowd.is_there:
-            self._yield_to(self._crowd)
+            _leave_torch(self._crowd.processors_left)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -153,16 +147,9 @@ class StepThreads:
         if crowd is None or not crowd.look(time.perf_counter(), num_threads()):
             return
         if crowd.is_there:
-            self._yield_to(crowd)
+            _leave_torch(crowd.processors_left)
         else:
             _give_torch_all()
-        if shorten_waits is not None and crowd.is_there != self._has_short_waits:
-            self._has_short_waits = crowd.is_there
-            shorten_waits((os.cpu_count() or 1) if crowd.is_there else 0)
-
-    def _yield_to(self, crowd: Crowd) -> None:
-        num_left = crowd.num_threads(can_share=shorten_waits is not None)
-        _leave_torch(num_threads() if self._keeps_number else num_left)
 
 
 def _leave_torch(count: int) -> None:

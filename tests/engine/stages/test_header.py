@@ -133,7 +133,7 @@ def test_rows_agree(changes: dict[str, Any], is_right: bool) -> None:
     assert accepts(replace(BATCH, **changes)) == is_right
 
 
-def with_state(**changes: int) -> ForwardBatch:
+def with_state(**changes: Any) -> ForwardBatch:
     first, second = BATCH.states.rows
     return replace(BATCH, states=StateWork((first, replace(second, **changes))))
 

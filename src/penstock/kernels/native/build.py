@@ -29,7 +29,6 @@ import torch
 
 from penstock.files import read_plain
 from penstock.home import cache_home
-from penstock.kernels import threads
 from penstock.kernels.interface import KernelsUnavailableError
 from penstock.machine import INSTRUCTION_SETS, instruction_set, processor_flags
 
@@ -219,7 +218,6 @@ def _load(path: Path) -> ctypes.CDLL:
     with contextlib.suppress(OSError, AttributeError):
         torchs = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         library.penstock_use_openmp(torchs.GOMP_parallel)
-        threads.shorten_waits = library.penstock_shorten_waits
     return library
 
 

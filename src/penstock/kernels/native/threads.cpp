@@ -53,16 +53,6 @@ void wake(std::atomic<uint32_t>* word, int num_threads) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, num_threads, nullptr, nullptr, 0);
 }
 
-// Signals are for the threads that the program made.
-template <class Body>
-void start_thread(Body body) {
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    std::thread(std::move(body)).detach();
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
 // Pieces [next, end) of a job that nobody has claimed, as one word.
 struct Range {
     uint32_t job;  // 20 bits of it
@@ -121,8 +111,15 @@ class Pool {
     };
 
     void start(int num_workers) {
-        for (; num_workers_ < num_workers; ++num_workers_)
-            start_thread([this, number = num_workers_ + 1] { serve(number); });
+        while (num_workers_ < num_workers) {
+            // Signals are for the threads that the program made.
+            sigset_t all, before;
+            sigfillset(&all);
+            pthread_sigmask(SIG_SETMASK, &all, &before);
+            std::thread([this, number = num_workers_ + 1] { serve(number); }).detach();
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            ++num_workers_;
+        }
     }
 
     // The caller has waited for pieces of others: far longer than a piece takes, where one of them was put aside.
@@ -234,7 +231,6 @@ Pool& the_pool() {
 // Torch's OpenMP: calls a function on so many threads, the caller among them. None: it was not told.
 using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
 std::atomic<Parallel> parallel{nullptr};
-std::atomic<uint32_t> extra_workers{0};  // changes when those that there are shall end
 
 }  // namespace
 
@@ -262,18 +258,4 @@ void share(int64_t num_pieces, int64_t at_a_time, int num_threads, void (*run)(c
 // `GOMP_parallel` of the OpenMP that torch has loaded.
 extern "C" void penstock_use_openmp(penstock::Parallel torchs) {
     penstock::parallel.store(torchs, std::memory_order_relaxed);
-}
-
-// OpenMP's threads stay awake between operations for microseconds in place of milliseconds where there are more of them
-// than processors. So many workers that have nothing to do make it so, until it is called with none.
-extern "C" void penstock_shorten_waits(int num_workers) {
-    using namespace penstock;
-    const uint32_t own = extra_workers.fetch_add(1) + 1;
-    wake(&extra_workers, MOST_THREADS);
-    const Parallel torchs = parallel.load(std::memory_order_relaxed);
-    if (!torchs || num_workers <= 0) return;
-    start_thread([=] {
-        torchs([](void*) {}, nullptr, num_workers + 1, 0);
-        while (extra_workers.load() == own) sleep_while(&extra_workers, own);
-    });
 }
