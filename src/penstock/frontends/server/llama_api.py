@@ -89,7 +89,14 @@ class NativeAnswer(Answer):
             text = "".join(getattr(piece, "text", "") for piece in pieces)
             if isinstance(event, TokenGenerated) or (isinstance(event, Finished) and text):
                 own = [event] if isinstance(event, TokenGenerated) else []
-                yield {"index": index, "content": text, "stop": False, **self._tokens(index, own)}
+                ids = [each.token for each in own]  # told of a stream whatever return_tokens says
+                yield {
+                    "index": index,
+                    "content": text,
+                    "stop": False,
+                    **self._tokens(index, own),
+                    "tokens": ids,
+                }
             if isinstance(event, Finished):
                 yield {**self._last_part(index), "content": "", "tokens": []}
 
@@ -117,6 +124,7 @@ class NativeAnswer(Answer):
             "tokens_predicted": usage.completion_tokens,
             "tokens_cached": usage.prompt_tokens + usage.completion_tokens,
             "truncated": False,
+            "has_new_line": "\n" in self._turns[index].text,
             "stop_type": "limit" if end.reason == "length" else "word" if stops else "eos",
             "stopping_word": stops[0] if len(stops) == 1 else "",
             "timings": {
