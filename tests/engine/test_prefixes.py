@@ -294,7 +294,7 @@ def shared(*readers: Waiting) -> tuple[list[int], list[int]]:
     """Who gained, and who is held, by their places."""
     found = share(readers, in_pieces=False)  # type: ignore[arg-type]
     return (
-        [place for place, reader in enumerate(readers) if any(reader is job for job in found.gained)],
+        [place for place, reader in enumerate(readers) if id(reader) in map(id, found.gained)],
         [place for place, reader in enumerate(readers) if reader.id in found.held],
     )
 
