@@ -110,7 +110,7 @@ def test_a_batcher_tells_what_steps_and_requests_took(name: str, clock: list[flo
         batcher.step()
     tell(batcher)
     assert [record.index for record in watching.steps] == [*range(len(watching.steps))]
-    at_s, ended_s = began_s, dict[Any, list[float]]()
+    at_s, ended_s = began_s, dict[Any, list[tuple[Any, float]]]()
     for record in watching.steps:
         num_tokens = sum(span.end - span.start for span in record.spans)
         assert (record.start_s, record.seconds) == (at_s - 1000.0, STEP_S + num_tokens)
