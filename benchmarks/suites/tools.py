@@ -27,7 +27,7 @@ NEW, KNOWN, COLD, START = "new tools", "known tools", "new tools, prompt read", 
 CASES = (NEW, KNOWN, COLD, START)
 FIRST, NEXT = "first token", "next token"
 _LATER_MS, _MOST_RATIO = 50.0, 1.03
-_REPEATS, _START_REPEATS = 7, 3
+_REPEATS, _FEW_REPEATS = 7, 3
 _TIMEOUT_S = 120.0
 METHOD = (
     "a chat with tools in `auto`, and its rendered prompt as a plain completion, by HTTP and in turns: the same "
@@ -119,9 +119,9 @@ class Server:
 
 
 @contextmanager
-def _server(options: argparse.Namespace, model: Path, folder: str) -> Iterator[Server]:
+def _server(options: argparse.Namespace, model: Path, folder: str | None = None) -> Iterator[Server]:
     command = [sys.executable, "-m", "penstock", "serve", "--model", str(model), "--port", "0"]
-    command += ["--dtype", options.dtype, "--cache-dir", folder]
+    command += ["--dtype", options.dtype, *(("--cache-dir", folder) if folder else ())]
     command += ["--threads", str(options.threads)] if options.threads is not None else []
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
@@ -141,12 +141,16 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     num_rounds = options.repeats or _REPEATS
     subject, texts = text_subject(options.model), dict[int, str]()
     bench.describe(subject.description, options, "dtype", "tools", "answer_tokens", method=METHOD)
+    few = [*take_turns(rotated(WAYS, min(num_rounds, _FEW_REPEATS)))]
+    with _server(options, subject.path) as server:
+        for case in (NEW, KNOWN, COLD):
+            for index, way in few if case == COLD else take_turns(rotated(WAYS, num_rounds)):
+                _turn(server, bench, case, way, index, texts)
     with tempfile.TemporaryDirectory() as folder:
-        with _server(options, subject.path, folder) as server:
-            for case in (NEW, KNOWN, COLD):
-                for index, way in take_turns(rotated(WAYS, num_rounds)):
-                    _turn(server, bench, case, way, index, texts)
-        for index, way in take_turns(rotated(WAYS, min(num_rounds, _START_REPEATS))):
+        with _server(options, subject.path, folder) as server:  # nothing else is written while it is timed
+            for index, way in few:
+                _prompt(server, START, way, index, texts)
+        for index, way in few:
             with _server(options, subject.path, folder) as server:
                 _turn(server, bench, START, way, index, texts)
     _compare(bench.results)
@@ -154,13 +158,10 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
 
 def _turn(server: Server, bench: Bench, case: str, way: str, index: int, texts: dict[int, str]) -> None:
     """One request; `texts` are prompts by the number of their tools."""
-    # What a server's first request asks for, one before it has read.
-    number = 1000 * CASES.index(NEW if case == START else case) + 2 * index + WAYS.index(way)
+    number = _number(case, way, index)
     body, salt = server.chat(number), f"salt {number}"
     if case != START:
-        texts[number] = server.rendered(body)
-    if case in (NEW, KNOWN):
-        server.read(texts[number], salt)
+        _prompt(server, case, way, index, texts)
     if case == KNOWN:
         server.stamps(HELD, body, "", salt)
     stamps = server.stamps(way, body, texts[number], salt)
@@ -168,6 +169,19 @@ def _turn(server: Server, bench: Bench, case: str, way: str, index: int, texts: 
     bench.say(
         f"{case}, {way}: first token after {1e3 * stamps.tokens[0]:,.1f} ms ({stamps.num_prompt} tokens)"
     )
+
+
+def _number(case: str, way: str, index: int) -> int:
+    """Of tools that only this turn has."""
+    return 1000 * CASES.index(case) + 2 * index + WAYS.index(way)
+
+
+def _prompt(server: Server, case: str, way: str, index: int, texts: dict[int, str]) -> None:
+    """Render a turn's prompt, and read it before, but where that is timed."""
+    number = _number(case, way, index)
+    texts[number] = server.rendered(server.chat(number))
+    if case != COLD:
+        server.read(texts[number], f"salt {number}")
 
 
 def later(case: str) -> str:
@@ -202,7 +216,7 @@ TOOLS = Suite(
     "without them, over HTTP and in turns. Takes about three minutes on two cores.",
     _measure,
     _bars,
-    repeats="rounds (7; 3 of starts)",
+    repeats="rounds (7; 3 of starts, and where the prompt is read)",
     options={
         "--tools": number(24, "how many tools"),
         "--answer-tokens": number(64, "tokens of the answer"),
