@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from penstock.errors import ModelError, ModelFileError
@@ -105,6 +105,40 @@ def test_values_are_what_the_parts_say(case: str, tmp_path: Path) -> None:
             ours = kernels.linear(x, weight, is_canonical=False).double()
             exact = x.double() @ values.double().T
             assert float((ours - exact).norm() / exact.norm()) < 0.01
+
+
+# The values of one matrix as three tools pack them, by their own functions: autoawq 0.2.9
+# (`WQLinear_GEMM.from_linear`), auto-gptq 0.7.1 (`QuantLinear.pack`), compressed-tensors 0.20.0 (`pack_to_int32`).
+BY_TOOLS = Path(__file__).with_name("packed_by_tools.safetensors")
+
+
+@pytest.mark.parametrize("case", ["awq", "gptq", "compressed-tensors", "compressed-tensors, symmetric"])
+def test_what_tools_have_packed_is_read(case: str, tmp_path: Path) -> None:
+    method, _, symmetric = case.partition(", ")
+    stored = load_file(BY_TOOLS)
+    values = stored.pop("values")
+    parts = {
+        name.removeprefix(f"{method}."): part for name, part in stored.items() if name.startswith(method)
+    }
+    if symmetric:  # zero points are 8 then
+        words, scales = parts.pop("weight_zero_point"), parts["weight_scale"].float()
+        zeros = torch.stack([words >> 4 * bit & 15 for bit in range(8)], dim=1).flatten(0, 1)
+        values = values + ((zeros - 8) * scales).repeat_interleave(32, dim=1)
+    config = {"quant_method": method, "bits": 4, "group_size": 32, "format": "pack-quantized"}
+    with closing(HfFolder(folder_of(tmp_path, config, parts))) as source:
+        name = f"{NAME}.weight"
+        assert source.names() == {name, "model.norm.weight"}
+        assert source.shape(name) == values.shape
+        found = torch.empty(values.shape)
+        source.load_into(name, found)
+        assert torch.allclose(found, values, rtol=0, atol=1e-6)
+        form = source.block_form(name)
+        assert form is not None
+        blocks = torch.cat(list(source.blocks(name)))
+        with interpreted_kernels(256) as kernels:
+            weight = kernels.quantised.zeros(form, len(values), values.shape[1], torch.device("cpu"))
+            kernels.quantised.place(weight, torch.arange(len(values)), blocks)
+            assert torch.equal(kernels.quantised.rows(weight, None, torch.float32), found)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 # Of the parts of quantised tensors, too.
-_PART_DTYPES = {**_DTYPES, "I32": torch.int32, "F8_E4M3": torch.uint8, "U8": torch.uint8}
+_PART_DTYPES = {**_DTYPES, "I64": torch.int64, "I32": torch.int32, "F8_E4M3": torch.uint8, "U8": torch.uint8}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 PICKLE_REASON = "loading a pickle runs whatever code it contains; convert it to safetensors"
 _SINGLE = "model.safetensors"

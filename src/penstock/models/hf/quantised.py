@@ -1,8 +1,8 @@
 """Quantised weights as folders have them: 8-bit floats with scales, and 4 bits as AWQ and GPTQ pack them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -23,9 +23,10 @@ from penstock.models.reading import Fields
 
 METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 _FLOAT8_BLOCK = 128
-# AWQ has the outputs of a word in this order.
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 _PACKED = 8  # quants to a word
+_MIDDLE = 8  # of quants
+# Of the quants in a word.
+_ORDERS = {"awq": (0, 4, 1, 5, 2, 6, 3, 7), "gptq": range(_PACKED), "compressed-tensors": range(_PACKED)}
 _VALUES_AT_ONCE = 1 << 22
 
 
@@ -115,63 +116,92 @@ class Floats:
 
 @dataclass(frozen=True)
 class Packed:
-    """4 bits, with a scale and a zero point for each group of inputs. `is_awq`: words hold outputs, else inputs."""
+    """4 bits, with a scale and a zero point for each group of inputs. `by` says what words hold, and so how all parts
+    lie: AWQ's outputs; GPTQ's inputs, of parts [.., out]; compressed-tensors' inputs, of parts [out, ..]."""
 
     quants: Part
-    zeros: Part
+    zeros: Part | None  # none: 8, the middle
     scales: Part
     groups: Part | None  # of each input, where a file says so
-    is_awq: bool
-    zero_offset: int  # files have zero points less this
+    by: Literal["awq", "gptq", "compressed-tensors"]
+    zero_offset: int = 0  # files have zero points less this
 
     @property
     def shape(self) -> tuple[int, ...]:
-        num_in = self.quants.shape[0] * (1 if self.is_awq else _PACKED)
-        return self.scales.shape[1], num_in
+        if self.by == "compressed-tensors":
+            return self.scales.shape[0], self.quants.shape[1] * _PACKED
+        return self.scales.shape[1], self.quants.shape[0] * (1 if self.by == "awq" else _PACKED)
+
+    @property
+    def _num_groups(self) -> int:
+        return self.scales.shape[1 if self.by == "compressed-tensors" else 0]
 
     @property
     def form(self) -> BlockForm | None:
-        is_whole = self.shape[1] // self.scales.shape[0] % GROUP == 0
-        return Q4_Z if is_whole and not self._is_shuffled else None
+        """Blocks have scales of float16: those of another dtype must be such numbers."""
+        is_whole = self.shape[1] // self._num_groups % GROUP == 0
+        return Q4_Z if is_whole and not self._is_shuffled and self._fits_half else None
 
     @property
     def _is_shuffled(self) -> bool:
         """Whether groups are not of successive inputs."""
         return self.groups is not None and not torch.equal(self.groups.read().long(), self._in_order())
 
+    @property
+    def _fits_half(self) -> bool:
+        if self.scales.dtype == "F16":
+            return True
+        scales = self.scales.read().float()
+        return torch.equal(scales.half().float(), scales)
+
     def _in_order(self) -> Tensor:
         num_in = self.shape[1]
-        return torch.arange(num_in) // (num_in // self.scales.shape[0])
+        return torch.arange(num_in) // (num_in // self._num_groups)
 
     def check(self, name: str) -> None:
         num_out, num_in = self.shape
-        num_groups = self.scales.shape[0]
-        words = (num_in, num_out // _PACKED) if self.is_awq else (num_in // _PACKED, num_out)
-        is_known = self.groups is None or self.groups.shape == (num_in,)
+        num_groups = self._num_groups
+        zeros: tuple[int, ...] = (num_groups, num_out // _PACKED)
+        words = {
+            "awq": (num_in, num_out // _PACKED),
+            "gptq": (num_in // _PACKED, num_out),
+            "compressed-tensors": (num_out, num_in // _PACKED),
+        }
+        if self.by == "compressed-tensors":
+            zeros = zeros[::-1]
         if (
             num_out % _PACKED
             or not num_groups
             or num_in % num_groups
-            or self.quants.shape != words
-            or self.zeros.shape != (num_groups, num_out // _PACKED)
-            or not is_known
+            or self.quants.shape != words[self.by]
+            or (self.zeros is not None and self.zeros.shape != zeros)
+            or (self.groups is not None and self.groups.shape != (num_in,))
         ):
             raise ModelFileError(f"tensor {name}: its parts do not fit each other as 4 bits in groups")
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Words, zero points [groups, out], scales [groups, out], and the group of each input."""
-        order = _AWQ_ORDER if self.is_awq else range(_PACKED)
-        zeros = (_unpacked(self.zeros.read(), order) + self.zero_offset) & 15
+        words, scales = self.quants.read(), self.scales.read()
+        zeros = None if self.zeros is None else self.zeros.read()
+        if self.by == "compressed-tensors":
+            scales, zeros = scales.t(), None if zeros is None else zeros.t()
+        if zeros is None:
+            zeros = torch.full(scales.shape, _MIDDLE)
+        else:
+            zeros = (_unpacked(zeros, _ORDERS[self.by]) + self.zero_offset) & 15
         groups = self._in_order() if self.groups is None else self.groups.read().long()
         if groups.numel() and not 0 <= int(groups.min()) <= int(groups.max()) < len(zeros):
             raise ModelFileError("inputs are in groups that have no scale")
-        return self.quants.read(), zeros, self.scales.read(), groups
+        return words, zeros, scales, groups
 
     def quants_of(self, words: Tensor, start: int, end: int) -> Tensor:
         """Of outputs [start, end), which are whole words [n, in]."""
-        if self.is_awq:
-            return _unpacked(words[:, start // _PACKED : end // _PACKED], _AWQ_ORDER).t()
-        return _unpacked(words[:, start:end].t(), range(_PACKED))
+        order = _ORDERS[self.by]
+        if self.by == "awq":
+            return _unpacked(words[:, start // _PACKED : end // _PACKED], order).t()
+        return _unpacked(
+            words[start:end] if self.by == "compressed-tensors" else words[:, start:end].t(), order
+        )
 
     def values_of(self, start: int, end: int, read: tuple[Tensor, ...] | None = None) -> Tensor:
         words, zeros, scales, groups = read or self.parts()
@@ -188,7 +218,7 @@ class Packed:
         return torch.cat((*found, quants[:, :, 0] | quants[:, :, 1] << 4), dim=2).flatten(1)
 
 
-def _unpacked(words: Tensor, order: Any) -> Tensor:
+def _unpacked(words: Tensor, order: Iterable[int]) -> Tensor:
     """Quants [n, 8 * m] of words [n, m], whose nibbles are in some order."""
     shifts = 4 * torch.tensor(tuple(order))
     return (words[:, :, None].long() >> shifts & 15).flatten(1)
@@ -258,10 +288,23 @@ def combined(tensors: Mapping[str, Part], config: Fields) -> tuple[dict[str, Qua
                 tensors[zeros],
                 tensors[scales],
                 tensors.get(groups),
-                method == "awq",
+                "awq" if method == "awq" else "gptq",
                 int(method == "gptq" and not is_second),
             )
             parts |= {name, zeros, scales, groups}
+        elif kind == "weight_packed":
+            shape, scales, zeros, groups = (
+                f"{base}.weight_{each}" for each in ("shape", "scale", "zero_point", "g_idx")
+            )
+            if not {shape, scales} <= {*tensors}:
+                raise ModelFileError(f"tensor {name} is without {shape} or {scales}")
+            packed = Packed(
+                tensors[name], tensors.get(zeros), tensors[scales], tensors.get(groups), "compressed-tensors"
+            )
+            if tuple(tensors[shape].read().tolist()) != packed.shape:
+                raise ModelFileError(f"tensor {name}: only 4 bits of whole words are supported")
+            found[f"{base}.weight"] = packed
+            parts |= {name, shape, scales, zeros, groups}
     for name, stored in found.items():
         stored.check(name)
     return found, parts & {*tensors, *found}
