@@ -36,7 +36,11 @@ class BitsCase:
 
 CASES = [
     *(BitsCase(name, dtype) for name in KINDS for dtype in DTYPES),
-    *(BitsCase("llama", torch.bfloat16, weights) for weights in QUANTISED_WEIGHTS),
+    *(
+        BitsCase(name, torch.bfloat16, weights)
+        for name in ("llama", "qwen3_moe")
+        for weights in QUANTISED_WEIGHTS
+    ),
 ]
 
 

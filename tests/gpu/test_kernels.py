@@ -14,12 +14,13 @@ from penstock.kernels.probe import Random
 from penstock.kernels.quantised import ALL_FORMS, FLOAT_FORMS, MXFP4
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import DeltaHeads, StateRows, StateWork
-from penstock.plan.model import DeltaNetConfig
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 from tests.gpu.cases import over
 from tests.gpu.models import gpu
 from tests.kernels.parity import (
     EPS,
     ROUTERS,
+    ExpertRows,
     Heads,
     Rows,
     Subject,
@@ -98,14 +99,30 @@ def test_products_and_embedding(case: torch.dtype) -> None:
 @over(DTYPES)
 def test_experts(case: torch.dtype) -> None:
     for config in ROUTERS.values():
-        check_experts(subject_of(case), config, 100)
+        check_experts(ExpertRows(subject_of(case), config, 100))
     config = ROUTERS["softmax"]
     for num_rows in (1, 7, 1000):
-        check_experts(subject_of(case), config, num_rows)
-    check_experts_alone(subject_of(case), config, 1200, (1, 5, 16, 17, 100, 333, 700))
+        check_experts(ExpertRows(subject_of(case), config, num_rows))
+    check_experts_alone(ExpertRows(subject_of(case), config, 1200), (1, 5, 16, 17, 100, 333, 700))
 
 
-@over([name for name, form in ALL_FORMS.items() if form is not MXFP4])  # which a GPU is given as plain values
+GPU_FORMS = [
+    name for name, form in ALL_FORMS.items() if form is not MXFP4
+]  # a GPU is given that as plain values
+
+
+@over(GPU_FORMS)
+def test_experts_of_quantised_weights(case: str) -> None:
+    config = ExpertsConfig(1, 8, 512, num_active=2)
+    for is_canonical in (True, False):
+        rows = ExpertRows(
+            subject_of(torch.bfloat16), config, 1200, 768, ALL_FORMS[case], is_canonical=is_canonical
+        )
+        check_experts(rows)
+        check_experts_alone(rows, (1, 5, 16, 17, 64, 100, 333, 512, 700, 1000))
+
+
+@over(GPU_FORMS)
 def test_products_with_quantised_weights(case: str) -> None:
     """Of one row, a few and many; rows have the same bits among any number of many."""
     form, products, (num_out, num_in) = ALL_FORMS[case], GpuProducts(), (768, 1024)

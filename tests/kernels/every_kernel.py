@@ -14,7 +14,7 @@ from penstock.kernels.cuda.delta import carry_states
 from penstock.kernels.cuda.fp8 import scale_rows
 from penstock.kernels.cuda.kernels import CudaKernels
 from penstock.kernels.elementwise import ACTIVATIONS
-from penstock.kernels.quantised import F8_BLOCK, Q4_K, Q6_K
+from penstock.kernels.quantised import F8_BLOCK, F8_ROW, Q4_K, Q6_K
 from penstock.kernels.spans import (
     AttendedSpan,
     AttentionWork,
@@ -113,6 +113,19 @@ def experts() -> None:
                 found.run(x, scores, x if function else None)
 
 
+def quantised_experts() -> None:
+    kernels, config = CudaKernels(), ExpertsConfig(1, 8, 256, num_active=2)
+    for forms in ((Q4_K, Q6_K), (F8_BLOCK, F8_BLOCK), (F8_ROW, F8_ROW)):
+        shapes = (8 * 512, 512), (8 * 512, 256)
+        gate_up, down = (
+            kernels.quantised.zeros(form, *shape) for form, shape in zip(forms, shapes, strict=True)
+        )
+        found = kernels.stacked_experts(config, gate_up, down)
+        for count, is_canonical in ((1, False), (1, True), (100, True), (2048, True)):
+            x = torch.zeros(count, 512, dtype=torch.bfloat16)
+            found.run(x, x[:, :8], None, is_canonical=is_canonical)
+
+
 def weights() -> None:
     kernels = CudaKernels()
     for form in (Q4_K, Q6_K, F8_BLOCK):
@@ -131,6 +144,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "attention": attention,
     "delta_nets": delta_nets,
     "experts": experts,
+    "quantised_experts": quantised_experts,
     "weights": weights,
 }
 

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 from torch import Tensor
 
+from penstock.kernels.cuda.experts import CudaExperts
 from penstock.kernels.quantised import (
     BLOCK_FORMS,
     F8_BLOCK,
@@ -22,15 +23,18 @@ from penstock.kernels.quantised import (
     quantise,
 )
 from penstock.layers.attention import Attention
-from penstock.layers.mlp import MLP
+from penstock.layers.mlp import MLP, ExpertMLP
+from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
 from penstock.models.loading import load_decoder, settled_weights
 from penstock.models.weights import stored_bits
 from penstock.plan.memory import weight_bytes
-from penstock.plan.settings import resolve_weights
+from penstock.plan.settings import WeightsName, resolve_weights
 from tests.kernels.parity import check_close
 from tests.kernels.test_quantised import random_blocks
 from tests.kernels.triton_interpreter import interpreted_kernels
+from tests.models.gguf_builders import write_hybrid_gguf
+from tests.models.test_gguf_hybrid import small
 from tests.models.test_gguf_mixed import MIXED, write_mixed
 
 if TYPE_CHECKING:
@@ -128,3 +132,54 @@ def test_a_file_s_blocks_are_a_gpu_s(kernels: "CudaKernels", tmp_path: Path) -> 
         for product in (mixer.qkv, mixer.out, mlp.gate_up, mlp.down)
     ]
     assert forms == [["Q4_K", "Q6_K"], ["Q4_K"], ["Q5_K", "Q4_K"], ["Q6_K"]]
+
+
+SIZES = {"hidden_size": 256, "moe_intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+EXPERTS = {"ffn_gate_exps": Kind.Q4_0, "ffn_up_exps": Kind.Q4_0, "ffn_down_exps": Kind.Q8_0}
+
+
+def loaded_experts(model: Decoder) -> CudaExperts:
+    block = model.layers[0].mlp
+    assert isinstance(block, ExpertMLP)
+    assert isinstance(block.experts, CudaExperts)
+    return block.experts
+
+
+@pytest.mark.parametrize("weights", ["auto", "int4", "int8", "fp8"])
+def test_experts_are_blocks_of_a_gpu_too(
+    kernels: "CudaKernels", weights: WeightsName, tmp_path: Path
+) -> None:
+    """All of a layer in one weight: those that a file has, or that others become."""
+    path = write_hybrid_gguf(small("qwen3_moe", **SIZES), tmp_path / "experts.gguf", quantised=EXPERTS)
+    source = GgufFile(path)
+    kept = load_decoder(source, kernels, torch.bfloat16, CPU, weights)
+    found = loaded_experts(kept)
+    plain = loaded_experts(load_decoder(source, kernels, torch.bfloat16, CPU, "bf16"))
+    forms = {"auto": ["Q4_0", "Q8_0"], "int4": ["Q4_1"] * 2, "int8": ["Q8_0"] * 2, "fp8": ["F8_ROW"] * 2}
+    for weight, values, form in zip(
+        (found.gate_up, found.down), (plain.gate_up, plain.down), forms[weights], strict=True
+    ):
+        assert isinstance(weight, QuantisedWeight)
+        assert isinstance(values, Tensor)
+        assert weight.form.name == form
+        own = kernels.quantised.rows(weight, None, torch.float32)
+        most = {"auto": MOST, "int4": 0.08, "int8": MOST, "fp8": 0.07}[weights]
+        check_close(own, values.flatten(0, 1).double(), most)
+    if weights == "auto":
+        bits = stored_bits(source, 16, on_gpu=True)
+        assert weight_bytes(kept.config, 2, bits) == pytest.approx(kept.num_weight_bytes, rel=0.01)
+    tried = {shape.form for shape in kept.probe_shapes.expert_products}
+    assert tried == {f"grouped {form}" for form in forms[weights]}
+
+
+def test_experts_whose_parts_are_of_two_forms_are_plain(kernels: "CudaKernels", tmp_path: Path) -> None:
+    kinds = EXPERTS | {"ffn_up_exps": Kind.Q8_0}
+    source = GgufFile(
+        write_hybrid_gguf(small("qwen3_moe", **SIZES), tmp_path / "experts.gguf", quantised=kinds)
+    )
+    model = load_decoder(source, kernels, torch.bfloat16, CPU)
+    found = loaded_experts(model)
+    assert isinstance(found.gate_up, Tensor)
+    assert isinstance(found.down, QuantisedWeight)
+    bits = stored_bits(source, 16, on_gpu=True)
+    assert weight_bytes(model.config, 2, bits) == pytest.approx(model.num_weight_bytes, rel=0.01)

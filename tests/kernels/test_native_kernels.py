@@ -24,7 +24,7 @@ from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttendedSpan, AttentionWork, HeadLayout, Scoring, WrittenPlaces
 from penstock.plan.model import ExpertsConfig
 from penstock.plan.settings import KERNELS_VARIABLE
-from tests.kernels.parity import ROUTERS, Subject, check_experts, check_experts_alone
+from tests.kernels.parity import ROUTERS, ExpertRows, Subject, check_experts, check_experts_alone
 from tests.kernels.test_torch_kernels import plain_attention
 
 CPU = torch.device("cpu")
@@ -298,9 +298,10 @@ def test_experts(native: NativeKernels, router: str) -> None:
     if native.quantised is None:
         pytest.skip("this processor has no products of bfloat16")
     subject, config = Subject(native, torch.bfloat16), ROUTERS[router]
-    check_experts(subject, config, 1)
-    check_experts(subject, config, 300)
-    check_experts_alone(subject, config, 300, (1, 7, 100))
+    check_experts(ExpertRows(subject, config, 1))
+    rows = ExpertRows(subject, config, 300)
+    check_experts(rows)
+    check_experts_alone(rows, (1, 7, 100))
 
 
 def test_quantised_experts_are_those_one_by_one(native: NativeKernels) -> None:

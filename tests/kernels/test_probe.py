@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -167,6 +167,8 @@ class Grouped(TorchKernels):
 
 @dataclass(frozen=True)
 class GroupedRows:
+    has_own_law: ClassVar[bool] = True
+
     below: int
 
     @property

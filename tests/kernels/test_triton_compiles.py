@@ -8,7 +8,9 @@ import pytest
 from tests.kernels.triton_interpreter import require_interpreter
 
 
-@pytest.mark.parametrize("kernels", ["rows", "heads", "attention", "delta_nets", "experts", "weights"])
+@pytest.mark.parametrize(
+    "kernels", ["rows", "heads", "attention", "delta_nets", "experts", "quantised_experts", "weights"]
+)
 def test_every_kernel_compiles(kernels: str) -> None:
     require_interpreter()
     command = [sys.executable, "-m", "tests.kernels.triton_compiler", kernels]

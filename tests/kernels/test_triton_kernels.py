@@ -12,6 +12,7 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS
 from penstock.kernels.interface import Kernels
+from penstock.kernels.quantised import ALL_FORMS, FLOAT_FORMS
 from penstock.kernels.spans import AttendedSpan, AttentionWork
 from penstock.plan.model import ExpertsConfig
 from tests.kernels.parity import (
@@ -106,14 +107,29 @@ def test_products_of_few_rows(
 @pytest.mark.parametrize("router", ROUTERS)
 def test_experts(kernels: Kernels, dtype: torch.dtype, router: str) -> None:
     subject, config = Subject(kernels, dtype), ROUTERS[router]
-    check_experts(subject, config, 1)
-    check_experts(subject, config, 20)
+    check_experts(ExpertRows(subject, config, 1))
+    check_experts(ExpertRows(subject, config, 20))
+
+
+FEW = ExpertsConfig(1, 4, 64, num_active=3)
 
 
 def test_experts_of_rows_alone(kernels: Kernels) -> None:
     """With tiles of every size: few rows for each expert, some, and many."""
     subject = Subject(kernels, torch.bfloat16)
-    check_experts_alone(subject, ExpertsConfig(1, 4, 64, num_active=3), 150, (1, 3, 13, 17, 100))
+    check_experts_alone(ExpertRows(subject, FEW, 150), (1, 3, 13, 17, 100))
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_Z", "Q8_0", "Q4_K", "F8_ROW", "F8_BLOCK"])
+def test_experts_of_quantised_weights(kernels: Kernels, name: str) -> None:
+    """Rows of decodes stay as they are beside 8-bit floats, too."""
+    form, subject = ALL_FORMS[name], Subject(kernels, torch.bfloat16)
+    is_small, size = form.block_size == 32, 2 * form.block_size  # the others take long, interpreted
+    config = ExpertsConfig(1, 2 if is_small else 1, size, num_active=1)
+    for is_canonical in (True, False) if form in FLOAT_FORMS else (True,):
+        rows = ExpertRows(subject, config, 25 if is_small else 2, size, form, is_canonical)
+        check_experts(rows)
+        check_experts_alone(rows, (1,) if is_small else ())
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow encountered in reduce")

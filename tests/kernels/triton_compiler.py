@@ -47,6 +47,8 @@ def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, *
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+            if isinstance(value, int) and value % 16 == 0 and not parameter.do_not_specialize:
+                attributes[(index,)] = [["tt.divisibility", 16]]
     key = (self.__name__, tuple(signature.items()), repr(constants), repr(options))
     if key in _compiled:
         return

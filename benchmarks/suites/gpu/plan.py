@@ -15,7 +15,7 @@ SECTIONS = (LARGE, SMALL, HYBRID, EXPERTS, WINDOWS, *_OTHERS)
 BIG, LITTLE, MIXED_LAYERS, WINDOWED = "8B", "0.6B", "9B hybrid", "Gemma 3 4B"
 SPARSE, DEEP_SPARSE = "30B-A3B, 12 layers", "30B-A3B"
 # Forms of weights; the first is what others are compared with.
-PLAIN, FLOATS, FOUR_BITS = "bf16", "fp8", "Q4_K_M"
+PLAIN, FLOATS, FOUR_BITS, GROUPED_FOUR = "bf16", "fp8", "Q4_K_M", "AWQ"
 CHUNK = 2048
 LONG, SHORT, LONGEST = 32_768, 8_192, 131_072
 
@@ -95,8 +95,8 @@ class Plan:
     stages: tuple[PrefillCase, ...] = ()  # through two stages on the one card
     expert_decodes: tuple[DecodeCase, ...] = ()
     deep: PrefillCase | None = None  # a model with as many layers as were published; without transformers
-    weights: tuple[PrefillCase | DecodeCase, ...] = ()  # in each form, all of one model
-    forms: tuple[str, ...] = (FLOATS, FOUR_BITS)
+    weights: tuple[PrefillCase | DecodeCase, ...] = ()  # in each form
+    forms: tuple[str, ...] = (FLOATS, FOUR_BITS, GROUPED_FOUR)
 
 
 _SPARSE = {**FAMILIES["qwen3-30b-a3b"], "num_experts": 128, "num_experts_per_tok": 8}
@@ -186,5 +186,7 @@ PLAN = Plan(
         *_cases(BIG, (LONG, CHUNK), (SHORT, CHUNK)),
         DecodeCase(BIG, 1, 128),
         DecodeCase(BIG, 32, 128),
+        *_cases(SPARSE, (SHORT, CHUNK)),
+        *(DecodeCase(SPARSE, count, 128) for count in (1, 8, 32)),
     ),
 )

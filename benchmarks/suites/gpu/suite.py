@@ -21,6 +21,7 @@ from benchmarks.suites.gpu.plan import (
     EXPERTS,
     FLOATS,
     FOUR_BITS,
+    GROUPED_FOUR,
     HYBRID,
     LARGE,
     LITTLE,
@@ -110,9 +111,15 @@ TARGETS = (
             (FLOATS, PrefillCase(BIG, LONG, CHUNK).label, 0.80),
             (FLOATS, DecodeCase(BIG, 1, 128).label, 0.65),
             (FLOATS, DecodeCase(BIG, 32, 128).label, 0.75),
-            (FOUR_BITS, f"{BIG}, {weights.TAKEN}", 0.32),
-            (FOUR_BITS, PrefillCase(BIG, SHORT, CHUNK).label, 1.15),
-            (FOUR_BITS, DecodeCase(BIG, 1, 128).label, 0.55),
+            *(
+                (form, label, bar)
+                for form in (FOUR_BITS, GROUPED_FOUR)
+                for label, bar in (
+                    (f"{BIG}, {weights.TAKEN}", 0.32),
+                    (PrefillCase(BIG, SHORT, CHUNK).label, 1.15),
+                    (DecodeCase(BIG, 1, 128).label, 0.55),
+                )
+            ),
         )
     ),
     Target("tiles", f"{PLAN.tiles.label}, {prompts.TILES_COST}", 0.03),

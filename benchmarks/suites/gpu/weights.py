@@ -1,4 +1,4 @@
-"""Forms of weights on a GPU, one model in each of them, taking turns: prompts, decodes, and what the weights take."""
+"""Forms of weights on a GPU, models in each of them, taking turns: prompts, decodes, and what the weights take."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,13 @@ TAKEN = "weights"
 
 
 def measure_weights(job: Job, errors: list[str]) -> None:
-    """A form that fails is reported; the others go on."""
-    model = job.plan.weights[0].model
+    """Model after model. A form that fails is reported; the others go on."""
+    for model in dict.fromkeys(case.model for case in job.plan.weights):
+        _measure_model(job, errors, model)
+        job.free_memory()
+
+
+def _measure_model(job: Job, errors: list[str], model: str) -> None:
     subjects: dict[str, Subject] = {}
     for form in (PLAIN, *job.plan.forms):
         with job.attempt(f"{model}, {form}", errors):
@@ -25,7 +30,7 @@ def measure_weights(job: Job, errors: list[str]) -> None:
                 against(f"{model}, {TAKEN}", form), "x", [taken / subjects[PLAIN].model.num_weight_bytes]
             )
             job.fact(f"{model}, {form}: the probe finds the laws to hold", subjects[form].found.same_bits)
-    for case in job.plan.weights:
+    for case in (case for case in job.plan.weights if case.model == model):
         with job.attempt(case.label, errors):
             _compare(job, case, subjects)
 

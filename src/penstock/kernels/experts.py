@@ -18,6 +18,10 @@ class GroupedExperts(Protocol):
     def one(self) -> tuple[Weight, Weight]:
         """The weights of an expert, [2 * width, hidden] and [hidden, width]; the others' are as large."""
 
+    @property
+    def has_own_law(self) -> bool:
+        """Whether a row's bits rest on `run` as a whole, and not on products that others have, too."""
+
     def run(self, x: Tensor, scores: Tensor, shared: Tensor | None, *, is_canonical: bool = True) -> Tensor:
         """What the experts of each row of x [rows, hidden] make of it, weighted and summed, with what the shared one
         made of it [rows, hidden]. `scores` are [rows, experts | the shared one's gate | ...]. A row's bits do not

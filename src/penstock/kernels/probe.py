@@ -62,7 +62,7 @@ ROWS_TOGETHER = 2048
 
 # Forms of weights that are not packed, whose products are others than the kernels': in the model's dtype, or float32.
 PLAIN, PLAIN_FLOAT32 = "plain", "plain float32"
-# That of the weights of experts which kernels have as one.
+# That of the weights of experts which kernels have as one, and the form of their blocks after it.
 GROUPED = "grouped"
 
 
@@ -284,7 +284,7 @@ def free_decodes(kernels: Kernels, shapes: ProbeShapes, random: Random) -> int:
     where several passes take longer than padding."""
     is_tried = shapes.recurrent is None and shapes.latent is None and device_kind(random.device).is_host
     products = (*shapes.products, *shapes.expert_products, *([shapes.head] if shapes.head else []))
-    if not is_tried or any(shape.form == GROUPED for shape in products):
+    if not is_tried or any(shape.form.startswith(GROUPED) for shape in products):
         return 0
     most = _DECODES[-1]
     for shape in products:
@@ -309,17 +309,34 @@ def _digests(rows: Tensor) -> list[bytes]:
     return [hashlib.sha256(row.contiguous().view(torch.uint8).numpy()).digest() for row in rows]
 
 
-def experts_hold(kernels: Kernels, shapes: ProbeShapes, random: Random, *, is_canonical: bool = True) -> bool:
+def _expert_factors(
+    kernels: Kernels, shape: ProductShape, num_rows: int, random: Random
+) -> tuple[Weight, Tensor]:
+    """The same of some experts, one after the other."""
+    form = shape.form.removeprefix(GROUPED).strip()
+    stack = ProductShape(
+        _NUM_EXPERTS * shape.num_out, shape.num_in, form=form if form in ALL_FORMS else PLAIN
+    )
+    weight, x = _factors(kernels, stack, num_rows, random)
+    return weight.view(_NUM_EXPERTS, -1, shape.num_in) if isinstance(weight, Tensor) else weight, x
+
+
+def experts_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
     """Experts that are run as one give a row the same bits whatever other rows there are. Few of them have few rows
     and many, as many have in a model's passes."""
     hidden = shapes.hidden_size
-    grouped = {shape for shape in shapes.expert_products if shape.form == GROUPED}
-    for width in {shape.num_in for shape in grouped if shape.num_out == hidden}:
-        config = ExpertsConfig(1, _NUM_EXPERTS, width, num_active=2)
-        gate_up = random.cancelling(_NUM_EXPERTS * 2 * width, hidden, 1).view(_NUM_EXPERTS, -1, hidden)
-        down = random.cancelling(_NUM_EXPERTS * hidden, width, 1).view(_NUM_EXPERTS, -1, width)
-        experts = kernels.stacked_experts(config, gate_up, down, _of_gates(shapes))
-        x = random.cancelling(_EXPERT_ROWS[-1], hidden, -1)
+    grouped = [shape for shape in shapes.expert_products if shape.form.startswith(GROUPED)]
+    pairs = [
+        (gate_up, down)
+        for gate_up in grouped
+        for down in grouped
+        if down.num_out == gate_up.num_in == hidden and gate_up.num_out == 2 * down.num_in
+    ]
+    for gate_up, down in pairs:
+        config = ExpertsConfig(1, _NUM_EXPERTS, down.num_in, num_active=2)
+        inner, x = _expert_factors(kernels, gate_up, _EXPERT_ROWS[-1], random)
+        outer, _ = _expert_factors(kernels, down, 1, random)
+        experts = kernels.stacked_experts(config, inner, outer, _of_gates(shapes))
         scores = random.normal(len(x), _NUM_EXPERTS)
         whole = experts.run(x, scores, None)
         for num_rows in _EXPERT_ROWS:
@@ -477,7 +494,7 @@ def recurrence_holds(kernels: Kernels, sizes: RecurrentConfig, random: Random) -
 
 # All of them
 
-_VERSION = 22
+_VERSION = 23
 _MOST_BYTES = 1 << 20
 
 
@@ -538,8 +555,7 @@ def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: tor
 def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
     """Measure the laws now."""
     random, tried = Random(dtype, device), tried_on(device)
-    is_grouped = any(shape.form == GROUPED for shape in shapes.expert_products)
-    rest = tuple(shape for shape in shapes.expert_products if shape.form != GROUPED)
+    rest = tuple(shape for shape in shapes.expert_products if not shape.form.startswith(GROUPED))
     others = [
         other_counts(kernels, shape, shapes.mlp_widths, tried, random) for shape in (*shapes.products, *rest)
     ]
@@ -561,7 +577,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         passes_hold=passes_hold(kernels, shapes, random),
         head_holds=slab_holds(kernels, (shapes.head,) if shapes.head else (), kernels.head_rows, random),
         recurrence_holds=shapes.recurrent is None or recurrence_holds(kernels, shapes.recurrent, random),
-        experts_hold=not is_grouped or experts_hold(kernels, shapes, random),
+        experts_hold=experts_hold(kernels, shapes, random),
         free_decodes=free_decodes(kernels, shapes, random),
         expert_slab=expert_slab,
         avoided_rows=() if row_slab else tuple(avoided),

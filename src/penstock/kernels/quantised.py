@@ -25,19 +25,24 @@ class BlockForm:
     block_bytes: int
     resident_bits: float
     device_bits: float
+    device_part: int = GROUP  # inputs that lie together in a GPU's memory, where rows are whole parts
 
     def row_bytes(self, num_in: int) -> int:
         return num_in // self.block_size * self.block_bytes
 
+    def device_bits_of(self, num_in: int) -> float:
+        """What a value of a row takes on a GPU, with its part of what fills the row."""
+        return self.device_bits * -(-num_in // self.device_part) * self.device_part / num_in
 
-Q4_1 = BlockForm("Q4_1", 0, 32, 20, 5.0, 5.0)  # scale, minimum, 16 bytes of two quants
-Q4_0 = BlockForm("Q4_0", 1, 32, 18, 4.5, 4.5)
-Q8_0 = BlockForm("Q8_0", 2, 32, 34, 8.5, 8.5)  # scale, 32 quants
+
+Q4_1 = BlockForm("Q4_1", 0, 32, 20, 5.0, 5.0, 256)  # scale, minimum, 16 bytes of two quants
+Q4_0 = BlockForm("Q4_0", 1, 32, 18, 4.5, 4.5, 256)
+Q8_0 = BlockForm("Q8_0", 2, 32, 34, 8.5, 8.5, 128)  # scale, 32 quants
 # On a processor scales and minimums become float32, products of what the file has, and 5 bits become 8. On a GPU the
 # 6 bits of a scale and of a minimum become 8.
 Q4_K = BlockForm("Q4_K", 3, 256, 144, 6.0, 4.625)
 Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0, 5.625)
-Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0, 6.5625)
+Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0, 6.625)
 # Not of a file, and the native library's alone: weights of bfloat16 in its panels.
 BFLOAT16 = BlockForm("BF16", 6, 1, 2, 16.0, 16.0)
 # The same for products with a model's plain weights, whose bits are those of oneDNN.
@@ -50,7 +55,7 @@ F8_ROW = BlockForm("F8_ROW", 6, 32, 36, 16.0, 8.0)
 F8_BLOCK = BlockForm("F8_BLOCK", 7, 32, 36, 16.0, 8.25)
 FLOAT_FORMS = (F8_ROW, F8_BLOCK)
 # As Q4_1, with a zero point in place of the minimum: scale * (quant - zero). A GPU alone keeps it, too.
-Q4_Z = BlockForm("Q4_Z", 8, 32, 20, 16.0, 5.0)
+Q4_Z = BlockForm("Q4_Z", 8, 32, 20, 16.0, 5.0, 256)
 ALL_FORMS = {form.name: form for form in (*BLOCK_FORMS.values(), *FLOAT_FORMS, Q4_Z)}
 
 

@@ -1,13 +1,14 @@
 """Random models with the layers of published ones, a few of each: activations are a layer's, and each next layer uses
 the memory of the one before again. Their weights are made in place and lie in no file."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from penstock.errors import SettingError
-from penstock.kernels.quantised import Q4_K, Q6_K, BlockForm
+from penstock.kernels.quantised import Q4_K, Q4_Z, Q6_K, BlockForm
 from penstock.models.hf.config import hf_model_config
 from penstock.models.reading import Fields
 from penstock.models.weights import WeightSource, expected_shapes
@@ -107,17 +108,22 @@ def _q4_k_m(name: str, num_layers: int) -> BlockForm:
     """As llama.cpp mixes them: 6 bits for the head, and for values and the last product in half of the layers."""
     if name == "lm_head.weight":
         return Q6_K
-    *_, layer, _, kind, _ = ("0", *name.split("."))[-5:]
-    eighth = num_layers // 8
-    index = int(layer) if layer.isdigit() else 0
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    eighth, index, kind = num_layers // 8, int(layer[1]) if layer else 0, name.split(".")[-2]
     is_more = index < eighth or index >= 7 * eighth or (index - eighth) % 3 == 2
     return Q6_K if is_more and kind in ("v_proj", "down_proj") else Q4_K
 
 
+def _awq(name: str, num_layers: int) -> BlockForm | None:
+    """All matrices of layers but routers."""
+    return Q4_Z if name.startswith("model.layers.") and not name.endswith(".gate.weight") else None
+
+
+Mixture = Callable[[str, int], BlockForm | None]
 # Of the forms in a file, by a tensor's name and the number of layers.
-MIXTURES: Mapping[str, Callable[[str, int], BlockForm]] = {"Q4_K_M": _q4_k_m}
+MIXTURES: Mapping[str, Mixture] = {"Q4_K_M": _q4_k_m, "AWQ": _awq}
 # Scales in float16, and where they lie in a block, for values of about the size of the others.
-_HALVES = {"Q4_K": (0, (1.4e-4, 1e-3)), "Q6_K": (208, (1.5e-5,))}
+_HALVES = {"Q4_K": (0, (1.4e-4, 1e-3)), "Q6_K": (208, (1.5e-5,)), "Q4_Z": (0, (4.3e-3, 7.5))}
 _BLOCK_ROWS = 512
 
 
@@ -129,7 +135,7 @@ class RandomBlocks(RandomWeights):
         name: str,
         settings: Mapping[str, Any],
         device: torch.device | str,
-        mixture: Callable[[str, int], BlockForm],
+        mixture: Mixture,
     ) -> None:
         super().__init__(name, settings, device)
         self._mixture = mixture

@@ -14,7 +14,7 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels
 from penstock.kernels.native.quantised import NativeLayers
 from penstock.kernels.probe import GROUPED, ProbeShapes, ProductShape
-from penstock.kernels.quantised import BLOCK_FORMS, DenseLayer, DenseProduct, QuantisedWeight, Weight
+from penstock.kernels.quantised import DenseLayer, DenseProduct, QuantisedWeight, Weight
 from penstock.kernels.threads import StepThreads, num_threads
 from penstock.layers.attention import Attention
 from penstock.layers.forward_batch import ForwardBatch, ForwardPass
@@ -207,9 +207,10 @@ class Decoder:
         return self.kernels.can_capture and self.is_whole and is_plain and not waits
 
     def weights(self) -> Iterator[Weight]:
-        """Of all products but the head's."""
+        """Of all products but the head's and those of experts that are run as one."""
         for layer in self.layers:
-            for product in (*layer.products(), *layer.mlp.expert_products()):
+            experts = layer.mlp.expert_products() if layer.mlp.waits_for_host else ()
+            for product in (*layer.products(), *experts):
                 yield from product.parts
 
     @property
@@ -501,9 +502,9 @@ def _shapes(products: Iterable[Linear]) -> tuple[ProductShape, ...]:
 
 def _expert_shapes(block: MLP | ExpertMLP | NoBlock) -> tuple[ProductShape, ...]:
     shapes = _shapes(block.expert_products())
-    if block.waits_for_host:
+    if not isinstance(block, ExpertMLP) or isinstance(block.experts, tuple) or not block.experts.has_own_law:
         return shapes
-    return tuple(shape if shape.form in BLOCK_FORMS else replace(shape, form=GROUPED) for shape in shapes)
+    return tuple(replace(shape, form=f"{GROUPED} {shape.form}".strip()) for shape in shapes)
 
 
 def _shape(weight: Weight, bias: Tensor | None = None) -> ProductShape:

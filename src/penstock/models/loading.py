@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -271,7 +271,7 @@ class _Loader:
             return self._tensor(stored)
         form = F8_ROW if self._form is F8_ROW else Q8_0
         values = self._assembled([Rows(stored.name, height)], torch.float32, height, width)
-        return self._quantised(values, form)
+        return self._quantised([values], form, height, width)
 
     # Layers
 
@@ -450,14 +450,15 @@ class _Loader:
         assert config is not None
         # Those with biases may have clamped gates, too.
         if self._stacks_experts(weights, function) and not config.bias and self._config.gated_mlp:
-            stack = self._gate_up_stack(weights), self._down_stack(weights)
-            return self._kernels.stacked_experts(config, *stack, function, choice_bias)
+            inner, outer = self._expert_stacks(weights)
+            return self._kernels.stacked_experts(config, inner, outer, function, choice_bias)
         if weights.stacked is None:
             experts = tuple(self._mlp(expert, config.clamp) for expert in weights.experts)
         else:
-            gate_ups = [Linear((self._pack(each),)) for each in self._gate_up_stack(weights)]
-            downs = [Linear((self._pack(each),)) for each in self._down_stack(weights)]
-            experts = tuple(MLP(*pair, function) for pair in zip(gate_ups, downs, strict=True))
+            stacks = [
+                [Linear((self._pack(each),)) for each in stack] for stack in self._stored_stacks(weights)
+            ]
+            experts = tuple(MLP(first, second, function) for first, second in zip(*stacks, strict=True))
         quantised = [_quantised_parts(expert) for expert in experts if expert.activation is None]
         gate_up, down = ([pair[at] for pair in quantised if pair is not None] for at in range(2))
         if len(down) < len(experts) or not self._kernels.keeps_expert_blocks:
@@ -474,33 +475,50 @@ class _Loader:
         has_blocks = self._keeps_blocks and any(map(self._source.block_form, names))
         return self._form is None and not has_blocks
 
-    def _gate_up_stack(self, weights: ExpertsWeights) -> Tensor:
-        """[experts, 2 * width, hidden], of whole vectors, with zeros to fill them."""
-        if weights.stacked is None:
-            return self._stack([expert.gate_up for expert in weights.experts])
-        stored, (count, hidden, inner) = weights.stacked[0], weights.stacked[1].shape
-        gate_up, missing = self._tensor(stored), whole_lanes(inner) - inner
+    def _expert_stacks(self, weights: ExpertsWeights) -> list[Weight]:
+        """[experts, 2 * width, hidden] and [experts, hidden, width]; of blocks, one expert's outputs after the
+        other's."""
+        if weights.stacked is not None:
+            return [self._packed_stack(stack) for stack in self._stored_stacks(weights)]
+        experts = weights.experts
+        return [self._stack([each.gate_up for each in experts]), self._stack([each.down for each in experts])]
+
+    def _stored_stacks(self, weights: ExpertsWeights) -> tuple[Tensor, Tensor]:
+        """Where a file has them as such: of whole vectors, with zeros to fill them."""
+        assert weights.stacked is not None
+        stored, (count, hidden, inner) = weights.stacked, weights.stacked[1].shape
+        gate_up, missing = self._tensor(stored[0]), whole_lanes(inner) - inner
         if missing:
             gate_up = pad(gate_up.view(count, 2, inner, hidden), (0, 0, 0, missing)).flatten(1, 2)
-        return gate_up
-
-    def _down_stack(self, weights: ExpertsWeights) -> Tensor:
-        """[experts, hidden, width], likewise."""
-        if weights.stacked is None:
-            return self._stack([expert.down for expert in weights.experts])
-        stored = weights.stacked[1]
-        count, hidden, inner = stored.shape
         down = torch.zeros(count, hidden, whole_lanes(inner), dtype=self._dtype, device=self._device)
-        self._source.load_into(stored.name, down[:, :, :inner])
-        return self._scale_experts(weights, down)
+        self._source.load_into(stored[1].name, down[:, :, :inner])
+        return gate_up, self._scale_experts(weights, down)
 
-    def _stack(self, products: Sequence[Product]) -> Tensor:
-        """The weights of products of one shape."""
-        shape = (len(products), products[0].num_out, products[0].num_in)
-        stack = torch.zeros(shape, dtype=self._dtype, device=self._device)
-        for out, product in zip(stack, products, strict=True):
-            self._fill(out, product.rows("weight"))
-        return stack
+    def _stack(self, products: Sequence[Product]) -> Weight:
+        """The weights of products of one shape; in their blocks, where all have the same."""
+        height, width = products[0].num_out, products[0].num_in
+        count = len(products)
+        parts = [
+            part._replace(start=part.start + index * height)
+            for index, product in enumerate(products)
+            for part in product.rows("weight")
+        ]
+        if self._products is not None and self._keeps_blocks and width % GROUP == 0:
+            form, *others = dict.fromkeys(self._form_of(part.name) for part in parts)
+            if form is not None and not others:
+                return self._run(_Run(0, count * height, form, tuple(parts)), count * height, width)
+        if self._form is None or width % GROUP:
+            stack = torch.zeros(count * height, width, dtype=self._dtype, device=self._device)
+            return self._fill(stack, parts).view(count, height, width)
+        experts = (
+            self._assembled(product.rows("weight"), torch.float32, height, width) for product in products
+        )
+        return self._quantised(experts, self._form, count * height, width)
+
+    def _packed_stack(self, stack: Tensor) -> Weight:
+        if self._form is None or stack.shape[2] % GROUP:
+            return stack
+        return self._quantised(stack, self._form, stack.shape[0] * stack.shape[1], stack.shape[2])
 
     # Tensors
 
@@ -572,14 +590,20 @@ class _Loader:
     def _pack(self, values: Tensor) -> Weight:
         if self._form is None or values.shape[1] % GROUP:
             return self._kernels.pack(values.to(self._dtype))
-        return self._quantised(values, self._form)
+        return self._quantised([values], self._form, *values.shape)
 
-    def _quantised(self, values: Tensor, form: BlockForm) -> QuantisedWeight:
+    def _quantised(
+        self, parts: Iterable[Tensor], form: BlockForm, height: int, width: int
+    ) -> QuantisedWeight:
+        """A weight of values [rows, width], some after the other."""
         assert self._products is not None
-        height, width = values.shape
         weight = self._products.zeros(form, height, width, self._device)
-        for rows in torch.split(torch.arange(height), max(1, _QUANTISED_AT_ONCE // width)):
-            self._products.place(weight, rows, quantise(values[rows], form))
+        start = 0
+        for values in parts:
+            for some in torch.split(values, max(1, _QUANTISED_AT_ONCE // width)):
+                outputs = torch.arange(start, start + len(some))
+                self._products.place(weight, outputs, quantise(some, form))
+                start += len(some)
         return weight
 
     def _assembled(self, parts: Sequence[Rows], dtype: torch.dtype, *shape: int) -> Tensor:

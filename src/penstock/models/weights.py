@@ -173,7 +173,7 @@ class Rows(NamedTuple):
             start + torch.arange(num_heads * size).view(num_heads, size)
             for size, start in zip(self.heads.sizes, self.heads.starts, strict=True)
         ]
-        return torch.cat(parts, dim=1).flatten()
+        return self.start + torch.cat(parts, dim=1).flatten()
 
 
 @dataclass(frozen=True)
@@ -657,6 +657,14 @@ def _counted(number: int, kind: str) -> str:
     return f"{number} {kind} weight{'' if number == 1 else 's'}"
 
 
+def _is_mixed(source: WeightSource, name: str) -> bool:
+    """Whether an expert's gate and what it gates have different forms: a GPU has them as one, and keeps neither."""
+    base, _, kind = name.rpartition("_proj.weight")[0].rpartition(".")
+    other = f"{base}.{'up' if kind == 'gate' else 'gate'}_proj.weight"
+    is_either = ".mlp.experts." in name and kind in ("gate", "up") and other in source.names()
+    return is_either and source.block_form(name) != source.block_form(other)
+
+
 def stored_bits(source: WeightSource, plain_bits: int, *, on_gpu: bool = False) -> WeightBits:
     """What a file's weights take where they are kept as it has them, the others having `plain_bits`."""
     embedding = "model.embed_tokens.weight"
@@ -667,10 +675,10 @@ def stored_bits(source: WeightSource, plain_bits: int, *, on_gpu: bool = False) 
         if len(shape) == 2:
             form = source.block_form(name)
             sizes[name] = math.prod(shape)
-            if form is None or (on_gpu and ".mlp.experts." in name):  # a GPU has experts as plain stacks
+            if form is None or (on_gpu and _is_mixed(source, name)):
                 bits[name] = plain_bits
             else:
-                bits[name] = form.device_bits if on_gpu else form.resident_bits
+                bits[name] = form.device_bits_of(shape[1]) if on_gpu else form.resident_bits
     matrices = [name for name in sizes if name not in (embedding, "lm_head.weight")]
     total = sum(sizes[name] for name in matrices)
     return WeightBits(

@@ -22,13 +22,13 @@ _ALIGNED = 16  # numbers of outputs and inputs that the library takes
 _SCALED_AT_ONCE = 16  # blocks
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     values: Tensor  # [out, in]
     scales: Tensor  # [out, blocks]
 
 
 # Made once for a weight, and kept as long.
-_PARTS: WeakKeyDictionary[QuantisedWeight, _Parts] = WeakKeyDictionary()
+_PARTS: WeakKeyDictionary[QuantisedWeight, Parts] = WeakKeyDictionary()
 # Scales of blocks of 128 outputs and inputs; none where a weight's are of other ones.
 _SQUARES: WeakKeyDictionary[QuantisedWeight, Tensor | None] = WeakKeyDictionary()
 
@@ -41,11 +41,11 @@ def num_bytes(form: BlockForm, num_out: int, num_in: int) -> int:
     return num_out * (num_in + 4 * _num_blocks(form, num_in))
 
 
-def _parts(weight: QuantisedWeight) -> _Parts:
+def parts(weight: QuantisedWeight) -> Parts:
     if weight not in _PARTS:
         num_out, num_in = weight.shape
         values, scales = weight.panels[: num_out * num_in], weight.panels[num_out * num_in :]
-        _PARTS[weight] = _Parts(
+        _PARTS[weight] = Parts(
             values.view(FLOAT8).view(num_out, num_in), scales.view(torch.float32).view(num_out, -1)
         )
     return _PARTS[weight]
@@ -53,18 +53,18 @@ def _parts(weight: QuantisedWeight) -> _Parts:
 
 def place(weight: QuantisedWeight, outputs: Tensor, blocks: Tensor) -> None:
     """As `GpuProducts.place`."""
-    parts, device = _parts(weight), weight.panels.device
+    found, device = parts(weight), weight.panels.device
     outputs, blocks = outputs.to(device), blocks.to(device).view(len(blocks), -1, weight.form.block_bytes)
     values = blocks[..., 4:].flatten(1)
-    parts.values.view(torch.uint8)[outputs, : values.shape[1]] = values
+    found.values.view(torch.uint8)[outputs, : values.shape[1]] = values
     scales = blocks[..., :4].contiguous().view(torch.float32).squeeze(-1)[:, :: _BLOCK // GROUP]
-    num_scales = min(scales.shape[1], parts.scales.shape[1])
-    parts.scales[outputs, :num_scales] = scales[:, :num_scales]
+    num_scales = min(scales.shape[1], found.scales.shape[1])
+    found.scales[outputs, :num_scales] = scales[:, :num_scales]
 
 
 def rows(weight: QuantisedWeight, outputs: Tensor | None, dtype: torch.dtype) -> Tensor:
     """As `GpuProducts.rows`."""
-    values, scales = _parts(weight)
+    values, scales = parts(weight)
     if outputs is not None:
         values, scales = values.view(torch.uint8)[outputs].view(FLOAT8), scales[outputs]
     if scales.shape[1] > 1:
@@ -72,19 +72,22 @@ def rows(weight: QuantisedWeight, outputs: Tensor | None, dtype: torch.dtype) ->
     return (values.float() * scales).to(dtype)
 
 
+def scale_rows_for(x: Tensor, weight: QuantisedWeight) -> tuple[Tensor, Tensor]:
+    """Rows as 8-bit floats, with scales as the weight has them: of a row, or of each block of it."""
+    if weight.form is F8_BLOCK:
+        return scale_rows(x, _BLOCK, _SCALED_AT_ONCE)
+    return scale_rows(x, triton.next_power_of_2(x.shape[1]), 1)
+
+
 def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
     """Of many rows."""
     num_out, num_in = weight.shape
-    values, scales = _parts(weight)
+    values, scales = parts(weight)
     squares = _squares(weight) if weight.form is F8_BLOCK else None
     if num_out % _ALIGNED or num_in % _ALIGNED or (weight.form is F8_BLOCK and squares is None):
         return linear(x, rows(weight, None, x.dtype), bias)
-    if squares is None:
-        own, own_scales = scale_rows(x, triton.next_power_of_2(num_in), 1)
-        of_weight = scales.view(1, -1)
-    else:
-        own, own_scales = scale_rows(x, _BLOCK, _SCALED_AT_ONCE)
-        of_weight = squares.T
+    own, own_scales = scale_rows_for(x, weight)
+    of_weight = scales.view(1, -1) if squares is None else squares.T
     # What sums lose by being fast is a tenth of what rows lose by having 8 bits.
     out = torch._scaled_mm(
         own,
@@ -99,7 +102,7 @@ def multiply(x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
 
 def _squares(weight: QuantisedWeight) -> Tensor | None:
     if weight not in _SQUARES:
-        found, scales = None, _parts(weight).scales
+        found, scales = None, parts(weight).scales
         if weight.shape[0] % _BLOCK == weight.shape[1] % _BLOCK == 0:
             groups = scales.view(-1, _BLOCK, scales.shape[1])
             found = groups[:, 0].contiguous() if bool((groups == groups[:, :1]).all()) else None
@@ -131,7 +134,7 @@ def scale_rows(x: Tensor, width: int, at_once: int) -> tuple[Tensor, Tensor]:
 
 def multiply_few(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
     """Of a few rows, whose inputs lie side by side."""
-    (num_out, num_in), (values, scales) = weight.shape, _parts(weight)
+    (num_out, num_in), (values, scales) = weight.shape, parts(weight)
     constants: dict[str, Any] = {"HAS_BLOCKS": weight.form is F8_BLOCK}
     if len(x) == 1:
         scaled_row_kernel[(triton.cdiv(num_out, _ROW.outputs),)](

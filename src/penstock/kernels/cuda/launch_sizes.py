@@ -12,20 +12,18 @@ from penstock.kernels.triton.rows import join_sums_kernel
 
 _LEAST_ROWS = 16  # the matrix units take no fewer
 _JOINED = 1024  # outputs
-# A product of a few rows is shared by no fewer programs than these, if its inputs are enough for that.
-_LEAST_PROGRAMS = 256
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Outputs and inputs that a program has at a time, how many such steps are on their way, its warps; and how many
-    times as many outputs a program has in all."""
+    """Outputs and inputs that a program has at a time, how many such steps are on their way, its warps; and by how
+    many programs a product is shared at least, if its inputs are enough for that."""
 
     outputs: int
     inputs: int
     stages: int
     warps: int
-    fold: int = 1
+    least_programs: int = 256
 
 
 def least_rows(num_rows: int) -> int:
@@ -36,7 +34,7 @@ def least_rows(num_rows: int) -> int:
 def shared_out(launch: Launch, num_out: int, num_in: int) -> tuple[tuple[int, int], int]:
     """Programs by outputs and by parts of the inputs, and how many inputs a part has."""
     by_outputs, steps = triton.cdiv(num_out, launch.outputs), triton.cdiv(num_in, launch.inputs)
-    steps_each = triton.cdiv(steps, min(triton.cdiv(_LEAST_PROGRAMS, by_outputs), steps))
+    steps_each = triton.cdiv(steps, min(triton.cdiv(launch.least_programs, by_outputs), steps))
     return (by_outputs, triton.cdiv(steps, steps_each)), steps_each * launch.inputs
 
 

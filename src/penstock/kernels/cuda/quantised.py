@@ -13,60 +13,61 @@ from torch.nn.functional import linear
 from penstock.kernels.cuda import fp8
 from penstock.kernels.cuda.launch_sizes import Launch, least_rows, shared_out, summed
 from penstock.kernels.device import device_kind
-from penstock.kernels.quantised import FLOAT_FORMS, GROUP, MXFP4, BlockForm, QuantisedWeight
-from penstock.kernels.triton.blocks import block_row_kernel, block_rows_kernel, block_values_kernel
+from penstock.kernels.quantised import FLOAT_FORMS, GROUP, MXFP4, BlockForm, QuantisedWeight, Weight
+from penstock.kernels.triton.blocks import block_rows_kernel, block_values_kernel
 from penstock.plan.grids import GPU_HEAD_ROWS
 
 # Up to so many rows, blocks are multiplied as they lie; beyond, they are made values first.
 MOST_ROWS = 64
 _FLOAT8_CAPABILITY = (8, 9)  # that has units for 8-bit floats
-_WHOLE = 8  # pieces of a block of 256
+_WHOLE = 256  # inputs to a scale of scales
 _ALIGNED = 16  # bytes
 
 
 class _Unpacked(NamedTuple):
-    """Rows of blocks: quants [rows, inputs] from 0 up, and the numbers of each row that its scales are made of."""
+    """Rows of blocks: quants [rows, inputs] from 0 up; bytes of each group that its scale is made of [rows, groups *
+    bytes]; of each 256 inputs, those that scales are multiples of."""
 
     quants: Tensor
-    scales: Tensor
-    minimums: Tensor | None = None
+    factors: Tensor
     wholes: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class _Layout:
-    """How a form lies in a GPU's memory, as `triton/blocks.py` reads it: scales and minimums of each piece of 32
-    inputs, or of several, `wholes` of eight pieces."""
+    """How a form lies in a GPU's memory, as `triton/blocks.py` reads it."""
 
     bits: int
+    factor_bytes: int  # of a group
     unpack: Callable[[Tensor], _Unpacked]
-    scales: torch.dtype = torch.float16
-    minimums: torch.dtype | None = None
-    wholes: torch.dtype | None = None
     group: int = GROUP
-    per_scale: int = 1
+    has_wholes: bool = False
 
     @property
     def slots(self) -> int:
-        """Quants to a word."""
+        """Quants to a word, and groups to a part."""
         return 4 if self.bits == 8 else 8
 
+    @property
+    def high(self) -> torch.dtype | None:
+        """Of the bits of quants that words have no room for."""
+        return {5: torch.uint8, 6: torch.int16}.get(self.bits)
+
     def planes(self, num_out: int, num_in: int) -> list[tuple[torch.dtype, int]]:
-        """Of each part of a weight, in the order of `_Planes`, its dtype and how many numbers it has."""
-        num_pieces, num_groups = num_in // GROUP, num_in // self.group
-        num_scales = num_pieces // self.per_scale
+        """Of each plane of a weight, in the order of `_Planes`, its dtype and how many numbers it has."""
+        num_parts = -(-num_in // (self.slots * self.group))
+        num_words = num_parts * self.group
         counts = (
-            (torch.int32, num_in // self.slots),
-            (torch.int32, num_groups if self.bits in (5, 6) else 0),
-            (self.scales, num_groups if self.group < GROUP else num_scales),
-            (self.minimums or torch.uint8, num_scales if self.minimums else 0),
-            (self.wholes or torch.uint8, num_pieces // _WHOLE if self.wholes else 0),
+            (torch.int32, num_words),
+            (self.high or torch.uint8, num_words if self.high else 0),
+            (torch.int32, num_parts * self.slots * self.factor_bytes // 4),
+            (torch.int32, -(-num_in // _WHOLE) if self.has_wholes else 0),
         )
         return [(dtype, num_out * count) for dtype, count in counts]
 
     @property
     def constants(self) -> dict[str, Any]:
-        return {"BITS": self.bits, "PER_SCALE": self.per_scale, "GROUP": self.group}
+        return {"BITS": self.bits, "GROUP": self.group, "PER_WORD": 4 // self.factor_bytes}
 
 
 def _aligned(dtype: torch.dtype, count: int) -> int:
@@ -80,6 +81,11 @@ def _split(last: Tensor, *sizes: int) -> Tensor:
     return last.reshape(*last.shape[:-1], *sizes)
 
 
+def _padded(rows: Tensor, size: int) -> Tensor:
+    """With zeros after them, to a multiple of a size."""
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % size))
+
+
 def _nibbles(both: Tensor) -> Tensor:
     """Low ones, then high ones, of bytes [..., n]."""
     return torch.cat((both & 15, both >> 4), dim=-1)
@@ -90,7 +96,7 @@ def _unpack_q4_0(blocks: Tensor) -> _Unpacked:
 
 
 def _unpack_q4_1(blocks: Tensor) -> _Unpacked:
-    return _Unpacked(_nibbles(blocks[..., 4:]), blocks[..., :2], blocks[..., 2:4])
+    return _Unpacked(_nibbles(blocks[..., 4:]), blocks[..., :4])
 
 
 def _unpack_q8_0(blocks: Tensor) -> _Unpacked:
@@ -111,31 +117,32 @@ def _k_quants(found: Tensor) -> Tensor:
 
 
 def _unpack_q4_k(blocks: Tensor) -> _Unpacked:
-    return _Unpacked(_k_quants(blocks[..., 16:]), _k_scales(blocks[..., 4:16]), wholes=blocks[..., :4])
+    return _Unpacked(_k_quants(blocks[..., 16:]), _k_scales(blocks[..., 4:16]), blocks[..., :4])
 
 
 def _unpack_q5_k(blocks: Tensor) -> _Unpacked:
     shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
     fifth = (blocks[..., None, 16:48] >> shifts & 1).flatten(-2)
     quants = _k_quants(blocks[..., 48:]) | fifth << 4
-    return _Unpacked(quants, _k_scales(blocks[..., 4:16]), wholes=blocks[..., :4])
+    return _Unpacked(quants, _k_scales(blocks[..., 4:16]), blocks[..., :4])
 
 
 def _unpack_q6_k(blocks: Tensor) -> _Unpacked:
     low, high = _split(blocks[..., :128], 2, 64), _split(blocks[..., 128:192], 2, 1, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
     quants = _nibbles(low) | (high >> shifts & 3).flatten(-2) << 4  # [..., halves, 128]
-    return _Unpacked(quants.flatten(-2), blocks[..., 192:208], wholes=blocks[..., 208:])
+    wholes = torch.nn.functional.pad(blocks[..., 208:], (0, 2))
+    return _Unpacked(quants.flatten(-2), blocks[..., 192:208], wholes)
 
 
 _LAYOUTS: Mapping[str, _Layout] = {
-    "Q4_0": _Layout(4, _unpack_q4_0),
-    "Q4_1": _Layout(4, _unpack_q4_1, minimums=torch.float16),
-    "Q4_Z": _Layout(4, _unpack_q4_1, minimums=torch.float16),
-    "Q8_0": _Layout(8, _unpack_q8_0),
-    "Q4_K": _Layout(4, _unpack_q4_k, torch.int16, wholes=torch.int32),  # a scale and a minimum to each number
-    "Q5_K": _Layout(5, _unpack_q5_k, torch.int16, wholes=torch.int32),
-    "Q6_K": _Layout(6, _unpack_q6_k, torch.int8, wholes=torch.float16, group=16),
+    "Q4_0": _Layout(4, 2, _unpack_q4_0),
+    "Q4_1": _Layout(4, 4, _unpack_q4_1),
+    "Q4_Z": _Layout(4, 4, _unpack_q4_1),
+    "Q8_0": _Layout(8, 2, _unpack_q8_0),
+    "Q4_K": _Layout(4, 2, _unpack_q4_k, has_wholes=True),  # a scale and a minimum
+    "Q5_K": _Layout(5, 2, _unpack_q5_k, has_wholes=True),
+    "Q6_K": _Layout(6, 1, _unpack_q6_k, group=16, has_wholes=True),
 }
 
 
@@ -148,8 +155,7 @@ class _Planes(NamedTuple):
 
     quants: Tensor
     high: Tensor | None
-    scales: Tensor
-    minimums: Tensor | None
+    factors: Tensor
     wholes: Tensor | None
 
 
@@ -169,8 +175,27 @@ def _planes(weight: QuantisedWeight) -> _Planes:
     return _PLANES[weight]
 
 
-# One row by 8 warps gave wrong sums of quants of 4 to 6 bits on an H200 (Triton 3.6); by 4 they are right.
-_VALUES, _ROW, _ROWS = Launch(4, 1024, 1, 4), Launch(4, 1024, 1, 4, 2), Launch(64, 128, 3, 4)
+class Operand(NamedTuple):
+    """A weight as a kernel takes it: values or words, what belongs to them, and what they are."""
+
+    tensors: tuple[Tensor | None, ...]
+    constants: dict[str, Any]
+
+
+def operand(weight: Weight) -> Operand:
+    if isinstance(weight, Tensor):
+        return Operand((weight, None, None, None), _NO_BLOCKS | {"FORM": ""})
+    name = weight.form.name
+    if weight.form in FLOAT_FORMS:
+        values, scales = fp8.parts(weight)
+        return Operand((values, None, scales, None), _NO_BLOCKS | {"FORM": name})
+    return Operand(_planes(weight), _LAYOUTS[name].constants | {"FORM": name})
+
+
+_NO_BLOCKS = {"BITS": 0, "GROUP": GROUP, "PER_WORD": 1}
+_VALUES = Launch(16, 256, 1, 4)
+# By the rows that a product has at most.
+_ROWS = {16: Launch(32, 256, 3, 2, least_programs=528), MOST_ROWS: Launch(64, 256, 3, 4)}
 
 
 class GpuProducts:
@@ -202,17 +227,20 @@ class GpuProducts:
         layout, planes, device = _LAYOUTS[weight.form.name], _planes(weight), weight.panels.device
         outputs, blocks = outputs.to(device), blocks.to(device)
         found = layout.unpack(blocks.view(len(blocks), -1, weight.form.block_bytes))
-        lanes = layout.group // layout.slots
-        quants = found.quants.reshape(len(blocks), -1, layout.slots, lanes)  # of each group
+        num_rows, size = len(blocks), layout.slots * layout.group
+        # Parts are whole: what is left of the last one is zero, and so are its scales.
+        quants = _padded(found.quants.reshape(num_rows, -1), size)
+        quants = quants.view(num_rows, -1, layout.slots, layout.group)
         low = quants if layout.bits == 8 else quants[:, :, ::2] & 15 | quants[:, :, 1::2] << 4
-        parts = [low.transpose(2, 3), None, found.scales, found.minimums, found.wholes]
-        if planes.high is not None:
+        high = None
+        if layout.high is not None:
             num_bits = layout.bits - 4
-            shifts = torch.arange(0, num_bits * layout.group, num_bits, device=device)
-            parts[1] = ((quants >> 4).flatten(2).long() << shifts).sum(dim=2).to(torch.int32)
-        for plane, part in zip(planes, parts, strict=True):
+            shifts = torch.arange(0, num_bits * layout.slots, num_bits, device=device)[:, None]
+            high = ((quants >> 4).int() << shifts).sum(dim=2).to(layout.high)
+        factors = _padded(found.factors.reshape(num_rows, -1), layout.slots * layout.factor_bytes)
+        for plane, part in zip(planes, (low.transpose(2, 3), high, factors, found.wholes), strict=True):
             if plane is not None and part is not None:
-                rows = part.contiguous().view(len(blocks), -1).view(plane.dtype)
+                rows = part.contiguous().view(num_rows, -1).view(plane.dtype)
                 plane[outputs, : rows.shape[1]] = rows
 
     def rows(self, weight: QuantisedWeight, outputs: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -221,18 +249,17 @@ class GpuProducts:
             return fp8.rows(weight, outputs, dtype)
         num_rows = weight.shape[0] if outputs is None else len(outputs)
         out = torch.empty(num_rows, weight.shape[1], dtype=dtype, device=weight.panels.device)
-        grid = triton.cdiv(num_rows, _VALUES.outputs), triton.cdiv(weight.shape[1], _VALUES.inputs)
-        block_values_kernel[grid](
-            *_planes(weight),
+        layout = _LAYOUTS[weight.form.name]
+        num_parts = triton.cdiv(weight.shape[1], layout.slots * layout.group)
+        found = operand(weight)
+        block_values_kernel[(triton.cdiv(num_rows, _VALUES.outputs), num_parts)](
+            *found.tensors,
             outputs,
             out,
             num_rows,
-            weight.shape[1] // GROUP,
-            HAS_ROWS=outputs is not None,
-            FORM=weight.form.name,
-            **_LAYOUTS[weight.form.name].constants,
+            weight.shape[1],
+            **found.constants,
             OUTPUTS=_VALUES.outputs,
-            PIECES=_VALUES.inputs // GROUP,
             num_warps=_VALUES.warps,
         )
         return out
@@ -256,8 +283,6 @@ class GpuProducts:
         x = x if x.stride(1) == 1 else x.contiguous()
         if is_float:
             fp8.multiply_few(x, weight, bias, out)
-        elif num_rows == 1:
-            _multiply_row(x, weight, bias, out)
         else:
             _multiply_rows(x, weight, bias, out)
         return out
@@ -267,46 +292,27 @@ class GpuProducts:
         return linear(x, self.rows(weight, None, x.dtype), bias)
 
 
-def _multiply_row(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
-    num_out, num_in = weight.shape
-    block_row_kernel[(triton.cdiv(num_out, _ROW.fold * _ROW.outputs),)](
-        x,
-        *_planes(weight),
-        bias,
-        out,
-        num_out,
-        num_in // GROUP,
-        HAS_BIAS=bias is not None,
-        FORM=weight.form.name,
-        **_LAYOUTS[weight.form.name].constants,
-        OUTPUTS=_ROW.outputs,
-        FOLD=_ROW.fold,
-        PIECES=_ROW.inputs // GROUP,
-        num_warps=_ROW.warps,
-    )
-
-
 def _multiply_rows(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
     num_out, num_in = weight.shape
-    grid, part_in = shared_out(_ROWS, num_out, num_in)
+    launch = next(launch for most, launch in _ROWS.items() if len(x) <= most)
+    grid, share_in = shared_out(launch, num_out, num_in)
+    found = operand(weight)
     with summed(grid[1], bias, out) as (own_bias, sums, stride, has_bias):
         block_rows_kernel[grid](
             x,
-            *_planes(weight),
+            *found.tensors,
             own_bias,
             sums,
             x.stride(0),
             stride,
             len(x),
             num_out,
-            num_in // GROUP,
-            part_in // GROUP,
+            num_in,
+            share_in,
             HAS_BIAS=has_bias,
-            FORM=weight.form.name,
-            **_LAYOUTS[weight.form.name].constants,
+            **found.constants,
             ROWS=least_rows(len(x)),
-            OUTPUTS=_ROWS.outputs,
-            PIECES=_ROWS.inputs // GROUP,
-            STAGES=_ROWS.stages,
-            num_warps=_ROWS.warps,
+            OUTPUTS=launch.outputs,
+            STAGES=launch.stages,
+            num_warps=launch.warps,
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 from penstock.kernels.elementwise import in_shares
 from penstock.kernels.experts import route
 from penstock.kernels.native.quantised import WeightStruct, struct_of
-from penstock.kernels.quantised import QuantisedWeight, Weight
+from penstock.kernels.quantised import BFLOAT16, QuantisedWeight, Weight
 from penstock.kernels.threads import native_threads
 from penstock.plan.grids import EXPERT_PLACES
 from penstock.plan.model import ExpertsConfig
@@ -54,6 +54,10 @@ class NativeExperts:
     @property
     def one(self) -> tuple[Weight, Weight]:
         return self.gate_up[0], self.down[0]
+
+    @property
+    def has_own_law(self) -> bool:
+        return self.down[0].form is BFLOAT16
 
     @cached_property
     def _tables(self) -> tuple[ctypes.Array[WeightStruct], ...]:

@@ -155,13 +155,15 @@ class NativeKernels(TorchKernels):
     def stacked_experts(
         self,
         config: ExpertsConfig,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Weight,
+        down: Weight,
         activation: ElementWise | None = None,
         choice_bias: Tensor | None = None,
     ) -> GroupedExperts:
         assert self.quantised is not None
         assert activation is None
+        assert isinstance(gate_up, Tensor)
+        assert isinstance(down, Tensor)
         packed = self.quantised.packed
         return self.quantised_experts(config, [*map(packed, gate_up)], [*map(packed, down)], choice_bias)
 

@@ -131,13 +131,13 @@ class TorchKernels:
     def stacked_experts(
         self,
         config: ExpertsConfig,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Weight,
+        down: Weight,
         activation: ElementWise | None = None,
         choice_bias: Tensor | None = None,
     ) -> GroupedExperts:
-        """Experts with weights gate_up [experts, 2 * width, hidden] and down [experts, hidden, width]; without an
-        activation, silu's."""
+        """Experts with weights gate_up [experts, 2 * width, hidden] and down [experts, hidden, width], or of blocks
+        [experts * 2 * width, hidden] and [experts * hidden, width]; without an activation, silu's."""
         raise TypeError("these kernels run experts one by one")
 
     def quantised_experts(

@@ -8,6 +8,8 @@ however many outputs and rows a program has.
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.blocks import load_factor, load_part, slot_values
+
 # Below every score; what was chosen, or is no expert, lies lower still.
 _LEAST = tl.constexpr(-3.0e38)
 
@@ -191,7 +193,7 @@ def _store_tiles(tiles, start, total, at, num_tiles, tile_rows, COLUMNS: tl.cons
 @triton.jit
 def _product(rows, weight, total, IS_SWAPPED: tl.constexpr, PRECISION: tl.constexpr):
     """total + rows [ROWS, BLOCK] times weight [OUTPUTS, BLOCK]. The matrix units take no fewer than 64 of what comes
-    first: few rows come second."""
+    first: few rows come second, and so do all where weights are made values in registers."""
     if IS_SWAPPED:
         total = tl.dot(weight, tl.trans(rows), total, input_precision=PRECISION)
     else:
@@ -199,26 +201,82 @@ def _product(rows, weight, total, IS_SWAPPED: tl.constexpr, PRECISION: tl.conste
     return total
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@triton.jit
+def _scaled(product, of_rows, of_outputs, IS_SWAPPED: tl.constexpr):
+    """Products times a scale of each row and of each output."""
+    if IS_SWAPPED:
+        product *= of_outputs[:, None] * of_rows[None, :]
+    else:
+        product *= of_rows[:, None] * of_outputs[None, :]
+    return product
+
+
+@triton.jit
+def _scales_of_rows(row_scales, row, ROWS: tl.constexpr):
+    if row_scales is not None:
+        found = tl.load(row_scales + row)
+    else:
+        found = tl.full([ROWS], 1.0, tl.float32)
+    return found
+
+
+@triton.jit
+def _weights(
+    weight,
+    output,  # [OUTPUTS], int64
+    is_output,
+    start,
+    like,
+    NUM_IN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_RAGGED: tl.constexpr,
+):
+    """Weights [OUTPUTS, BLOCK] of the inputs from `start` on, in the dtype of `like`; 8-bit floats as multiples of
+    their scales."""
+    columns = tl.arange(0, BLOCK)[None, :]
+    at = weight + output[:, None] * NUM_IN + columns + start
+    if IS_RAGGED:
+        found = tl.load(at, mask=is_output[:, None] & (start + columns < NUM_IN), other=0.0)
+    else:
+        found = tl.load(at)
+    if found.dtype != like.dtype:
+        found = found.to(tl.float32).to(like.dtype)
+    return found
+
+
+@triton.jit(do_not_specialize=["num_tiles", "row_scales_stride"])
 def expert_kernel(
     x,  # [rows, inputs]
-    weight,  # [experts, outputs, inputs]; outputs of gates and then as many of what they gate
+    row_scales,  # [rows, blocks] of 8-bit floats, rows side by side; or none
+    weight,  # [experts, outputs, inputs]; outputs of gates and then as many of what they gate; or words of blocks
+    high,  # the last three as in `blocks.py`, or none; `scales` of 8-bit floats: [experts, outputs, blocks]
+    scales,
+    wholes,
     order,  # [places], the row of each place; or none: rows are places
     tiles,  # [3, num_tiles]
     out,  # [places, outputs]
     x_stride,
+    row_scales_stride,  # from block to block
     num_tiles,
     NUM_IN: tl.constexpr,
     NUM_OUT: tl.constexpr,
     IS_GATED: tl.constexpr,
+    FORM: tl.constexpr,  # "": plain
+    BITS: tl.constexpr,  # 0: not blocks
+    GROUP: tl.constexpr,
+    PER_WORD: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # 128 where 8-bit floats have a scale for so many inputs
     IS_SWAPPED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Some outputs of some rows of an expert; gated, silu(gate) * up."""
     NUM_PARTS: tl.constexpr = (NUM_OUT + OUTPUTS - 1) // OUTPUTS
+    HEIGHT: tl.constexpr = 2 * NUM_OUT if IS_GATED else NUM_OUT
+    IS_RAGGED: tl.constexpr = NUM_IN % BLOCK != 0 or NUM_OUT % OUTPUTS != 0
+    HAS_BLOCKS: tl.constexpr = FORM == "F8_BLOCK"
+    NUM_SCALES: tl.constexpr = (NUM_IN + 127) // 128 if HAS_BLOCKS else 1
     tile = tl.program_id(0) // NUM_PARTS
     expert = tl.load(tiles + tile)
     if expert >= 0:
@@ -229,29 +287,86 @@ def expert_kernel(
             row = tl.load(order + row)
         outputs = tl.program_id(0) % NUM_PARTS * OUTPUTS + tl.arange(0, OUTPUTS)
         is_output = outputs < NUM_OUT
+        own_output = expert.to(tl.int64) * HEIGHT + outputs
         columns = tl.arange(0, BLOCK)[None, :]
         row_at = x + row[:, None].to(tl.int64) * x_stride + columns
-        HEIGHT: tl.constexpr = 2 * NUM_OUT if IS_GATED else NUM_OUT
-        weight_at = weight + (expert.to(tl.int64) * HEIGHT + outputs[:, None]) * NUM_IN + columns
         shape: tl.constexpr = [OUTPUTS, ROWS] if IS_SWAPPED else [ROWS, OUTPUTS]
         total = tl.zeros(shape, tl.float32)
         gated = tl.zeros(shape, tl.float32)
-        for start in range(0, NUM_IN, BLOCK):
-            if NUM_IN % BLOCK or NUM_OUT % OUTPUTS:
-                is_in = start + columns < NUM_IN
-                mask = is_output[:, None] & is_in
-                own = tl.load(row_at + start, mask=is_row[:, None] & is_in, other=0.0)
-                part = tl.load(weight_at + start, mask=mask, other=0.0)
-            else:
-                own = tl.load(row_at + start)
-                part = tl.load(weight_at + start)
-            total = _product(own, part, total, IS_SWAPPED, PRECISION)
-            if IS_GATED:
-                if NUM_IN % BLOCK or NUM_OUT % OUTPUTS:
-                    part = tl.load(weight_at + NUM_OUT * NUM_IN + start, mask=mask, other=0.0)
+        zeros = tl.zeros(shape, tl.float32)
+        if BITS:
+            SLOTS: tl.constexpr = 4 if BITS == 8 else 8
+            NUM_PARTS_IN: tl.constexpr = (NUM_IN + SLOTS * GROUP - 1) // (SLOTS * GROUP)
+            inner = tl.arange(0, GROUP)[None, :]
+            group_at = x + row[:, None].to(tl.int64) * x_stride + inner
+            for part in range(NUM_PARTS_IN):
+                words, more, whole = load_part(
+                    weight, high, wholes, own_output, part, is_output, NUM_PARTS_IN, FORM, BITS, GROUP
+                )
+                if IS_GATED:
+                    words_1, more_1, whole_1 = load_part(
+                        weight,
+                        high,
+                        wholes,
+                        own_output + NUM_OUT,
+                        part,
+                        is_output,
+                        NUM_PARTS_IN,
+                        FORM,
+                        BITS,
+                        GROUP,
+                    )
+                for j in tl.static_range(SLOTS):
+                    start = (part * SLOTS + j) * GROUP
+                    if NUM_IN % (SLOTS * GROUP):
+                        own = tl.load(group_at + start, mask=start + inner < NUM_IN, other=0.0)
+                    else:
+                        own = tl.load(group_at + start)
+                    factor = load_factor(scales, own_output, part, is_output, NUM_PARTS_IN, j, BITS, PER_WORD)
+                    values = slot_values(words, more, factor, whole, j, FORM, BITS, PER_WORD)
+                    total = _product(own, values.to(own.dtype), total, IS_SWAPPED, PRECISION)
+                    if IS_GATED:
+                        factor = load_factor(
+                            scales, own_output + NUM_OUT, part, is_output, NUM_PARTS_IN, j, BITS, PER_WORD
+                        )
+                        values = slot_values(words_1, more_1, factor, whole_1, j, FORM, BITS, PER_WORD)
+                        gated = _product(own, values.to(own.dtype), gated, IS_SWAPPED, PRECISION)
+        else:
+            for start in range(0, NUM_IN, BLOCK):
+                if IS_RAGGED:
+                    own = tl.load(
+                        row_at + start, mask=is_row[:, None] & (start + columns < NUM_IN), other=0.0
+                    )
                 else:
-                    part = tl.load(weight_at + NUM_OUT * NUM_IN + start)
-                gated = _product(own, part, gated, IS_SWAPPED, PRECISION)
+                    own = tl.load(row_at + start)
+                part = _weights(weight, own_output, is_output, start, own, NUM_IN, BLOCK, IS_RAGGED)
+                if HAS_BLOCKS:
+                    of_rows = _scales_of_rows(row_scales, start // 128 * row_scales_stride + row, ROWS)
+                    scale_at = scales + own_output * NUM_SCALES + start // 128
+                    of_outputs = tl.load(scale_at, mask=is_output, other=0.0)
+                    total += _scaled(
+                        _product(own, part, zeros, IS_SWAPPED, PRECISION), of_rows, of_outputs, IS_SWAPPED
+                    )
+                else:
+                    total = _product(own, part, total, IS_SWAPPED, PRECISION)
+                if IS_GATED:
+                    part = _weights(
+                        weight, own_output + NUM_OUT, is_output, start, own, NUM_IN, BLOCK, IS_RAGGED
+                    )
+                    if HAS_BLOCKS:
+                        of_outputs = tl.load(scale_at + NUM_OUT * NUM_SCALES, mask=is_output, other=0.0)
+                        gated += _scaled(
+                            _product(own, part, zeros, IS_SWAPPED, PRECISION), of_rows, of_outputs, IS_SWAPPED
+                        )
+                    else:
+                        gated = _product(own, part, gated, IS_SWAPPED, PRECISION)
+        if FORM == "F8_ROW":
+            of_rows = _scales_of_rows(row_scales, row, ROWS)
+            of_outputs = tl.load(scales + own_output, mask=is_output, other=0.0)
+            total = _scaled(total, of_rows, of_outputs, IS_SWAPPED)
+            if IS_GATED:
+                of_outputs = tl.load(scales + own_output + NUM_OUT, mask=is_output, other=0.0)
+                gated = _scaled(gated, of_rows, of_outputs, IS_SWAPPED)
         if IS_SWAPPED:
             total = tl.trans(total)
             gated = tl.trans(gated)
