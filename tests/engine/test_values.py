@@ -59,12 +59,11 @@ NUMBERS = {
     "30.0": "stages.pipeline._WRITE_S",
     "300": "constraint._MAX_REASON",
     "32": "stages.control._MAC_BYTES stages.control._NONCE_BYTES",
-    "4": "service._FEW_DECODES",
+    "4": "constraint.NUM_QUEUED service._FEW_DECODES",
     "4096": "cache_choice._RECORDED_GRID stages.control._MOST_TOKEN_BYTES",
     "4194304": "fingerprint._SLICE_BYTES",
     "5": "batcher.MOST_LOSSES graphs.decode._COLUMNS",
-    "5.0": "stages.control._HANDSHAKE_S",
-    "5000": "grammar._MAX_LITERALS",
+    "5.0": "stages.control._HANDSHAKE_S stages.pipeline._END_S",
     "512": "llm.DEFAULT_MAX_TOKENS reuse.MOST_FOUND sampler._FEW_TOKENS stages.pipeline._STEPS_KEPT",
     "60": "stages.joining._SHORT",
     "60.0": "run._STAGE_PATIENCE_S stages.workers._START_S",
@@ -74,7 +73,7 @@ NUMBERS = {
     """,
     "65536": "schema_limits.MAX_BYTES",
     "67108864": "reuse.PIECE_BYTES stages.control._MOST_DATA_BYTES",
-    "8": "grammar._MAX_DEPTH schema_limits.MAX_JOINED_PATTERNS stages.link._MOST_SENT",
+    "8": "schema_limits.MAX_JOINED_PATTERNS stages.link._MOST_SENT",
     "True": """
         constraint.TokenConstraint.is_holding constraint._Vocabulary.is_tokenizer_wrapper
         grammar.CallGrammar.grammar.is_parallel reuse.Prefix._snapshot.in_memory
