@@ -1,6 +1,6 @@
 """The kernels on a GPU: what they compute, and what must not change a row's bits."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -13,13 +13,14 @@ from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe import Random
 from penstock.kernels.quantised import ALL_FORMS, FLOAT_FORMS, MXFP4
 from penstock.kernels.reference.kernels import TorchKernels
-from penstock.kernels.spans import DeltaHeads, StateRows, StateWork
+from penstock.kernels.spans import DeltaHeads, Scoring, StateRows, StateWork
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 from tests.gpu.cases import over
 from tests.gpu.models import gpu
 from tests.kernels.parity import (
     EPS,
     ROUTERS,
+    SCALE,
     ExpertRows,
     Heads,
     Rows,
@@ -215,6 +216,19 @@ def test_rows_have_the_bits_that_they_have_alone(case: HeadCase) -> None:
     ]
     check_beside(subject, case.heads, batch, num_padding=5)
     check_beside(subject, case.heads, batch[::-1])
+
+
+@over(HEAD_CASES)
+def test_windows_have_the_bits_of_the_whole_without_what_is_behind_them(case: HeadCase) -> None:
+    subject = subject_of(case.dtype)
+    long = Scoring(SCALE, window=600)
+    scattered = Rows(700, 900, (*range(8, 15), 20, *range(1, 8)))
+    batch = [scattered, in_one_place(1000, 1001, is_prompt=False)]
+    for scoring in (long, replace(long, window=700, soft_cap=2.0), *case.heads.scorings(gpu()).values()):
+        check_attention(subject, case.heads, batch, scoring=scoring)
+        check_beside(subject, case.heads, batch, 5, scoring)
+        cuts = [(0, 1), (1, 127), (127, 149), (600, 700), (640, 1300), (1299, 1300)]
+        check_cuts(subject, case.heads, 1300, cuts, scoring)
 
 
 # States of gated delta nets

@@ -256,15 +256,22 @@ def test_heads_of_512(kernels: Kernels, dtype: torch.dtype) -> None:
 
 @dtypes
 @scorings
-@settings(max_examples=3)
-@given(data=st.data(), num_tokens=st.integers(65, LONGEST))
+@settings(max_examples=4)
+@given(data=st.data(), num_tokens=st.integers(65, LONGEST), long_window=st.sampled_from((1, 512)))
 def test_a_chunk_has_the_bits_of_the_whole_behind_a_window_too(
-    kernels: Kernels, dtype: torch.dtype, scoring: str, data: st.DataObject, num_tokens: int
+    kernels: Kernels,
+    dtype: torch.dtype,
+    scoring: str,
+    data: st.DataObject,
+    num_tokens: int,
+    long_window: int,
 ) -> None:
     heads = Heads(2, 1, 32)
     cuts = data.draw(st.lists(_cuts(num_tokens), min_size=1, max_size=3))
     found = heads.scorings(torch.device("cpu"))[scoring]
-    check_cuts(Subject(kernels, dtype), heads, num_tokens, cuts, found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("penstock.kernels.cuda.kernels._LONG_WINDOW", long_window)
+        check_cuts(Subject(kernels, dtype), heads, num_tokens, cuts, found)
 
 
 @dtypes

@@ -1,9 +1,9 @@
 """Every decoder of text that transformers has, with each field of its configuration moved off what it is: it has
 transformers' logits, or it is refused in one line. It never runs wrongly.
 
-`python -m tests.models.sweep` runs all of it in about an hour of one core (`--part 1/8`: an eighth of the families;
-or names of families; `--families`: each once, as it is; `--pairs 20`: and so many pairs of fields moved at once),
-and prints what is wrong, then how many families run. A test runs a sample."""
+`python -m tests.models.sweep` runs all of it in ten minutes of one core (`--part 1/8`: an eighth of the families; or
+names of families; `--families`: each once, as it is; `--pairs 20`: and so many pairs of fields moved at once), and
+prints what is wrong, then how many families run. A test runs a sample."""
 
 import argparse
 import random

@@ -59,6 +59,9 @@ _LOG2_E = 1.4426950408889634
 # Positions that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes
 # a minute.
 _TILE_ROWS, _TILE_ROWS_FLOAT32 = 64, 16
+# Windows of so many tokens are walked by programs of twice the positions: they read keys and values half as often.
+# Of shorter windows they would compute more that is hidden.
+_LONG_WINDOW = 512
 # Larger heads take twice the threads for half the positions: a program's sums lie in its registers.
 _LARGE_HEAD = 256
 # More do not lie on a multiprocessor with what they are multiplied with.
@@ -445,11 +448,11 @@ def _tile_rows(queries: Tensor, value_dim: int, scoring: Scoring) -> tuple[int, 
         return _TILE_ROWS_FLOAT32, 8 if largest > _LARGE_HEAD else 4
     if largest > _LARGE_HEAD:
         return _TILE_ROWS // 2, 8
-    # A window is walked by tiles alone. Twice the positions read its keys and values half as often, where two blocks
-    # of those have room beside so many queries.
+    # Two blocks of keys and values have to have room beside so many queries.
     room = shared_bytes(queries.device) - 2 * _TILE_ROWS * queries.shape[-1] * queries.element_size()
     per_stage = BLOCK_TOKENS * (queries.shape[-1] + value_dim) * queries.element_size()
-    return (2 * _TILE_ROWS, 8) if scoring.window and room > 2 * per_stage else (_TILE_ROWS, 4)
+    is_double = scoring.window >= _LONG_WINDOW and room > 2 * per_stage
+    return (2 * _TILE_ROWS, 8) if is_double else (_TILE_ROWS, 4)
 
 
 def _num_stages(queries: Tensor) -> int:
