@@ -8,6 +8,7 @@ import pytest
 from benchmarks.harness import RATIOS
 from benchmarks.namespaces import NamespaceError, joined_namespaces
 from benchmarks.suites import stages
+from benchmarks.systems import ROOT
 from tests.benchmarks.made_up import run
 
 pytestmark = pytest.mark.skipif(
@@ -28,6 +29,15 @@ def test_a_prompt_is_read_alike_by_all_and_the_plan_is_compared(tiny: Path, tmp_
     ]
     assert {bar.limit for bar in results.bars} == {1.7, 0.9, 0.1}
     assert sum(results.settings["layers"]) == 2
+
+
+def test_another_checkout_takes_turns_with_this_one(tiny: Path, tmp_path: Path) -> None:
+    arguments = ["stages", "--model", str(tiny), "--cases", "before", "--tree", str(ROOT), "--repeats", "1"]
+    arguments += ["--stream-prompt", "80", "--decode-tokens", "4", "--chunk", "64"]
+    _, results = run(arguments, tmp_path / "stages.json")
+    assert {figure.system for figure in results.of(stages.PROCESSOR)} == {stages.NOW, stages.BEFORE}
+    assert [figure.name for figure in results.of(RATIOS)] == ["80 tokens", "a token more"]
+    assert [bar.limit for bar in results.bars] == [0.99, 0.99]
 
 
 def test_a_system_without_namespaces_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
