@@ -146,18 +146,3 @@ def test_literals_are_read_as_they_are_written(arguments: dict[str, Any]) -> Non
         assert calls_of(parsed(TurnParser(form), answer[: len(answer) // 2], answer[len(answer) // 2 :])) == [
             ("f", arguments)
         ]
-
-
-NESTED: dict[str, Any] = {
-    "type": "object",
-    "$defs": {"point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
-    "properties": {
-        "kind": {"enum": ["a", 2, None]},
-        "points": {"type": "array", "items": {"$ref": "#/$defs/point"}},
-        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
-        "count": {"type": "integer", "maximum": 9},
-        "rest": {"type": "object"},
-        "loop": {"$ref": "#"},
-    },
-    "required": ["points"],
-}
