@@ -382,10 +382,10 @@ class Part:
 def parts_of(inputs: Sequence[SpanInput], most: int) -> list[Part]:
     """Decodes by themselves, up to `most` tokens in a pass, then all prompts in one; where `most` is 0, or there are
     no decodes, all in one."""
-    decodes = [(number, item) for number, item in enumerate(inputs) if not item.is_prompt]
-    prompts = [(number, item) for number, item in enumerate(inputs) if item.is_prompt]
-    if not most or not decodes:
+    decodes = [(number, item) for number, item in enumerate(inputs) if not item.is_prompt] if most else []
+    if not decodes:
         return [Part(tuple(range(len(inputs))), tuple(inputs))]
+    prompts = [(number, item) for number, item in enumerate(inputs) if item.is_prompt]
     passes: list[list[tuple[int, SpanInput]]] = [[]]
     for number, item in decodes:
         for piece in _pieces(item, most):
