@@ -270,13 +270,18 @@ struct Quants {
     static constexpr int PARTS = 4;  // of a load
     Words low, high;
 
-    static Quants make() {
+    struct Tables {
         alignas(64) uint16_t low[32], high[32];
-        for (int i = 0; i < 32; ++i) {
-            low[i] = bfloat16_of(F::BITS == 4 ? F::value_of(i % 16) : i % 16);
-            high[i] = bfloat16_of(i % 16 < 8 ? i % 16 * 16 : i % 16 * 16 - 256);
+        Tables() {
+            for (int i = 0; i < 32; ++i) {
+                low[i] = bfloat16_of(F::BITS == 4 ? F::value_of(i % 16) : i % 16);
+                high[i] = bfloat16_of(i % 16 < 8 ? i % 16 * 16 : i % 16 * 16 - 256);
+            }
         }
-        return {load_words(low), load_words(high)};
+    };
+    static Quants make() {
+        static const Tables tables;  // made once: a panel of a small weight is read in less time than they take
+        return {load_words(tables.low), load_words(tables.high)};
     }
     Words part(Words load, int j) const {
         return _mm512_permutexvar_epi16(j ? _mm512_srli_epi16(load, 4 * j) : load, F::BITS == 8 && j % 2 ? high : low);
@@ -443,13 +448,12 @@ void sum_groups(const uint16_t* x, int64_t num_in, float* sums) {
 
 // The sums of all rows' groups, where a form has minimums.
 template <class F>
-std::vector<float> all_group_sums(const Weight& weight, const Rows& rows) {
-    const int64_t row_sums = F::HAS_MINIMUM ? blocks_of(weight) * F::GROUPS : 0;
-    std::vector<float> sums(rows.num_rows * row_sums);
-    if (F::HAS_MINIMUM)
-        for (int64_t row = 0; row < rows.num_rows; ++row)
-            sum_groups<F>(rows.x + row * rows.x_stride, weight.num_in, sums.data() + row * row_sums);
-    return sums;
+void sum_groups(const Weight& weight, const Rows& rows, std::vector<float>& sums) {
+    if (!F::HAS_MINIMUM) return;
+    const int64_t row_sums = blocks_of(weight) * F::GROUPS;
+    sums.resize(rows.num_rows * row_sums);
+    for (int64_t row = 0; row < rows.num_rows; ++row)
+        sum_groups<F>(rows.x + row * rows.x_stride, weight.num_in, sums.data() + row * row_sums);
 }
 
 template <class F>
@@ -605,50 +609,57 @@ bool is_few(const Weight& weight, int64_t num_rows) {
 }  // namespace
 
 void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_canonical, int num_threads) {
-    struct Piece {
-        int64_t index, panel, count;
+    struct Product {
+        Inputs inputs;
+        std::vector<float> sums;
+        int64_t first_piece, step;  // panels of a piece
         bool is_few;
     };
-    int64_t num_panels = 0;
-    for (int64_t index = 0; index < count; ++index) num_panels += panels_of(weights[index]);
-    const int64_t together = panels_together(num_panels, std::abs(num_threads));
-    std::vector<Piece> pieces;
-    std::vector<std::vector<float>> sums(count);
-    static thread_local std::vector<uint32_t> made;  // floats of all rows
-    std::vector<Inputs> inputs(count);
-    int64_t num_made = 0;
+    int64_t num_panels = 0, num_made = 0, num_pieces = 0;
     for (int64_t index = 0; index < count; ++index) {
-        inputs[index] = {reinterpret_cast<const uint32_t*>(rows[index].x), rows[index].x_stride / 2};
+        num_panels += panels_of(weights[index]);
         num_made += rows[index].num_rows * weights[index].num_in;
     }
-    if constexpr (T::STEP == 1) {
-        made.resize(num_made);
-        uint32_t* to = made.data();
-        for (int64_t index = 0; index < count; ++index) {
-            const int64_t num_in = weights[index].num_in, num_rows = rows[index].num_rows;
-            inputs[index] = {to, num_in};
-            for_pieces(num_rows, num_rows > 16 ? num_threads : 1, [&](int64_t row) {
-                T::copy(rows[index].x + row * rows[index].x_stride, num_in, to + row * num_in);
-            }, 16);
-            to += num_rows * num_in;
-        }
-    }
+    const int64_t together = panels_together(num_panels, std::abs(num_threads));
+    static thread_local std::vector<uint32_t> made;  // floats of all rows
+    static thread_local std::vector<Product> own_products;
+    if (T::STEP == 1) made.resize(num_made);
+    if (int64_t(own_products.size()) < count) own_products.resize(count);
+    uint32_t* to = made.data();
+    Product* const products = own_products.data();
     for (int64_t index = 0; index < count; ++index) {
         const Weight& weight = weights[index];
-        const bool few = !is_canonical && is_few(weight, rows[index].num_rows), by_blocks = few && weight.form != PACKED;
-        if (by_blocks)
-            with_form(weight.form,
-                      [&](auto form) { sums[index] = all_group_sums<decltype(form)>(weight, rows[index]); });
-        const int64_t step = by_blocks ? 1 : together, own_panels = panels_of(weight);
-        for (int64_t panel = 0; panel < own_panels; panel += step)
-            pieces.push_back({index, panel, std::min(step, own_panels - panel), few});
+        const Rows& own_rows = rows[index];
+        Product& product = products[index];
+        product.inputs = {reinterpret_cast<const uint32_t*>(own_rows.x), own_rows.x_stride / 2};
+        if constexpr (T::STEP == 1) {
+            product.inputs = {to, weight.num_in};
+            for_pieces(own_rows.num_rows, own_rows.num_rows > 16 ? num_threads : 1, [&](int64_t row) {
+                T::copy(own_rows.x + row * own_rows.x_stride, weight.num_in, to + row * weight.num_in);
+            }, 16);
+            to += own_rows.num_rows * weight.num_in;
+        }
+        product.is_few = !is_canonical && is_few(weight, own_rows.num_rows);
+        product.step = together;
+        if (product.is_few)
+            with_form(weight.form, [&](auto form) {
+                sum_groups<decltype(form)>(weight, own_rows, product.sums);
+                product.step = 1;
+            });
+        product.first_piece = num_pieces;
+        num_pieces += (panels_of(weight) + product.step - 1) / product.step;
     }
-    for_pieces(pieces.size(), num_threads, [&](int64_t at) {
-        const auto& [index, panel, num, few] = pieces[at];
+    for_pieces(num_pieces, num_threads, [=](int64_t piece) {
+        const auto is_before = [](int64_t at, const Product& product) { return at < product.first_piece; };
+        const Product& product = std::upper_bound(products, products + count, piece, is_before)[-1];
+        const int64_t index = &product - products, panel = (piece - product.first_piece) * product.step;
         const Weight& weight = weights[index];
-        if (!few || weight.form == PACKED) return many_rows(weight, rows[index], inputs[index], panel, num, few);
-        with_form(weight.form,
-                  [&](auto form) { few_rows<decltype(form)>(weight, rows[index], inputs[index], sums[index], panel); });
+        if (!product.is_few || weight.form == PACKED)
+            return many_rows(weight, rows[index], product.inputs, panel,
+                             std::min(product.step, panels_of(weight) - panel), product.is_few);
+        with_form(weight.form, [&](auto form) {
+            few_rows<decltype(form)>(weight, rows[index], product.inputs, product.sums, panel);
+        });
     });
 }
 

@@ -41,6 +41,9 @@ constexpr Clock::duration LONG_WAIT = microseconds(300);
 constexpr Clock::duration TWICE_WITHIN = milliseconds(50), CROWD_LASTS = milliseconds(200);
 // Workers keep off the caller's processor for longer: that costs nothing where nobody else wants one.
 constexpr Clock::duration AWAY_LASTS = milliseconds(2000);
+// Of what is left of a range, the part that is claimed at once: claims break the stream of reads from memory. None in a
+// crowd, where whoever is put aside keeps all that it has claimed.
+constexpr uint64_t PART = 4;
 constexpr int LOOKS = 32;  // between two looks at the clock
 constexpr int MOST_THREADS = 256;
 constexpr int64_t MOST_PIECES = int64_t(1) << 22;
@@ -80,6 +83,7 @@ class Pool {
         num_left_.store(num_pieces, std::memory_order_relaxed);
         const auto began = Clock::now();
         const bool is_crowded = began < crowded_until_;
+        part_.store(is_crowded ? MOST_PIECES : PART, std::memory_order_relaxed);
         awake_.store((is_crowded ? AWAKE_IN_A_CROWD : AWAKE).count(), std::memory_order_relaxed);
         const uint32_t job = job_.load(std::memory_order_relaxed) + 1;
         for (int thread = 0; thread < num_threads; ++thread) {
@@ -173,11 +177,15 @@ class Pool {
                 if (range.next >= range.end) break;
                 const auto run = run_.load(std::memory_order_relaxed);
                 const auto work = work_.load(std::memory_order_relaxed);
-                const uint64_t first = range.next, wanted = at_a_time_.load(std::memory_order_relaxed);
-                range.next = std::min(range.end, first + wanted);
+                const uint64_t num_left = range.end - range.next;
+                const uint64_t part = num_left / part_.load(std::memory_order_relaxed);
+                const uint64_t size =
+                    std::min(num_left, std::max<uint64_t>(part, at_a_time_.load(std::memory_order_relaxed)));
+                // Of its own the first, of another's the last: what each reads lies in a row.
+                const uint64_t first = step ? range.end -= size : (range.next += size) - size;
                 if (!word.compare_exchange_weak(before, range.word(), std::memory_order_acq_rel)) continue;
-                run(work, first, range.next);
-                num_done += range.next - first;
+                run(work, first, first + size);
+                num_done += size;
                 before = word.load(std::memory_order_acquire);
             }
         }
@@ -204,6 +212,7 @@ class Pool {
     std::atomic<void (*)(const void*, int64_t, int64_t)> run_{nullptr};
     std::atomic<const void*> work_{nullptr};
     std::atomic<int64_t> at_a_time_{1};
+    std::atomic<uint64_t> part_{MOST_PIECES};
     std::atomic<int> num_threads_{0};
     std::atomic<Clock::rep> awake_{0};
     Clock::time_point put_aside_, crowded_until_, away_until_;  // the caller's
