@@ -110,7 +110,9 @@ def _in_blocks(
     is_delta: bool,
 ) -> Tensor:
     num_tokens = values.shape[0]
-    at_once = BLOCK * _blocks_at_once(values.shape[1] * values.shape[2])
+    # One on a GPU, whose sums and products have another order where there are more of them.
+    num_blocks = _blocks_at_once(values.shape[1] * values.shape[2]) if values.device.type == "cpu" else 1
+    at_once = BLOCK * num_blocks
     # Tokens after the last whole block are one more, filled up, unless they are few.
     in_blocks = num_tokens if num_tokens % BLOCK > STEP_TOKENS else num_tokens // BLOCK * BLOCK
     out = values.new_empty(values.shape, dtype=torch.float32)
