@@ -1,9 +1,13 @@
-"""Run the tests of this folder without pytest: `PYTHONPATH=src python3 -m tests.gpu [part of a name ...]`."""
+"""Run the tests of this folder without pytest, several at a time:
+`PYTHONPATH=src python3 -m tests.gpu [--workers N] [part of a name ...]`."""
 
+import argparse
+import multiprocessing
+import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -11,34 +15,55 @@ from tests.gpu import test_bits, test_kernels, test_parity
 from tests.gpu.cases import calls
 
 MODULES = (test_kernels, test_parity, test_bits)
+MOST_WORKERS = 8
 
 
-def main(parts: Sequence[str]) -> int:
+def found() -> dict[str, Callable[[], None]]:
+    tests = [getattr(module, name) for module in MODULES for name in vars(module) if name.startswith("test_")]
+    return {name: call for test in tests for name, call in calls(test)}
+
+
+def run(name: str) -> tuple[str, float, str]:
+    """The name, seconds, and the traceback of a test that failed."""
+    started = time.perf_counter()
+    failure = ""
+    try:
+        found()[name]()
+        torch.cuda.synchronize()
+    except Exception:
+        failure = traceback.format_exc()
+    return name, time.perf_counter() - started, failure
+
+
+def main(arguments: Sequence[str]) -> int:
     """The exit status: 0, 1 where a test failed, 2 where none could be run."""
+    parser = argparse.ArgumentParser(prog="python -m tests.gpu", description=__doc__)
+    parser.add_argument("parts", nargs="*", metavar="PART", help="part of a test's name (all tests)")
+    num_cores = os.cpu_count() or 1
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=max(1, min(num_cores // 2, MOST_WORKERS)),
+        help="processes (%(default)s)",
+    )
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        parser.error("--workers takes 1 or more")
     if not torch.cuda.is_available():
         print("needs an NVIDIA GPU: there is none here", file=sys.stderr)
         return 2
-    tests = [getattr(module, name) for module in MODULES for name in vars(module) if name.startswith("test_")]
-    chosen = [
-        (name, call)
-        for test in tests
-        for name, call in calls(test)
-        if not parts or any(part in name for part in parts)
-    ]
+    chosen = [name for name in found() if not options.parts or any(part in name for part in options.parts)]
     if not chosen:
-        print(f"no test's name has any of these in it: {', '.join(parts)}", file=sys.stderr)
+        print(f"no test's name has any of these in it: {', '.join(options.parts)}", file=sys.stderr)
         return 2
     failed = []
-    for name, call in chosen:
-        started = time.perf_counter()
-        try:
-            call()
-            torch.cuda.synchronize()
-        except Exception:
-            traceback.print_exc(file=sys.stdout)
-            failed.append(name)
-        verdict = "FAILED" if failed[-1:] == [name] else "ok"
-        print(f"{verdict:6} {time.perf_counter() - started:5.1f} s  {name}", flush=True)
+    threads = max(1, num_cores // options.workers)
+    with multiprocessing.get_context("spawn").Pool(
+        options.workers, torch.set_num_threads, (threads,)
+    ) as pool:
+        for name, seconds, failure in pool.imap_unordered(run, chosen):
+            print(f"{failure}{'FAILED' if failure else 'ok':6} {seconds:5.1f} s  {name}", flush=True)
+            failed += [name] if failure else []
     print(f"{len(chosen) - len(failed)} ok, {len(failed)} failed", *failed, sep="\n  ")
     return 1 if failed else 0
 
