@@ -22,6 +22,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import in_shares
 from penstock.kernels.threads import num_threads
 from penstock.plan.grids import ELEMENTS_PER_THREAD, MOST_STATE_BLOCKS, STATE_GRID
@@ -111,7 +112,7 @@ def _in_blocks(
 ) -> Tensor:
     num_tokens = values.shape[0]
     # One on a GPU, whose sums and products have another order where there are more of them.
-    num_blocks = _blocks_at_once(values.shape[1] * values.shape[2]) if values.device.type == "cpu" else 1
+    num_blocks = _blocks_at_once(values.shape[1] * values.shape[2]) if device_kind(values.device).is_host else 1
     at_once = BLOCK * num_blocks
     # Tokens after the last whole block are one more, filled up, unless they are few.
     in_blocks = num_tokens if num_tokens % BLOCK > STEP_TOKENS else num_tokens // BLOCK * BLOCK
