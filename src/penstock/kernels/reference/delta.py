@@ -112,8 +112,8 @@ def _in_blocks(
 ) -> Tensor:
     num_tokens = values.shape[0]
     # One on a GPU, whose sums and products have another order where there are more of them.
-    num_blocks = _blocks_at_once(values.shape[1] * values.shape[2]) if device_kind(values.device).is_host else 1
-    at_once = BLOCK * num_blocks
+    is_host = device_kind(values.device).is_host
+    at_once = BLOCK * (_blocks_at_once(values.shape[1] * values.shape[2]) if is_host else 1)
     # Tokens after the last whole block are one more, filled up, unless they are few.
     in_blocks = num_tokens if num_tokens % BLOCK > STEP_TOKENS else num_tokens // BLOCK * BLOCK
     out = values.new_empty(values.shape, dtype=torch.float32)
