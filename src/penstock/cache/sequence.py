@@ -190,7 +190,9 @@ class SequenceBlocks:
         extent_start = first_token
         for extent in self._extents:
             extent_end = extent_start + (extent.end - extent.start) * BLOCK_TOKENS
-            first, last = max(start, extent_start), min(end, extent_end)
+            # A decode asks twice, for each request: `max` and `min` would take half of its time.
+            first = start if start > extent_start else extent_start
+            last = end if end < extent_end else extent_end
             if first < last:
                 shift = extent.start * BLOCK_TOKENS - extent_start
                 places.append(TokenRange(first + shift, last + shift))
@@ -374,6 +376,8 @@ class SequenceCache:
     def slide(self, resumes_at: int | None = None) -> None:
         """Give back the blocks that lie behind the windows of whatever comes next: the steps in flight, and one that
         goes on from the last whole block or, where that is earlier, from `resumes_at`."""
+        if not any(self._windows):
+            return
         last = self.num_tokens // BLOCK_TOKENS * BLOCK_TOKENS
         start = min(last, *(step.start for step in self._steps), last if resumes_at is None else resumes_at)
         for blocks, window in zip(self.kv_groups, self._windows, strict=True):

@@ -488,7 +488,7 @@ class Batcher:
             if suspect in self._jobs and (plan := self._scheduler.schedule(only=suspect)) is not None:
                 return plan
         held = self.admit()
-        for job in self._jobs.values():
+        for job in () if self._stages is None else self._jobs.values():
             if job.num_losses >= SUSPICIOUS_LOSSES:
                 if self._flight:
                     return None

@@ -357,6 +357,8 @@ class StopMatcher:
         """Add text; returns what is now known to come before any stop string."""
         if self.has_stopped:
             return ""
+        if not self._searches:
+            return text
         known, self._held = self._held + text, ""
         found = [
             (start, search.length) for search in self._searches if (start := search.push(text)) is not None
@@ -365,7 +367,7 @@ class StopMatcher:
             self.has_stopped = True
             start, length = min(found)
             return known[: len(known) - len(text) + start + (length if self._includes else 0)]
-        num_held = max((search.num_matched for search in self._searches), default=0)
+        num_held = max(search.num_matched for search in self._searches)
         self._held = known[len(known) - num_held :]
         return known[: len(known) - num_held]
 

@@ -59,11 +59,11 @@ class SpanInput:
 
     @property
     def extents(self) -> tuple[tuple[Extent, ...], ...]:
-        return tuple(blocks.extents for blocks in self.kv_groups)
+        return tuple([blocks.extents for blocks in self.kv_groups])
 
     @property
     def capacity_tokens(self) -> int:
-        return min(blocks.capacity_tokens for blocks in self.kv_groups)
+        return min([blocks.capacity_tokens for blocks in self.kv_groups])
 
 
 def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = False) -> ForwardBatch:
@@ -122,7 +122,7 @@ def _group_work(inputs: Sequence[SpanInput], group: int, canon: RowLaw, *, stric
     for item in inputs:
         blocks, end = item.kv_groups[group], row_of_start + len(item.span)
         first_token = blocks.num_gone * BLOCK_TOKENS
-        places.extend(blocks.locate(item.span.start, item.span.end))
+        places += blocks.locate(item.span.start, item.span.end)
         span = AttendedSpan(
             start=row_of_start,
             end=end,

@@ -113,8 +113,9 @@ class TrackedRequest:
         self.num_run = num_run
         self.num_issued = num_issued
         self.num_tokens = num_tokens
-        self.num_held = self.limits.blocks_for(num_issued)
-        self.num_wanted = self.limits.blocks_for(min(num_tokens + 1, self.most_run)) - self.num_held
+        blocks_for, most = self.limits.blocks_for, self.most_run
+        self.num_held = blocks_for(num_issued)
+        self.num_wanted = blocks_for(num_tokens + 1 if num_tokens < most else most) - self.num_held
         if num_issued < self.num_prompt:
             self.kind = SpanKind.CHUNK
         else:

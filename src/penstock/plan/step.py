@@ -17,6 +17,8 @@ class Span:
     end: int
 
     def __post_init__(self) -> None:
+        if type(self.start) is type(self.end) is int and 0 <= self.start < self.end:
+            return  # as nearly always, and there are many
         check_int("start", self.start, 0)
         check_int("end", self.end, 0)
         if self.end <= self.start:
