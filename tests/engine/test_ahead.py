@@ -72,6 +72,35 @@ def test_it_is_launched_before_the_step_is_settled(model: Decoder, monkeypatch: 
     assert counts == [1, 3, 4, 5]
 
 
+@pytest.mark.parametrize(
+    ("max_running", "cache_tokens", "counts"),
+    [
+        (1, 1024, [1, 3, 4, 5, 6]),  # all places are taken: the next step is of those that decode
+        (2, 128, [1, 2, 3, 4, 5]),  # one is free, and may be given to the one that waits for blocks
+    ],
+)
+def test_with_others_waiting_it_is_launched_where_none_can_come_in(
+    model: Decoder,
+    monkeypatch: pytest.MonkeyPatch,
+    max_running: int,
+    cache_tokens: int,
+    counts: list[int],
+) -> None:
+    schedule = replace(SCHEDULE, max_running=max_running)
+    plain = serve(model, WISHES[:2], schedule, cache_tokens=cache_tokens)
+    batcher = new_batcher(model, schedule, cache_tokens, strict=False, looks_ahead=True)
+    jobs = [new_job(batcher, str(index), wish) for index, wish in enumerate(WISHES[:2])]
+    for job in jobs:
+        batcher.add(job)
+    passes, found = num_passes(model, monkeypatch), []
+    while batcher.has_work:
+        num_waiting = batcher.status().num_waiting
+        batcher.step()
+        found += [len(passes)] * (num_waiting > 0)
+    assert found[:5] == counts
+    assert [job.generated for job in jobs] == [job.generated for job in plain]
+
+
 def test_alone_every_pass_is_run_once(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = run_prompt(model, list(WISHES[0].prompt), num_tokens=40, max_tokens=40)
     passes = num_passes(model, monkeypatch)

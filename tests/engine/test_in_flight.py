@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from penstock.engine.run import Run
+from penstock.engine.step import Step
+from penstock.kernels.device import DeviceKind
 from penstock.models.decoder import Decoder
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig, ScheduleConfig
 from penstock.plan.step import SpanKind
@@ -133,6 +135,43 @@ def test_requests_decode_in_groups_while_others_wait_for_their_tokens(name: str)
     first = next(index for index, group in enumerate(groups) if "3" in group)
     assert {len(group) for group in groups[first + 3 : first + 7]} == {2}, groups
     assert len({*groups[first + 3 : first + 7]}) == 2, groups
+
+
+@pytest.mark.parametrize("fails_at", [None, 3])
+def test_where_the_depth_is_the_device_s_none_is_begun_behind_a_step_that_samples_or_failed(
+    monkeypatch: pytest.MonkeyPatch, fails_at: int | None
+) -> None:
+    """The next one wants its tokens, or would run on what was not written."""
+    monkeypatch.setattr(DeviceKind, "steps_in_flight", 2)
+    model, schedule = model_of(NAMES[0], torch.float32), ScheduleConfig(chunk_size=64)
+    batcher = new_batcher(model, schedule, 4096, strict=False, depth=2)
+    begin, forward = batcher.begin, model.forward
+    depths, launches = [], []
+
+    def begun() -> Step | None:
+        before = list(batcher._flight)
+        assert not any(each.step.plan.samples or each.has_failed for each in before)
+        depths.append(len(before))
+        return begin()
+
+    def launched(*parts: Any) -> torch.Tensor | None:
+        launches.append(len(depths))
+        if len(launches) == fails_at:
+            raise RuntimeError("injected")
+        return forward(*parts)
+
+    monkeypatch.setattr(batcher, "begin", begun)
+    monkeypatch.setattr(model, "forward", launched)
+    jobs = [new_job(batcher, str(length), Wish(tuple(random_prompt(length)), 8)) for length in (400, 500)]
+    for job in jobs:
+        batcher.add(job)
+        for _ in range(8):  # the second is read while the first decodes
+            batcher.step()
+    while batcher.has_work:
+        batcher.step()
+    assert {*depths} == {0, 1}
+    if fails_at is None:
+        assert [len(job.generated) for job in jobs] == [8, 8]
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 9, 14])

@@ -13,7 +13,7 @@ from penstock.errors import MemoryExhaustedError
 from penstock.plan.policy import ScheduleConfig
 from tests.byte_models import model_of_bytes
 from tests.engine.listening import Listening
-from tests.oracle import random_prompt
+from tests.oracle import random_prompt, run_prompt
 
 Forward = Callable[[object, object], torch.Tensor | None]
 
@@ -54,6 +54,23 @@ class Failing:
             if self.num_reading - 1 == self._fails_at:
                 raise MemoryError
         return logits
+
+
+@pytest.mark.parametrize("fails_at", range(3))
+def test_chunks_that_were_said_are_halved_and_end_where_they_were_to(llm: LLM, fails_at: int) -> None:
+    prompt, ends = random_prompt(900, 256), [320, 640, 900]
+    whole = run_prompt(llm.model, prompt, num_tokens=4)
+    with pytest.MonkeyPatch.context() as patch:
+        Failing(llm, patch, fails_at)
+        run = run_prompt(llm.model, prompt, num_tokens=4, chunk_ends=ends)
+    assert run.generated == whole.generated
+    assert run.num_shrinks == 1
+    cuts = [chunk.end for chunk in run.chunks]
+    assert {*ends} <= {*cuts}
+    for chunk in run.chunks:
+        is_halved = len(chunk) <= 160
+        assert is_halved == (chunk.start >= [0, *ends][fails_at])
+        assert (chunk.rule == "halved") == (is_halved and chunk.end not in ends)
 
 
 def test_at_every_step_of_a_prefill_the_answer_is_the_same(llm: LLM) -> None:

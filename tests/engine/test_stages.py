@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -21,7 +22,7 @@ from penstock.engine.run import Run
 from penstock.engine.service import ServiceConfig
 from penstock.engine.stages import pipeline
 from penstock.engine.stages.header import HeaderError, HeaderLimits, read_header, write_header
-from penstock.engine.stages.workers import LocalWorker
+from penstock.engine.stages.workers import LocalWorker, Ranks
 from penstock.engine.step import build_batch
 from penstock.errors import MemoryExhaustedError, SettingError, StageLostError
 from penstock.layers.forward_batch import ForwardBatch
@@ -333,6 +334,28 @@ def test_workers_are_processes_that_end_with_the_model() -> None:
         assert not receivers[-1].is_alive()
     with staged("llama", 1, chunk=64) as llm:
         assert llm.generate(PROMPT, max_tokens=4).token_ids == found
+
+
+def test_a_stage_is_busy_and_waits_for_no_longer_than_a_request_takes() -> None:
+    began_s = time.perf_counter()
+    with staged("llama", 2, chunk=64) as llm:
+        assert llm.stages is not None
+        llm.generate(PROMPT, max_tokens=4)
+        times = [(each.busy_s, each.waited_s) for each in llm.stages.status()]
+    elapsed_s = time.perf_counter() - began_s
+    assert len(times) == 2
+    assert all(0 < busy_s <= elapsed_s - waited_s for busy_s, waited_s in times)
+
+
+def test_why_torchrun_s_store_cannot_be_reached_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*place: object, **options: object) -> None:
+        raise RuntimeError("nobody listens there\nand a trace of C++")
+
+    monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
+    ranks = Ranks(1, 2, "127.0.0.1", 1, "")
+    with pytest.raises(StageLostError) as error:
+        ranks.workers(b"")[0].connect()
+    assert error.value.reason == "torchrun's store: nobody listens there"
 
 
 @pytest.mark.parametrize(("rank", "stages", "needs"), [("1", 2, ("token_file",)), ("2", 2, ())])

@@ -467,8 +467,9 @@ class Batcher:
         if self._raises and isinstance(choice := outcome.choices.get(jobs[0].id if jobs else ""), Exception):
             return StepOutcome(error=choice)
         scheduler = self._scheduler
-        # Where nobody else is here, the next step is as this one.
-        if jobs and not scheduler.num_waiting and len(jobs) == len(step.inputs) == scheduler.num_running:
+        # Where nobody else is here, or could come in, the next step is as this one.
+        is_closed = not scheduler.num_waiting or scheduler.num_running == scheduler.config.max_running
+        if jobs and is_closed and len(jobs) == len(step.inputs) == scheduler.num_running:
             self._runner.launch_next(jobs, outcome)
         return outcome
 

@@ -154,6 +154,8 @@ def test_an_address_may_be_asked_for_at_each_connection(listening: Listener) -> 
 @pytest.mark.parametrize(
     ("num_stages", "threads", "cores", "expected"),
     [
+        # As many threads as the container's share of time is worth, on cores of their own.
+        (2, "share of 2", [{0}, {1}, {2}, {3}], [(1, {0}), (1, {1})]),
         (2, None, [{0}, {1}], [(1, {0}), (1, {1})]),
         (2, None, [{0, 4}, {1, 5}, {2, 6}, {3, 7}], [(2, {0, 1, 4, 5}), (2, {2, 3, 6, 7})]),
         (2, 2, [{0}, {1}, {2}, {3}], [(1, {0}), (1, {1})]),
@@ -165,12 +167,13 @@ def test_an_address_may_be_asked_for_at_each_connection(listening: Listener) -> 
 def test_stages_have_equal_threads_and_cores_of_their_own(
     monkeypatch: pytest.MonkeyPatch,
     num_stages: int,
-    threads: int | None,
+    threads: int | str | None,
     cores: list[set[int]],
     expected: list[tuple[int, set[int] | None]],
 ) -> None:
     monkeypatch.setattr(machine, "cores", lambda allowed: [frozenset(core) for core in cores])
-    monkeypatch.setattr(machine, "usable_cores", lambda allowed: len(cores))
+    num_usable, threads = (2, None) if isinstance(threads, str) else (len(cores), threads)
+    monkeypatch.setattr(machine, "usable_cores", lambda allowed: num_usable)
     assert [(share.threads, share.processors) for share in divide_machine(num_stages, threads)] == expected
 
 

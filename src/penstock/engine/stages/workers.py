@@ -56,7 +56,7 @@ def divide_machine(
     """Equal shares of so many threads, by default one for each core. Bits of float32 may depend on the number, so
     none has one more. Each share has cores of its own where there are enough for that."""
     cores = machine.cores(allowed)
-    total = min(len(cores), machine.usable_cores(allowed)) if threads is None else threads
+    total = machine.usable_cores(allowed) if threads is None else threads
     each = max(1, total // num_stages)
     if num_stages * each > len(cores):
         return [StageShare(each)] * num_stages
