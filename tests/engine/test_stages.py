@@ -354,7 +354,7 @@ def test_why_torchrun_s_store_cannot_be_reached_is_said_in_a_line(monkeypatch: p
     monkeypatch.setattr(torch.distributed, "TCPStore", refuse)
     ranks = Ranks(1, 2, "127.0.0.1", 1, "")
     with pytest.raises(StageLostError) as error:
-        ranks.workers(b"")[0].connect()
+        ranks.workers(b"")
     assert error.value.reason == "torchrun's store: nobody listens there"
 
 

@@ -27,13 +27,19 @@ class ThreadWorker(WorkerPlace):
     def _connect(self, timeout_s: float, stage_timeout_s: float) -> Control:
         ours, theirs = socket.socketpair()
         self._theirs = Control(theirs, "the driver", stage_timeout_s=stage_timeout_s)
-        threading.Thread(target=self._serve, args=(self._theirs,), daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, args=(self._theirs,), daemon=True)
+        self._thread.start()
         ThreadWorker.opened.append(self)
         return Control(ours, self.name, stage_timeout_s=stage_timeout_s)
 
     def kill(self) -> None:
         assert self._theirs is not None
         self._theirs.close()
+
+    def end(self) -> None:
+        """One that is in torch when Python ends would abort the process."""
+        self.kill()
+        self._thread.join(10)
 
     def _serve(self, control: Control) -> None:
         with control:
@@ -48,5 +54,7 @@ def workers_as_threads() -> Iterator[None]:
     """Local workers are threads."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "LocalWorker", ThreadWorker)
-        patch.setattr(ThreadWorker, "opened", [])
+        patch.setattr(ThreadWorker, "opened", opened := list[ThreadWorker]())
         yield
+        for worker in opened:
+            worker.end()
