@@ -15,11 +15,11 @@ from torch import Tensor
 from penstock import LLM
 from penstock.cache import BLOCK_TOKENS, Extent
 from penstock.cache.space import CacheSpace
-from penstock.engine.cache_choice import RequestSpace
+from penstock.engine.cache_choice import RequestSpace, RequestSpaces
 from penstock.engine.reuse import Reuse
 from penstock.engine.run import TextStream
 from tests.byte_models import CONTEXT, model_of_bytes
-from tests.oracle import random_prompt
+from tests.oracle import load_model, make_oracle, random_prompt
 
 GRID = 512
 PROMPT = random_prompt(300, 256, 7)
@@ -239,3 +239,23 @@ def _check_integrity(llm: LLM) -> None:
 
 def _refuse(*args: object) -> None:
     raise InterruptedError
+
+
+@pytest.mark.parametrize("num_kept", [0, 3])
+def test_layers_with_a_window_have_blocks_for_one_request_and_what_is_kept(
+    num_kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What they need does not grow with the cache."""
+    monkeypatch.setattr("penstock.engine.cache_choice.kept_windows", lambda spec, most: num_kept)
+    model = load_model(make_oracle("mistral", sliding_window=129, num_hidden_layers=2).folder)
+    spaces = RequestSpaces(
+        model,
+        num_slots=0,
+        step_tokens=2 * BLOCK_TOKENS,
+        reuse_tokens=64 * BLOCK_TOKENS if num_kept else 0,
+        store=None,
+        fingerprint=b"",
+    )
+    (pool,) = spaces.take(PROMPT, 3700).space.windows
+    # A window of 128 tokens before a token, the block that is filled and one more; then what steps in flight write.
+    assert pool.num_blocks == (2 + 2) + 2 + 2 * num_kept
