@@ -1,12 +1,12 @@
 """Running [0, a) and then [a, n) leaves the state of [0, n), and the next chunk reads what the last one left."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.reference.delta import RuleInputs
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.models.decoder import Decoder
 from tests.engine.hybrids import MODELS, Tape, hybrid
@@ -62,10 +62,8 @@ def test_zero_padding_is_noticed(sound_model: Decoder, monkeypatch: pytest.Monke
 def test_dropped_state_is_noticed(sound_model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     rule = TorchKernels.gated_delta_rule
 
-    def forgetful(*inputs: Any) -> Tensor:
-        arguments = list(inputs)
-        arguments[-2] = torch.zeros_like(arguments[-2])
-        return rule(*arguments)
+    def forgetful(inputs: RuleInputs, state: Tensor, out_state: Tensor) -> Tensor:
+        return rule(inputs, torch.zeros_like(state), out_state)
 
     monkeypatch.setattr(TorchKernels, "gated_delta_rule", staticmethod(forgetful))
     assert min(worst_differences(sound_model, SOME_CUTS)) > 1e-3

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.kernels.reference import delta as torch_delta
-from penstock.kernels.reference.delta import BLOCK, STEP_TOKENS, _inverse
+from penstock.kernels.reference.delta import BLOCK, STEP_TOKENS, RuleInputs, _inverse
 from penstock.kernels.reference.kernels import TorchKernels
 
 KERNELS = TorchKernels()
@@ -19,23 +19,11 @@ LENGTHS = (1, 2, STEP_TOKENS, STEP_TOKENS + 1, 63, 64, 65, 130, 200)
 
 @dataclass(frozen=True)
 class Inputs:
-    queries: Tensor
-    keys: Tensor
-    values: Tensor
-    log_decay: Tensor
-    beta: Tensor
+    tokens: RuleInputs
     state: Tensor
 
     def rows(self, start: int, end: int, state: Tensor) -> "Inputs":
-        rows = slice(start, end)
-        return Inputs(
-            self.queries[rows],
-            self.keys[rows],
-            self.values[rows],
-            self.log_decay[rows],
-            self.beta[rows],
-            state,
-        )
+        return Inputs(self.tokens.of(slice(start, end)), state)
 
 
 def random_inputs(
@@ -46,39 +34,39 @@ def random_inputs(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    return Inputs(
+    tokens = RuleInputs(
         normal(num_tokens, num_key_heads, key_dim),
         # Keys that are alike make the triangular system as hard as it gets.
         normal(num_tokens, num_key_heads, key_dim) + 1.0,
         normal(num_tokens, num_heads, value_dim),
         -torch.nn.functional.softplus(3 * normal(num_tokens, num_heads) - 3),
         torch.sigmoid(3 * normal(num_tokens, num_heads)),
-        normal(num_heads, key_dim, value_dim),
     )
+    return Inputs(tokens, normal(num_heads, key_dim, value_dim))
 
 
 def run(form: str, inputs: Inputs) -> tuple[Tensor, Tensor]:
     out_state = torch.full_like(inputs.state, torch.nan)
     before = inputs.state.clone()
-    parts = (inputs.queries, inputs.keys, inputs.values, inputs.log_decay, inputs.beta)
-    out = FORMS[form](*parts, inputs.state, out_state)
+    out = FORMS[form](inputs.tokens, inputs.state, out_state)
     assert torch.equal(inputs.state, before)  # the state that is read is not written
     return out, out_state
 
 
 def by_definition(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """In float64: the state decays, a part of what it holds under a key is replaced, then a query reads it."""
-    group = inputs.values.shape[1] // inputs.keys.shape[1]
+    tokens = inputs.tokens
+    group = tokens.values.shape[1] // tokens.keys.shape[1]
 
     def unit(x: Tensor) -> Tensor:
         x = x.double()
         return (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()).repeat_interleave(group, dim=1)
 
-    queries, keys = unit(inputs.queries) / inputs.queries.shape[-1] ** 0.5, unit(inputs.keys)
+    queries, keys = unit(tokens.queries) / tokens.queries.shape[-1] ** 0.5, unit(tokens.keys)
     state = inputs.state.double()
     outs = []
     for query, key, value, log_decay, beta in zip(
-        queries, keys, inputs.values.double(), inputs.log_decay.double(), inputs.beta.double(), strict=True
+        queries, keys, tokens.values.double(), tokens.log_decay.double(), tokens.beta.double(), strict=True
     ):
         state = state * log_decay.exp()[:, None, None]
         held = torch.einsum("hk,hkv->hv", key, state)
@@ -140,9 +128,8 @@ def test_dropped_state_is_noticed() -> None:
 
 def test_strong_decay_does_not_overflow() -> None:
     inputs = random_inputs(130)
-    inputs = Inputs(
-        inputs.queries, inputs.keys, inputs.values, inputs.log_decay - 50, inputs.beta, inputs.state
-    )
+    tokens = inputs.tokens
+    inputs = Inputs(tokens._replace(log_decay=tokens.log_decay - 50), inputs.state)
     out, state = run("rule", inputs)
     exact_out, exact_state = by_definition(inputs)
     assert_close(out, exact_out)

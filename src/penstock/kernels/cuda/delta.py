@@ -10,6 +10,7 @@ from torch import Tensor
 from penstock.cache.tensors import LayerStates
 from penstock.kernels.cuda import fla
 from penstock.kernels.cuda.work import DecodeStates, SpanStates, device_states
+from penstock.kernels.reference.delta import RuleInputs
 from penstock.kernels.spans import DeltaHeads, StateWork
 from penstock.kernels.triton.delta import (
     decode_states_kernel,
@@ -84,7 +85,7 @@ def _carry_span(
         end = min(start + PIECE_TOKENS, num_tokens)
         inputs = _prepare(projected, start, end, net, work, states, is_summed=in_blocks)
         rule = fla.gated_delta_blocks if in_blocks else _delta_steps
-        attended, state = rule(*inputs, state, net.sizes.key_head_dim**-0.5)
+        attended, state = rule(inputs, state, net.sizes.key_head_dim**-0.5)
         gated_norm_kernel[(end - start, triton.cdiv(net.sizes.num_value_heads, _NORM_HEADS))](
             attended,
             projected[start:, net.sizes.conv_size :],
@@ -112,22 +113,19 @@ def _prepare(
     states: LayerStates,
     *,
     is_summed: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys, values, log decays and beta of a span's tokens [start, end)."""
-    num_tokens = end - start
-    queries, keys = projected.new_empty(2, num_tokens, net.sizes.num_key_heads, net.sizes.key_head_dim)
-    values = projected.new_empty(num_tokens, net.sizes.num_value_heads, net.sizes.value_head_dim)
+) -> RuleInputs:
+    """Of a span's tokens [start, end). Log decays are summed up as the blocks' kernels take them, or not."""
+    num_tokens, sizes = end - start, net.sizes
+    queries, keys = projected.new_empty(2, num_tokens, sizes.num_key_heads, sizes.key_head_dim)
+    values = projected.new_empty(num_tokens, sizes.num_value_heads, sizes.value_head_dim)
     log_decay, beta = torch.empty(
-        2, num_tokens, net.sizes.num_value_heads, dtype=torch.float32, device=projected.device
+        2, num_tokens, sizes.num_value_heads, dtype=torch.float32, device=projected.device
     )
-    num_parts = 2 * net.sizes.num_key_heads + net.sizes.num_value_heads + 1
+    inputs = RuleInputs(queries, keys, values, log_decay, beta)
+    num_parts = 2 * sizes.num_key_heads + sizes.num_value_heads + 1
     prepare_span_kernel[(triton.cdiv(num_tokens, STATE_GRID), num_parts)](
         projected,
-        queries,
-        keys,
-        values,
-        log_decay,
-        beta,
+        *inputs,
         net.conv_weight,
         net.decay_rate,
         net.decay_bias,
@@ -148,38 +146,27 @@ def _prepare(
         LANE_BLOCK=triton.next_power_of_2(net.sizes.num_value_heads),
         num_warps=4,
     )
-    return queries, keys, values, log_decay, beta
+    return inputs
 
 
-def _delta_steps(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _delta_steps(inputs: RuleInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """One token after the other, in float32: slow, and with the same bits wherever a span is cut."""
-    num_tokens, num_heads, value_dim = values.shape
-    out = torch.empty(values.shape, dtype=torch.float32, device=values.device)
+    num_tokens, num_heads, value_dim = inputs.values.shape
+    num_key_heads, key_dim = inputs.keys.shape[1:]
+    out = torch.empty(inputs.values.shape, dtype=torch.float32, device=state.device)
     next_state = torch.empty_like(state)
     delta_steps_kernel[(num_heads, triton.cdiv(value_dim, _STEP_COLUMNS))](
-        queries,
-        keys,
-        values,
-        log_decay,
-        beta,
+        *inputs,
         state,
         next_state,
         out,
         num_tokens,
         scale,
-        KEY_HEADS=keys.shape[1],
+        KEY_HEADS=num_key_heads,
         VALUE_HEADS=num_heads,
-        KEY_DIM=keys.shape[2],
+        KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
-        KEY_BLOCK=triton.next_power_of_2(keys.shape[2]),
+        KEY_BLOCK=triton.next_power_of_2(key_dim),
         VALUE_BLOCK=_STEP_COLUMNS,
         num_warps=4,
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.runtime.autotuner import Autotuner, Heuristics
 
 from penstock.kernels.device import device_kind
+from penstock.kernels.reference.delta import RuleInputs
 from penstock.plan.grids import STATE_GRID
 
 # The launches below fit this one.
@@ -57,15 +58,13 @@ def is_available() -> bool:
         return False
 
 
-def gated_delta_blocks(
-    queries: Tensor, keys: Tensor, values: Tensor, decays: Tensor, beta: Tensor, state: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def gated_delta_blocks(inputs: RuleInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Outputs [n, heads, value_dim], in the dtype of the values, and the state after them.
 
-    queries and keys are [n, key_heads, key_dim], of unit length, values [n, heads, value_dim]; decays, [n, heads] in
-    float32, are sums of log decays over each block, to the base of 2; beta is [n, heads] in float32, and `state`
-    [heads, key_dim, value_dim] in float32. All are contiguous."""
+    Queries and keys are of unit length; log decays are sums over each block, to the base of 2; `state` is [heads,
+    key_dim, value_dim] in float32. All are contiguous."""
     kernels = _kernels()
+    queries, keys, values, decays, beta = inputs
     num_tokens, num_key_heads, key_dim = keys.shape
     num_heads, value_dim = values.shape[1:]
     num_blocks = triton.cdiv(num_tokens, STATE_GRID)

@@ -18,6 +18,7 @@ Mamba-2's rule is the same where nothing is subtracted from what a token writes:
 
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,49 +68,37 @@ def causal_conv(
     return out
 
 
-def gated_delta_rule(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    out_state: Tensor,
-) -> Tensor:
+class RuleInputs(NamedTuple):
+    """What a rule is told of each token of a span."""
+
+    queries: Tensor  # [n, key_heads, key_dim]
+    keys: Tensor  # [n, key_heads, key_dim]
+    values: Tensor  # [n, heads, value_dim]
+    log_decay: Tensor  # [n, heads] in float32
+    beta: Tensor  # [n, heads] in float32
+
+    def of(self, rows: slice) -> "RuleInputs":
+        """The same of some tokens."""
+        return RuleInputs(*[each[rows] for each in self])
+
+
+def gated_delta_rule(inputs: RuleInputs, state: Tensor, out_state: Tensor) -> Tensor:
     """The gated delta rule over a span: outputs [n, heads, value_dim] in float32.
 
-    queries and keys are [n, key_heads, key_dim] and are scaled to unit length here (queries by key_dim ** -0.5 too),
-    values [n, heads, value_dim], log_decay and beta [n, heads] in float32. `state` [heads, key_dim, value_dim], in
-    float32, is that before the span; the one after it goes to `out_state`, which is another tensor. Spans cut at
-    multiples of 64 tokens give the same bits."""
-    return _in_blocks(queries, keys, values, log_decay, beta, state, out_state, is_delta=True)
+    Queries and keys are scaled to unit length here, queries by key_dim ** -0.5 too. `state` [heads, key_dim,
+    value_dim], in float32, is that before the span; the one after it goes to `out_state`, which is another tensor.
+    Spans cut at multiples of 64 tokens give the same bits."""
+    return _in_blocks(inputs, state, out_state, is_delta=True)
 
 
-def mamba_rule(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    out_state: Tensor,
-) -> Tensor:
+def mamba_rule(inputs: RuleInputs, state: Tensor, out_state: Tensor) -> Tensor:
     """Mamba-2's rule over a span, as `gated_delta_rule`: queries and keys, C and B there, are taken as they are;
-    `beta` [n, heads] is what values are multiplied by."""
-    return _in_blocks(queries, keys, values, log_decay, beta, state, out_state, is_delta=False)
+    beta is what values are multiplied by."""
+    return _in_blocks(inputs, state, out_state, is_delta=False)
 
 
-def _in_blocks(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    out_state: Tensor,
-    *,
-    is_delta: bool,
-) -> Tensor:
+def _in_blocks(inputs: RuleInputs, state: Tensor, out_state: Tensor, *, is_delta: bool) -> Tensor:
+    values = inputs.values
     num_tokens = values.shape[0]
     # One on a GPU, whose sums and products have another order where there are more of them.
     is_host = device_kind(values.device).is_host
@@ -119,9 +108,7 @@ def _in_blocks(
     out = values.new_empty(values.shape, dtype=torch.float32)
     for start in range(0, in_blocks, at_once):
         rows = slice(start, min(start + at_once, in_blocks))
-        blocks = _prepare(
-            queries[rows], keys[rows], values[rows], log_decay[rows], beta[rows], is_delta=is_delta
-        )
+        blocks = _prepare(inputs.of(rows), is_delta=is_delta)
         outs = torch.empty_like(blocks.values)  # [blocks, H, B, V]
         for index in range(outs.shape[0]):
             _carry(blocks, index, state, out_state, outs[index])
@@ -129,22 +116,13 @@ def _in_blocks(
         out[rows] = outs.transpose(1, 2).flatten(0, 1)[: rows.stop - start]
     if in_blocks < num_tokens:
         rows, steps = slice(in_blocks, num_tokens), gated_delta_steps if is_delta else mamba_steps
-        out[rows] = steps(
-            queries[rows], keys[rows], values[rows], log_decay[rows], beta[rows], state, out_state
-        )
+        out[rows] = steps(inputs.of(rows), state, out_state)
     return out
 
 
-def gated_delta_steps(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    out_state: Tensor,
-) -> Tensor:
+def gated_delta_steps(inputs: RuleInputs, state: Tensor, out_state: Tensor) -> Tensor:
     """The same, one token after the other: the form for a single token."""
+    queries, keys, values, log_decay, beta = inputs
     num_tokens, num_heads, _ = values.shape
     key_dim = keys.shape[-1]
     group = num_heads // keys.shape[1]
@@ -165,16 +143,9 @@ def gated_delta_steps(
     return out
 
 
-def mamba_steps(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    log_decay: Tensor,
-    beta: Tensor,
-    state: Tensor,
-    out_state: Tensor,
-) -> Tensor:
+def mamba_steps(inputs: RuleInputs, state: Tensor, out_state: Tensor) -> Tensor:
     """Mamba-2's rule, one token after the other."""
+    queries, keys, values, log_decay, beta = inputs
     group = values.shape[1] // keys.shape[1]
     keys, queries = (part.float().repeat_interleave(group, dim=1) for part in (keys, queries))  # [n, H, K]
     written = values.float() * beta[..., None]
@@ -205,10 +176,8 @@ class _Blocks:
     )
 
 
-def _prepare(
-    queries: Tensor, keys: Tensor, values: Tensor, log_decay: Tensor, beta: Tensor, *, is_delta: bool
-) -> _Blocks:
-    """Tokens come first in all arguments, heads inside."""
+def _prepare(inputs: RuleInputs, *, is_delta: bool) -> _Blocks:
+    queries, keys, values, log_decay, beta = inputs
     num_heads, num_key_heads = values.shape[1], keys.shape[1]
     group = num_heads // num_key_heads
     pairs = torch.cat((_by_block(keys), _by_block(queries)), dim=2)  # [N, KH, 2B, K]

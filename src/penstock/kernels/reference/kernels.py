@@ -314,12 +314,9 @@ class TorchKernels:
             values, keys, queries = torch.split(mixed, [value, key, key], dim=-1)
             rule = self.mamba_rule if rows.is_prompt else self.mamba_steps
         values = values.view(num_rows, sizes.num_value_heads, -1)
+        queries, keys = (each.view(num_rows, sizes.num_key_heads, -1) for each in (queries, keys))
         attended = rule(
-            queries.view(num_rows, sizes.num_key_heads, -1),
-            keys.view(num_rows, sizes.num_key_heads, -1),
-            values,
-            log_decay,
-            beta,
+            delta.RuleInputs(queries, keys, values, log_decay, beta),
             states.matrix(rows.read),
             states.matrix_out(rows.write),
         )
