@@ -165,8 +165,8 @@ def test_what_is_expected_and_never_comes_keeps_no_cache(model: Decoder) -> None
     batcher.add(new_job(batcher, "one", WISHES[0]))
     for _ in range(3):
         assert batcher.step() is not None
-    expected = batcher._runner._ahead._expected
-    ahead = batcher._runner._ahead._ahead
+    expected = batcher._runner._lookahead._expected
+    ahead = batcher._runner._lookahead._ahead
     assert expected is None
     assert ahead is not None
     batch = build_batch(ahead.inputs, canon=RowLaw(512))

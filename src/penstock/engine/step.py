@@ -1,10 +1,10 @@
 """A step, run: its spans laid out as a forward batch, launched, waited for, and sampled from."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -170,7 +170,7 @@ def _state_rows(item: SpanInput, row_of_start: int) -> list[StateRows]:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class PassAhead:
     """A pass over decodes of these tokens, and where all that they see lay when it was launched."""
 
     inputs: tuple[SpanInput, ...]
@@ -191,14 +191,16 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedPass:
     """A pass over decodes of tokens that are not chosen yet."""
 
     inputs: tuple[SpanInput, ...]
     extents: tuple[tuple[tuple[Extent, ...], ...], ...]
     batch: ForwardBatch
 
-    def launch(self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]) -> Ahead | None:
+    def launch(
+        self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]
+    ) -> PassAhead | None:
         """With the tokens that were chosen; None where it cannot be."""
         self.batch.token_ids[: len(tokens)] = tokens
         try:
@@ -206,12 +208,12 @@ class Expected:
         except Exception:  # if it is more than a moment's, the step itself meets it
             return None
         assert logits is not None  # of a decode they are always wanted
-        return Ahead(self.inputs, tuple(tokens), self.extents, logits)
+        return PassAhead(self.inputs, tuple(tokens), self.extents, logits)
 
 
 def expect(
     inputs: Sequence[SpanInput], prepare: Callable[[Sequence[SpanInput]], ForwardBatch]
-) -> Expected | None:
+) -> ExpectedPass | None:
     """The pass that follows one over these decodes, made ready; None where one of them is none, or a sequence has no
     room for its next token yet."""
     following: list[SpanInput] = []
@@ -233,7 +235,7 @@ def expect(
         batch = prepare(following)
     except Exception:  # as above
         return None
-    return Expected(tuple(following), tuple(item.extents for item in following), batch)
+    return ExpectedPass(tuple(following), tuple(item.extents for item in following), batch)
 
 
 class LookAhead:
@@ -244,30 +246,35 @@ class LookAhead:
     wrote keys and values behind the end of each sequence, where whatever comes next writes again. A model with
     recurrent state has no slot to write to by then, so nothing is launched for it."""
 
-    def __init__(self, model: Decoder, space: CacheSpace, *, is_wanted: bool) -> None:
+    def __init__(
+        self,
+        model: Decoder,
+        space: CacheSpace,
+        build: Callable[[Sequence[SpanInput]], ForwardBatch],
+        *,
+        is_wanted: bool,
+    ) -> None:
         self._model = model
         self._tensors = space.tensors
+        self._build = build
         self._is_on = is_wanted and space.slots is None
-        self._expected: Expected | None = None
-        self._ahead: Ahead | None = None
+        self._expected: ExpectedPass | None = None
+        self._ahead: PassAhead | None = None
 
-    def expect_after(
-        self, inputs: Sequence[SpanInput], build: Callable[[Sequence[SpanInput]], ForwardBatch]
-    ) -> None:
+    def expect_after(self, inputs: Sequence[SpanInput]) -> None:
         """Make ready what follows these, while they are computed."""
+        self._expected = expect(inputs, self._prepared) if self._is_on else None
 
-        def prepare(following: Sequence[SpanInput]) -> ForwardBatch:
-            batch = build(following)
-            self._model.prepare(batch, self._tensors)
-            return batch
+    def _prepared(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
+        batch = self._build(inputs)
+        self._model.prepare(batch, self._tensors)
+        return batch
 
-        self._expected = expect(inputs, prepare) if self._is_on else None
-
-    def launch(self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]) -> None:
+    def launch(self, tokens: Sequence[int]) -> None:
         """What is expected, with the tokens that were chosen."""
         expected, self._expected = self._expected, None
         if expected is not None:
-            self._ahead = expected.launch(tokens, forward)
+            self._ahead = expected.launch(tokens, lambda batch: self._model.forward(batch, self._tensors))
 
     def take(self, inputs: Sequence[SpanInput]) -> Tensor | None:
         """The logits of these, where they are what was launched; all that was expected is forgotten in any case."""
@@ -379,6 +386,11 @@ class Part:
     inputs: tuple[SpanInput, ...]
 
 
+class _Pass(NamedTuple):
+    batch: ForwardBatch
+    run: Callable[..., Tensor | None]  # of a stage: with the residual of the one before it
+
+
 def parts_of(inputs: Sequence[SpanInput], most: int) -> list[Part]:
     """Decodes by themselves, up to `most` tokens in a pass, then all prompts in one; where `most` is 0, or there are
     no decodes, all in one."""
@@ -444,24 +456,24 @@ class StepRunner:
         self._space_number = 0 if stages is None else stages.caches.open_space(space)
         self._model = model
         self._device = device_kind(model.device)
-        self._canon = canon
         self._tensors = space.tensors
-        self._strict = strict
-        self._ahead = LookAhead(model, space, is_wanted=looks_ahead)
+        self._build = partial(build_batch, canon=canon, strict=strict)
+        self._most_decodes = canon.free_decodes if strict else 0  # in a pass; 0: any
+        self._lookahead = LookAhead(model, space, self._build, is_wanted=looks_ahead)
         self._keeps_logits = keeps_logits
         self.logits: Tensor | None = None  # [rows, vocab] of the last step that sampled, where they are kept
 
     def launch(self, step: Step) -> Launched:
         """Start the forward pass. A GPU's is not done when this returns."""
         try:
-            parts = parts_of(step.inputs, self._canon.free_decodes if self._strict else 0)
+            if self._stages is None and (logits := self._lookahead.take(step.inputs)) is not None:
+                return Launched(logits)
+            parts = parts_of(step.inputs, self._most_decodes)
             rows = self._row_reading(step, parts[-1])  # of prompts, which are in the last
+            passes = self._passes(parts, rows)
             if self._stages is not None:
-                return self._issue(self._stages, parts, rows)
-            logits = self._ahead.take(step.inputs)
-            if logits is None:
-                found = [self._forward(self._batch(part.inputs)) for part in parts[:-1]]
-                logits = _joined(parts, [*found, self._forward(self._batch(parts[-1].inputs), rows)])
+                return self._issue(self._stages, parts, passes, rows)
+            logits = _joined(parts, [run() for _, run in passes])
             # Of a step that samples, the tokens are waited for.
             return Launched(logits, self._device.marker() if logits is None else None, rows=rows)
         except Exception as error:
@@ -480,7 +492,7 @@ class StepRunner:
                 if launched.wait is not None:
                     launched.wait()
                 return StepOutcome(rows=rows, issued=launched.issued)
-            choices = sample_rows(logits, jobs, lambda: self._ahead.expect_after(step.inputs, self._batch))
+            choices = sample_rows(logits, jobs, lambda: self._lookahead.expect_after(step.inputs))
         except Exception as error:
             return StepOutcome(error=self._recoverable(error))
         if self._keeps_logits:
@@ -497,7 +509,7 @@ class StepRunner:
             if not isinstance(choice, Choice) or not job.goes_on(choice.token):
                 return
             tokens.append(choice.token)
-        self._ahead.launch(tokens, self._forward)
+        self._lookahead.launch(tokens)
 
     def _recoverable(self, error: Exception) -> Exception:
         """The error of a step that can be undone, with its memory given back; others are raised."""
@@ -513,26 +525,20 @@ class StepRunner:
         ids = [step.plan.spans[number].request_id for number in part.numbers]
         return _RowReading(list(zip(ids, part.inputs, strict=True)), self._model)
 
-    def _issue(self, stages: "Pipeline", parts: Sequence[Part], rows: _RowReading | None) -> Launched:
-        """Let the other stages run the parts; then run the rest of each."""
-        batches = [self._batch(part.inputs) for part in parts]
-        issued = [stages.issue(batch, self._space_number) for batch in batches]
+    def _passes(self, parts: Sequence[Part], rows: _RowReading | None) -> Iterator[_Pass]:
+        """Each is made when the one before it was launched."""
+        for part in parts:
+            batch = self._build(part.inputs)
+            run = partial(self._model.forward, batch, self._tensors)
+            yield _Pass(batch, run if rows is None or part is not parts[-1] else partial(run, read=rows))
+
+    def _issue(
+        self, stages: "Pipeline", parts: Sequence[Part], passes: Iterable[_Pass], rows: _RowReading | None
+    ) -> Launched:
+        """Let the other stages begin the passes, and end them later."""
+        issued = [(stages.issue(batch, self._space_number), run) for batch, run in passes]
 
         def run() -> Tensor | None:
-            forwards = [self._reading(None)] * (len(parts) - 1) + [self._reading(rows)]
-            found = [
-                stages.run(each, partial(forward, batch, self._tensors))
-                for each, forward, batch in zip(issued, forwards, batches, strict=True)
-            ]
-            return _joined(parts, found)
+            return _joined(parts, [stages.run(each, layers) for each, layers in issued])
 
-        return Launched(run=run, issued=issued[-1].number, rows=rows)
-
-    def _batch(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
-        return build_batch(inputs, canon=self._canon, strict=self._strict)
-
-    def _forward(self, batch: ForwardBatch, rows: _RowReading | None = None) -> Tensor | None:
-        return self._reading(rows)(batch, self._tensors)
-
-    def _reading(self, rows: _RowReading | None) -> Callable[..., Tensor | None]:
-        return self._model.forward if rows is None else partial(self._model.forward, read=rows)
+        return Launched(run=run, issued=issued[-1][0].number, rows=rows)
