@@ -288,9 +288,8 @@ class _Suite:
                 for name in (ALONE, STAGES)
             }
         ((weights, per_token),) = held[ALONE]
-        twice = max(
-            sum(stage[0] for stage in held[STAGES]) - weights, 0
-        )  # the embedding, which two of them have
+        # The embedding, which two of them have.
+        twice = max(sum(stage[0] for stage in held[STAGES]) - weights, 0)
         whole = weights - twice + _CACHE_TOKENS * per_token
         shares = [(own - twice + _CACHE_TOKENS * each) / whole for own, each in held[STAGES]]
         self.results.add(MEMORY, SHARE, "x", max(shares))

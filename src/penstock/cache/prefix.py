@@ -81,9 +81,8 @@ class PrefixIndex:
         self._blocks = blocks
         self._slots = slots
         self._windows = tuple(windows)
-        self._in_windows = tuple(
-            Counter[int]() for _ in windows
-        )  # of each pool's blocks, snapshots that have them
+        # Of each pool's blocks, snapshots that have them.
+        self._in_windows = tuple(Counter[int]() for _ in windows)
         self._goes_on_anywhere = slots is None and not windows
         self._max_snapshots = 0 if self._goes_on_anywhere else max_snapshots
         self._nodes: dict[BlockKey, _Node] = {}

@@ -206,9 +206,8 @@ class GenerationRequest:
     owner: str = field(default="", repr=False)  # owners of requests that wait take turns
     shown_special: frozenset[int] = frozenset()  # special tokens that are a part of the answer's text
     includes_stop: bool = False  # the stop string, or the token that ends it, is the end of the answer's text
-    prompt_logprobs: int | None = (
-        None  # as `num_logprobs`, of the prompt's own tokens; it is then read, not reused
-    )
+    # As `num_logprobs`, of the prompt's own tokens; it is then read, not reused.
+    prompt_logprobs: int | None = None
     pooling: Pooling | None = None  # one vector of the prompt, in place of an answer
     priority: int = 0  # of an owner's requests that wait, the lowest go first
 

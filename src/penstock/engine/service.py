@@ -82,9 +82,8 @@ class Service:
         self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens)
         free_bytes = llm.device_kind.free_bytes()
         space = CacheSpace.for_tokens(llm.model, cache_tokens, num_slots=num_slots, windows=windows)
-        if (
-            free_bytes is not None
-        ):  # the cache has taken its part, though the system may not have given it yet
+        # The cache has taken its part, though the system may not have given it yet.
+        if free_bytes is not None:
             free_bytes = max(free_bytes - space.tensors.num_bytes, 0)
         self.rules = llm.size_rules(free_bytes)
         if self.schedule.policy is SchedulePolicy.PREFILL_FIRST:  # decodes wait for many chunks anyway

@@ -148,9 +148,8 @@ def plan(
         workspace = workspace_for(known.config, expected_workspace(place))
         bits = known.bits(kept.name, computed, place)
         if bits is not None and kept.name != "fp8" and workspace.kernels == "cuda":
-            largest = (
-                2 * known.config.intermediate_size * known.config.hidden_size
-            )  # gate and up, in bfloat16
+            # Gate and up, in bfloat16.
+            largest = 2 * known.config.intermediate_size * known.config.hidden_size
             workspace = replace(workspace, unpacked_bytes=2 * largest)
         if is_staged:
             found = make_stage_plan(

@@ -51,9 +51,8 @@ class WeightSource(ABC):
 
     config: ModelConfig
     shapes: Mapping[str, Shape]  # of all tensors
-    unused: frozenset[str] = (
-        frozenset()
-    )  # names of those that the model has no use for, once they were checked
+    # Names of those that the model has no use for, once they were checked.
+    unused: frozenset[str] = frozenset()
 
     def names(self) -> frozenset[str]:
         return frozenset(self.shapes)

@@ -44,9 +44,8 @@ class WindowRoom:
         """Never more than `most`, which sequences take that are not freed behind their window."""
         if not self.step_tokens:
             return most
-        own = -(
-            -(window - 1) // block_tokens
-        )  # before the last whole block; then one that is filled, and one more
+        # Before the last whole block; then one that is filled, and one more.
+        own = -(-(window - 1) // block_tokens)
         written = -(-self.step_tokens // block_tokens)
         return min(most, self.num_sequences * (own + 2) + written + self.num_kept * own)
 
@@ -78,9 +77,8 @@ class TrackedRequest:
     num_again: int = 0
     kind: SpanKind = SpanKind.CHUNK  # of its next span
     is_running: bool = False
-    turn: int = (
-        0  # the smaller, the longer ago its last chunk was, or its last decode where decodes take turns
-    )
+    # The smaller, the longer ago its last chunk was, or its last decode where decodes take turns.
+    turn: int = 0
     num_steps_at_token: int = 0  # that were committed when its last token was sampled
     num_overtakes: int = 0
     num_preemptions: int = 0

@@ -392,9 +392,8 @@ class BatchScheduler:
             return able
         num_decoding = sum(request.kind is SpanKind.DECODE for request in self._running)
         num_group = -(-num_decoding // self._num_groups)
-        last = (
-            self._num_committed + len(self._flight) + 1 - self._depth
-        )  # the token of one that is due, or earlier
+        # The token of one that is due, or earlier.
+        last = self._num_committed + len(self._flight) + 1 - self._depth
         by_turn = sorted(able, key=_by_turn)
         group = by_turn[:num_group] + [
             each for each in by_turn[num_group:] if each.num_steps_at_token <= last

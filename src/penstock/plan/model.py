@@ -189,14 +189,12 @@ class ExpertsConfig:
     group_best: int = 2  # a group is as good as its best so many experts together
     scale: float = 1.0  # on the sum of the active experts' outputs
     bias: bool = False  # the router and each expert have biases
-    interleaved: bool = (
-        False  # files have rows of gates and of what they gate side by side, of all experts as one
-    )
+    # Files have rows of gates and of what they gate side by side, of all experts as one.
+    interleaved: bool = False
     # The shared expert and the others have norms of their own before and after them, and so has the router (Gemma 4).
     normed_apart: bool = False
-    clamp: float = (
-        0.0  # gates are at most this, what they gate lies within it and counts 1 more; 0: they stay
-    )
+    # Gates are at most this, what they gate lies within it and counts 1 more; 0: they stay.
+    clamp: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_experts", "intermediate_size", "num_groups", "num_active_groups"):

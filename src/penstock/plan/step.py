@@ -149,9 +149,8 @@ class Workspace:
     float32_norm: bool = False  # norms have their weights in float32
     rotary_dim: int = 0  # elements of each head that are rotated; 0: all
     num_active_experts: int = 0  # that a token is sent to; 0: not known
-    expert_places: int = (
-        0  # rows of all experts that are run at a time, at least; 0: experts are run one by one
-    )
+    # Rows of all experts that are run at a time, at least; 0: experts are run one by one.
+    expert_places: int = 0
     joins_past: bool = False  # a past may lie in several places, and is copied together
     library_bytes: int = 0  # what libraries take for themselves on a GPU, and keep
     unpacked_bytes: int = 0  # the largest matrix that is made values for a product

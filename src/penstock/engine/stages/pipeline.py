@@ -209,9 +209,8 @@ class Pipeline:
             if peer.differs:
                 peer.control.send("probe")
                 theirs = read_law(peer.reply("probed").about)
-                with suppress(
-                    ValueError
-                ):  # then chunks of another size have other bits there, which is said anyway
+                # Where there is none, chunks of another size have other bits there, which is said anyway.
+                with suppress(ValueError):
                     law = join_laws([law, theirs])
         self._law = law
         for peer in self._peers:

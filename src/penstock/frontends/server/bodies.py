@@ -409,9 +409,8 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: Messages | None = None
     add_special: bool | None = None
-    with_pieces: bool | None = (
-        None  # each token with its text, or its bytes where it is a part of a character
-    )
+    # Each token with its text, or its bytes where it is a part of a character.
+    with_pieces: bool | None = None
     return_token_strs: bool | None = None
 
     @property

@@ -461,7 +461,6 @@ def _num_stages(queries: Tensor) -> int:
     bytes_per_token = queries.shape[-1] * queries.element_size()
     wanted = 3 if bytes_per_token <= 256 else 2 if bytes_per_token <= 512 else 1
     block_bytes = BLOCK_TOKENS * bytes_per_token
-    held = (
-        shared_bytes(queries.device) // block_bytes - 1
-    ) // 2  # beside the queries, keys and values for each
+    # Beside the queries, keys and values for each.
+    held = (shared_bytes(queries.device) // block_bytes - 1) // 2
     return max(min(wanted, held), 1)

@@ -167,13 +167,11 @@ class _Blocks:
     values: Tensor  # [..., B, V]
     beta: Tensor  # [..., B, 1]
     decay: Tensor  # [..., B, 1]: from the block's start up to each token
-    inverse: (
-        Tensor | None
-    )  # [..., B, B]: of the system that gives what the tokens write; None: their own values
+    # [..., B, B]: of the system that gives what the tokens write; None: their own values.
+    inverse: Tensor | None
     attention: Tensor  # [..., B, B]: what each token reads of what the tokens up to it write
-    writers: (
-        Tensor  # [..., K, B]: where in the state it is written, as much as is left of it at the block's end
-    )
+    # [..., K, B]: where in the state it is written, as much as is left of it at the block's end.
+    writers: Tensor
 
 
 def _prepare(inputs: RuleInputs, *, is_delta: bool) -> _Blocks:

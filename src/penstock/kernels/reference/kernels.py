@@ -47,14 +47,12 @@ class TorchKernels:
 
     name = "torch"
     libraries = ""  # beside torch, whose versions bits depend on
-    instructions: str | None = (
-        None  # the set of them that the kernels are compiled for, where there are several
-    )
+    # The set of them that the kernels are compiled for, where there are several.
+    instructions: str | None = None
     slower: str | None = None  # why the device's faster ones do not run, and what would help
     law: RowLaw  # the shapes on which a row keeps its bits: as far as is known before a probe, then as it found
-    head_rows = (
-        HEAD_ROWS  # the output head runs on so many rows at a time, where their number must not matter
-    )
+    # The output head runs on so many rows at a time, where their number must not matter.
+    head_rows = HEAD_ROWS
     feed_rows = 0  # feed-forward blocks run on no more rows than this at a time; 0: on all
     activation_stride = 1  # rows of an activation are so many times as far apart as they are long
     expert_places = 0  # rows of all experts that are run at a time, at least; 0: those of all rows

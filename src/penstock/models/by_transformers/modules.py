@@ -200,9 +200,8 @@ class RmsNorm:
         self._weight, self._eps = weight, eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = (
-            x[0] if x.dim() == 4 and len(x) == 1 else x.reshape(-1, x.shape[-1])
-        )  # heads stay where they lie
+        # Heads stay where they lie.
+        rows = x[0] if x.dim() == 4 and len(x) == 1 else x.reshape(-1, x.shape[-1])
         return self._kernels.rms_norm(rows, self._weight, self._eps).view(x.shape)
 
 

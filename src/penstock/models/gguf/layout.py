@@ -116,9 +116,8 @@ class Place:
     first: int = 0  # the element of the stored tensor that it begins with
     order: Order | None = None  # where the file's differs
     moves_columns: bool = False  # whether that is another order within rows
-    restore: Callable[[Tensor], Tensor] | None = (
-        None  # values as stored, in float32 -> as transformers has them
-    )
+    # Values as stored, in float32 -> as transformers has them.
+    restore: Callable[[Tensor], Tensor] | None = None
 
 
 def tensor_places(tensors: Mapping[str, GgufTensor], config: ModelConfig, origin: str) -> dict[str, Place]:

@@ -37,9 +37,8 @@ class Family:
     model: Mapping[str, Any] = field(default_factory=dict)  # fields of `ModelConfig`
     experts: Mapping[str, Any] = field(default_factory=dict)  # fields of `ExpertsConfig`
     kinds: Mapping[str, str] = field(default_factory=dict)  # what it calls kinds of layers
-    only: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the one value that a key may have, or a tuple of them
+    # The one value that a key may have, or a tuple of them.
+    only: Mapping[str, Any] = field(default_factory=dict)
     count_key: str = ""  # the key that wins where both this and num_experts are given
 
     @cached_property

@@ -51,9 +51,8 @@ class CallFormat:
     literals: Literals | None = None
     takes_text: bool = False  # the template wants arguments of past calls as text
     is_native: bool = True  # the template knows tools; else they are told in the system message
-    writes_calls: bool = (
-        True  # the template writes calls of the past; else they are a part of a message's text
-    )
+    # The template writes calls of the past; else they are a part of a message's text.
+    writes_calls: bool = True
 
     @property
     def trigger(self) -> str:

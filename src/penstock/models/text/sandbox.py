@@ -31,9 +31,8 @@ _MEMORY_PER_BYTE = 16  # of a request
 def serve() -> None:
     """Answer requests until there are no more."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    _environment().from_string(
-        "{{ strftime_now('%Z') }}{{ 1 / 0 if messages }}"
-    ).render()  # what is loaded late
+    # What is loaded late.
+    _environment().from_string("{{ strftime_now('%Z') }}{{ 1 / 0 if messages }}").render()
     _limit("NOFILE", 3)
     _limit("NPROC", 0)
     _limit("FSIZE", 0)
