@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.layers.rotary import rotary_frequencies
-from penstock.models.hf.config import DEFAULT_KEYS, hf_model_config
+from penstock.models.hf.config import hf_model_config
 from penstock.models.hf.families import FAMILIES
 from penstock.models.hf.folder import read_folder_config
 from penstock.models.reading import Fields
 from penstock.plan.model import RotaryConfig
 from tests.models.builders import CLASSES, hf_config
-from tests.models.hf_defaults import TABLE, sound, table
+from tests.models.hf_defaults import DEFAULT_KEYS, TABLE, sound, table
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 50_000.0},

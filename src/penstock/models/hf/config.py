@@ -3,7 +3,7 @@
 The defaults are those of transformers' own classes. Importing one takes a second, so they stand in `defaults.json`,
 which `tests/models/hf_defaults.py` writes and a test compares. Beside them stands what transformers' models read and
 Penstock does not: a file that has another value there is refused. A plain new family is a row of `FAMILIES` in
-`families.py`, its own keys in `DEFAULT_KEYS`, and a line that is written there.
+`families.py`, its own keys in that program's `DEFAULT_KEYS`, and a line that is written there.
 """
 
 import json
@@ -33,54 +33,6 @@ from penstock.models.reading import (
 )
 from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig, WindowConfig
 
-DEFAULT_KEYS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "attention_bias", "mlp_bias"),
-    *("rms_norm_eps", "tie_word_embeddings", "eos_token_id", "hidden_act"),
-    *("use_sliding_window", "sliding_window", "max_window_layers", "sliding_window_pattern"),
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    *("linear_conv_kernel_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size"),
-    *("shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step"),
-    # What some families call these, or have besides.
-    *("num_local_experts", "n_routed_experts", "moe_num_experts", "moe_k", "moe_topk"),
-    *("shared_intermediate_size", "n_shared_experts", "moe_num_shared_experts", "first_k_dense_replace"),
-    *("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"),
-    *("routed_scaling_factor", "n_group", "topk_group"),
-    *("norm_epsilon", "norm_eps", "layer_norm_eps", "use_qk_norm"),
-    *("use_bias", "qkv_bias", "use_qkv_bias", "attention_out_bias"),
-    *("embedding_multiplier", "residual_multiplier", "attention_multiplier", "query_pre_attn_scalar"),
-    *("logits_scaling", "logit_scale", "final_logit_softcapping", "attn_logit_softcapping"),
-    *("no_rope_layer_interval", "default_theta", "original_max_position_embeddings"),
-    # Latent attention.
-    *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "rope_interleave"),
-    *("topk_method", "mlp_layer_types"),
-    # Recurrent layers.
-    *(
-        "conv_L_cache",
-        "conv_bias",
-        "block_auto_adjust_ff_dim",
-        "block_ffn_dim_multiplier",
-        "block_multiple_of",
-    ),
-    *(
-        "num_dense_layers",
-        "use_expert_bias",
-        "position_embedding_type",
-        "full_attn_idxs",
-        "attn_layer_indices",
-    ),
-    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_expand"),
-    *("mamba_conv_bias", "mamba_proj_bias", "mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate"),
-    *("ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier", "mlp_multipliers", "key_multiplier"),
-    *("attention_in_multiplier", "attention_out_multiplier", "lm_head_multiplier"),
-    *("hidden_activation", "swiglu_alpha", "swiglu_limit"),
-    # Layers of two shapes, and experts beside a dense block.
-    *("attention_k_eq_v", "enable_moe_block", "top_k_experts", "hidden_size_per_layer_input"),
-    # Layers of one block each.
-    *("layers_block_type", "mlp_hidden_act", "layer_norm_epsilon", "moe_shared_expert_intermediate_size"),
-    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel", "expand"),
-    *("use_conv_bias", "time_step_min"),
-)
 _KINDS = ("default", "linear", "llama3", "yarn")
 _SHARED = "shared_expert_intermediate_size"
 _MULTIPLIERS = {
