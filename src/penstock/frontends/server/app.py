@@ -97,13 +97,13 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
         "max_model_len": service.max_request_tokens,
     }
 
-    def post(path: str, kind: type[Body]) -> Callable[[_Endpoint], _Endpoint]:
+    def post(path: str, kind: type[Body], name: str | None = None) -> Callable[[_Endpoint], _Endpoint]:
         """An endpoint that takes a body, with /v1 before its path and without."""
         taken[f"/v1{path}"] = kind
 
         def add(endpoint: _Endpoint) -> _Endpoint:
             app.post(path, include_in_schema=False)(endpoint)
-            return app.post(f"/v1{path}")(endpoint)
+            return app.post(f"/v1{path}", name=name)(endpoint)
 
         return add
 
@@ -146,38 +146,38 @@ def create_app(service: Service, settings: ServerSettings, telemetry: Telemetry)
             raise no_model(name, settings.model_name)
         return JsonResponse(model)
 
-    @post("/messages/count_tokens", MessagesBody)
-    async def count_tokens(request: Request) -> Response:
-        return JsonResponse({"input_tokens": await read(request, MessagesBody, builder.count)})
+    def answers(path: str, kind: type[_Asked], name: str, answer: Callable[[_Asked], dict[str, Any]]) -> None:
+        """An endpoint that asks nothing of the engine."""
 
-    @post("/tokenize", TokenizeBody)
-    async def tokenize(request: Request) -> Response:
-        pieces = service.llm.tokenizer.pieces
+        @post(path, kind, name)
+        async def endpoint(request: Request) -> Response:
+            told = await read(request, kind, answer)
+            return await writer.write(lambda: told)
 
-        def work(body: TokenizeBody) -> dict[str, Any]:
-            ids = builder.tokenize(body)
-            told: dict[str, Any] = {"tokens": ids, "count": len(ids)}
-            texts = [token_piece(pieces.of(token, skip_special=False)) for token in ids if body.has_texts]
-            if body.with_pieces:
-                told["tokens"] = [
-                    {"id": token, "piece": text} for token, text in zip(ids, texts, strict=True)
-                ]
-            if body.return_token_strs:
-                told["token_strs"] = texts
-            return told
+    def tokenized(body: TokenizeBody) -> dict[str, Any]:
+        ids, pieces = builder.tokenize(body), service.llm.tokenizer.pieces
+        told: dict[str, Any] = {"tokens": ids, "count": len(ids)}
+        texts = [token_piece(pieces.of(token, skip_special=False)) for token in ids if body.has_texts]
+        if body.with_pieces:
+            told["tokens"] = [{"id": token, "piece": text} for token, text in zip(ids, texts, strict=True)]
+        if body.return_token_strs:
+            told["token_strs"] = texts
+        return told
 
-        told = await read(request, TokenizeBody, work)
-        return await writer.write(lambda: told)
+    def detokenized(body: DetokenizeBody) -> dict[str, Any]:
+        text = builder.detokenize(body)
+        return {"content": text, "prompt": text}
 
-    @post("/detokenize", DetokenizeBody)
-    async def detokenize(request: Request) -> Response:
-        text = await read(request, DetokenizeBody, builder.detokenize)
-        return await writer.write(lambda: {"content": text, "prompt": text})
+    def counted(body: MessagesBody) -> dict[str, Any]:
+        return {"input_tokens": builder.count(body)}
 
-    @post("/apply-template", ChatBody)
-    async def apply_template(request: Request) -> Response:
-        text = await read(request, ChatBody, lambda body: builder.render(body.conversation()))
-        return await writer.write(lambda: {"prompt": text})
+    def rendered(body: ChatBody) -> dict[str, Any]:
+        return {"prompt": builder.render(body.conversation())}
+
+    answers("/messages/count_tokens", MessagesBody, "count_tokens", counted)
+    answers("/tokenize", TokenizeBody, "tokenize", tokenized)
+    answers("/detokenize", DetokenizeBody, "detokenize", detokenized)
+    answers("/apply-template", ChatBody, "apply_template", rendered)
 
     async def generate(
         request: Request,
