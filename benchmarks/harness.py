@@ -214,10 +214,10 @@ class Results:
         if values:
             self.add(RATIOS, as_name or name, "x", *values, system=label, most_spread=most_spread)
 
-    def ratio_bars(self, limits: Mapping[str, tuple[float, bool]], name: str = "ratio") -> list[Bar]:
+    def ratio_bars(self, limits: Mapping[str, tuple[float, bool]]) -> list[Bar]:
         """For ratios by label: the limit, and whether it is a lower one."""
         return [
-            bar_of(label, self.figure(name, label, RATIOS), limit, is_lower_limit=is_lower)
+            bar_of(label, self.figure("ratio", label, RATIOS), limit, is_lower_limit=is_lower)
             for label, (limit, is_lower) in limits.items()
         ]
 

@@ -37,6 +37,7 @@ _CHILD = Path(__file__).parent / "workers" / "child.py"
 TIMEOUT_S = 1200.0
 _END_TIMEOUT_S = 20.0
 _PIECE_BYTES = 1 << 16
+_MOST_SHOWN = 300  # characters of what an engine said
 
 
 @dataclass(frozen=True)
@@ -327,9 +328,9 @@ class Child:
         return PeerError(f"{self.name} {how}: {_one_line(said[-1])}")
 
 
-def _one_line(text: str, most: int = 300) -> str:
+def _one_line(text: str) -> str:
     line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[:most]}..."
+    return line if len(line) <= _MOST_SHOWN else f"{line[:_MOST_SHOWN]}..."
 
 
 @dataclass(frozen=True)

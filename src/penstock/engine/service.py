@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -151,12 +150,10 @@ class Service:
     def is_closing(self) -> bool:
         return self._closes_at is not None
 
-    def wait_until_ready(self, timeout_s: float | None = None) -> bool:
-        """Wait until all is prepared that the first requests would wait for. False where it took too long."""
+    def wait_until_ready(self) -> None:
+        """Wait until all is prepared that the first requests would wait for."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._preparations is None or self._death is not None, timeout_s
-            )
+            self._changed.wait_for(lambda: self._preparations is None or self._death is not None)
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what cannot be run here, whatever else runs."""
@@ -256,9 +253,7 @@ class Service:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _serve(self) -> None:

@@ -171,9 +171,9 @@ def test_stages_have_equal_threads_and_cores_of_their_own(
     cores: list[set[int]],
     expected: list[tuple[int, set[int] | None]],
 ) -> None:
-    monkeypatch.setattr(machine, "cores", lambda allowed: [frozenset(core) for core in cores])
+    monkeypatch.setattr(machine, "cores", lambda: [frozenset(core) for core in cores])
     num_usable, threads = (2, None) if isinstance(threads, str) else (len(cores), threads)
-    monkeypatch.setattr(machine, "usable_cores", lambda allowed: num_usable)
+    monkeypatch.setattr(machine, "usable_cores", lambda: num_usable)
     assert [(share.threads, share.processors) for share in divide_machine(num_stages, threads)] == expected
 
 

@@ -63,11 +63,11 @@ def new_token() -> bytes:
     return secrets.token_hex(32).encode()
 
 
-def read_token(path: Path | str, setting: str = "token_file") -> bytes:
+def read_token(path: Path | str) -> bytes:
     """The token in a file that only its owner can read."""
 
     def refuse(because: str, accepted: str) -> SettingError:
-        return SettingError(setting, str(path), accepted, because=because)
+        return SettingError("token_file", str(path), accepted, because=because)
 
     file = Path(path)
     try:

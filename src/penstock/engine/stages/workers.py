@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,13 +50,11 @@ class StageShare:
                 os.sched_setaffinity(0, self.processors)
 
 
-def divide_machine(
-    num_stages: int, threads: int | None = None, allowed: Collection[int] | None = None
-) -> list[StageShare]:
+def divide_machine(num_stages: int, threads: int | None = None) -> list[StageShare]:
     """Equal shares of so many threads, by default one for each core. Bits of float32 may depend on the number, so
     none has one more. Each share has cores of its own where there are enough for that."""
-    cores = machine.cores(allowed)
-    total = machine.usable_cores(allowed) if threads is None else threads
+    cores = machine.cores()
+    total = machine.usable_cores() if threads is None else threads
     each = max(1, total // num_stages)
     if num_stages * each > len(cores):
         return [StageShare(each)] * num_stages

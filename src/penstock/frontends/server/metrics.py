@@ -235,15 +235,14 @@ class RequestNumbers:
 class EndedRequests:
     """The requests that ended last: those whose chunks the engine can still explain. Any thread may ask."""
 
-    def __init__(self, size: int = ENDED_EXPLAINED) -> None:
-        self._size = size
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: dict[RequestId, RequestSummary] = {}
 
     def add(self, summary: RequestSummary) -> None:
         with self._lock:
             self._last[summary.id] = summary
-            if len(self._last) > self._size:
+            if len(self._last) > ENDED_EXPLAINED:
                 del self._last[next(iter(self._last))]
 
     def get(self, request_id: RequestId) -> RequestSummary | None:
