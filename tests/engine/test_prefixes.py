@@ -16,8 +16,8 @@ from penstock.cache.space import CacheSpace
 from penstock.cache.store.block_store import BlockStore
 from penstock.cache.tensors import CacheSpec
 from penstock.engine import reuse as reuse_module
-from penstock.engine.batcher import PoolLedger, share
-from penstock.engine.reuse import Prefix, Reuse, kept_windows
+from penstock.engine.batcher import PoolLedger
+from penstock.engine.reuse import Prefix, Reuse, kept_windows, share
 from penstock.engine.status import ReuseStatus
 from tests.cache.storing import FINGERPRINT, HYBRID, PLAIN, open_store
 from tests.cache.test_groups import Model, tokens_of, write
@@ -291,11 +291,11 @@ class Waiting(Reader):
 
 
 def shared(*readers: Waiting) -> tuple[list[int], list[int]]:
-    """Who gained, and who is held, by their places."""
-    found = share(readers, in_pieces=False)  # type: ignore[arg-type]
+    """Who gained, and who waits, by their places."""
+    found = share([reader.prefix for reader in readers], in_pieces=False)
     return (
-        [place for place, reader in enumerate(readers) if id(reader) in map(id, found.gained)],
-        [place for place, reader in enumerate(readers) if reader.id in found.held],
+        [place for place, reader in enumerate(readers) if reader.prefix in found.gained],
+        [place for place, reader in enumerate(readers) if reader.prefix in found.waiting],
     )
 
 

@@ -72,7 +72,7 @@ class SequenceBlocks:
         missing = _num_blocks_for(num_tokens) - self.num_blocks
         if missing > 0:
             after = self._extents[-1].end if self._extents else None
-            self._hold((*self._extents, *self._pool.allocate(missing, after)))
+            self._set_extents((*self._extents, *self._pool.allocate(missing, after)))
 
     def adopt(self, blocks: Sequence[int]) -> None:
         """Go on with the tokens in these blocks, which are in use or idle and full. All or nothing.
@@ -90,7 +90,7 @@ class SequenceBlocks:
             )
         adopted = extents_of(blocks)
         self._pool.retain(adopted)
-        self._hold((*self._extents, *adopted))
+        self._set_extents((*self._extents, *adopted))
         self._num_tokens += len(blocks) * BLOCK_TOKENS
 
     def adopt_window(self, num_tokens: int, blocks: Sequence[int]) -> None:
@@ -102,21 +102,21 @@ class SequenceBlocks:
                 f"cannot adopt {len(blocks)} blocks before token {num_tokens}: accepted are whole blocks, where "
                 "nothing is reserved"
             )
-        held, adopted = self._extents, extents_of(blocks)
+        before, adopted = self._extents, extents_of(blocks)
         self._pool.retain(adopted)
-        self._pool.release(held)
+        self._pool.release(before)
         self._num_gone = num_gone
-        self._hold(adopted)
+        self._set_extents(adopted)
         self._num_tokens = num_tokens
 
     def release_before(self, token: int) -> None:
         """Give back the whole blocks of committed tokens before this one, which no step reads any more."""
         num_gone = min(token, self._num_tokens) // BLOCK_TOKENS
         if num_gone > self._num_gone:
-            released, kept = _cut(self._extents, num_gone - self._num_gone)
+            released, kept = _split(self._extents, num_gone - self._num_gone)
             self._pool.release(released)
             self._num_gone = num_gone
-            self._hold(kept)
+            self._set_extents(kept)
 
     def commit(self, end: int) -> None:
         """Make `end` the length: tokens [0, end) are written. It never shrinks nor exceeds the capacity."""
@@ -133,7 +133,7 @@ class SequenceBlocks:
             raise ValueError(
                 f"cannot release blocks after token {num_tokens}: accepted is {self._num_tokens} (the length) or more"
             )
-        self._cut(_num_blocks_for(num_tokens))
+        self._keep_first(_num_blocks_for(num_tokens))
 
     def truncate(self, num_tokens: int) -> None:
         """Shorten to `num_tokens` tokens and release every block that they do not need.
@@ -145,9 +145,9 @@ class SequenceBlocks:
         if num_tokens == 0:
             self._pool.release(self._extents)
             self._num_gone = 0
-            self._hold(())
+            self._set_extents(())
         else:
-            self._cut(_num_blocks_for(num_tokens))
+            self._keep_first(_num_blocks_for(num_tokens))
         self._num_tokens = num_tokens
 
     def check_cut(self, num_tokens: int) -> None:
@@ -199,18 +199,18 @@ class SequenceBlocks:
             extent_start = extent_end
         return places
 
-    def _hold(self, extents: Sequence[Extent]) -> None:
+    def _set_extents(self, extents: Sequence[Extent]) -> None:
         self._extents = tuple(joined((extent.start, extent.end) for extent in extents))
         self._num_blocks = self._num_gone + sum(map(len, self._extents))
 
-    def _cut(self, to_keep: int) -> None:
-        """Release all blocks but the first `to_keep`."""
-        kept, released = _cut(self._extents, to_keep - self._num_gone)
+    def _keep_first(self, num_blocks: int) -> None:
+        """Release all blocks but the first ones."""
+        kept, released = _split(self._extents, num_blocks - self._num_gone)
         self._pool.release(released)
-        self._hold(kept)
+        self._set_extents(kept)
 
 
-def _cut(extents: Sequence[Extent], num_first: int) -> tuple[list[Extent], list[Extent]]:
+def _split(extents: Sequence[Extent], num_first: int) -> tuple[list[Extent], list[Extent]]:
     """The first so many blocks, and the others."""
     first: list[Extent] = []
     others: list[Extent] = []

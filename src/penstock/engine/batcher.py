@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ from penstock.cache import BLOCK_TOKENS, BlockPool, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.events import ChunkRecord, Event, Failed, FinishReason, GenerationRequest
 from penstock.engine.job import Job
-from penstock.engine.reuse import Prefix, Reuse
+from penstock.engine.reuse import Reuse, share
 from penstock.engine.sampling import Choice
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
 from penstock.engine.step import Launched, SpanInput, Step, StepOutcome, StepRunner
@@ -69,47 +69,6 @@ class PoolLedger:
     def num_shared(self, request_id: RequestId) -> int:
         job = self.jobs[request_id]
         return 0 if job.prefix is None or job.cache.blocks.num_blocks else job.prefix.num_in_use()
-
-
-@dataclass(frozen=True)
-class Shared:
-    """Jobs whose caches hold more of their prompts than before, unread; and those that sit the next step out."""
-
-    gained: tuple[Job, ...] = ()
-    held: frozenset[RequestId] = frozenset()
-
-
-def share(jobs: Iterable[Job], *, in_pieces: bool) -> Shared:
-    """Give jobs that read their prompts, in order of arrival, what is there of them by now. A job is held while more
-    is being copied from disk, a piece at a time if so asked, and while a job before it is about to read what they
-    have in common."""
-    gained: list[Job] = []
-    held: set[RequestId] = set()
-    leaders: list[Job] = []
-    for job in jobs:
-        if job.prefix is None:
-            continue
-        if not job.cache.num_in_flight:
-            if job.prefix.find_more(in_pieces=in_pieces):
-                gained.append(job)
-            if job.prefix.has_more_on_disk or _follow(job, job.prefix, leaders):
-                held.add(job.id)
-        leaders.append(job)
-    return Shared(tuple(gained), frozenset(held))
-
-
-def _follow(job: Job, prefix: Prefix, leaders: Iterable[Job]) -> bool:
-    """Let the first of those before it that has yet to read some of what they have in common keep its state where
-    they part. False: there is none."""
-    if not job.cache.keeps_prefix and job.cache.num_tokens % BLOCK_TOKENS:
-        return False  # it could not go on from there
-    for leader in leaders:
-        assert leader.prefix is not None
-        common = prefix.num_common(leader.prefix) * BLOCK_TOKENS
-        if job.cache.num_tokens <= leader.cache.num_tokens < common:
-            leader.prefix.keep_states.add(common)
-            return True
-    return False
 
 
 _log = logging.getLogger("penstock.engine")
@@ -351,13 +310,17 @@ class Batcher:
         cancelled = [job.id for job in self._jobs.values() if job.wants_cancel] if self._flight else []
         if self.reuse is None:
             return cancelled
-        reading = (job for job in self._jobs.values() if self._scheduler.view(job.id).phase == "prompt")
+        reading = {
+            job.prefix: job
+            for job in self._jobs.values()
+            if job.prefix is not None and self._scheduler.view(job.id).phase == "prompt"
+        }
         shared = share(reading, in_pieces=len(self._jobs) > 1)
-        for job in shared.gained:
+        for job in [reading[prefix] for prefix in shared.gained]:
             self._scheduler.advance(job.id, job.cache.num_tokens)
             if event := job.skip(job.cache.num_tokens):
                 self._tell(job, event)
-        return shared.held.union(cancelled)
+        return {reading[prefix].id for prefix in shared.waiting}.union(cancelled)
 
     def cancel(self, request_id: RequestId) -> None:
         """End a request: now, or with the steps that it is in. Nothing happens if it has ended."""

@@ -3,8 +3,9 @@
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, Extent, SequenceCache, SequenceState
@@ -189,6 +190,11 @@ class Prefix:
         return 0 if self._reads_all else (self.num_prompt - 1) // BLOCK_TOKENS
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether a step of the sequence is."""
+        return self._cache.num_in_flight > 0
+
+    @property
     def has_more_on_disk(self) -> bool:
         """Whether more was found there, or may be, that is not in the cache yet."""
         return self._stored is not None or self._needs_search
@@ -199,6 +205,19 @@ class Prefix:
         # A key stands for all before it, so they agree up to some block, and from there on nowhere.
         most = min(self.num_shareable, len(others))
         return bisect_left(range(most), True, key=lambda index: mine[index] != others[index])
+
+    def follow(self, leaders: Iterable["Prefix"]) -> bool:
+        """Let the first of those before it that has yet to read some of what they have in common keep its state where
+        they part. False: there is none."""
+        num_tokens = self._cache.num_tokens
+        if not self._cache.keeps_prefix and num_tokens % BLOCK_TOKENS:
+            return False  # it could not go on from there
+        for leader in leaders:
+            common = self.num_common(leader) * BLOCK_TOKENS
+            if num_tokens <= leader._cache.num_tokens < common:
+                leader.keep_states.add(common)
+                return True
+        return False
 
     def num_in_memory(self) -> int:
         """Blocks that the sequence would find in memory now."""
@@ -509,6 +528,32 @@ class Prefix:
                 in_memory=is_wanted or position % SNAPSHOT_TOKENS == 0,
                 on_disk=is_wanted or position % self._reuse.stored_every == 0,
             )
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Prefixes whose sequences hold more of their prompts than before, unread; and those that sit the next step
+    out."""
+
+    gained: tuple[Prefix, ...] = ()
+    waiting: frozenset[Prefix] = frozenset()
+
+
+def share(prefixes: Iterable[Prefix], *, in_pieces: bool) -> Shared:
+    """Give sequences that read their prompts, in order of arrival, what is there of them by now. One waits while more
+    is being copied from disk, a piece at a time if so asked, and while one before it is about to read what they have
+    in common."""
+    gained: list[Prefix] = []
+    waiting: set[Prefix] = set()
+    leaders: list[Prefix] = []
+    for prefix in prefixes:
+        if not prefix.is_in_flight:
+            if prefix.find_more(in_pieces=in_pieces):
+                gained.append(prefix)
+            if prefix.has_more_on_disk or prefix.follow(leaders):
+                waiting.add(prefix)
+        leaders.append(prefix)
+    return Shared(tuple(gained), frozenset(waiting))
 
 
 def _stored_every(space: CacheSpace) -> int:

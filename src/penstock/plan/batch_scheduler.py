@@ -239,7 +239,7 @@ class BatchScheduler:
                 raise StepOrderError("a step of one request alone is asked for while others are in flight")
             alone = self._place_alone(self._requests[only])
             return self._issue(alone, {}, self._turns) if alone else None
-        given: dict[RequestId, Preemption] = {}
+        preempted: dict[RequestId, Preemption] = {}
         if held is None:
             self._admit(self.config.max_running)
         while self._running:
@@ -251,11 +251,11 @@ class BatchScheduler:
                 and all(choice.request.kind is SpanKind.DECODE for choice in chosen)
             ):
                 return None  # there are as many groups in flight as they are dealt to: others join this one
-            choices = self._place(chosen, given)
+            choices = self._place(chosen, preempted)
             if choices is None:
                 return None  # what lacks is held by requests in flight, perhaps
             if choices:
-                return self._issue(choices, given)
+                return self._issue(choices, preempted)
             # All that were chosen gave way, each being the newest. Others run now, or the first in line.
             if not self._running:
                 self._admit(1)
@@ -347,7 +347,7 @@ class BatchScheduler:
         if not self._waiting:
             return
         num_room = self.num_free_blocks - sum(request.num_wanted for request in self._running)
-        if self._waiting and not self._running:
+        if not self._running:
             # It can run alone: what it lacks is held by others that wait, later than it, and they give way.
             first = self._waiting[0]
             if not any(request.num_held for request in self._waiting):
@@ -369,21 +369,22 @@ class BatchScheduler:
         # Before those that the step just issued serves, after those that wait for longer.
         request.turn = 2 * self._num_issued
 
-    def _choose(self, held_back: Collection[RequestId]) -> list[_Choice]:
-        """The spans that the policy and the budgets want in the next step, whether there is room for them or not."""
+    def _choose(self, held: Collection[RequestId]) -> list[_Choice]:
+        """The spans that the policy and the budgets want in the next step, whether there is room for them or not;
+        none of prompts that are held."""
         able = [request for request in self._running if request.can_run]
         decodes = [request for request in able if request.kind is SpanKind.DECODE]
         prompts = [
-            request for request in able if request.kind is not SpanKind.DECODE and request.id not in held_back
+            request for request in able if request.kind is not SpanKind.DECODE and request.id not in held
         ]
-        held: list[TrackedRequest] = []
+        held_decodes: list[TrackedRequest] = []
         if decodes and prompts:
             prompts = prompts if self._turns.takes_chunks() else []
             if not self._turns.takes_decodes():
-                decodes, held = [], decodes
+                decodes, held_decodes = [], decodes
         decodes = self._group_of(decodes)
         choices = [_Choice(request, request.num_tokens) for request in decodes]
-        return choices + self._choose_chunks(prompts, decodes, held)
+        return choices + self._choose_chunks(prompts, decodes, held_decodes)
 
     def _group_of(self, able: list[TrackedRequest]) -> list[TrackedRequest]:
         """The decodes of one step, of those that could run: a group's part of all, those that were served longest
@@ -404,15 +405,16 @@ class BatchScheduler:
         self,
         prompts: Sequence[TrackedRequest],
         decodes: Sequence[TrackedRequest] = (),
-        held: Sequence[TrackedRequest] = (),
+        held_decodes: Sequence[TrackedRequest] = (),
     ) -> list[_Choice]:
+        """The chunks and replays that share the step's budget; `held_decodes` wait for the step to end."""
         if not prompts:
             self._budget.decision = None
             return []
         by_turn = sorted(prompts, key=_by_turn)
         if self._budget.is_shrunk and self.config.chunk_size == 0:
             by_turn = by_turn[:1]
-        budget = self._budget.settle(by_turn, decodes, held)
+        budget = self._budget.settle(by_turn, decodes, held_decodes)
         ends = share_chunks(
             [Span(request.next_start, request.furthest_end) for request in by_turn],
             budget.num_tokens,
@@ -423,17 +425,19 @@ class BatchScheduler:
         for request, end in zip(by_turn, ends, strict=True):
             if request.num_again and end <= request.num_issued:  # too short to run anything twice
                 request.num_again = 0
-                return self._choose_chunks(prompts, decodes, held)
+                return self._choose_chunks(prompts, decodes, held_decodes)
             if end > request.num_issued:
                 choices.append(_Choice(request, end))
         return choices
 
-    def _place(self, choices: Sequence[_Choice], given: dict[RequestId, Preemption]) -> list[_Choice] | None:
+    def _place(
+        self, choices: Sequence[_Choice], preempted: dict[RequestId, Preemption]
+    ) -> list[_Choice] | None:
         """Those that have room for the blocks that their spans write, in order of arrival; others are preempted for
         them, and drop out. None where room is lacking while steps are in flight."""
         placed: list[_Choice] = []
         num_taken = 0
-        num_free = self._num_free_after(given)
+        num_free = self._num_free_after(preempted)
         for choice in sorted(choices, key=lambda choice: choice.request.arrival):
             request = choice.request
             if not request.is_running:  # it gave way to one before it
@@ -442,17 +446,17 @@ class BatchScheduler:
             while request.is_running and num_free - num_taken < num_new:
                 if self._flight:
                     return None
-                self._preempt_newest(request, num_new - (num_free - num_taken), given)
-                num_free = self._num_free_after(given)
+                self._preempt_newest(request, num_new - (num_free - num_taken), preempted)
+                num_free = self._num_free_after(preempted)
             if request.is_running:
                 num_taken += num_new
                 placed.append(choice)
         return placed
 
-    def _num_free_after(self, given: Mapping[RequestId, Preemption]) -> int:
+    def _num_free_after(self, preempted: Mapping[RequestId, Preemption]) -> int:
         block_tokens = self.limits.block_tokens
         return self._ledger.num_writable(
-            {name: each.num_kept // block_tokens for name, each in given.items()}
+            {name: each.num_kept // block_tokens for name, each in preempted.items()}
         )
 
     def _place_alone(self, request: TrackedRequest) -> list[_Choice]:
@@ -468,23 +472,23 @@ class BatchScheduler:
         return [choice] if choice.end > request.num_issued else []
 
     def _preempt_newest(
-        self, needy: TrackedRequest, num_lacking: int, given: dict[RequestId, Preemption]
+        self, needy: TrackedRequest, num_lacking: int, preempted: dict[RequestId, Preemption]
     ) -> None:
         """Send the newest request back to the line, without the blocks that are lacking, from its end, or all it has.
 
         It is no older than `needy`, which runs, so it is never one that has its place in the step. If it is `needy`
         itself, nobody needs what it has: it keeps its whole blocks, where a prefix can be kept.
         """
-        newest = next(held for held in reversed(self._requests.values()) if held.is_running or held.num_held)
+        newest = next(each for each in reversed(self._requests.values()) if each.is_running or each.num_held)
         if newest.num_held:
             num_blocks = 0
             if self.limits.keeps_prefix:
                 num_blocks = newest.num_held - num_lacking if newest is not needy else newest.num_held
                 num_blocks = max(min(num_blocks, newest.num_run // self.limits.block_tokens), 0)
             num_kept = num_blocks * self.limits.block_tokens
-            had_run = newest.id in given and given[newest.id].was_running
+            had_run = newest.id in preempted and preempted[newest.id].was_running
             newest.num_preemptions += newest.is_running and not had_run
-            given[newest.id] = Preemption(newest.id, num_kept, newest.is_running or had_run)
+            preempted[newest.id] = Preemption(newest.id, num_kept, newest.is_running or had_run)
             newest.num_again = 0
             newest.stand_at(num_kept, num_kept, newest.num_tokens)
         if newest.is_running:
@@ -495,7 +499,7 @@ class BatchScheduler:
     def _issue(
         self,
         choices: Sequence[_Choice],
-        given: Mapping[RequestId, Preemption],
+        preempted: Mapping[RequestId, Preemption],
         turns_after: Turns | None = None,
     ) -> StepPlan:
         """Put the step in flight. It counts as a turn, unless the turns after it are given."""
@@ -521,7 +525,7 @@ class BatchScheduler:
                 request.turn = 2 * self._num_issued + 1
         plan = StepPlan(
             spans=(*decodes, *chunks),
-            preemptions=tuple(given.values()),
+            preemptions=tuple(preempted.values()),
             num_held_decodes=num_could_decode - len(decodes),
         )
         self._flight.append(_Issued(plan, self._turns, tuple(before)))
