@@ -18,9 +18,15 @@ from penstock.errors import ModelError, ModelFileError
 from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.models.by_transformers.families import REASONS, TRIED
 from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
-from penstock.models.hf.latent import latent_of, latent_switches
+from penstock.models.hf.mixers import (
+    EXPERTS_BLOCK,
+    FEEDING,
+    latent_of,
+    latent_switches,
+    recurrent_parts,
+    single_blocks,
+)
 from penstock.models.hf.quantised import method_of
-from penstock.models.hf.recurrent import EXPERTS_BLOCK, FEEDING, recurrent_parts, single_blocks
 from penstock.models.reading import (
     MAX_SCALE,
     Fields,

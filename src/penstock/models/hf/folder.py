@@ -17,8 +17,8 @@ from penstock.models.by_transformers.families import TRIED
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
 from penstock.models.hf.config import hf_model_config, text_model
 from penstock.models.hf.families import FAMILIES
+from penstock.models.hf.mixers import scale_weight
 from penstock.models.hf.quantised import FourBitFloats, Quantised, combined, in_slices
-from penstock.models.hf.recurrent import scale_weight
 from penstock.models.reading import Fields, first_line, reading, shortened
 from penstock.models.weights import FileSource, require_shape
 from penstock.plan.model import ModelConfig
