@@ -232,14 +232,13 @@ class PlannedModel:
         if weights == "auto":
             stored = {"native": self.stored, "cuda": self.stored_on_gpu}.get(kernels)
             return stored if dtype == "bfloat16" else None
-        from penstock.kernels.quantised import F8_ROW, Q4_1, Q8_0
+        from penstock.models.loading import QUANTISED_FORMS, vocabulary_form
 
-        form = {"fp8": F8_ROW, "int8": Q8_0, "int4": Q4_1}.get(weights)
-        if form is None:
+        if (form := QUANTISED_FORMS.get(weights)) is None:
             return None
-        vocabulary_form = F8_ROW if form is F8_ROW else Q8_0
+        forms = (form, vocabulary_form(form))
         matrices, vocabulary = (
-            each.device_bits if kernels == "cuda" else each.resident_bits for each in (form, vocabulary_form)
+            each.device_bits if kernels == "cuda" else each.resident_bits for each in forms
         )
         return WeightBits(matrices, vocabulary, self.config.tied_head)
 

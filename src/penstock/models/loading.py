@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -66,6 +66,14 @@ from penstock.plan.settings import (
 
 # Values that are quantised at a time.
 _QUANTISED_AT_ONCE = 1 << 20
+# What matrices are quantised to at loading, by what a user calls it.
+QUANTISED_FORMS: Mapping[str, BlockForm] = {"fp8": F8_ROW, "int8": Q8_0, "int4": Q4_1}
+
+
+def vocabulary_form(form: BlockForm) -> BlockForm:
+    """Of the embedding and the head, where other matrices become blocks of this form. They have 8 bits: there is a
+    row for each token, and no other makes up for its errors."""
+    return F8_ROW if form is F8_ROW else Q8_0
 
 
 def load_decoder(
@@ -232,7 +240,7 @@ class _Loader:
         self._device = device
         self._products = kernels.quantised if dtype == torch.bfloat16 else None
         self._keeps_blocks = weights == "auto"
-        self._form = {"int8": Q8_0, "int4": Q4_1, "fp8": F8_ROW}.get(weights)
+        self._form = QUANTISED_FORMS.get(weights)
 
     def decoder(self) -> Decoder:
         table, layers = self._table, self._layers
@@ -262,16 +270,14 @@ class _Loader:
         )
 
     def _vocabulary(self, stored: Stored) -> Weight:
-        """The embedding or the head, not packed. Where other matrices become blocks of 4 bits, these have 8: there is
-        a row for each token, and no other makes up for its errors."""
+        """The embedding or the head, not packed."""
         height, width = stored.shape
         if kept := self._kept([Rows(stored.name, height)], height, width):
             return kept[0]
         if self._form is None or width % GROUP:
             return self._tensor(stored)
-        form = F8_ROW if self._form is F8_ROW else Q8_0
         values = self._assembled([Rows(stored.name, height)], torch.float32, height, width)
-        return self._quantised([values], form, height, width)
+        return self._quantised([values], vocabulary_form(self._form), height, width)
 
     # Layers
 

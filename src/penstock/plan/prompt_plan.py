@@ -66,13 +66,7 @@ def make_plan(
 ) -> Plan:
     """Rows for powers of two, the whole prompt, and the chosen size. Chunks of a model with recurrent state are
     multiples of 64."""
-    if prompt_tokens > config.max_position:
-        raise SettingError(
-            "prompt_tokens",
-            prompt_tokens,
-            f"at most {config.max_position}",
-            because=f"the model's context is {config.max_position} tokens",
-        )
+    check_length(config, prompt_tokens)
     dtype_bytes, num_sequences = DTYPE_BYTES[dtype], 1 + num_decodes
     # A step reads one state of each sequence and writes another.
     num_slots = num_sequences * ChunkedPrefillConfig().num_state_slots
@@ -99,6 +93,13 @@ def make_plan(
         sizes.add(size)
         size *= 2
     return replace(plan, rows=tuple(map(planner.row, sorted(sizes))), chosen=chosen, reason=reason)
+
+
+def check_length(config: ModelConfig, prompt_tokens: int) -> None:
+    """Refuse a prompt that the model has no positions for."""
+    if prompt_tokens > config.max_position:
+        because = f"the model's context is {config.max_position} tokens"
+        raise SettingError("prompt_tokens", prompt_tokens, f"at most {config.max_position}", because=because)
 
 
 @dataclass(frozen=True)

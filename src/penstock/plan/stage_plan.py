@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from penstock.errors import MemoryExhaustedError, SettingError
+from penstock.errors import MemoryExhaustedError
 from penstock.plan.chunks import ChunkedPrefillConfig
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.memory import ActivationModel, WeightBits, kv_token_bytes, state_slot_bytes
@@ -23,7 +23,7 @@ from penstock.plan.pipeline import (
     run_pipeline,
     stages_of,
 )
-from penstock.plan.prompt_plan import DTYPE_BYTES
+from penstock.plan.prompt_plan import DTYPE_BYTES, check_length
 from penstock.plan.step import StepShape, Workspace
 from penstock.plan.step_time import StepTimeCoefficients
 from penstock.plan.units import format_rate
@@ -153,13 +153,7 @@ def make_stage_plan(question: StageQuestion) -> StagePlan:
     """The cut, what each stage holds, and the clock for 1, 2, 4, ... and all stages, with the chunk that each is
     fastest with. Raises where no cut fits the memory that is given."""
     config, link = question.config, question.link
-    if question.prompt_tokens > config.max_position:
-        raise SettingError(
-            "prompt_tokens",
-            question.prompt_tokens,
-            f"at most {config.max_position}",
-            because=f"the model's context is {config.max_position} tokens",
-        )
+    check_length(config, question.prompt_tokens)
     times = _times(question)
     sizes = question.sizes
     preferred = times[-1].chunk if times else max(min(sizes), DEFAULT_CHUNK_SIZE)
