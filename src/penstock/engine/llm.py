@@ -55,7 +55,7 @@ from penstock.plan import (
 )
 from penstock.plan.checks import check_bool, check_type
 from penstock.plan.model import ModelConfig
-from penstock.plan.settings import DeviceSetting, ThreadsSetting
+from penstock.plan.settings import DeviceSetting, StoreSettings, ThreadsSetting
 from penstock.plan.settings import Dtype as Dtype
 from penstock.process_memory import trim_heap
 
@@ -91,6 +91,7 @@ def in_own_thread(work: Callable[[], _Result]) -> _Result:
 
 if TYPE_CHECKING:
     from penstock.engine.constraint import ConstraintFactory
+    from penstock.engine.stages.caches import WorkerCaches
     from penstock.engine.stages.pipeline import Pipeline
 
 # How many tokens are generated where the caller names no number: this many, or what the context has left.
@@ -222,35 +223,16 @@ class LLM:
         self.activations = activation_model(self.model)
         self.store: BlockStore | None = None
         self.fingerprint: bytes | None = None
-        if (stored := settings.store) is not None:
-            self.fingerprint = cache_fingerprint(self)
-            about = {
-                "model": str(model),
-                "dtype": str(self.model.dtype).removeprefix("torch."),
-                "kernels": self.model.kernels.name,
-            }
-            own = self.fingerprint
-            if self.stages is not None:
-                own = self.stages.caches.open_store(
-                    stored.folder, self.fingerprint, max_bytes=stored.max_bytes, about=about
-                )
-            self.store = BlockStore(
-                stored.folder,
-                own,
-                self.model.cache_spec,
-                max_bytes=stored.max_bytes,
-                about=about,
-            )
-            weakref.finalize(self, self.store.close)  # at the latest when the interpreter ends
-        num_slots = self._config.num_state_slots + self.steps_in_flight - 1
+        if settings.store is not None:
+            self._open_store(str(model), settings.store)
         self._spaces = RequestSpaces(
             self.model,
             self.store,
             self.fingerprint,
-            num_slots=num_slots,
+            num_slots=self._config.num_state_slots + self.steps_in_flight - 1,
             step_tokens=self.steps_in_flight * self.most_chunk + self._config.overlap,
             reuse_tokens=settings.reuse_tokens,
-            stages=None if self.stages is None else self.stages.caches,
+            stages=self.stage_caches,
         )
         self.kernels = KernelsReport.of(
             self.model.kernels, self.model.dtype, self.model.config, self.settings.weights
@@ -258,6 +240,21 @@ class LLM:
         if self.kernels.slower:
             _log.warning("slower than it could be: %s", self.kernels.slower)
         self.load_s = time.perf_counter() - started
+
+    def _open_store(self, model: str, setting: StoreSettings) -> None:
+        """Let blocks be found and kept in a folder; each stage has a part of its own there."""
+        about = {
+            "model": model,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "kernels": self.model.kernels.name,
+        }
+        self.fingerprint = own = cache_fingerprint(self)
+        if self.stage_caches is not None:
+            own = self.stage_caches.open_store(setting.folder, own, max_bytes=setting.max_bytes, about=about)
+        self.store = BlockStore(
+            setting.folder, own, self.model.cache_spec, max_bytes=setting.max_bytes, about=about
+        )
+        weakref.finalize(self, self.store.close)  # at the latest when the interpreter ends
 
     @property
     def chunk(self) -> ChunkSetting:
@@ -310,6 +307,11 @@ class LLM:
     @property
     def steps_in_flight(self) -> int:
         return steps_in_flight(self.model, self.stages)
+
+    @property
+    def stage_caches(self) -> "WorkerCaches | None":
+        """What the other stages have beside this one's cache."""
+        return None if self.stages is None else self.stages.caches
 
     @property
     def device_kind(self) -> DeviceKind:

@@ -103,7 +103,7 @@ class Service:
                 store=llm.store,
                 clean_only=config.strict,
                 max_snapshots=max_snapshots,
-                stages=None if llm.stages is None else llm.stages.caches,
+                stages=llm.stage_caches,
             )
             if config.reuse
             else None
