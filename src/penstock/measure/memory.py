@@ -36,7 +36,7 @@ from penstock.models.hub import resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_weights
 from penstock.models.weights import WeightSource
-from penstock.plan import ChunkedPrefillConfig, ModelShape, Span
+from penstock.plan import ChunkedPrefillConfig, ModelConfig, Span
 from penstock.plan.activation import StepMemory, step_phases
 from penstock.plan.grids import ROTARY_PAGE, RowLaw
 from penstock.plan.memory import kv_token_bytes, state_slot_bytes
@@ -242,7 +242,7 @@ def run_job(job: MemoryJob) -> MemoryCase:
 
 
 def predict_growth(
-    shape: ModelShape,
+    shape: ModelConfig,
     spans: Sequence[Span],
     *,
     dtype_bytes: int,

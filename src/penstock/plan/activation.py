@@ -29,9 +29,9 @@ from penstock.plan.grids import (
 )
 from penstock.plan.model import (
     DeltaNetConfig,
-    ExpertsShape,
+    ExpertsConfig,
     MambaConfig,
-    ModelShape,
+    ModelConfig,
     RecurrentConfig,
     ShortConvConfig,
     input_size,
@@ -86,7 +86,7 @@ class PassSizes:
 
     def __init__(
         self,
-        shape: ModelShape,
+        shape: ModelConfig,
         step: StepShape,
         dtype_bytes: int,
         workspace: Workspace,
@@ -378,7 +378,7 @@ _BUSIEST = 2
 
 
 def step_memory(
-    shape: ModelShape, step: StepShape, *, dtype_bytes: int, workspace: Workspace = REFERENCE
+    shape: ModelConfig, step: StepShape, *, dtype_bytes: int, workspace: Workspace = REFERENCE
 ) -> StepMemory:
     """The high-water mark of a step's activations: the largest of its phases."""
     phases = step_phases(shape, step, dtype_bytes=dtype_bytes, workspace=workspace)
@@ -386,7 +386,7 @@ def step_memory(
 
 
 def step_phases(
-    shape: ModelShape,
+    shape: ModelConfig,
     step: StepShape,
     *,
     dtype_bytes: int,
@@ -474,7 +474,7 @@ def _feeding(sizes: PassSizes, width: int, rows: int) -> int:
     )
 
 
-def _grouped_experts(sizes: PassSizes, experts: ExpertsShape, rows: int) -> int:
+def _grouped_experts(sizes: PassSizes, experts: ExpertsConfig, rows: int) -> int:
     """On a GPU, all at once: each row has a place for each of its experts."""
     hidden, shared = sizes.shape.hidden_size, experts.shared_intermediate_size
     num_places = rows * (sizes.workspace.num_active_experts or 1)
@@ -486,7 +486,7 @@ def _grouped_experts(sizes: PassSizes, experts: ExpertsShape, rows: int) -> int:
     return held + max(routing + feeding, _feeding(sizes, shared, rows) if shared else 0)
 
 
-def _native_experts(sizes: PassSizes, experts: ExpertsShape) -> int:
+def _native_experts(sizes: PassSizes, experts: ExpertsConfig) -> int:
     """On a processor, some at a time: rows' inputs, both products and what is between them. Sums are float32."""
     hidden, shared, rows = sizes.shape.hidden_size, experts.shared_intermediate_size, sizes.rows
     width, active = rounded_up(experts.intermediate_size, LANES), sizes.workspace.num_active_experts or 1
@@ -500,7 +500,7 @@ def _native_experts(sizes: PassSizes, experts: ExpertsShape) -> int:
     return max(routing + fed + running, scores + (_feeding(sizes, shared, rows) if shared else 0))
 
 
-def _experts(sizes: PassSizes, experts: ExpertsShape) -> int:
+def _experts(sizes: PassSizes, experts: ExpertsConfig) -> int:
     """At the busiest expert, or at the shared one."""
     hidden, rows = sizes.shape.hidden_size, sizes.rows
     shared = experts.shared_intermediate_size

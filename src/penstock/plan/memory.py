@@ -10,7 +10,7 @@ from penstock.plan.admission import WindowRoom
 from penstock.plan.checks import check_int
 from penstock.plan.chunks import ChunkedPrefillConfig, num_prefill_chunks, prefill_chunk_span
 from penstock.plan.grids import BLOCK_TOKENS, LANES, whole_lanes
-from penstock.plan.model import ModelShape, input_size
+from penstock.plan.model import ModelConfig, input_size
 from penstock.plan.sizing import SizeRules, largest_that
 from penstock.plan.step import Span, StepShape, Workspace
 from penstock.plan.units import format_bytes
@@ -107,7 +107,7 @@ class PrefillMemoryEstimate:
 
 
 def peak_memory_estimate(
-    shape: ModelShape,
+    shape: ModelConfig,
     prompt_tokens: int,
     config: ChunkedPrefillConfig,
     *,
@@ -162,7 +162,7 @@ def peak_memory_estimate(
     )
 
 
-def kv_token_bytes(shape: ModelShape, kv_dtype_bytes: int) -> int:
+def kv_token_bytes(shape: ModelConfig, kv_dtype_bytes: int) -> int:
     """The keys and values of one token in layers that keep them to the end: 2 x [layers, kv_heads, head_dim], or the
     latents that are both."""
     parts = shape.num_kv_parts * shape.num_full_layers
@@ -170,7 +170,7 @@ def kv_token_bytes(shape: ModelShape, kv_dtype_bytes: int) -> int:
 
 
 def kv_cache_bytes(
-    shape: ModelShape, num_tokens: int, kv_dtype_bytes: int, step_tokens: int, num_sequences: int = 1
+    shape: ModelConfig, num_tokens: int, kv_dtype_bytes: int, step_tokens: int, num_sequences: int = 1
 ) -> int:
     """The keys and values of sequences of so many tokens each, whose steps write `step_tokens` together, or all of a
     sequence (0): those of layers with a window are freed behind it."""
@@ -184,7 +184,7 @@ def kv_cache_bytes(
     return total
 
 
-def state_slot_bytes(shape: ModelShape, dtype_bytes: int) -> int:
+def state_slot_bytes(shape: ModelConfig, dtype_bytes: int) -> int:
     """One recurrent state: in each such layer the convolution's last inputs and a matrix a head."""
     net = shape.recurrent
     if net is None:
@@ -193,7 +193,7 @@ def state_slot_bytes(shape: ModelShape, dtype_bytes: int) -> int:
     return net.num_layers * (tail + _FLOAT32_BYTES * math.prod(net.matrix_shape))
 
 
-def weight_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = None) -> int:
+def weight_bytes(shape: ModelConfig, dtype_bytes: int, bits: WeightBits | None = None) -> int:
     """The weights as they lie in memory: matrices in whole vectors, and the output head beside the embedding, also
     where a file has them as one, unless they are quantised. Biases and the norms of single heads, which no size tells
     of, are left out."""
@@ -217,7 +217,7 @@ def weight_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = 
     return quantised + dtype_bytes * norms + _FLOAT32_BYTES * float32_elements
 
 
-def vocabulary_bytes(shape: ModelShape, dtype_bytes: int, bits: WeightBits | None = None) -> int:
+def vocabulary_bytes(shape: ModelConfig, dtype_bytes: int, bits: WeightBits | None = None) -> int:
     """The embedding, or the output head: either takes as much."""
     per_value = bits.vocabulary if bits else 8 * dtype_bytes
     return math.ceil(per_value * shape.vocab_size * shape.hidden_size / 8)
@@ -243,7 +243,7 @@ class ActivationBudgetError(PromptError, SettingError):
 class ActivationModel:
     """The activations of a model's steps, by arithmetic."""
 
-    shape: ModelShape
+    shape: ModelConfig
     dtype_bytes: int
     workspace: Workspace = REFERENCE
 

@@ -465,8 +465,7 @@ def _check_part(
         )
 
 
-# What planning alone calls them.
+# Other names that these had in planning.
 ModelShape = ModelConfig
 DeltaNetShape = DeltaNetConfig
 ExpertsShape = ExpertsConfig
-WindowShape = WindowConfig

@@ -15,7 +15,7 @@ from penstock.plan.chunks import (
     cut_chunk,
 )
 from penstock.plan.memory import peak_memory_estimate
-from penstock.plan.model import ModelShape
+from penstock.plan.model import ModelConfig
 from penstock.plan.policy import half_of
 from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion
 from penstock.plan.step import StepShape
@@ -199,7 +199,7 @@ class PrefillScheduler:
 
     def memory_savings(
         self,
-        shape: ModelShape,
+        shape: ModelConfig,
         *,
         dtype_bytes: int = 2,
         kv_dtype_bytes: int | None = None,
