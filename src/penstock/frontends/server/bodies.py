@@ -344,8 +344,17 @@ class CompletionBody(GenerationBody):
 class TalkBody(GenerationBody):
     """A body with a conversation in it, of whatever API."""
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return None
+
     @abstractmethod
     def conversation(self) -> Conversation: ...
+
+    @model_validator(mode="after")
+    def _is_a_conversation(self) -> Self:
+        self.conversation()
+        return self
 
     def about(self) -> dict[str, Any]:
         """What an answer says of its request."""
@@ -379,7 +388,6 @@ class ChatBody(TalkBody):
             raise wrong(
                 "continue_final_message", "it needs a last message with text, and no add_generation_prompt"
             )
-        self.conversation()
         return self
 
     def conversation(self) -> Conversation:

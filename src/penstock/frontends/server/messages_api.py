@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from penstock.engine.events import AnswerFormat, JsonFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
@@ -104,15 +104,6 @@ class MessagesBody(TalkBody):
     tool_choice: _Choice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return None
-
-    @model_validator(mode="after")
-    def _is_a_conversation(self) -> "MessagesBody":
-        self.conversation()
-        return self
 
     def answer_format(self) -> AnswerFormat | None:
         if self.output_config is not None and self.output_config.format is not None:

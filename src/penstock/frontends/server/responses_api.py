@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field
 
 from penstock.engine.events import AnswerFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
@@ -68,15 +68,6 @@ class ResponsesBody(TalkBody):
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
     text: _Text | None = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return None
-
-    @model_validator(mode="after")
-    def _is_a_conversation(self) -> "ResponsesBody":
-        self.conversation()
-        return self
 
     def answer_format(self) -> AnswerFormat | None:
         if self.text is not None and self.text.format is not None:
