@@ -427,7 +427,7 @@ class Batcher:
         """Wait for a step's forward pass; a token for each request that samples."""
         jobs = [self._jobs[planned.request_id] for planned in step.plan.spans if planned.samples]
         outcome = self._runner.finish(step, launched, jobs)
-        if self._raises and isinstance(choice := outcome.choices.get(jobs[0].id if jobs else ""), Exception):
+        if self._raises and jobs and isinstance(choice := outcome.choices.get(jobs[0].id), Exception):
             return StepOutcome(error=choice)
         scheduler = self._scheduler
         # Where nobody else is here, or could come in, the next step is as this one.
@@ -452,8 +452,8 @@ class Batcher:
             if suspect in self._jobs and (plan := self._scheduler.schedule(only=suspect)) is not None:
                 return plan
         held = self.admit()
-        for job in () if self._stages is None else self._jobs.values():
-            if job.num_losses >= SUSPICIOUS_LOSSES:
+        if self._stages is not None:
+            for job in [job for job in self._jobs.values() if job.num_losses >= SUSPICIOUS_LOSSES]:
                 if self._flight:
                     return None
                 if (plan := self._scheduler.schedule(only=job.id)) is not None:
@@ -545,11 +545,12 @@ class Batcher:
                 for observer in self._observers:
                     self._observe(observer.on_shrink)
                 return
-            cause, done = error, plan.spans[0].span.start
-            error = MemoryExhaustedError(
-                f"there is no memory left to run one token after {done}: free some, try again later, or ask for less"
+            start = plan.spans[0].span.start
+            exhausted = MemoryExhaustedError(
+                f"there is no memory left to run one token after {start}: free some, try again later, or ask for less"
             )
-            error.__cause__ = cause
+            exhausted.__cause__ = error
+            error = exhausted
         else:
             self._abort_all(self._scheduler.abort)
         if len(planned) > 1:

@@ -398,7 +398,7 @@ def parts_of(inputs: Sequence[SpanInput], most: int) -> list[Part]:
     if not decodes:
         return [Part(tuple(range(len(inputs))), tuple(inputs))]
     prompts = [(number, item) for number, item in enumerate(inputs) if item.is_prompt]
-    passes: list[list[tuple[int, SpanInput]]] = [[]]
+    passes: list[list[tuple[int, SpanInput]]] = [[]]  # of decodes
     for number, item in decodes:
         for piece in _pieces(item, most):
             if sum(len(each.span) for _, each in passes[-1]) + len(piece.span) > most:
@@ -418,18 +418,18 @@ def _pieces(item: SpanInput, most: int) -> Iterator[SpanInput]:
         )
 
 
-def _joined(parts: Sequence[Part], found: Sequence[Tensor | None]) -> Tensor | None:
+def _joined(parts: Sequence[Part], logits_of_parts: Sequence[Tensor | None]) -> Tensor | None:
     """The logits of all parts, in the order of the step's spans."""
-    told = [each for each in found if each is not None]
-    if len(told) < 2:
-        return told[0] if told else None
+    wanted = [logits for logits in logits_of_parts if logits is not None]
+    if len(wanted) < 2:
+        return wanted[0] if wanted else None
     numbers = [
         number
         for part in parts
         for number, item in zip(part.numbers, part.inputs, strict=True)
         if item.wants_logits
     ]
-    return torch.cat(told)[sorted(range(len(numbers)), key=numbers.__getitem__)]
+    return torch.cat(wanted)[sorted(range(len(numbers)), key=numbers.__getitem__)]
 
 
 class StepRunner:
