@@ -14,7 +14,7 @@ from penstock.measure.prompts import random_tokens, text_tokens
 from penstock.measure.random_weights import RandomWeights
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_model, open_weights
-from penstock.models.weights import WeightSource
+from penstock.models.source import WeightSource
 from penstock.plan.model import ModelConfig
 
 # Qwen3.5-0.8B with fewer layers: three delta nets to one full attention, as it has them.

@@ -11,7 +11,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
-from penstock.models.weights import WeightSource, check_source, skipped_weights
+from penstock.models.source import WeightSource, check_source, skipped_weights
 from tests.engine.hybrids import MODELS, hybrid_oracle
 from tests.engine.test_parity import relative_error
 from tests.models.gguf_builders import write_hybrid_gguf

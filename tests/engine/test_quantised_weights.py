@@ -22,7 +22,7 @@ from penstock.models.gguf.file import GgufFile
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model
-from penstock.models.weights import stored_bits
+from penstock.models.source import stored_bits
 from penstock.plan.memory import weight_bytes
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.settings import WeightsName

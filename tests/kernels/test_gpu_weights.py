@@ -27,7 +27,7 @@ from penstock.layers.mlp import MLP, ExpertMLP
 from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
 from penstock.models.loading import load_decoder, settled_weights
-from penstock.models.weights import stored_bits
+from penstock.models.source import stored_bits
 from penstock.plan.memory import weight_bytes
 from penstock.plan.settings import WeightsName, resolve_weights
 from tests.kernels.parity import check_close

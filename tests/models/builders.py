@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import transformers
 
-from penstock.models.weights import WeightSource
+from penstock.models.source import WeightSource
 
 SHAPE = {
     "vocab_size": 96,

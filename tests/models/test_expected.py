@@ -10,7 +10,8 @@ import torch
 from penstock.errors import ModelFileError
 from penstock.models.hf.folder import HfFolder
 from penstock.models.opened import open_model
-from penstock.models.weights import SkippedWeights, check_source, expected_shapes, skipped_weights
+from penstock.models.source import SkippedWeights, check_source, skipped_weights
+from penstock.models.weights import expected_shapes
 from tests.models.builders import hf_model, load_tensor
 from tests.models.hybrids import (
     CLASSES,

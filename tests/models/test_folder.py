@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from penstock.errors import ModelError, ModelFileError
 from penstock.models import bytefile
 from penstock.models.hf.folder import HfFolder
-from penstock.models.weights import check_source, expected_shapes
+from penstock.models.source import check_source
+from penstock.models.weights import expected_shapes
 from tests.models.builders import hf_model, load_tensor
 
 EMBEDDING = "model.embed_tokens.weight"

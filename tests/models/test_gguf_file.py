@@ -13,7 +13,7 @@ from penstock.errors import ModelError, ModelFileError
 from penstock.models.gguf import file as gguf_file
 from penstock.models.gguf.file import ACCEPTED_KINDS, GgufFile
 from penstock.models.opened import open_model
-from penstock.models.weights import check_source
+from penstock.models.source import check_source
 from penstock.plan.model import ModelConfig, RotaryConfig
 from tests.models.builders import (
     SHAPE,

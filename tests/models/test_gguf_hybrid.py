@@ -15,7 +15,7 @@ from penstock.models.gguf import file as gguf_file
 from penstock.models.gguf import tokenizer as gguf_tokenizer
 from penstock.models.gguf.file import GgufFile
 from penstock.models.hf.folder import HfFolder
-from penstock.models.weights import check_source
+from penstock.models.source import check_source
 from tests.models.builders import load_tensor
 from tests.models.gguf_builders import ARCHITECTURES, hybrid_tensors, write_hybrid_gguf
 from tests.models.hybrids import HYBRIDS, MIXTURES, hybrid_model

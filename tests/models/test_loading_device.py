@@ -18,7 +18,7 @@ from penstock.models.decoder import _tensors
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder, settled_weights
 from penstock.models.opened import open_weights
-from penstock.models.weights import WeightSource
+from penstock.models.source import WeightSource
 from penstock.plan.settings import WeightsSetting, resolve_weights
 from tests.oracle import make_oracle
 

@@ -39,7 +39,7 @@ from penstock.models.decoder import Decoder, activation_model, workspace_of
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 from penstock.models.loading import computing_dtype, load_decoder, settled_weights
 from penstock.models.opened import open_model
-from penstock.models.weights import WeightSource
+from penstock.models.source import WeightSource
 from penstock.plan import (
     AlignSetting,
     ChunkSetting,

@@ -256,7 +256,7 @@ def read_model(model: str) -> PlannedModel:
         return PlannedModel(_read_config_file(config))
     from penstock.models.hub import resolve_model
     from penstock.models.opened import open_weights
-    from penstock.models.weights import stored_bits
+    from penstock.models.source import stored_bits
 
     source = open_weights(resolve_model(model))
     source.close()

@@ -35,7 +35,7 @@ from penstock.models.decoder import Decoder, workspace_of
 from penstock.models.hub import resolve_model
 from penstock.models.loading import load_decoder
 from penstock.models.opened import open_weights
-from penstock.models.weights import WeightSource
+from penstock.models.source import WeightSource
 from penstock.plan import ChunkedPrefillConfig, ModelConfig, Span
 from penstock.plan.activation import StepMemory, step_phases
 from penstock.plan.grids import ROTARY_PAGE, RowLaw

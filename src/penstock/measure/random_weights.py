@@ -11,7 +11,8 @@ from penstock.errors import SettingError
 from penstock.kernels.quantised import Q4_K, Q4_Z, Q6_K, BlockForm
 from penstock.models.hf.config import hf_model_config
 from penstock.models.reading import Fields
-from penstock.models.weights import WeightSource, expected_shapes
+from penstock.models.source import WeightSource
+from penstock.models.weights import expected_shapes
 from penstock.plan.model import ModelConfig
 
 _RANDOM_NUMBERS, _SHIFTS = 1 << 20, 1 << 12

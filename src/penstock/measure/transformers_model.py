@@ -12,7 +12,8 @@ from penstock.layers.rotary import rotary_frequencies
 from penstock.measure.random_weights import RandomWeights
 from penstock.models.hf.families import FAMILIES, MULTIMODAL
 from penstock.models.hf.folder import HfFolder, read_json
-from penstock.models.weights import WeightSource, check_source, expected_shapes
+from penstock.models.source import WeightSource, check_source
+from penstock.models.weights import expected_shapes
 from penstock.plan.model import ModelConfig
 
 # Families whose configuration `transformers_config` gives.

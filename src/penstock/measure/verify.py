@@ -32,7 +32,7 @@ from penstock.measure.prompts import text_tokens
 from penstock.measure.traces import Subject, Trace, random_ends, run_batched, run_chunks
 from penstock.models.opened import open_weights
 from penstock.models.reading import first_line
-from penstock.models.weights import WeightSource
+from penstock.models.source import WeightSource
 from penstock.plan import STATE_GRID
 
 DEFAULT_CHUNKS = (1, 7, 64, 100, 512)

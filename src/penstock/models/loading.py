@@ -35,6 +35,7 @@ from penstock.layers.norm import Norm
 from penstock.layers.recurrent import Recurrent, SideBySide
 from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.models.decoder import Decoder, DecoderLayer, Mixer
+from penstock.models.source import WeightSource, check_source
 from penstock.models.weights import (
     ApartWeights,
     AttentionWeights,
@@ -49,8 +50,6 @@ from penstock.models.weights import (
     Rows,
     SideBySideWeights,
     Stored,
-    WeightSource,
-    check_source,
     weight_table,
 )
 from penstock.plan.grids import whole_lanes

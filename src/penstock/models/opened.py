@@ -9,8 +9,8 @@ from penstock.models.hf.config import text_model
 from penstock.models.hf.folder import HfFolder, is_by_transformers, read_config_files
 from penstock.models.hf.tokenizer import folder_tokenizer
 from penstock.models.reading import reading
+from penstock.models.source import SkippedWeights, WeightSource, check_source, skipped_weights
 from penstock.models.text.tokenizer import Tokenizer
-from penstock.models.weights import SkippedWeights, WeightSource, check_source, skipped_weights
 from penstock.plan.settings import ModelImpl
 
 

@@ -15,7 +15,7 @@ from penstock.models.by_transformers.modules import NAME
 from penstock.models.hf.config import text_model
 from penstock.models.hf.folder import HfFolder, read_config_files
 from penstock.models.reading import first_line
-from penstock.models.weights import describe_some
+from penstock.models.source import describe_some
 from penstock.plan.model import ModelConfig
 
 

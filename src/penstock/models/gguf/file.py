@@ -13,7 +13,7 @@ from penstock.models.gguf.config import DIVISORS, LONG_FACTORS, SHORT_FACTORS, g
 from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
 from penstock.models.gguf.layout import Place, tensor_places
 from penstock.models.reading import Fields
-from penstock.models.weights import FileSource, require_shape
+from penstock.models.source import FileSource, require_shape
 
 _PLAIN = {
     GGMLQuantizationType.F32: torch.float32,

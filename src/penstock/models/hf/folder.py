@@ -20,7 +20,7 @@ from penstock.models.hf.families import FAMILIES
 from penstock.models.hf.mixers import scale_weight
 from penstock.models.hf.quantised import FourBitFloats, Quantised, combined, in_slices
 from penstock.models.reading import Fields, first_line, reading, shortened
-from penstock.models.weights import FileSource, require_shape
+from penstock.models.source import FileSource, require_shape
 from penstock.plan.model import ModelConfig
 from penstock.plan.settings import ModelImpl
 
