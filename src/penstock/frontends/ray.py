@@ -54,7 +54,7 @@ from penstock.frontends.server.responses_api import ResponsesBody
 from penstock.kernels.interface import KernelsUnavailableError
 from penstock.kernels.native.build import native_library
 from penstock.machine import usable_cores
-from penstock.models.reading import shortened
+from penstock.models.reading import first_line, shortened
 from penstock.plan import EngineSettings
 from penstock.plan.stage_settings import StagesSetting
 
@@ -152,8 +152,7 @@ def with_workers(engine: EngineSettings, stages: StagesSetting, closing: ExitSta
             try:
                 return str(ray.get(worker.address.remote(), timeout=max(stages.timeout_s, _START_S)))
             except RayError as error:
-                reason = str(error).strip().partition("\n")[0]
-                raise StageLostError(stage, "an actor of Ray's", reason) from None
+                raise StageLostError(stage, "an actor of Ray's", first_line(error)) from None
 
         return address
 

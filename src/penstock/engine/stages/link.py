@@ -21,6 +21,7 @@ from torch import distributed as dist
 from penstock.engine.stages.control import Address, Control, Listener, connect, new_token
 from penstock.errors import StageLostError
 from penstock.kernels.device import device_kind
+from penstock.models.reading import first_line
 
 LinkKind = Literal["gloo", "nccl"]
 
@@ -156,7 +157,7 @@ class Link:
                 self._sent.popleft()[0].wait(_NEVER)
             self._sent.append((group.send([buffer], self._peer, 0), buffer))
         except RuntimeError as error:
-            raise StageLostError(None, "the next stage", _first_line(error)) from error
+            raise StageLostError(None, "the next stage", first_line(error)) from error
 
     def expect(self, step: int, num_rows: int) -> Receipt:
         """Ask for the residual of a step."""
@@ -269,8 +270,4 @@ def _new_group(store: LinkStore, rank: int, host: str, kind: LinkKind) -> Any:
 
 
 def _lost(error: Exception) -> StageLostError:
-    return StageLostError(None, "a neighbour", _first_line(error))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return StageLostError(None, "a neighbour", first_line(error))
