@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from penstock.cache.store.block_store import BlockStore, StoredPrefix
+from penstock.cache.store.block_store import BlockStore, StoredPrefix, StoredState
 from penstock.cache.tensors import CacheSpec, KVSpec, RecurrentSpec
 
 FINGERPRINT = hashlib.sha256(b"a model").digest()
@@ -96,7 +96,7 @@ def fill(store: BlockStore, keys: list[bytes], start: int = 0, spec: CacheSpec =
     store.put_blocks(start, keys[start:], kv_of(keys[start:], spec))
     if spec.recurrent is not None:
         for index in range(start, len(keys)):
-            store.put_state(index + 1, keys[index], *state_of(keys[index], spec))
+            store.put_state(index + 1, keys[index], StoredState(*state_of(keys[index], spec)))
     assert store.flush(60)
 
 

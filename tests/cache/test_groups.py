@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, Extent, SequenceCache, SlotPool
 from penstock.cache.space import CacheSpace
+from penstock.cache.store.block_store import StoredState
 from penstock.cache.tensors import KV, CacheSpec, CacheTensors
 from penstock.cache.transfer import copy_in, copy_out, copy_state_in, copy_state_out
 from penstock.errors import CacheFullError
@@ -188,7 +189,7 @@ def test_groups_go_to_disk_and_come_back(tmp_path: Path) -> None:
     store = open_store(tmp_path, GROUPS)
     blocks = [group.block_ids for group in cache.kv_groups]
     assert store.put_blocks(0, keys, copy_out(space.tensors, blocks))
-    store.put_state(3, keys[-1], *copy_state_out(space.tensors, cache.state.slot))
+    store.put_state(3, keys[-1], StoredState(*copy_state_out(space.tensors, cache.state.slot)))
     assert store.flush(60)
 
     other = CacheSpace.for_tokens(Model(GROUPS), 8 * BLOCK_TOKENS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from penstock.cache.store.block_store import BlockStore
+from penstock.cache.store.block_store import BlockStore, StoredState
 from penstock.cache.tensors import CacheSpec
 from tests.cache.storing import (
     ABOUT,
@@ -118,7 +118,7 @@ def test_with_recurrent_state_what_is_found_ends_at_a_state(tmp_path: Path) -> N
     store = open_store(tmp_path, HYBRID)
     store.put_blocks(0, keys, kv_of(keys, HYBRID))
     for num_blocks in (2, 5):
-        store.put_state(num_blocks, keys[num_blocks - 1], *state_of(keys[num_blocks - 1]))
+        store.put_state(num_blocks, keys[num_blocks - 1], StoredState(*state_of(keys[num_blocks - 1])))
     store.flush()
     assert num_found(store, keys, 0, HYBRID) == 5
     assert num_found(store, keys[:4], 0, HYBRID) == 2
@@ -261,7 +261,7 @@ def test_wrong_tensors_are_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"\[2, 2, 2, 64, 1, 3\] on cpu, not .* on meta"):
         store.put_blocks(0, keys, [kv_of(keys)[0].to("meta")])
     with pytest.raises(ValueError, match="no recurrent state"):
-        store.put_state(1, keys[0], torch.zeros(1), torch.zeros(1))
+        store.put_state(1, keys[0], StoredState(torch.zeros(1), torch.zeros(1)))
     store.close()
     hybrid = open_store(tmp_path, HYBRID)
     tails, matrices = state_of(keys[0])
@@ -273,7 +273,7 @@ def test_wrong_tensors_are_refused_at_once(tmp_path: Path) -> None:
         ((tails, matrices.to("meta")), "matrices"),
     ):
         with pytest.raises(ValueError, match=f"{name} to keep must be"):
-            hybrid.put_state(1, keys[0], *wrong)
+            hybrid.put_state(1, keys[0], StoredState(*wrong))
     assert hybrid.flush(60)
     assert hybrid.stats().num_written == 0
     hybrid.close()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from penstock.cache import BLOCK_TOKENS, BlockPool, PrefixIndex, SequenceCache
 from penstock.cache.space import CacheSpace
+from penstock.cache.store.block_store import StoredState
 from penstock.cache.tensors import CacheSpec, CacheTensors, KVSpec
 from penstock.cache.transfer import copy_kept_in, copy_kept_out
 from penstock.plan.admission import WindowRoom
@@ -313,9 +314,9 @@ def test_a_store_finds_windows_again_beside_states(tmp_path: Path, recurrent: bo
     with closing(open_store(tmp_path, spec)) as store:
         assert store.keeps_states
         assert store.put_blocks(0, keys, kv_of(keys, whole))
-        store.put_state(2, keys[1], windows=windows, **state)
+        store.put_state(2, keys[1], StoredState(windows=tuple(windows), **state))
         with pytest.raises(ValueError, match="must be"):
-            store.put_state(3, keys[2], windows=[windows[0][1:], windows[1]], **state)
+            store.put_state(3, keys[2], StoredState(windows=(windows[0][1:], windows[1]), **state))
         assert store.flush(60)
     with closing(open_store(tmp_path, spec)) as store:
         found = store.find(keys, 0, needs_state=True)

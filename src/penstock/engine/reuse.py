@@ -314,7 +314,7 @@ class Prefix:
             with reuse.unharmed():
                 if reuse.store.keeps_states:
                     kept = copy_kept_out(reuse.space.tensors, windows, slot)
-                    reuse.store.put_state(len(keys), keys[-1], kept.tails, kept.matrices, kept.windows)
+                    reuse.store.put_state(len(keys), keys[-1], kept)
                 if reuse.stages is not None:
                     reuse.stages.keep_state(reuse.space, len(keys), keys[-1], windows, slot)
 

@@ -166,22 +166,15 @@ class BlockStore:
         data = zip(*(_bytes_of(group) for group in kv), strict=True)  # of each block, its groups
         return self._put(names, keys, [list(pieces) for pieces in data])
 
-    def put_state(
-        self,
-        index: int,
-        key: BlockKey,
-        tails: Tensor = _NOTHING,
-        matrices: Tensor = _NOTHING,
-        windows: Sequence[Tensor] = (),
-    ) -> None:
-        """Keep the state and the windows after `index` blocks, the last of which has this key. The tensors are as in
-        `StoredState`, on the CPU, and nobody else's from now on."""
+    def put_state(self, index: int, key: BlockKey, kept: StoredState) -> None:
+        """Keep the state and the windows after `index` blocks, the last of which has this key. The tensors are on the
+        CPU, and nobody else's from now on."""
         if not self.keeps_states:
             raise ValueError("this model has no recurrent state and no windows to keep")
         parts = self._layouts[FileKind.STATE].parts
-        given = {"matrices": matrices, "tails": tails}
+        given = {"matrices": kept.matrices, "tails": kept.tails}
         names = [part.name for part in parts if part.name not in given]
-        given |= dict(zip(names, windows, strict=True))
+        given |= dict(zip(names, kept.windows, strict=True))
         data = []
         for part in parts:
             _check_part(part, given[part.name])

@@ -111,5 +111,4 @@ class StageStore:
                 store.put_blocks(int(about["start"]), _keys_of(message.data), copied)
             case "keep_state" if store.keeps_states:
                 kept = copy_kept_out(tensors, about["windows"], about["slot"])
-                key = bytes(message.data)
-                store.put_state(int(about["index"]), key, kept.tails, kept.matrices, kept.windows)
+                store.put_state(int(about["index"]), bytes(message.data), kept)
