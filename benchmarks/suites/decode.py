@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.harness import Bar, Bench, Results, bar_of
 from benchmarks.models import text_subject
@@ -15,9 +16,11 @@ from penstock.measure.steps import StepSpec, StepTimer
 
 STEPS = "a decode step of one sequence"
 SHARE = "products and attention, of the step"
+BANDWIDTH = "bytes of weights over the step, of a simple read"
 # What a step of the default model must spend in products and attention, at least.
 LEAST_SHARE = 0.7
 _WARM_UP_STEPS = 5
+_READ_BYTES, _NUM_READS = 1 << 29, 7
 # What methods of kernels count as; all others are the small ones.
 _KINDS = {"linear": "products", "attend": "attention", "carry_states": "attention"}
 _SMALL = "norms, rotary, activation, cache"
@@ -88,10 +91,27 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     bench.describe(subject.description, options, "pasts")
     profile(llm, subject.prompt(longest), options.pasts, options.repeats or options.steps, bench.results)
     medians = {(each.system, each.name): each.median for each in bench.results.figures}
+    bytes_per_s = read_bytes_per_s() if llm.device_kind.is_host else None
+    if bytes_per_s is not None:
+        bench.results.notes.append(f"a simple read of memory: {bytes_per_s / 1e9:.1f} GB/s")
     for past in options.pasts:
         case = f"after {past:,} tokens"
+        if bytes_per_s is not None:
+            read = llm.model.num_weight_bytes / (medians["step", case] / 1e3)
+            bench.results.add("share of the memory", case, "share", read / bytes_per_s, system=BANDWIDTH)
         share = (medians["products", case] + medians["attention", case]) / medians["step", case]
         bench.results.add("share of the step", case, "share", share, system=SHARE)
+
+
+def read_bytes_per_s() -> float:
+    """What memory gives all threads that do nothing but read and add."""
+    values = torch.ones(_READ_BYTES // 4)
+    seconds = []
+    for _ in range(_NUM_READS):
+        started = time.perf_counter()
+        values.sum()
+        seconds.append(time.perf_counter() - started)
+    return _READ_BYTES / min(seconds)
 
 
 def _bars(results: Results) -> list[Bar]:

@@ -31,7 +31,9 @@ from benchmarks.systems import (
 )
 from penstock.engine.llm import LLM
 from penstock.kernels.quantised import BLOCK_FORMS
+from penstock.machine import instruction_set, processor_flags
 from penstock.measure.prompts import shuffled_rounds
+from penstock.models.hub import DEFAULT_MODEL
 from penstock.models.opened import open_weights
 from penstock.pictures import Panel
 from penstock.plan import format_bytes
@@ -63,6 +65,16 @@ LIMITS: Mapping[tuple[str, str], Mapping[int, float]] = {
     (DECODING, LLAMA_FILE): {512: 1.5, 8000: 1.5},
     (DECODING, LLAMA_BEST): {512: 1.1, 8000: 1.1},
 }
+# Of other files than the default model's, and of processors without AVX-512, for which llama.cpp is built, too.
+K_QUANTS: Mapping[tuple[str, str], Mapping[int, float]] = {
+    (PREFILLING, LLAMA_FILE): {512: 2.0, 2048: 2.5},
+    (DECODING, LLAMA_FILE): {512: 1.15, 2048: 1.6},
+}
+AVX2: Mapping[tuple[str, str], Mapping[int, float]] = {
+    (PREFILLING, LLAMA_FILE): {512: 1.3, 2048: 1.3},
+    (DECODING, LLAMA_FILE): {512: 1.1, 2048: 1.1},
+}
+ALL_LIMITS = {"": LIMITS, "k-quants": K_QUANTS, "avx2": AVX2}
 _DTYPE = "bfloat16"
 _FORMATS = ("Q4_0", "Q8_0", "BF16", "F16")
 # Less than this is noise, and another process for its sake would only take memory.
@@ -261,11 +273,15 @@ def common_settings(subject: Subject, options: argparse.Namespace, most_tokens: 
     }
 
 
-def left_out(wanted: Sequence[str], present: Sequence[str], path: Path) -> dict[str, str]:
+def left_out(
+    wanted: Sequence[str], present: Sequence[str], path: Path, same_file: bool = False
+) -> dict[str, str]:
     """The systems that do not take part, and why."""
     found = {}
     for system, engine in SYSTEMS.items():
-        if engine in PEER_ENGINES and engine not in wanted:
+        if same_file and engine != "penstock" and system != LLAMA_FILE:
+            found[system] = "does not compute with the file as it is"
+        elif engine in PEER_ENGINES and engine not in wanted:
             found[system] = "not asked for"
         elif engine == "llama.cpp" and (path.is_dir() or path.suffix != ".gguf"):
             found[system] = "reads GGUF files alone, and the model is none"
@@ -283,9 +299,10 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     subject = text_subject(options.model)
     subject.require_room(most_tokens, 0, "shorter --lengths or fewer --decode-tokens")
     pythons = find_pythons(options.peers_folder)
-    absent = left_out(options.peers, list(pythons), subject.path)
+    absent = left_out(options.peers, list(pythons), subject.path, options.same_file)
     names = ("dtype", "lengths", "decode_tokens")
-    bench.describe(subject.description, options, *names, left_out=absent, method=METHOD)
+    limits = limits_of(options.model, instruction_set(processor_flags()))
+    bench.describe(subject.description, options, *names, left_out=absent, limits=limits, method=METHOD)
     common = common_settings(subject, options, most_tokens)
     prompt = subject.prompt(max(lengths))
     # Where processes that were given up still write, it is not an error that the folder cannot be emptied.
@@ -298,6 +315,13 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     note_agreement(bench, answers, FIXED)
     results.arrange(list(SYSTEMS))
     compare(results)
+
+
+def limits_of(model: str, instructions: str | None) -> str:
+    """Which of `ALL_LIMITS` holds."""
+    if instructions in ("avx512_bf16", "avx512"):
+        return "" if model == DEFAULT_MODEL else "k-quants"
+    return "avx2"
 
 
 def plan_turns(
@@ -392,7 +416,7 @@ def compare(results: Results) -> None:
 def _bars(results: Results) -> list[Bar]:
     """All of them, also those that could not be measured. Prefill is judged with fixed and with automatic chunks."""
     bars = []
-    for (section, theirs), limits in LIMITS.items():
+    for (section, theirs), limits in ALL_LIMITS[results.settings.get("limits", "")].items():
         for ours in (FIXED, CHOSEN) if section == PREFILLING else (FIXED,):
             for length, limit in limits.items():
                 label, name = f"{section}: {ours} over {theirs}", f"{length:,} tokens"
@@ -432,6 +456,7 @@ PEERS = Suite(
             f"none, or some of {','.join(PEER_ENGINES)} (all)",
         ),
         "--peers-folder": PEERS_FOLDER,
+        "--same-file": switch("only Penstock and llama.cpp, which compute with a GGUF file as it is"),
         "--weights": value(str, None, "FORM", "the form in which Penstock has weights (its own choice)"),
         "--seed": SEED,
     },

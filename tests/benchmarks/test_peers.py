@@ -25,6 +25,7 @@ from benchmarks.suites.peers import (
     Workers,
     choose,
     left_out,
+    limits_of,
     plan_turns,
     run_turns,
     try_all,
@@ -175,6 +176,29 @@ def test_bars_of_every_peer_and_length() -> None:
     assert not any(bar.is_met or bar.value for bar in peers._bars(results_of("peers")))
     results.settings["dtype"] = "float32"
     assert not any(bar.is_met for bar in peers._bars(results))
+
+
+def test_bars_follow_from_the_file_and_the_processor() -> None:
+    assert limits_of("smollm2", "avx512_bf16") == ""
+    assert limits_of("a.gguf", "avx512") == "k-quants"
+    assert {limits_of(model, each) for model in ("smollm2", "a.gguf") for each in ("avx2", None)} == {"avx2"}
+    results = results_of("peers")
+    results.settings["limits"] = "avx2"
+    speeds = {FIXED: [130.0] * 3, CHOSEN: [129.0] * 3, LLAMA_FILE: [100.0] * 3}
+    for length in (512, 2048):
+        add_rounds(results, PREFILLING, f"{length:,} tokens", speeds, "tokens/s")
+    peers.compare(results)
+    assert [(bar.is_met, bar.limit) for bar in peers._bars(results)] == [
+        *[(True, 1.3)] * 2,
+        *[(False, 1.3)] * 2,
+        *[(False, 1.1)] * 2,
+    ]
+
+
+def test_with_the_same_file_only_those_who_compute_with_it_take_part() -> None:
+    everyone = ("penstock", "transformers", "llama.cpp", "vllm")
+    absent = left_out(peers.PEER_ENGINES, everyone, Path("model.gguf"), same_file=True)
+    assert set(SYSTEMS) - set(absent) == {FIXED, CHOSEN, LLAMA_FILE}
 
 
 QUICK = "--lengths 24,40 --decode-tokens 2 --repeats 1 --dtype float32 --quick --check"

@@ -53,18 +53,17 @@ def test_start_is_measured_in_fresh_processes(
     monkeypatch.setattr(start, "_WARM_UPS", 0)
     status, results = run(["start", "--model", str(tiny), "--repeats", "1"], tmp_path / "start.json")
     assert status == 0
-    assert {figure.name: len(figure.values) for figure in results.figures} == {
-        start.PROGRESS: 1,
-        start.RESIDENT: 1,
-    }
+    assert {figure.name: len(figure.values) for figure in results.figures} == dict.fromkeys(start.LIMITS, 1)
     assert all(figure.median > 0 for figure in results.figures)
 
 
 def test_start_has_bars() -> None:
     results = results_of("start")
-    results.add("start", start.PROGRESS, "s", 5.1, 5.2, 4.0)
+    results.add("start", start.PROGRESS, "s", 3.1, 3.2, 2.0)
     results.add("start", start.RESIDENT, "x", 1.4, 1.5, 1.6)
-    assert [bar.is_met for bar in start._bars(results)] == [False, True]
+    results.add("start", start.LOADING, "s/GB", 1.9, 2.0, 2.1)
+    met = {bar.name: bar.is_met for bar in start._bars(results)}
+    assert met == {start.FIRST: False, start.PROGRESS: False, start.RESIDENT: True, start.LOADING: True}
 
 
 def test_tools_are_measured_in_turns(tiny: Path, tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from penstock.kernels.quantised import (
     Q4_0,
     Q4_1,
     Q4_K,
+    Q5_K,
+    Q6_K,
     Q8_0,
     BlockForm,
     QuantisedWeight,
@@ -76,7 +78,8 @@ def weight_of(products: NativeProducts, form: BlockForm) -> tuple[QuantisedWeigh
 
 def most_few_rows(form: BlockForm) -> int:
     """Up to how many rows quants are multiplied as they are."""
-    return 32 if form in FOUR_BITS else 8
+    is_wide = NativeKernels().instructions != "avx2"
+    return 32 if form in FOUR_BITS or (is_wide and form in (Q5_K, Q6_K)) else 8
 
 
 def random_rows(num_rows: int, width: int = NUM_IN) -> Tensor:
@@ -95,6 +98,34 @@ def test_rows_are_the_values_of_the_file(products: NativeProducts, form: BlockFo
     assert torch.equal(products.rows(weight, torch.arange(NUM_OUT), torch.float32), values)
     some = torch.tensor([7, 0, 199, 7])
     assert torch.equal(products.rows(weight, some, torch.bfloat16), values[some].bfloat16())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_they_take_the_memory_that_is_planned(products: NativeProducts, form: BlockForm) -> None:
+    weight = products.zeros(form, 320, 768)
+    assert weight.nbytes == 320 * 768 * form.resident_bits / 8
+    assert weight.nbytes <= 1.2 * 320 * form.row_bytes(768)
+
+
+@pytest.mark.parametrize("num_in", [32, 96, 288, 544])
+def test_inputs_that_no_file_has_are_zero(products: NativeProducts, num_in: int) -> None:
+    for form in FORMS:
+        blocks = random_blocks(form, 40, num_in - num_in % form.block_size)
+        weight = products.zeros(form, 40, num_in)
+        products.place(weight, torch.arange(40), blocks)
+        values = torch.zeros(40, num_in)
+        if blocks.numel():
+            values[:, : num_in - num_in % form.block_size] = torch.from_numpy(
+                dequantize(blocks.numpy(), Kind[form.name])
+            ).view(40, -1)
+        assert torch.equal(products.rows(weight, torch.arange(40), torch.float32), values)
+        x = random_rows(40, num_in)
+        exact = x.double() @ values.bfloat16().double().T
+        check_near(
+            products.linear(x, weight, None, is_canonical=True),
+            exact,
+            2**4 * x.double().abs() @ values.double().abs().T,
+        )
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)

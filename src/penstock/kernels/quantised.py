@@ -38,11 +38,10 @@ class BlockForm:
 Q4_1 = BlockForm("Q4_1", 0, 32, 20, 5.0, 5.0, 256)  # scale, minimum, 16 bytes of two quants
 Q4_0 = BlockForm("Q4_0", 1, 32, 18, 4.5, 4.5, 256)
 Q8_0 = BlockForm("Q8_0", 2, 32, 34, 8.5, 8.5, 128)  # scale, 32 quants
-# On a processor scales and minimums become float32, products of what the file has, and 5 bits become 8. On a GPU the
-# 6 bits of a scale and of a minimum become 8.
-Q4_K = BlockForm("Q4_K", 3, 256, 144, 6.0, 4.625)
-Q5_K = BlockForm("Q5_K", 4, 256, 176, 10.0, 5.625)
-Q6_K = BlockForm("Q6_K", 5, 256, 210, 10.0, 6.625)
+# The 6 bits of a scale and of a minimum become 8.
+Q4_K = BlockForm("Q4_K", 3, 256, 144, 4.625, 4.625)
+Q5_K = BlockForm("Q5_K", 4, 256, 176, 5.625, 5.625)
+Q6_K = BlockForm("Q6_K", 5, 256, 210, 6.5625, 6.625)
 # Not of a file, and the native library's alone: weights of bfloat16 in its panels.
 BFLOAT16 = BlockForm("BF16", 6, 1, 2, 16.0, 16.0)
 # The same for products with a model's plain weights, whose bits are those of oneDNN.

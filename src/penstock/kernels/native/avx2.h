@@ -147,6 +147,16 @@ inline void store_first_halves(uint16_t* to, Mask lanes, Words x) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(some), packed);
     std::memcpy(to, some, __builtin_popcount(lanes) * sizeof *to);
 }
+// A byte of each lane.
+inline Words byte_of(Words x, int index) {
+    const __m256i from = _mm256_setr_epi32(index, index + 4, index + 8, index + 12, index, index + 4, index + 8, index + 12);
+    const __m256i which = _mm256_or_si256(from, _mm256_set1_epi32(0x80808000));  // all others become zero
+    return {_mm256_shuffle_epi8(x.low, which), _mm256_shuffle_epi8(x.high, which)};
+}
+inline Words load_signed_bytes(const void* from) {
+    const __m128i all = _mm_loadu_si128(static_cast<const __m128i*>(from));
+    return {_mm256_cvtepi8_epi32(all), _mm256_cvtepi8_epi32(_mm_srli_si128(all, 8))};
+}
 inline Floats load_float16(const void* from) {
     const auto* halves = static_cast<const __m128i*>(from);
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};

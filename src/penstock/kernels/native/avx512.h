@@ -59,6 +59,11 @@ inline Words load_first_halves(const uint16_t* from, Mask lanes) {
 inline void store_first_halves(uint16_t* to, Mask lanes, Words x) {
     _mm256_mask_storeu_epi16(to, lanes, _mm512_cvtepi32_epi16(x));
 }
+// A byte of each lane.
+inline Words byte_of(Words x, int index) { return both(shifted_right(x, 8 * index), same_words(255)); }
+inline Words load_signed_bytes(const void* from) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(from)));
+}
 inline Floats load_float16(const void* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }

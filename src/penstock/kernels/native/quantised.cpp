@@ -1,7 +1,8 @@
 // Products with weights that stay in memory as a file has them: a few bits a value, in groups with a scale each.
 //
 // A weight [num_out, num_in] lies in panels of 32 outputs. A panel is a row of blocks of 32 inputs, and a block holds
-// its quants, then the scales of its groups, then their minimums where it has any. Lanes are outputs throughout: each
+// the lowest bits of its quants, then the others, then the scales of its groups, then their minimums where it has any.
+// Scales of a byte are multiples of one that 8 blocks share, which lies before them. Lanes are outputs throughout: each
 // lane's sum runs over the inputs in their order, whatever the number of rows and whichever thread does it.
 //
 // Few rows are multiplied with the quants themselves, and a group's sum is scaled once: what counts there is how fast
@@ -23,11 +24,15 @@ constexpr int VECTORS = PANEL / LANES;
 inline int64_t panels_of(const Weight& weight) { return (weight.num_out + PANEL - 1) / PANEL; }
 inline int64_t blocks_of(const Weight& weight) { return weight.num_in / BLOCK; }
 
-// value = scale * (quant - zero) + minimum. Quants of 4 bits are 0 to 15, of 8 bits -128 to 127. Quants that are floats
+// How scales and minimums are stored: as float16, as float32, or as bytes with a sign, times a float16 that blocks share.
+enum class Scale { HALF, FLOAT, SHARED };
+constexpr int SHARING = 8;  // blocks
+
+// value = scale * (quant - zero) + minimum. Quants of 8 bits are -128 to 127, of fewer 0 and more. Quants that are floats
 // of 4 bits (a sign, two bits of exponent, one of mantissa) count as twice these, which are integers.
-template <int Bits, int GroupSize, bool HasMinimum, bool IsWide, int Zero, bool IsFloat = false>
+template <int Bits, int GroupSize, bool HasMinimum, Scale Stored, int Zero, bool IsFloat = false>
 struct Form {
-    static constexpr int value_of(int quant) {  // of 4 bits
+    static constexpr int value_of(int quant) {  // of less than 8 bits
         constexpr int FLOATS[] = {0, 1, 2, 3, 4, 6, 8, 12};
         if (!IsFloat) return quant - Zero;
         return quant < 8 ? FLOATS[quant] : -FLOATS[quant - 8];
@@ -35,27 +40,37 @@ struct Form {
     static constexpr int BITS = Bits;
     static constexpr int GROUPS = BLOCK / GroupSize;
     static constexpr bool HAS_MINIMUM = HasMinimum;
-    static constexpr bool IS_WIDE = IsWide;  // scales of float32, else of float16
+    static constexpr bool IS_SHARED = Stored == Scale::SHARED;
+    static constexpr bool IS_WIDE = Stored == Scale::FLOAT;
     static constexpr int ZERO = Zero;
     static constexpr bool IS_FLOAT = IsFloat;
-    // Up to so many rows, where any way will do, quants are multiplied as they are. For 8 bits that takes two products.
-    static constexpr int MOST_ROWS = Bits == 4 ? 32 : 8;
-    static constexpr int VECTOR_BYTES = LANES * BLOCK * Bits / 8;  // the quants of 16 outputs
+    // Up to so many rows, where any way will do, quants are multiplied as they are. For 8 bits that takes two products;
+    // 5 and 6 bits take many instructions, which pay where many rows share them.
+    static constexpr int MOST_ROWS = Bits == 4 || (Bits < 8 && SUM_VECTORS >= 16) ? 32 : 8;
+    static constexpr int LOW_BITS = Bits == 8 ? 8 : 4, EXTRA_BITS = Bits - LOW_BITS;
+    static constexpr int VECTOR_BYTES = LANES * BLOCK * LOW_BITS / 8;  // the lowest bits of 16 outputs
     static constexpr int LOADS = VECTOR_BYTES / 64;
-    static constexpr int LOAD_PAIRS = 16 / Bits;  // pairs of inputs to a load
-    static constexpr int SCALE_BYTES = PANEL * (IsWide ? 4 : 2);
-    static constexpr int SCALES_AT = VECTORS * VECTOR_BYTES;
+    static constexpr int LOAD_PAIRS = 16 / LOW_BITS;  // pairs of inputs to a load
+    static constexpr int SCALE_BYTES = PANEL * (IS_SHARED ? 1 : IS_WIDE ? 4 : 2);
+    static constexpr int EXTRA_AT = VECTORS * VECTOR_BYTES;
+    static constexpr int SCALES_AT = EXTRA_AT + PANEL * BLOCK * EXTRA_BITS / 8;
     static constexpr int MINIMUMS_AT = SCALES_AT + GROUPS * SCALE_BYTES;
     static constexpr int BLOCK_BYTES = MINIMUMS_AT + (HasMinimum ? GROUPS * SCALE_BYTES : 0);
+    static constexpr int SHARED_BYTES = IS_SHARED ? PANEL * 2 * (1 + HasMinimum) : 0;  // before so many blocks
+
+    static int64_t block_at(int64_t b) { return b * BLOCK_BYTES + (b / SHARING + 1) * SHARED_BYTES; }
+    static int64_t panel_bytes(int64_t num_blocks) {
+        return num_blocks * BLOCK_BYTES + (num_blocks + SHARING - 1) / SHARING * SHARED_BYTES;
+    }
 };
 
-using Q4_1 = Form<4, 32, true, false, 0>;
-using Q4_0 = Form<4, 32, false, false, 8>;
-using Q8_0 = Form<8, 32, false, false, 0>;
-using Q4_K = Form<4, 32, true, true, 0>;
-using Q5_K = Form<8, 32, true, true, 0>;
-using Q6_K = Form<8, 16, false, true, 0>;
-using MXFP4 = Form<4, 32, false, true, 0, true>;
+using Q4_1 = Form<4, 32, true, Scale::HALF, 0>;
+using Q4_0 = Form<4, 32, false, Scale::HALF, 8>;
+using Q8_0 = Form<8, 32, false, Scale::HALF, 0>;
+using Q4_K = Form<4, 32, true, Scale::SHARED, 0>;
+using Q5_K = Form<5, 32, true, Scale::SHARED, 0>;
+using Q6_K = Form<6, 16, false, Scale::SHARED, 32>;
+using MXFP4 = Form<4, 32, false, Scale::FLOAT, 0, true>;
 
 // Calls `body` with the form of that number; false where there is none.
 template <class Body>
@@ -72,33 +87,96 @@ bool with_form(int form, const Body& body) {
     return false;
 }
 
+// What the scales and minimums of some blocks are multiples of.
 template <class F>
-inline Floats load_scales(const uint8_t* block, int at, int group, int vector) {
-    const uint8_t* from = block + at + group * F::SCALE_BYTES + vector * (F::SCALE_BYTES / VECTORS);
-    if constexpr (F::IS_WIDE)
-        return load_floats(reinterpret_cast<const float*>(from));
-    else
+struct Shared {
+    Floats scales[VECTORS], minimums[VECTORS];
+
+    // `block` is the address of block `b` but for what lies before it, which is passed.
+    void read(const uint8_t*& block, int64_t b) {
+        if (!F::IS_SHARED || b % SHARING) return;
+        for (int v = 0; v < VECTORS; ++v) {
+            scales[v] = load_float16(block + v * LANES * 2);
+            if (F::HAS_MINIMUM) minimums[v] = load_float16(block + (PANEL + v * LANES) * 2);
+        }
+        block += F::SHARED_BYTES;
+    }
+    Floats scale(const uint8_t* block, int group, int v) const { return load(block + F::SCALES_AT, group, v, scales); }
+    Floats minimum(const uint8_t* block, int group, int v) const {
+        return load(block + F::MINIMUMS_AT, group, v, minimums);
+    }
+
+   private:
+    static Floats load(const uint8_t* from, int group, int v, const Floats* shared) {
+        from += group * F::SCALE_BYTES + v * (F::SCALE_BYTES / VECTORS);
+        if constexpr (F::IS_SHARED) return times(shared[v], converted(load_signed_bytes(from)));
+        if constexpr (F::IS_WIDE) return load_floats(reinterpret_cast<const float*>(from));
         return load_float16(from);
-}
+    }
+};
 
-template <class F>
-inline Words load_quants(const uint8_t* block, int vector, int load) {
-    return load_words(block + vector * F::VECTOR_BYTES + load * 64);
-}
-
-// Where input k of a block lies in the word that a load has for an output: the bit it begins at.
+// Where the lowest bits of input k of a block lie in the word that a load has for an output.
 template <class F>
 inline int bit_of(int k) {
-    if (F::BITS == 4) return (k % 2) * 16 + (k % 8) / 2 * 4;  // pairs of nibbles, the second 16 bits from the first
-    return (k % 2) * 16 + (k % 4) / 2 * 8;
+    return k % 2 * 16 + k % (2 * F::LOAD_PAIRS) / 2 * F::LOW_BITS;  // in pairs, the second 16 bits from the first
+}
+
+// Where the other bits of input k of a block lie: the word of an output, and the bit in it.
+template <class F>
+inline int extra_word(int k) { return k * F::EXTRA_BITS / 32; }
+template <class F>
+inline int extra_bit(int k) {  // as far from each other as the lowest bits of inputs that are bytes apart
+    return k % 2 * 16 + k % 8 / 4 * 8 + k % 4 / 2 * F::EXTRA_BITS + k / 8 * 2 * F::EXTRA_BITS % 8;
+}
+
+// Words of 16 outputs with some of their inputs.
+struct Loaded {
+    Words low, extra;
+};
+
+template <class F>
+inline Loaded load_quants(const uint8_t* block, int vector, int load) {
+    Loaded loaded{load_words(block + vector * F::VECTOR_BYTES + load * 64), zero_words()};
+    const int word = extra_word<F>(load * 2 * F::LOAD_PAIRS);
+    if (F::EXTRA_BITS) loaded.extra = load_words(block + F::EXTRA_AT + (vector * F::EXTRA_BITS + word) * 64);
+    return loaded;
+}
+
+inline Words moved_right(Words x, int bits) {
+    return bits > 0 ? shifted_right(x, bits) : bits < 0 ? shifted_left(x, -bits) : x;
+}
+
+// Input k of a block, one of those in `loaded`, as floats; but for the zero.
+template <class F>
+inline Floats bits_of(const Loaded& loaded, int k) {
+    const int bit = bit_of<F>(k);
+    if constexpr (F::BITS == 8) return converted(shifted_signed(shifted_left(loaded.low, 24 - bit), 24));
+    Words bytes = both(moved_right(loaded.low, bit % 8), same_words(0x0f0f0f0f));  // of inputs that are bytes apart
+    if constexpr (F::EXTRA_BITS > 0) {
+        const uint32_t mask = F::EXTRA_BITS == 1 ? 0x10101010 : 0x30303030;
+        bytes = either(bytes, both(moved_right(loaded.extra, extra_bit<F>(k) % 8 - 4), same_words(mask)));
+    }
+    const Words quant = byte_of(bytes, bit / 8);
+    if constexpr (F::IS_FLOAT) {
+        float values[16];
+        for (int i = 0; i < 16; ++i) values[i] = F::value_of(i);
+        return looked_up(quant, values);
+    }
+    return converted(quant);
+}
+
+template <class F>
+inline Floats quant_of(const Loaded& loaded, int k) {
+    const Floats quant = bits_of<F>(loaded, k);
+    return F::ZERO ? minus(quant, same(F::ZERO)) : quant;
 }
 
 // From a file's blocks to panels.
 
 struct Unpacked {
     int quants[BLOCK];
-    float scales[2];
-    float minimums[2];
+    float scales[2], minimums[2];               // by group
+    float shared_scale = 0, shared_minimum = 0;  // what they are multiples of, where blocks share it
 };
 
 inline float half_at(const uint8_t* from) {
@@ -149,8 +227,10 @@ inline void unpack(Q4_K, const uint8_t* row, int64_t b, Unpacked* out) {
     const int g = b % 8;
     int scale, minimum;
     k_scale(from + 4, g, &scale, &minimum);
-    out->scales[0] = half_at(from) * scale;
-    out->minimums[0] = -half_at(from + 2) * minimum;
+    out->scales[0] = scale;
+    out->minimums[0] = minimum;
+    out->shared_scale = half_at(from);
+    out->shared_minimum = -half_at(from + 2);
     for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[16 + g / 2 * 32 + k] >> (g % 2 * 4) & 15;
 }
 
@@ -159,8 +239,10 @@ inline void unpack(Q5_K, const uint8_t* row, int64_t b, Unpacked* out) {
     const int g = b % 8;
     int scale, minimum;
     k_scale(from + 4, g, &scale, &minimum);
-    out->scales[0] = half_at(from) * scale;
-    out->minimums[0] = -half_at(from + 2) * minimum;
+    out->scales[0] = scale;
+    out->minimums[0] = minimum;
+    out->shared_scale = half_at(from);
+    out->shared_minimum = -half_at(from + 2);
     for (int k = 0; k < BLOCK; ++k)
         out->quants[k] = (from[48 + g / 2 * 32 + k] >> (g % 2 * 4) & 15) | (from[16 + k] >> g & 1) << 4;
 }
@@ -168,43 +250,62 @@ inline void unpack(Q5_K, const uint8_t* row, int64_t b, Unpacked* out) {
 inline void unpack(Q6_K, const uint8_t* row, int64_t b, Unpacked* out) {
     const uint8_t* from = row + b / 8 * 210;
     const int half = b % 8 / 4, quarter = b % 4;  // 128 inputs, and 32 of those
-    for (int g = 0; g < 2; ++g)
-        out->scales[g] = half_at(from + 208) * static_cast<int8_t>(from[192 + half * 8 + quarter * 2 + g]);
+    out->shared_scale = half_at(from + 208);
+    for (int g = 0; g < 2; ++g) out->scales[g] = static_cast<int8_t>(from[192 + half * 8 + quarter * 2 + g]);
     for (int k = 0; k < BLOCK; ++k) {
         const int low = from[half * 64 + quarter % 2 * 32 + k] >> (quarter / 2 * 4) & 15;
         const int high = from[128 + half * 32 + k] >> (quarter * 2) & 3;
-        out->quants[k] = (low | high << 4) - 32;
+        out->quants[k] = low | high << 4;
     }
+}
+
+inline void store_half(uint8_t* to, float value) {
+    const uint16_t bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+    std::memcpy(to, &bits, sizeof bits);
 }
 
 template <class F>
 void store_scale(uint8_t* block, int at, int group, int column, float value) {
     uint8_t* to = block + at + group * F::SCALE_BYTES + column * (F::SCALE_BYTES / PANEL);
-    if (F::IS_WIDE) {
+    if (F::IS_SHARED)
+        *to = static_cast<int8_t>(value);
+    else if (F::IS_WIDE)
         std::memcpy(to, &value, sizeof value);
-    } else {
-        const uint16_t bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
-        std::memcpy(to, &bits, sizeof bits);
-    }
+    else
+        store_half(to, value);
 }
 
 template <class F>
 void pack_row(const Weight& weight, const uint8_t* row, int64_t num_in, int64_t out) {
-    const int column = out % PANEL;
+    const int column = out % PANEL, vector = column / LANES, lane = column % LANES;
+    uint8_t* panel = weight.panels + out / PANEL * F::panel_bytes(blocks_of(weight));
     Unpacked unpacked;
     for (int64_t b = 0; b < num_in / BLOCK; ++b) {
         unpack(F{}, row, b, &unpacked);
-        uint8_t* block = weight.panels + (out / PANEL * blocks_of(weight) + b) * F::BLOCK_BYTES;
+        uint8_t* block = panel + F::block_at(b);
         constexpr int LOAD_INPUTS = 2 * F::LOAD_PAIRS;
         for (int load = 0; load < F::LOADS; ++load) {
             uint32_t word = 0;
+#pragma GCC unroll 8
             for (int k = load * LOAD_INPUTS; k < (load + 1) * LOAD_INPUTS; ++k)
-                word |= (uint32_t(unpacked.quants[k]) & ((1u << F::BITS) - 1)) << bit_of<F>(k);
-            std::memcpy(block + column / LANES * F::VECTOR_BYTES + load * 64 + column % LANES * 4, &word, 4);
+                word |= (uint32_t(unpacked.quants[k]) & ((1u << F::LOW_BITS) - 1)) << bit_of<F>(k);
+            std::memcpy(block + vector * F::VECTOR_BYTES + load * 64 + lane * 4, &word, 4);
+        }
+        if (F::EXTRA_BITS) {
+            uint32_t words[2] = {};
+#pragma GCC unroll 32
+            for (int k = 0; k < BLOCK; ++k)
+                words[extra_word<F>(k)] |= uint32_t(unpacked.quants[k] >> F::LOW_BITS) << extra_bit<F>(k);
+            for (int word = 0; word < F::EXTRA_BITS; ++word)
+                std::memcpy(block + F::EXTRA_AT + (vector * F::EXTRA_BITS + word) * 64 + lane * 4, &words[word], 4);
         }
         for (int g = 0; g < F::GROUPS; ++g) {
             store_scale<F>(block, F::SCALES_AT, g, column, unpacked.scales[g]);
             if (F::HAS_MINIMUM) store_scale<F>(block, F::MINIMUMS_AT, g, column, unpacked.minimums[g]);
+        }
+        if (F::IS_SHARED && b % SHARING == 0) {
+            store_half(block - F::SHARED_BYTES + column * 2, unpacked.shared_scale);
+            if (F::HAS_MINIMUM) store_half(block - PANEL * 2 + column * 2, unpacked.shared_minimum);
         }
     }
 }
@@ -212,26 +313,19 @@ void pack_row(const Weight& weight, const uint8_t* row, int64_t num_in, int64_t 
 // Output `out` of the weight as floats.
 template <class F>
 void unpack_row(const Weight& weight, int64_t out, float* to) {
-    const int column = out % PANEL;
-    auto scale = [&](const uint8_t* block, int at, int group) {
-        const uint8_t* from = block + at + group * F::SCALE_BYTES + column * (F::SCALE_BYTES / PANEL);
-        float value;
-        if (!F::IS_WIDE) return half_at(from);
-        std::memcpy(&value, from, sizeof value);
-        return value;
-    };
-    for (int64_t b = 0; b < blocks_of(weight); ++b, to += BLOCK) {
-        const uint8_t* block = weight.panels + (out / PANEL * blocks_of(weight) + b) * F::BLOCK_BYTES;
-        constexpr int LOAD_INPUTS = 2 * F::LOAD_PAIRS;
+    const int column = out % PANEL, vector = column / LANES, lane = column % LANES;
+    const uint8_t* block = weight.panels + out / PANEL * F::panel_bytes(blocks_of(weight));
+    Shared<F> shared;
+    for (int64_t b = 0; b < blocks_of(weight); ++b, block += F::BLOCK_BYTES) {
+        shared.read(block, b);
         for (int k = 0; k < BLOCK; ++k) {
-            uint32_t word;
-            std::memcpy(&word,
-                        block + column / LANES * F::VECTOR_BYTES + k / LOAD_INPUTS * 64 + column % LANES * 4, 4);
-            const int bits = word >> bit_of<F>(k) & ((1u << F::BITS) - 1);
-            const int quant = F::BITS == 8 ? static_cast<int8_t>(bits) : F::value_of(bits);
             const int group = k * F::GROUPS / BLOCK;
-            const float scaled = scale(block, F::SCALES_AT, group) * quant;
-            to[k] = F::HAS_MINIMUM ? scaled + scale(block, F::MINIMUMS_AT, group) : scaled;
+            const Floats quant = quant_of<F>(load_quants<F>(block, vector, k / (2 * F::LOAD_PAIRS)), k);
+            Floats value = times(shared.scale(block, group, vector), quant);
+            if (F::HAS_MINIMUM) value = plus(value, shared.minimum(block, group, vector));
+            alignas(64) float values[LANES];
+            store_floats(values, value);
+            *to++ = values[lane];
         }
     }
 }
@@ -263,19 +357,21 @@ inline uint16_t bfloat16_of(int value) {
     return bits >> 16;
 }
 
-// Quants as pairs of bfloat16, by their lower 4 bits; a lookup sees 5, and the fifth is no matter. One of 8 bits is the
-// sum of two.
+// Quants as pairs of bfloat16, looked up by their bits; by more of them, which are no matter. One of 8 bits is the sum of
+// two.
 template <class F>
 struct Quants {
     static constexpr int PARTS = 4;  // of a load
+    static constexpr int ZERO = 0;   // that parts are counted from
     Words low, high;
 
     struct Tables {
         alignas(64) uint16_t low[32], high[32];
         Tables() {
             for (int i = 0; i < 32; ++i) {
-                low[i] = bfloat16_of(F::BITS == 4 ? F::value_of(i % 16) : i % 16);
-                high[i] = bfloat16_of(i % 16 < 8 ? i % 16 * 16 : i % 16 * 16 - 256);
+                low[i] = bfloat16_of(F::BITS == 8 ? i % 16 : F::value_of(i % (1 << F::BITS)));
+                high[i] = bfloat16_of(F::BITS == 8 ? (i % 16 < 8 ? i % 16 * 16 : i % 16 * 16 - 256)
+                                                   : F::value_of((32 + i) % (1 << F::BITS)));
             }
         }
     };
@@ -283,54 +379,53 @@ struct Quants {
         static const Tables tables;  // made once: a panel of a small weight is read in less time than they take
         return {load_words(tables.low), load_words(tables.high)};
     }
-    Words part(Words load, int j) const {
-        return _mm512_permutexvar_epi16(j ? _mm512_srli_epi16(load, 4 * j) : load, F::BITS == 8 && j % 2 ? high : low);
+    // Of load `load` of a block.
+    Words part(const Loaded& loaded, int load, int j) const {
+        Words bits = moved_right(loaded.low, 4 * j);
+        if constexpr (F::EXTRA_BITS > 0) {
+            const Words extra = moved_right(loaded.extra, extra_bit<F>(load * 8 + 2 * j) - 4);
+            bits = _mm512_ternarylogic_epi32(same_words(0x000f000f), bits, extra, 0xca);  // the mask chooses
+        }
+        if constexpr (F::BITS == 6) return _mm512_permutex2var_epi16(low, bits, high);
+        return _mm512_permutexvar_epi16(bits, F::BITS == 8 && j % 2 ? high : low);
     }
     static int word(int j) { return F::BITS == 8 ? j / 2 : j; }
 };
 
-// Panels in bfloat16: for each pair of inputs, the pairs of all outputs. Here the lanes are both inputs of 8 outputs.
+// Panels in bfloat16: for each pair of inputs, the pairs of all outputs.
 template <class F>
 void to_words(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) {
-    const Words lower = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
-    const Words upper = _mm512_add_epi32(lower, same_words(8));
-    alignas(64) float of_nibbles[16];
-    for (int i = 0; i < 16; ++i) of_nibbles[i] = F::value_of(i);
-    const Floats nibbles = load_floats(of_nibbles);
+    const auto quants = Quants<F>::make();
     constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
+    Shared<F> shared;
     for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, out += BLOCK / 2) {
+        shared.read(block, b);
 #pragma GCC unroll 2
         for (int v = 0; v < VECTORS; ++v) {
 #pragma GCC unroll 2
             for (int g = 0; g < F::GROUPS; ++g) {
-                const Floats all = load_scales<F>(block, F::SCALES_AT, g, v);
-                const Floats scales[2] = {_mm512_permutexvar_ps(lower, all), _mm512_permutexvar_ps(upper, all)};
-                Floats minimums[2];
-                if constexpr (F::HAS_MINIMUM) {
-                    const Floats all = load_scales<F>(block, F::MINIMUMS_AT, g, v);
-                    minimums[0] = _mm512_permutexvar_ps(lower, all);
-                    minimums[1] = _mm512_permutexvar_ps(upper, all);
-                }
-                auto value = [&](Words quants, int j, int half) {
-                    Floats quant;
-                    if constexpr (F::BITS == 4)
-                        quant = _mm512_permutexvar_ps(j ? _mm512_srli_epi32(quants, 4 * j) : quants, nibbles);
-                    else
-                        quant = _mm512_cvtepi32_ps(
-                            j ? _mm512_srai_epi32(quants, 8) : _mm512_srai_epi32(shifted_left(quants, 24), 24));
-                    return F::HAS_MINIMUM ? fma(scales[half], quant, minimums[half])
-                                          : times(scales[half], quant);
+                const Floats scale = shared.scale(block, g, v);
+                Floats minimum = zeros();
+                if constexpr (F::HAS_MINIMUM) minimum = shared.minimum(block, g, v);
+                auto value = [&](Floats quant) {
+                    return F::HAS_MINIMUM ? fma(scale, quant, minimum) : times(scale, quant);
                 };
 #pragma GCC unroll 8
                 for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
-                    const auto* from =
-                        reinterpret_cast<const __m256i*>(block + v * F::VECTOR_BYTES + load * 64);
-                    const Words first = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from));
-                    const Words second = _mm512_cvtepi16_epi32(_mm256_loadu_si256(from + 1));
+                    const Loaded loaded = load_quants<F>(block, v, load);
 #pragma GCC unroll 4
-                    for (int j = 0; j < F::LOAD_PAIRS; ++j)
-                        store_words(&out[load * F::LOAD_PAIRS + j][v * LANES],
-                                           (Words)_mm512_cvtne2ps_pbh(value(second, j, 1), value(first, j, 0)));
+                    for (int j = 0; j < F::LOAD_PAIRS; ++j) {
+                        Floats even, odd;
+                        if constexpr (F::BITS == 8) {
+                            even = quant_of<F>(loaded, 2 * j);
+                            odd = quant_of<F>(loaded, 2 * j + 1);
+                        } else {
+                            const Words pair = quants.part(loaded, load, j);
+                            even = as_floats(shifted_left(pair, 16));
+                            odd = as_floats(both(pair, same_words(0xffff0000)));
+                        }
+                        store_words(&out[load * F::LOAD_PAIRS + j][v * LANES], T::paired(value(even), value(odd)));
+                    }
                 }
             }
         }
@@ -343,19 +438,11 @@ void to_words(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) 
 template <class F>
 struct Quants {
     static constexpr int PARTS = 2 * F::LOAD_PAIRS;  // of a load
+    static constexpr int ZERO = F::ZERO;             // that parts are counted from
 
     static Quants make() { return {}; }
-    Words part(Words load, int j) const {
-        const int bit = bit_of<F>(j);
-        if constexpr (F::BITS == 8)
-            return as_words(converted(shifted_signed(shifted_left(load, 24 - bit), 24)));
-        const Words quant = both(shifted_right(load, bit), same_words(15));
-        if constexpr (F::IS_FLOAT) {
-            float values[16];
-            for (int i = 0; i < 16; ++i) values[i] = F::value_of(i);
-            return as_words(looked_up(quant, values));
-        }
-        return as_words(F::ZERO ? minus(converted(quant), same(F::ZERO)) : converted(quant));
+    Words part(const Loaded& loaded, int load, int j) const {
+        return as_words(bits_of<F>(loaded, load * PARTS + j));
     }
     static int word(int j) { return j; }
 };
@@ -363,24 +450,29 @@ struct Quants {
 // Panels in float32, rounded to bfloat16: for each input, that of all outputs.
 template <class F>
 void to_words(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) {
-    const auto quants = Quants<F>::make();
+    constexpr int INPUTS = 2 * F::LOAD_PAIRS;  // of a load
     constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
-    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, out += BLOCK)
+    Shared<F> shared;
+    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, out += BLOCK) {
+        shared.read(block, b);
         for (int v = 0; v < VECTORS; ++v)
+#pragma GCC unroll 2
             for (int g = 0; g < F::GROUPS; ++g) {
-                const Floats scale = load_scales<F>(block, F::SCALES_AT, g, v);
+                const Floats scale = shared.scale(block, g, v);
                 Floats minimum = zeros();
-                if constexpr (F::HAS_MINIMUM) minimum = load_scales<F>(block, F::MINIMUMS_AT, g, v);
-                for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
-                    const Words words = load_quants<F>(block, v, load);
+                if constexpr (F::HAS_MINIMUM) minimum = shared.minimum(block, g, v);
 #pragma GCC unroll 8
-                    for (int j = 0; j < quants.PARTS; ++j) {
-                        const Floats quant = as_floats(quants.part(words, j));
+                for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
+                    const Loaded loaded = load_quants<F>(block, v, load);
+#pragma GCC unroll 8
+                    for (int j = 0; j < INPUTS; ++j) {
+                        const Floats quant = quant_of<F>(loaded, load * INPUTS + j);
                         const Floats value = F::HAS_MINIMUM ? fma(scale, quant, minimum) : times(scale, quant);
-                        store_words(&out[load * quants.PARTS + j][v * LANES], as_words(Bfloat16::rounded(value)));
+                        store_words(&out[load * INPUTS + j][v * LANES], as_words(Bfloat16::rounded(value)));
                     }
                 }
             }
+    }
 }
 
 #endif
@@ -389,6 +481,10 @@ void to_words(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) 
 
 constexpr int MOST_FEW = SUM_VECTORS / VECTORS < 4 ? SUM_VECTORS / VECTORS : 4;
 
+// Whether a group's sum is multiplied, too: with the minimum, or with the zero. No form has both.
+template <class F>
+constexpr bool TAKES_SUMS = F::HAS_MINIMUM || Quants<F>::ZERO != 0;
+
 template <class F, int R>
 inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_t* const* x,
                          const float* const* group_sums, const Quants<F>& quants, Floats (*out)[VECTORS]) {
@@ -396,7 +492,9 @@ inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECTORS; ++v) totals[r][v] = zeros();
     constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
+    Shared<F> shared;
     for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES) {
+        shared.read(block, b);
 #pragma GCC unroll 2
         for (int g = 0; g < F::GROUPS; ++g) {
             Floats sums[R][VECTORS];
@@ -404,12 +502,12 @@ inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_
                 for (int v = 0; v < VECTORS; ++v) sums[r][v] = zeros();
 #pragma GCC unroll 8
             for (int load = g * GROUP_LOADS; load < (g + 1) * GROUP_LOADS; ++load) {
-                Words loads[VECTORS];
+                Loaded loads[VECTORS];
                 for (int v = 0; v < VECTORS; ++v) loads[v] = load_quants<F>(block, v, load);
 #pragma GCC unroll 8
                 for (int j = 0; j < quants.PARTS; ++j) {
                     Words values[VECTORS];
-                    for (int v = 0; v < VECTORS; ++v) values[v] = quants.part(loads[v], j);
+                    for (int v = 0; v < VECTORS; ++v) values[v] = quants.part(loads[v], load, j);
                     const int64_t word = (b * BLOCK + load * 2 * F::LOAD_PAIRS) / T::STEP + quants.word(j);
 #pragma GCC unroll 4
                     for (int r = 0; r < R; ++r) {
@@ -420,10 +518,11 @@ inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_
             }
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; ++v) {
-                const Floats scale = load_scales<F>(block, F::SCALES_AT, g, v);
+                const Floats scale = shared.scale(block, g, v);
                 for (int r = 0; r < R; ++r) totals[r][v] = fma(scale, sums[r][v], totals[r][v]);
-                if constexpr (F::HAS_MINIMUM) {
-                    const Floats minimum = load_scales<F>(block, F::MINIMUMS_AT, g, v);
+                if constexpr (TAKES_SUMS<F>) {
+                    const Floats minimum =
+                        F::HAS_MINIMUM ? shared.minimum(block, g, v) : times(scale, same(-Quants<F>::ZERO));
                     for (int r = 0; r < R; ++r)
                         totals[r][v] = fma(minimum, same(group_sums[r][b * F::GROUPS + g]),
                                                        totals[r][v]);
@@ -435,7 +534,17 @@ inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_
         for (int v = 0; v < VECTORS; ++v) out[r][v] = totals[r][v];
 }
 
-// The sums of a row's groups, which the groups' minimums are multiplied with.
+template <class F>
+using MultiplyFew = void (*)(const uint8_t*, int64_t, const uint32_t* const*, const float* const*, const Quants<F>&,
+                             Floats (*)[VECTORS]);
+
+template <class F, int... R>
+MultiplyFew<F> multiply_few_of(int num_rows, std::integer_sequence<int, R...>) {
+    static constexpr MultiplyFew<F> ALL[] = {multiply_few<F, R + 1>...};
+    return ALL[num_rows - 1];
+}
+
+// The sums of a row's groups.
 template <class F>
 void sum_groups(const uint16_t* x, int64_t num_in, float* sums) {
     constexpr int SIZE = BLOCK / F::GROUPS;
@@ -446,10 +555,10 @@ void sum_groups(const uint16_t* x, int64_t num_in, float* sums) {
     }
 }
 
-// The sums of all rows' groups, where a form has minimums.
+// The sums of all rows' groups, where they are multiplied.
 template <class F>
 void sum_groups(const Weight& weight, const Rows& rows, std::vector<float>& sums) {
-    if (!F::HAS_MINIMUM) return;
+    if (!TAKES_SUMS<F>) return;
     const int64_t row_sums = blocks_of(weight) * F::GROUPS;
     sums.resize(rows.num_rows * row_sums);
     for (int64_t row = 0; row < rows.num_rows; ++row)
@@ -459,9 +568,9 @@ void sum_groups(const Weight& weight, const Rows& rows, std::vector<float>& sums
 template <class F>
 void few_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, const std::vector<float>& sums,
               int64_t panel) {
-    const int64_t num_blocks = blocks_of(weight), row_sums = F::HAS_MINIMUM ? num_blocks * F::GROUPS : 0;
+    const int64_t num_blocks = blocks_of(weight), row_sums = TAKES_SUMS<F> ? num_blocks * F::GROUPS : 0;
     const auto quants = Quants<F>::make();
-    const uint8_t* blocks = weight.panels + panel * num_blocks * F::BLOCK_BYTES;
+    const uint8_t* blocks = weight.panels + panel * F::panel_bytes(num_blocks);
     for (int64_t first = 0; first < rows.num_rows; first += MOST_FEW) {
         const int count = std::min<int64_t>(MOST_FEW, rows.num_rows - first);
         const uint32_t* x[MOST_FEW];
@@ -471,12 +580,8 @@ void few_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, cons
             own_sums[r] = sums.data() + (first + r) * row_sums;
         }
         Floats out[MOST_FEW][VECTORS];
-        switch (count) {
-            case 1: multiply_few<F, 1>(blocks, num_blocks, x, own_sums, quants, out); break;
-            case 2: multiply_few<F, 2>(blocks, num_blocks, x, own_sums, quants, out); break;
-            case 3: multiply_few<F, 3>(blocks, num_blocks, x, own_sums, quants, out); break;
-            case 4: multiply_few<F, 4>(blocks, num_blocks, x, own_sums, quants, out); break;
-        }
+        multiply_few_of<F>(count, std::make_integer_sequence<int, MOST_FEW>{})(blocks, num_blocks, x, own_sums, quants,
+                                                                              out);
         for (int r = 0; r < count; ++r)
             for (int v = 0; v < VECTORS; ++v)
                 store(rows, first + r, panel * PANEL + v * LANES, weight.num_out, out[r][v]);
@@ -577,7 +682,9 @@ const uint32_t (*word_panels(const Weight& weight, int64_t panel, int64_t count)
             }
     with_form(weight.form, [&](auto form) {
         using F = decltype(form);
-        to_words<F>(weight.panels + panel * num_blocks * F::BLOCK_BYTES, count * num_blocks, panels);
+        for (int64_t index = 0; index < count; ++index)
+            to_words<F>(weight.panels + (panel + index) * F::panel_bytes(num_blocks), num_blocks,
+                        panels + index * num_words);
     });
     return panels;
 }
@@ -671,7 +778,7 @@ using namespace penstock;
 extern "C" int64_t penstock_quantised_bytes(const Weight* weight) {
     int64_t bytes = 0;
     with_form(weight->form, [&](auto form) {
-        bytes = panels_of(*weight) * blocks_of(*weight) * decltype(form)::BLOCK_BYTES;
+        bytes = panels_of(*weight) * decltype(form)::panel_bytes(blocks_of(*weight));
     });
     return bytes;
 }
