@@ -3,12 +3,14 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks.harness import OURS
+from benchmarks.harness import OURS, RATIOS
 from benchmarks.reading import FIRST_TOKEN, PREFILLING, TOTAL
-from benchmarks.suites import decode, implementations, start, sweep, tools
+from benchmarks.suites import activations, decode, implementations, start, sweep, tools
 from benchmarks.suites.sweep import specs_of
 from benchmarks.systems import AUTO, Spec
+from penstock.kernels.interface import select_kernels
 from tests.benchmarks.made_up import results_of, run
 
 SWEPT = "--chunks 0,32,auto --lengths 40,70 --repeats 3 --decode-tokens 2 --dtype float32 "
@@ -30,6 +32,24 @@ def test_a_decode_step_in_parts(tiny: Path, tmp_path: Path) -> None:
     spent = [parts[name].median for name in ("products", "attention", "step")]
     assert second.value == pytest.approx((spent[0] + spent[1]) / spent[2])
     assert (first.limit, first.is_lower_limit) == (decode.LEAST_SHARE, True)
+
+
+@pytest.mark.skipif(
+    select_kernels(torch.device("cpu")).quantised is None, reason="there are no native kernels here"
+)
+def test_activations_of_8_bits_beside_plain_ones(tiny: Path, tmp_path: Path) -> None:
+    sizes = "--weights int8 --windows 2 --window 40 --lengths 70 --decode-tokens 4 --repeats 2"
+    status, results = run(["activations", "--model", str(tiny), *sizes.split()], tmp_path / "both.json")
+    assert status == 0
+    perplexities = {figure.system: figure.median for figure in results.of(activations.PERPLEXITY)}
+    assert set(perplexities) == {activations.PLAIN, activations.ROUNDED, activations.UNPACKED}
+    for system in (activations.ROUNDED, activations.UNPACKED):
+        assert perplexities[system] == pytest.approx(perplexities[activations.PLAIN], rel=0.2)
+    shares = [figure.median for figure in results.of(activations.LIKELIEST)]
+    assert len(shares) == 3
+    assert all(0.5 < share <= 1 for share in shares)
+    ratios = {figure.name: len(figure.values) for figure in results.of(RATIOS)}
+    assert ratios == {"70 tokens read": 2, "decodes after 70 tokens": 2}
 
 
 def test_a_family_runs_both_ways(tmp_path: Path) -> None:

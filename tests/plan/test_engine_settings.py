@@ -15,12 +15,13 @@ ENVIRONMENT = {
     "PENSTOCK_PREFILL_ALIGN": "0",
     "PENSTOCK_MAX_ACTIVATION": "1MiB",
     "PENSTOCK_WEIGHTS": "bf16",
+    "PENSTOCK_ACTIVATIONS": "plain",
     "PENSTOCK_DEVICE": "cuda",
     "PENSTOCK_KERNELS": "torch",
     "PENSTOCK_THREADS": "3",
     "PENSTOCK_CACHE_DIR": "/somewhere",
 }
-RESOLVED = ("chunk", "align", "max_activation", "weights", "device", "kernels", "threads")
+RESOLVED = ("chunk", "align", "max_activation", "weights", "activations", "device", "kernels", "threads")
 
 
 def test_every_setting_comes_from_argument_environment_or_default() -> None:
@@ -64,6 +65,9 @@ def test_keywords_and_fields_are_the_same_settings() -> None:
         ({"overlap": 8, "chunk": 0}, "overlap", {"chunk_size"}),
         ({"target_itl_ms": 8, "chunk": 10}, "target_itl_ms", {"chunk_size"}),
         ({"dtype": "float32", "weights": "bf16"}, "weights", {"dtype"}),
+        ({"activations": "int8", "weights": "bf16"}, "activations", {"weights"}),
+        ({"activations": "int8", "dtype": "float32"}, "activations", {"dtype"}),
+        ({"activations": "int4"}, "activations", set()),
         ({"dtype": "float16"}, "dtype", set()),
         ({"reuse_tokens": -1}, "reuse_tokens", set()),
     ],

@@ -45,6 +45,7 @@ class ProfileKey:
     kernels: str
     torch: str
     penstock: str
+    activations: str
 
 
 @dataclass(frozen=True)
@@ -114,6 +115,7 @@ def profile_key(llm: HasModel) -> ProfileKey:
         kernels=model.kernels.name,
         torch=torch.__version__,
         penstock=__version__,
+        activations=model.kernels.activations,
     )
 
 

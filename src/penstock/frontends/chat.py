@@ -40,6 +40,7 @@ def chat(
     load: str | None = options.option(None, "Go on with a conversation that /save wrote.", metavar="PATH"),
     dtype: options.Dtype = options.DTYPE,
     weights: str | None = options.WEIGHTS,
+    activations: str | None = options.ACTIVATIONS,
     model_impl: str | None = options.MODEL_IMPL,
     device: str | None = options.DEVICE,
     threads: int | None = options.THREADS,

@@ -269,9 +269,10 @@ def device_line(llm: "LLM") -> str:
     """Where a model runs, what it computes in, and how its weights lie there, where that was chosen."""
     dtype = str(llm.model.dtype).removeprefix("torch.")
     weights = f"; weights {llm.weights.reason}" if llm.weights.reason else ""
-    return (
-        f"device {llm.device.name} ({llm.device.reason}), {llm.model.kernels.name} kernels, {dtype}{weights}"
-    )
+    activations = llm.settings.activations
+    rounded = f"; activations {activations.effective} ({activations.reason})" if activations.reason else ""
+    device = f"device {llm.device.name} ({llm.device.reason})"
+    return f"{device}, {llm.model.kernels.name} kernels, {dtype}{weights}{rounded}"
 
 
 def is_complete(progress: Progress) -> bool:

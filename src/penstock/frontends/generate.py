@@ -36,6 +36,7 @@ def generate(
     model: str = options.MODEL,
     dtype: options.Dtype = options.DTYPE,
     weights: str | None = options.WEIGHTS,
+    activations: str | None = options.ACTIVATIONS,
     model_impl: str | None = options.MODEL_IMPL,
     device: str | None = options.DEVICE,
     threads: int | None = options.THREADS,

@@ -44,6 +44,12 @@ WEIGHTS = on_model(
     "Without it $PENSTOCK_WEIGHTS applies, else auto.",
     metavar="FORM",
 )
+ACTIVATIONS = on_model(
+    None,
+    "How activations go into products with quantised weights: plain, or int8, rounded to 8 bits by group, which is "
+    "faster and less exact (processors with native kernels). Without it $PENSTOCK_ACTIVATIONS applies, else plain.",
+    metavar="FORM",
+)
 DEVICE = on_model(
     None,
     "Where it runs: cpu, cuda, cuda:1 and so on, mps, or auto, the first GPU of NVIDIA's, else the "

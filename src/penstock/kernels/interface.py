@@ -9,7 +9,7 @@ from penstock.errors import PenstockError, SettingError
 from penstock.kernels.device import DEVICE_KINDS, device_kind
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.plan.model import ModelConfig
-from penstock.plan.settings import KERNELS, KERNELS_VARIABLE, WeightsSetting
+from penstock.plan.settings import KERNELS, KERNELS_VARIABLE, ActivationsName, WeightsSetting
 from penstock.plan.step import KernelKind
 
 # What a device must be able to compute: the reference says it, and other back ends are subclasses of it.
@@ -38,13 +38,28 @@ BACK_ENDS: dict[KernelKind, BackEnd] = {
 }
 
 
-def select_kernels(device: torch.device, choice: str | None = None) -> Kernels:
-    """The kernels for a device; a device without any is an error.
+def select_kernels(
+    device: torch.device, choice: str | None = None, activations: ActivationsName = "plain"
+) -> Kernels:
+    """The kernels for a device; a device without any, or without such products, is an error.
 
     `choice`, without it `PENSTOCK_KERNELS`, may be `torch`, which is the reference on every device, `auto`, which is
     the device's own, or one that `auto` may fall back from (`native`, on a CPU): then it is an error where it cannot
     be had."""
-    choice = KERNELS.resolve().effective if choice is None else choice
+    kernels = _chosen(device, KERNELS.resolve().effective if choice is None else choice)
+    if activations == "int8" and not kernels.round_rows():
+        why = f": {kernels.slower}" if kernels.slower else ""
+        raise SettingError(
+            "activations",
+            activations,
+            "plain",
+            where=f"on {device_kind(device).name}",
+            because=f"only native kernels, on a processor, have 8-bit products, not {kernels.name}'s{why}",
+        )
+    return kernels
+
+
+def _chosen(device: torch.device, choice: str) -> Kernels:
     own, optional = device_kind(device).kernels, [name for name, end in BACK_ENDS.items() if end.falls_back]
     if choice not in ("auto", REFERENCE, *optional):
         raise SettingError(KERNELS_VARIABLE, choice, f"auto, {', '.join(optional)} or {REFERENCE}")

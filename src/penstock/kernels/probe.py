@@ -590,6 +590,7 @@ def _result_path(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, devi
         "version": _VERSION,
         "torch": torch.__version__,
         "kernels": kernels.name,
+        "activations": kernels.activations,
         "libraries": kernels.libraries,
         "tile_size": kernels.law.tile_size,
         "dtype": str(dtype),

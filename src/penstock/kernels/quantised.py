@@ -65,6 +65,7 @@ class QuantisedWeight:
     form: BlockForm
     shape: tuple[int, int]
     panels: Tensor  # uint8
+    rounds_rows: bool = False  # to 8 bits by group, before they are multiplied with it
 
     @property
     def dtype(self) -> torch.dtype:

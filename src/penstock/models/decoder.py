@@ -465,6 +465,7 @@ def workspace_of(model: Decoder) -> Workspace:
         library_bytes=device_kind(model.device).library_bytes,
         unpacked_bytes=max(map(kernels.unpacked_bytes, model.weights()), default=0),
         expert_places=kernels.expert_places if _groups_experts(model) else 0,
+        rounds_rows=kernels.activations != "plain",
         **asdict(kernels.law),
     )
     return workspace_for(model.config, workspace)

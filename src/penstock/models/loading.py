@@ -113,6 +113,19 @@ def load_decoder(
             where="here",
             because="8-bit floats need a GPU with units for them (Ada, Hopper or newer)",
         )
+    takes_blocks = kernels.quantised is not None and any(
+        kernels.quantised.takes(form, device) for form in _forms(source)
+    )
+    if kernels.activations != "plain" and not (
+        weights in ("int8", "int4") or (weights == "auto" and takes_blocks)
+    ):
+        raise SettingError(
+            "activations",
+            kernels.activations,
+            "plain, or weights int8 or int4 beside it",
+            where=f"for {source.config.family}",
+            because="its weights are not quantised, so nothing would be rounded",
+        )
     every = range(source.config.num_layers)
     if layers is not None and not (
         layers and layers.step == 1 and layers[0] in every and layers[-1] in every
@@ -132,13 +145,18 @@ def _by_transformers(
     from penstock.models.by_transformers.folder import TransformersFolder
 
     assert isinstance(source, TransformersFolder)
-    lacking = {"weights": weights if weights in QUANTISED_WEIGHTS else None, "layers": layers}
+    lacking = {
+        "weights": weights if weights in QUANTISED_WEIGHTS else None,
+        "activations": kernels.activations if kernels.activations != "plain" else None,
+        "layers": layers,
+    }
+    accepted = {"weights": "auto, bf16 or f32", "activations": "plain", "layers": "model_impl penstock"}
     for name, value in lacking.items():
         if value is not None:
             raise SettingError(
                 name,
                 value,
-                "model_impl penstock" if name == "layers" else "auto, bf16 or f32",
+                accepted[name],
                 where=f"for {source.config.family}",
                 because="transformers' code runs it, which has no quantised weights and no stages here",
             )
@@ -182,7 +200,7 @@ def settled_weights(
         return settle_without_blocks(setting, name, "bfloat16" if takes_blocks else "")
     return settle_weights(
         setting,
-        fast_bfloat16=is_host and has_fast_bfloat16(processor_flags()),
+        fast_bfloat16=is_host and kernels.activations == "plain" and has_fast_bfloat16(processor_flags()),
         bfloat16_bytes=weight_bytes(source.config, dtype.itemsize),
         memory_bytes=memory_bytes(),
     )

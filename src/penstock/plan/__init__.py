@@ -33,6 +33,7 @@ from penstock.plan.prefill import (
     YieldToDecode,
 )
 from penstock.plan.settings import (
+    ACTIVATIONS_VARIABLE,
     ALIGN_VARIABLE,
     CACHE_DIR_VARIABLE,
     CACHE_SIZE_VARIABLE,
@@ -41,6 +42,7 @@ from penstock.plan.settings import (
     TARGET_ITL_VARIABLE,
     TARGET_TTFT_VARIABLE,
     WEIGHTS_VARIABLE,
+    ActivationsName,
     AlignSetting,
     ChunkSetting,
     EngineKeywords,
@@ -72,6 +74,7 @@ from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
 from penstock.plan.units import format_bytes
 
 __all__ = [
+    "ACTIVATIONS_VARIABLE",
     "ALIGN_VARIABLE",
     "CACHE_DIR_VARIABLE",
     "CACHE_SIZE_VARIABLE",
@@ -82,6 +85,7 @@ __all__ = [
     "TARGET_ITL_VARIABLE",
     "TARGET_TTFT_VARIABLE",
     "WEIGHTS_VARIABLE",
+    "ActivationsName",
     "AlignSetting",
     "BatchScheduler",
     "CacheLimits",

@@ -23,6 +23,7 @@ from penstock.plan.grids import (
     QUERY_BUCKETS,
     QUERY_GRID,
     ROTARY_PAGE,
+    ROUNDED_BYTES,
     SPLITS,
     SQUARE,
     STATE_GRID,
@@ -496,6 +497,8 @@ def _native_experts(sizes: PassSizes, experts: ExpertsConfig) -> int:
     routing = scores + FLOAT32 * rows * 2 * experts.num_experts + rows * active * (2 * FLOAT32 + INT64)
     places = min(max(sizes.workspace.expert_places, rows), rows * active)
     running = sizes.bytes(2 * hidden + 3 * width, places) + FLOAT32 * rows * hidden + sizes.bytes(hidden)
+    if sizes.workspace.rounds_rows:
+        running += round(ROUNDED_BYTES * max(hidden, width) * places)
     fed = sizes.bytes(hidden) if shared else 0
     return max(routing + fed + running, scores + (_feeding(sizes, shared, rows) if shared else 0))
 

@@ -23,6 +23,7 @@ MAX_ACTIVATION_VARIABLE = "PENSTOCK_MAX_ACTIVATION"
 TARGET_ITL_VARIABLE = "PENSTOCK_TARGET_ITL"
 TARGET_TTFT_VARIABLE = "PENSTOCK_TARGET_TTFT"
 WEIGHTS_VARIABLE = "PENSTOCK_WEIGHTS"
+ACTIVATIONS_VARIABLE = "PENSTOCK_ACTIVATIONS"
 MODEL_IMPL_VARIABLE = "PENSTOCK_MODEL_IMPL"
 DEVICE_VARIABLE = "PENSTOCK_DEVICE"
 KERNELS_VARIABLE = "PENSTOCK_KERNELS"
@@ -32,6 +33,7 @@ CACHE_SIZE_VARIABLE = "PENSTOCK_CACHE_SIZE"
 
 SettingSource = Literal["argument", "environment", "default"]
 WeightsName = Literal["auto", "bf16", "fp8", "int8", "int4", "f32"]
+ActivationsName = Literal["plain", "int8"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 ModelImpl = Literal["auto", "penstock", "transformers"]
 WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
@@ -163,6 +165,9 @@ MAX_ACTIVATION: Setting[int | None] = Setting("max_activation", MAX_ACTIVATION_V
 TARGET_ITL: Setting[float | None] = Setting("target_itl_ms", TARGET_ITL_VARIABLE, None, _milliseconds)
 TARGET_TTFT: Setting[float | None] = Setting("target_ttft_ms", TARGET_TTFT_VARIABLE, None, _milliseconds)
 WEIGHTS_SETTING: Setting[WeightsName] = Setting("weights", WEIGHTS_VARIABLE, "auto", one_of(*WEIGHTS))
+ACTIVATIONS: Setting[ActivationsName] = Setting(
+    "activations", ACTIVATIONS_VARIABLE, "plain", one_of(*get_args(ActivationsName))
+)
 MODEL_IMPL: Setting[ModelImpl] = Setting(
     "model_impl", MODEL_IMPL_VARIABLE, "auto", one_of(*get_args(ModelImpl))
 )
@@ -417,6 +422,31 @@ def resolve_weights(
     return replace(setting, reason="")
 
 
+def resolve_activations(
+    argument: str | None = None,
+    *,
+    weights: WeightsSetting,
+    dtype: str = "auto",
+    environ: Environment = None,
+) -> Resolved[ActivationsName]:
+    """How activations go into products with quantised weights, from the argument, else from `PENSTOCK_ACTIVATIONS`,
+    else `plain`, in the model's dtype. `int8` is refused beside weights or a dtype without such products."""
+    found = ACTIVATIONS.resolve(argument, environ)
+    contradicts: dict[str, object] = {}
+    if weights.effective not in ("auto", "int8", "int4"):
+        contradicts[WEIGHTS_SETTING.called(weights.source)] = weights.effective
+    if dtype == "float32":
+        contradicts["dtype"] = dtype
+    if found.effective == "int8" and contradicts:
+        raise SettingError(
+            ACTIVATIONS.called(found.source),
+            found.requested,
+            contradicts=contradicts,
+            because="they are rounded for products with weights in blocks, which compute in bfloat16",
+        )
+    return found
+
+
 def settle_weights(
     setting: WeightsSetting, *, fast_bfloat16: bool, bfloat16_bytes: int, memory_bytes: int | None
 ) -> WeightsSetting:
@@ -521,6 +551,7 @@ class EngineKeywords(TypedDict, total=False):
     model_impl: str | None
     dtype: Dtype
     weights: str | None
+    activations: str | None
     device: str | None
     chunk: int | str | None
     max_activation: int | str | None
@@ -560,6 +591,7 @@ class EngineSettings:
     reuse_tokens: int
     stages: StagesSetting | None = None
     model_impl: Resolved[ModelImpl] = Resolved("auto")
+    activations: Resolved[ActivationsName] = Resolved("plain")
 
     @classmethod
     def resolve(
@@ -579,9 +611,10 @@ class EngineSettings:
         called = {"chunk": "argument", "device": "argument", **(options or {})}
         dtype = one_of(*DTYPES)(given("dtype", "auto"), "dtype")
         chunk = resolve_chunk_size(given("chunk"), environ=environ, called=called["chunk"])
+        weights = resolve_weights(given("weights"), dtype=dtype, environ=environ)
         settings = cls(
             dtype=dtype,
-            weights=resolve_weights(given("weights"), dtype=dtype, environ=environ),
+            weights=weights,
             device=resolve_device(given("device"), environ=environ, called=called["device"]),
             kernels=KERNELS.resolve(None, environ),
             chunk=chunk,
@@ -601,6 +634,9 @@ class EngineSettings:
                 token_file=given("token_file"),
             ),
             model_impl=MODEL_IMPL.resolve(given("model_impl"), environ),
+            activations=resolve_activations(
+                given("activations"), weights=weights, dtype=dtype, environ=environ
+            ),
         )
         ChunkedPrefillConfig(chunk.effective, settings.overlap)
         if settings.overlap and (settings.store or settings.reuse_tokens):

@@ -153,7 +153,8 @@ class Workspace:
     expert_places: int = 0
     joins_past: bool = False  # a past may lie in several places, and is copied together
     library_bytes: int = 0  # what libraries take for themselves on a GPU, and keep
-    unpacked_bytes: int = 0  # the largest matrix that is made values for a product
+    unpacked_bytes: int = 0  # the largest matrix that is made values for a product, or rows rounded for one
+    rounds_rows: bool = False  # rows of experts, too
     avoided_rows: tuple[int, ...] = ()
 
     @property

@@ -36,6 +36,7 @@ def common_parts(path: Path, model: Decoder, form: str, *, same_machine: bool) -
         "code": code_digest("engine/stages"),
         "weights": weights_state(path) if same_machine else weights_digest(path).hex(),
         "form of weights": form,
+        "activations": model.kernels.activations,
         "configuration": _digest(asdict(model.config)),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kernels": kernels.name,

@@ -179,12 +179,13 @@ class Pipeline:
 
     # Loading
 
-    def load(self, *, dtype: str, weights: str) -> None:
+    def load(self, *, dtype: str, weights: str, activations: str) -> None:
         """Tell the workers to load their layers. They do so while the driver loads its own."""
         self._load_about = {
             "model": str(self._path),
             "dtype": dtype,
             "weights": weights,
+            "activations": activations,
             "same_machine": self._same_machine,
         }
         for peer in self._peers:

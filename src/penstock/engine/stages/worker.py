@@ -3,7 +3,7 @@ comes: no scheduler, no pools, no tokenizer. Which blocks and slots a step has, 
 
 Messages of the driver, each answered where it says so:
 
-    load    model, layers, dtype, weights, kernels   > ready (what was loaded)
+    load    model, layers, dtype, weights, activations   > ready (what was loaded)
     law     how rows are padded, as was measured for the whole model
     probe   measure it here, where this worker differs from its driver   > probed
     group   generation, hops                         > joined (or why not); left, once a neighbour is gone
@@ -222,7 +222,7 @@ class Worker:
         device = torch.device(self._settings.device.name)
         kind = device_kind(device)
         kind.use()
-        kernels = select_kernels(device, self._settings.kernels.effective)
+        kernels = select_kernels(device, self._settings.kernels.effective, about["activations"])
         if kernels.slower:
             _log.warning("slower than it could be: %s kernels run, since %s", kernels.name, kernels.slower)
         path = resolve_model(str(about["model"]))

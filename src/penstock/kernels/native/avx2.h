@@ -162,6 +162,27 @@ inline Floats load_float16(const void* from) {
     return {_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))};
 }
 
+// Bytes, four to a word.
+inline Words sum_of_bytes(Words a, Words b) { return {_mm256_add_epi8(a.low, b.low), _mm256_add_epi8(a.high, b.high)}; }
+inline Words looked_up_bytes(Words index, const uint8_t* table) {
+    const __m256i both = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table)));
+    return {_mm256_shuffle_epi8(both, index.low), _mm256_shuffle_epi8(both, index.high)};
+}
+inline Words rounded_words(Floats x) { return {_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high)}; }
+// Words from -128 to 127, of which `order` says which one is where.
+inline void store_bytes(int8_t* to, Words x, const uint8_t* order) {
+    const __m256i halves = _mm256_permute4x64_epi64(_mm256_packs_epi32(x.low, x.high), 0xd8);
+    const __m128i bytes = _mm_packs_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1));
+    const __m128i by = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(bytes, by));
+}
+constexpr int BYTE_VECTORS = 1, BYTE_SUMS = 4;  // vectors of sums, of rows by outputs, that registers hold
+inline Words pairs_of_bytes(Words a, Words b) {
+    return {_mm256_maddubs_epi16(a.low, b.low), _mm256_maddubs_epi16(a.high, b.high)};
+}
+inline Words sum_of_halves(Words a, Words b) { return {_mm256_add_epi16(a.low, b.low), _mm256_add_epi16(a.high, b.high)}; }
+inline Words sum_of_pairs(Words a, Words b) { return {_mm256_madd_epi16(a.low, b.low), _mm256_madd_epi16(a.high, b.high)}; }
+
 // Rows become columns: four squares of 8.
 inline void transpose(const Words* rows, Words* out) {
     const auto square = [](const __m256i* from, __m256i* to) {

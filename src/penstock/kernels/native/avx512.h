@@ -68,6 +68,26 @@ inline Floats load_float16(const void* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(static_cast<const __m256i*>(from)));
 }
 
+// Bytes, four to a word.
+inline Words sum_of_bytes(Words a, Words b) { return _mm512_add_epi8(a, b); }
+inline Words looked_up_bytes(Words index, const uint8_t* table) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), index);
+}
+inline Words rounded_words(Floats x) { return _mm512_cvtps_epi32(x); }
+// Words from -128 to 127, of which `order` says which one is where.
+inline void store_bytes(int8_t* to, Words x, const uint8_t* order) {
+    const __m128i by = _mm_loadu_si128(reinterpret_cast<const __m128i*>(order));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_shuffle_epi8(_mm512_cvtepi32_epi8(x), by));
+}
+constexpr int BYTE_VECTORS = 2, BYTE_SUMS = 12;  // vectors of sums, of rows by outputs, that registers hold with totals
+inline Words pairs_of_bytes(Words a, Words b) { return _mm512_maddubs_epi16(a, b); }
+inline Words sum_of_halves(Words a, Words b) { return _mm512_add_epi16(a, b); }
+inline Words sum_of_pairs(Words a, Words b) { return _mm512_madd_epi16(a, b); }
+#ifdef __AVX512VNNI__
+inline Words dot_bytes(Words sum, Words a, Words b) { return _mm512_dpbusd_epi32(sum, a, b); }
+#define PENSTOCK_DOTS_BYTES
+#endif
+
 // Rows become columns.
 inline void transpose(const Words* rows, Words* out) {
     Words pairs[16], fours[16];

@@ -63,6 +63,7 @@ struct Weight {
     int64_t num_out;
     int64_t num_in;  // a multiple of 32
     int32_t form;
+    int32_t rounds_rows;  // to 8 bits, before they are multiplied with it; of forms that are blocks
 };
 
 // The form of panels in bfloat16: for each pair of inputs, the pairs of 32 outputs.

@@ -22,7 +22,7 @@ from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, WrittenPlaces
 from penstock.kernels.threads import native_threads
 from penstock.machine import ISA_VARIABLE, has_fast_bfloat16, instruction_set, processor_flags
-from penstock.plan.grids import EXPERT_PLACES, TILE
+from penstock.plan.grids import EXPERT_PLACES, ROUNDED_BYTES, ROUNDED_ROWS, TILE
 from penstock.plan.model import ExpertsConfig
 from penstock.plan.step import KernelKind
 
@@ -134,6 +134,16 @@ class NativeKernels(TorchKernels):
             assert self.quantised is not None
             return self.quantised.packed(weight, PACKED)
         return super().pack(weight)
+
+    def round_rows(self) -> bool:
+        if self.quantised is None:
+            return False
+        self.quantised.rounds_rows, self.activations = True, "int8"
+        return True
+
+    def unpacked_bytes(self, weight: Weight) -> int:
+        is_rounded = isinstance(weight, QuantisedWeight) and weight.rounds_rows
+        return round(ROUNDED_ROWS * ROUNDED_BYTES * weight.shape[1]) if is_rounded else 0
 
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True

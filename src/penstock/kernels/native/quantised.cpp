@@ -348,6 +348,8 @@ inline void store(const Rows& rows, int64_t row, int64_t first_out, int64_t num_
     Bfloat16::store(rows.out + row * rows.out_stride + first_out, lanes, sum);
 }
 
+#include "int8.h"
+
 #ifdef __AVX512BF16__
 
 inline uint16_t bfloat16_of(int value) {
@@ -713,6 +715,14 @@ bool is_few(const Weight& weight, int64_t num_rows) {
     return found;
 }
 
+// What is made of each row before it is multiplied: nothing where it can be as it is.
+int64_t made_words(const Weight& weight) {
+    int64_t num_words = T::STEP == 1 ? weight.num_in : 0;
+    if (weight.rounds_rows)
+        with_form(weight.form, [&](auto form) { num_words = byte_row_words<decltype(form)>(blocks_of(weight)); });
+    return num_words;
+}
+
 }  // namespace
 
 void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_canonical, int num_threads) {
@@ -725,12 +735,12 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
     int64_t num_panels = 0, num_made = 0, num_pieces = 0;
     for (int64_t index = 0; index < count; ++index) {
         num_panels += panels_of(weights[index]);
-        num_made += rows[index].num_rows * weights[index].num_in;
+        num_made += rows[index].num_rows * made_words(weights[index]);
     }
     const int64_t together = panels_together(num_panels, std::abs(num_threads));
-    static thread_local std::vector<uint32_t> made;  // floats of all rows
+    static thread_local std::vector<uint32_t> made;  // bytes or floats of all rows
     static thread_local std::vector<Product> own_products;
-    if (T::STEP == 1) made.resize(num_made);
+    made.resize(num_made);
     if (int64_t(own_products.size()) < count) own_products.resize(count);
     uint32_t* to = made.data();
     Product* const products = own_products.data();
@@ -739,15 +749,19 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
         const Rows& own_rows = rows[index];
         Product& product = products[index];
         product.inputs = {reinterpret_cast<const uint32_t*>(own_rows.x), own_rows.x_stride / 2};
-        if constexpr (T::STEP == 1) {
-            product.inputs = {to, weight.num_in};
+        if (const int64_t size = made_words(weight)) {
+            product.inputs = {to, size};
             for_pieces(own_rows.num_rows, own_rows.num_rows > 16 ? num_threads : 1, [&](int64_t row) {
-                T::copy(own_rows.x + row * own_rows.x_stride, weight.num_in, to + row * weight.num_in);
+                const uint16_t* x = own_rows.x + row * own_rows.x_stride;
+                if (!weight.rounds_rows) return T::copy(x, weight.num_in, to + row * size);
+                with_form(weight.form, [&](auto form) {
+                    round_row<decltype(form)>(x, blocks_of(weight), to + row * size);
+                });
             }, 16);
-            to += own_rows.num_rows * weight.num_in;
+            to += own_rows.num_rows * size;
         }
-        product.is_few = !is_canonical && is_few(weight, own_rows.num_rows);
-        product.step = together;
+        product.is_few = !weight.rounds_rows && !is_canonical && is_few(weight, own_rows.num_rows);
+        product.step = weight.rounds_rows ? 1 : together;
         if (product.is_few)
             with_form(weight.form, [&](auto form) {
                 sum_groups<decltype(form)>(weight, own_rows, product.sums);
@@ -761,12 +775,17 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
         const Product& product = std::upper_bound(products, products + count, piece, is_before)[-1];
         const int64_t index = &product - products, panel = (piece - product.first_piece) * product.step;
         const Weight& weight = weights[index];
-        if (!product.is_few || weight.form == PACKED)
-            return many_rows(weight, rows[index], product.inputs, panel,
-                             std::min(product.step, panels_of(weight) - panel), product.is_few);
-        with_form(weight.form, [&](auto form) {
-            few_rows<decltype(form)>(weight, rows[index], product.inputs, product.sums, panel);
-        });
+        if (weight.rounds_rows)
+            with_form(weight.form, [&](auto form) {
+                byte_rows<decltype(form)>(weight, rows[index], product.inputs, panel);
+            });
+        else if (!product.is_few || weight.form == PACKED)
+            many_rows(weight, rows[index], product.inputs, panel,
+                      std::min(product.step, panels_of(weight) - panel), product.is_few);
+        else
+            with_form(weight.form, [&](auto form) {
+                few_rows<decltype(form)>(weight, rows[index], product.inputs, product.sums, panel);
+            });
     });
 }
 
@@ -816,8 +835,8 @@ extern "C" int penstock_quantised_rows(const Weight* weight, const int64_t* outp
 extern "C" int penstock_quantised_linear(const Weight* weight, const uint16_t* x, uint16_t* out, const uint16_t* bias,
                                          int64_t num_rows, int64_t x_stride, int64_t out_stride, int is_canonical,
                                          int num_threads) {
-    // Where floats are made of rows, some at a time: they need no room that grows with a chunk.
-    const int64_t most = T::STEP == 2 ? num_rows : 256;
+    // Where something is made of rows, some at a time: they need no room that grows with a chunk.
+    const int64_t most = weight->rounds_rows ? 512 : T::STEP == 2 ? num_rows : 256;
     const bool is_many = is_canonical || !is_few(*weight, num_rows);
     for (int64_t first = 0; first < num_rows; first += most) {
         const Rows rows{x + first * x_stride, out + first * out_stride, bias, std::min(most, num_rows - first), x_stride,

@@ -34,6 +34,7 @@ class WeightStruct(ctypes.Structure):
         ("num_out", _long),
         ("num_in", _long),
         ("form", _int),
+        ("rounds_rows", _int),
     )
 
 
@@ -51,6 +52,8 @@ class NativeProducts:
         self._linear.argtypes = [*[_pointer] * 4, *[_long] * 3, _int, _int]
         # Without rows, it does nothing but tell.
         self.is_available = bool(self._linear(ctypes.byref(WeightStruct()), None, None, None, 0, 0, 0, 0, 1))
+        # Of weights that are made from now on: rows are rounded to 8 bits by group before they are multiplied.
+        self.rounds_rows = False
 
     def takes(self, form: BlockForm, device: torch.device) -> bool:
         """Whether there are kernels for such weights."""
@@ -63,7 +66,8 @@ class NativeProducts:
         if num_in % GROUP:
             raise ValueError(f"{num_in} inputs are not a multiple of {GROUP}")
         num_bytes = self._bytes(ctypes.byref(WeightStruct(None, num_out, num_in, form.number)))
-        return QuantisedWeight(form, (num_out, num_in), torch.zeros(num_bytes, dtype=torch.uint8))
+        panels = torch.zeros(num_bytes, dtype=torch.uint8)
+        return QuantisedWeight(form, (num_out, num_in), panels, self.rounds_rows)
 
     def packed(self, weight: Tensor, form: BlockForm = BFLOAT16) -> QuantisedWeight:
         """A weight [out, in] of bfloat16 in panels, which products need not make so."""
@@ -136,7 +140,7 @@ class NativeProducts:
 
 def struct_of(weight: QuantisedWeight) -> WeightStruct:
     """What the library is told of a weight; it does not keep the weight's memory."""
-    return WeightStruct(weight.panels.data_ptr(), *weight.shape, weight.form.number)
+    return WeightStruct(weight.panels.data_ptr(), *weight.shape, weight.form.number, weight.rounds_rows)
 
 
 def _address(weight: QuantisedWeight) -> int:

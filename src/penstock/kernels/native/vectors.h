@@ -128,6 +128,46 @@ struct DotBfloat16 : Bfloat16 {
 using DotBfloat16 = DotFloats<Bfloat16>;
 #endif
 
+// A sum of products of bytes, four to a word: those of the first from 0 to MOST, those of the second from -127 to 127.
+#ifdef PENSTOCK_DOTS_BYTES
+template <int MOST>
+struct ByteSum {
+    Words words;
+    void begin(Words sum) { words = sum; }
+    void add(Words a, Words b, int, int) { words = dot_bytes(words, a, b); }
+};
+#else
+// Products of two bytes, and as many of those as fit, are summed in 16 bits.
+template <int MOST>
+struct ByteSum {
+    static constexpr int TOGETHER = 32767 / (2 * 127 * MOST);
+    Words words, halves;
+    void begin(Words sum) { words = sum; }
+    void add(Words a, Words b, int step, int num_steps) {
+        const Words pairs = pairs_of_bytes(a, b);
+        halves = step % TOGETHER ? sum_of_halves(halves, pairs) : pairs;
+        if (step % TOGETHER == TOGETHER - 1 || step == num_steps - 1)
+            words = sum_of_words(words, sum_of_pairs(halves, same_words(0x00010001)));
+    }
+};
+// Of 8 bits, two products may not fit: the upper 4 bits of the first factor count by themselves.
+template <>
+struct ByteSum<255> {
+    Words words, low, high;
+    void begin(Words sum) { words = sum; }
+    void add(Words a, Words b, int step, int num_steps) {
+        const Words nibbles = same_words(0x0f0f0f0f);
+        const Words lower = pairs_of_bytes(both(a, nibbles), b);
+        const Words upper = pairs_of_bytes(both(shifted_right(a, 4), nibbles), b);
+        low = step ? sum_of_halves(low, lower) : lower;
+        high = step ? sum_of_halves(high, upper) : upper;
+        if (step == num_steps - 1)
+            words = sum_of_words(words, sum_of_words(sum_of_pairs(low, same_words(0x00010001)),
+                                                     sum_of_pairs(high, same_words(0x00100010))));
+    }
+};
+#endif
+
 // Tokens that lie side by side in the cache.
 struct Place {
     int64_t start;

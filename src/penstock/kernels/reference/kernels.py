@@ -32,6 +32,7 @@ from penstock.kernels.spans import (
 )
 from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, QUERY_GRID, TILE, RowLaw
 from penstock.plan.model import ExpertsConfig
+from penstock.plan.settings import ActivationsName
 from penstock.plan.step import KernelKind
 
 if TYPE_CHECKING:  # a subclass has them
@@ -49,6 +50,7 @@ class TorchKernels:
     libraries = ""  # beside torch, whose versions bits depend on
     # The set of them that the kernels are compiled for, where there are several.
     instructions: str | None = None
+    activations: ActivationsName = "plain"  # as they go into products with weights in blocks
     slower: str | None = None  # why the device's faster ones do not run, and what would help
     law: RowLaw  # the shapes on which a row keeps its bits: as far as is known before a probe, then as it found
     # The output head runs on so many rows at a time, where their number must not matter.
@@ -88,6 +90,11 @@ class TorchKernels:
             return weight
         packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
         return packed
+
+    def round_rows(self) -> bool:
+        """Round activations to 8 bits, by group, for products with weights in blocks that are made from now on. False
+        where there are no such products."""
+        return False
 
     def linear(
         self, x: Tensor, weight: Weight, bias: Tensor | None = None, *, is_canonical: bool = True

@@ -1,0 +1,172 @@
+// Rows rounded to 8 bits by group, times quants as they are: a part of quantised.cpp.
+//
+// A row's group of 32 inputs x becomes a scale and 32 bytes, x = scale * byte. With quants that count from 0, the sum of
+// a group's products is one of integers: it is exact, and no order of its terms makes another. What differs between few
+// rows and many is therefore how much is loaded for it, and no bit.
+#pragma once
+
+// What a form's quants are as bytes from 0 to MOST, and what counts as 0 of those.
+template <class F>
+struct ByteQuants {  // of 4 bits
+    static constexpr int ZERO = F::IS_FLOAT ? 12 : F::ZERO, MOST = F::IS_FLOAT ? 24 : 15;
+};
+template <>
+struct ByteQuants<Q8_0> {
+    static constexpr int ZERO = 128, MOST = 255;
+};
+template <>
+struct ByteQuants<Q5_K> {
+    static constexpr int ZERO = 0, MOST = 31;
+};
+template <>
+struct ByteQuants<Q6_K> {
+    static constexpr int ZERO = 32, MOST = 63;
+};
+
+// A row in words: its bytes, in the order in which `byte_quants` takes them; then of each block the scale; then of each
+// group what its minimum is multiplied with, as a float, or where the form has none what the zeros of its quants make,
+// as an integer.
+template <class F>
+int64_t byte_row_words(int64_t num_blocks) {
+    return num_blocks * (BLOCK / 4 + 1 + F::GROUPS);
+}
+
+template <class F>
+void round_row(const uint16_t* x, int64_t num_blocks, uint32_t* row) {
+    uint8_t order[16];  // of each byte, the input of 16
+    for (int k = 0; k < 16; ++k) {
+        constexpr int INPUTS = F::BITS == 4 ? 8 : 4;  // of a word of quants
+        const int bit = bit_of<F>(k % INPUTS);
+        order[k / INPUTS * INPUTS + (F::BITS == 4 ? bit % 8 : 0) + bit / 8] = k;
+    }
+    float* scales = reinterpret_cast<float*>(row + num_blocks * (BLOCK / 4));
+    uint32_t* sums = row + num_blocks * (BLOCK / 4 + 1);
+    for (int64_t b = 0; b < num_blocks; ++b, x += BLOCK, row += BLOCK / 4, sums += F::GROUPS) {
+        uint16_t most = 0;  // in bits, of which those of no number are more than any number's
+        for (int k = 0; k < BLOCK; ++k) most = std::max<uint16_t>(most, x[k] & 0x7fff);
+        const uint32_t bits = uint32_t(most) << 16;
+        float size;
+        std::memcpy(&size, &bits, sizeof size);
+        const Floats inverse = same(size > 1e-30f ? 127 / size : 0);
+        scales[b] = size / 127;
+        int8_t bytes[BLOCK];
+        for (int k = 0; k < BLOCK; k += LANES)
+            store_bytes(bytes + k, rounded_words(times(Bfloat16::load(x + k, 0xffff), inverse)), order);
+        std::memcpy(row, bytes, BLOCK);
+        for (int g = 0; g < F::GROUPS; ++g) {
+            int sum = 0;
+            for (int k = g * BLOCK / F::GROUPS; k < (g + 1) * BLOCK / F::GROUPS; ++k) sum += bytes[k];
+            const float as_float = sum;
+            const int of_zeros = -ByteQuants<F>::ZERO * sum;
+            std::memcpy(sums + g, F::HAS_MINIMUM ? static_cast<const void*>(&as_float) : &of_zeros, sizeof *sums);
+        }
+    }
+}
+
+// The j-th four quants of each output in a load.
+template <class F>
+inline Words byte_quants(Words load, int j) {
+    if constexpr (F::BITS == 8)
+        return ByteQuants<F>::ZERO ? sum_of_bytes(load, same_words(ByteQuants<F>::ZERO * 0x01010101u)) : load;
+    const Words quants = both(j ? shifted_right(load, 4) : load, same_words(0x0f0f0f0f));
+    if constexpr (F::IS_FLOAT) {
+        alignas(16) uint8_t values[16];
+        for (int i = 0; i < 16; ++i) values[i] = F::value_of(i) + ByteQuants<F>::ZERO;
+        return looked_up_bytes(quants, values);
+    }
+    return quants;
+}
+
+// R rows by V vectors of outputs of a panel.
+template <class F, int R, int V>
+void multiply_bytes(const uint8_t* block, int64_t num_blocks, const uint32_t* x, int64_t stride, int vector,
+                    Floats (*totals)[V]) {
+    using Sum = ByteSum<ByteQuants<F>::MOST>;
+    constexpr int GROUP_LOADS = F::LOADS / F::GROUPS, PARTS = F::BITS == 4 ? 2 : 1, STEPS = GROUP_LOADS * PARTS;
+    const uint32_t* scales = x + num_blocks * (BLOCK / 4);
+    const uint32_t* group_sums = scales + num_blocks;
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v) totals[r][v] = zeros();
+    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, x += BLOCK / 4, group_sums += F::GROUPS) {
+        Floats of_block[R][V];
+#pragma GCC unroll 2
+        for (int g = 0; g < F::GROUPS; ++g) {
+            Sum sums[R][V];
+#pragma GCC unroll 8
+            for (int r = 0; r < R; ++r)
+                for (int v = 0; v < V; ++v)
+                    sums[r][v].begin(F::HAS_MINIMUM ? zero_words() : same_words(group_sums[r * stride + g]));
+#pragma GCC unroll 8
+            for (int load = 0; load < GROUP_LOADS; ++load) {
+                Words loads[V];
+                for (int v = 0; v < V; ++v) loads[v] = load_quants<F>(block, vector + v, g * GROUP_LOADS + load);
+#pragma GCC unroll 2
+                for (int j = 0; j < PARTS; ++j) {
+                    Words quants[V];
+                    for (int v = 0; v < V; ++v) quants[v] = byte_quants<F>(loads[v], j);
+                    const int step = load * PARTS + j;
+#pragma GCC unroll 8
+                    for (int r = 0; r < R; ++r) {
+                        const Words own = same_words(x[r * stride + g * STEPS + step]);
+                        for (int v = 0; v < V; ++v) sums[r][v].add(quants[v], own, step, STEPS);
+                    }
+                }
+            }
+#pragma GCC unroll 2
+            for (int v = 0; v < V; ++v) {
+                const Floats scale = load_scales<F>(block, F::SCALES_AT, g, vector + v);
+                Floats minimum;
+                if constexpr (F::HAS_MINIMUM) minimum = load_scales<F>(block, F::MINIMUMS_AT, g, vector + v);
+#pragma GCC unroll 8
+                for (int r = 0; r < R; ++r) {
+                    const Floats sum = converted(sums[r][v].words);
+                    if constexpr (F::HAS_MINIMUM) {
+                        float own;
+                        std::memcpy(&own, &group_sums[r * stride + g], sizeof own);
+                        of_block[r][v] = fma(scale, sum, times(minimum, same(own)));
+                    } else {
+                        of_block[r][v] = g ? fma(scale, sum, of_block[r][v]) : times(scale, sum);
+                    }
+                }
+            }
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+            float scale;
+            std::memcpy(&scale, &scales[r * stride + b], sizeof scale);
+            for (int v = 0; v < V; ++v) totals[r][v] = fma(same(scale), of_block[r][v], totals[r][v]);
+        }
+    }
+}
+
+template <class F, int R, int V>
+void byte_tile(const uint8_t* blocks, const Weight& weight, const Rows& rows, const Inputs& inputs, int64_t first,
+               int vector, int64_t panel) {
+    Floats out[R][V];
+    multiply_bytes<F, R, V>(blocks, blocks_of(weight), inputs.row(first), inputs.stride, vector, out);
+    for (int r = 0; r < R; ++r)
+        for (int v = 0; v < V; ++v)
+            store(rows, first + r, panel * PANEL + (vector + v) * LANES, weight.num_out, out[r][v]);
+}
+
+using ByteTile = void (*)(const uint8_t*, const Weight&, const Rows&, const Inputs&, int64_t, int, int64_t);
+
+template <class F, int V, int... R>
+ByteTile byte_tile_of(int num_rows, std::integer_sequence<int, R...>) {
+    static constexpr ByteTile ALL[] = {byte_tile<F, R + 1, V>...};
+    return ALL[num_rows - 1];
+}
+
+// All rows by a panel.
+template <class F>
+void byte_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int64_t panel) {
+    constexpr int V = BYTE_VECTORS, MOST = BYTE_SUMS / V;
+    const uint8_t* blocks = weight.panels + panel * blocks_of(weight) * F::BLOCK_BYTES;
+    const int64_t num_tiles = (rows.num_rows + MOST - 1) / MOST;
+    for (int vector = 0; vector < VECTORS; vector += V)
+        for (int64_t tile = 0; tile < num_tiles; ++tile) {
+            const int64_t start = tile * rows.num_rows / num_tiles, end = (tile + 1) * rows.num_rows / num_tiles;
+            byte_tile_of<F, V>(end - start, std::make_integer_sequence<int, MOST>{})(blocks, weight, rows, inputs, start,
+                                                                                     vector, panel);
+        }
+}
