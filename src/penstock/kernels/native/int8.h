@@ -23,42 +23,47 @@ struct ByteQuants<Q6_K> {
     static constexpr int ZERO = 32, MOST = 63;
 };
 
-// A row in words: its bytes, in the order in which `byte_quants` takes them; then of each block the scale; then of each
-// group what its minimum is multiplied with, as a float, or where the form has none what the zeros of its quants make,
-// as an integer.
+// A row's blocks in words: bytes, in the order in which `byte_quants` takes them; the scale; of each group what its
+// minimum is multiplied with, as a float, or where the form has none what the zeros of its quants make, as an integer.
+template <class F>
+struct ByteBlock {
+    uint32_t bytes[BLOCK / 4];
+    float scale;
+    uint32_t sums[F::GROUPS];
+};
+
 template <class F>
 int64_t byte_row_words(int64_t num_blocks) {
-    return num_blocks * (BLOCK / 4 + 1 + F::GROUPS);
+    return num_blocks * sizeof(ByteBlock<F>) / 4;
 }
 
 template <class F>
-void round_row(const uint16_t* x, int64_t num_blocks, uint32_t* row) {
+void round_row(const uint16_t* x, int64_t num_blocks, ByteBlock<F>* block) {
     uint8_t order[16];  // of each byte, the input of 16
     for (int k = 0; k < 16; ++k) {
         constexpr int INPUTS = F::BITS == 4 ? 8 : 4;  // of a word of quants
         const int bit = bit_of<F>(k % INPUTS);
         order[k / INPUTS * INPUTS + (F::BITS == 4 ? bit % 8 : 0) + bit / 8] = k;
     }
-    float* scales = reinterpret_cast<float*>(row + num_blocks * (BLOCK / 4));
-    uint32_t* sums = row + num_blocks * (BLOCK / 4 + 1);
-    for (int64_t b = 0; b < num_blocks; ++b, x += BLOCK, row += BLOCK / 4, sums += F::GROUPS) {
+    for (const ByteBlock<F>* end = block + num_blocks; block < end; ++block, x += BLOCK) {
         uint16_t most = 0;  // in bits, of which those of no number are more than any number's
         for (int k = 0; k < BLOCK; ++k) most = std::max<uint16_t>(most, x[k] & 0x7fff);
         const uint32_t bits = uint32_t(most) << 16;
         float size;
         std::memcpy(&size, &bits, sizeof size);
         const Floats inverse = same(size > 1e-30f ? 127 / size : 0);
-        scales[b] = size / 127;
-        int8_t bytes[BLOCK];
-        for (int k = 0; k < BLOCK; k += LANES)
-            store_bytes(bytes + k, rounded_words(times(Bfloat16::load(x + k, 0xffff), inverse)), order);
-        std::memcpy(row, bytes, BLOCK);
+        block->scale = size / 127;
+        Floats sums[F::GROUPS];  // whole numbers, which are exact
+        for (int k = 0; k < BLOCK; k += LANES) {
+            const Words words = rounded_words(times(Bfloat16::load(x + k, 0xffff), inverse));
+            store_bytes(reinterpret_cast<int8_t*>(block->bytes) + k, words, order);
+            Floats& sum = sums[k * F::GROUPS / BLOCK];
+            sum = k * F::GROUPS % BLOCK ? plus(sum, converted(words)) : converted(words);
+        }
         for (int g = 0; g < F::GROUPS; ++g) {
-            int sum = 0;
-            for (int k = g * BLOCK / F::GROUPS; k < (g + 1) * BLOCK / F::GROUPS; ++k) sum += bytes[k];
-            const float as_float = sum;
-            const int of_zeros = -ByteQuants<F>::ZERO * sum;
-            std::memcpy(sums + g, F::HAS_MINIMUM ? static_cast<const void*>(&as_float) : &of_zeros, sizeof *sums);
+            const float sum = sum_of(sums[g]);
+            const int of_zeros = -ByteQuants<F>::ZERO * int(sum);
+            std::memcpy(block->sums + g, F::HAS_MINIMUM ? static_cast<const void*>(&sum) : &of_zeros, 4);
         }
     }
 }
@@ -79,15 +84,16 @@ inline Words byte_quants(Words load, int j) {
 
 // R rows by V vectors of outputs of a panel.
 template <class F, int R, int V>
-void multiply_bytes(const uint8_t* block, int64_t num_blocks, const uint32_t* x, int64_t stride, int vector,
-                    Floats (*totals)[V]) {
+inline void multiply_bytes(const uint8_t* block, int64_t num_blocks, const Inputs& inputs, int64_t first, int vector,
+                           Floats (*totals)[V]) {
     using Sum = ByteSum<ByteQuants<F>::MOST>;
     constexpr int GROUP_LOADS = F::LOADS / F::GROUPS, PARTS = F::BITS == 4 ? 2 : 1, STEPS = GROUP_LOADS * PARTS;
-    const uint32_t* scales = x + num_blocks * (BLOCK / 4);
-    const uint32_t* group_sums = scales + num_blocks;
-    for (int r = 0; r < R; ++r)
+    const ByteBlock<F>* x[R];
+    for (int r = 0; r < R; ++r) {
+        x[r] = reinterpret_cast<const ByteBlock<F>*>(inputs.row(first + r));
         for (int v = 0; v < V; ++v) totals[r][v] = zeros();
-    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES, x += BLOCK / 4, group_sums += F::GROUPS) {
+    }
+    for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES) {
         Floats of_block[R][V];
 #pragma GCC unroll 2
         for (int g = 0; g < F::GROUPS; ++g) {
@@ -95,7 +101,7 @@ void multiply_bytes(const uint8_t* block, int64_t num_blocks, const uint32_t* x,
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
                 for (int v = 0; v < V; ++v)
-                    sums[r][v].begin(F::HAS_MINIMUM ? zero_words() : same_words(group_sums[r * stride + g]));
+                    sums[r][v].begin(F::HAS_MINIMUM ? zero_words() : same_words(x[r][b].sums[g]));
 #pragma GCC unroll 8
             for (int load = 0; load < GROUP_LOADS; ++load) {
                 Words loads[V];
@@ -107,7 +113,7 @@ void multiply_bytes(const uint8_t* block, int64_t num_blocks, const uint32_t* x,
                     const int step = load * PARTS + j;
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
-                        const Words own = same_words(x[r * stride + g * STEPS + step]);
+                        const Words own = same_words(x[r][b].bytes[g * STEPS + step]);
                         for (int v = 0; v < V; ++v) sums[r][v].add(quants[v], own, step, STEPS);
                     }
                 }
@@ -121,9 +127,8 @@ void multiply_bytes(const uint8_t* block, int64_t num_blocks, const uint32_t* x,
                 for (int r = 0; r < R; ++r) {
                     const Floats sum = converted(sums[r][v].words);
                     if constexpr (F::HAS_MINIMUM) {
-                        float own;
-                        std::memcpy(&own, &group_sums[r * stride + g], sizeof own);
-                        of_block[r][v] = fma(scale, sum, times(minimum, same(own)));
+                        const Floats own = as_floats(same_words(x[r][b].sums[g]));
+                        of_block[r][v] = fma(scale, sum, times(minimum, own));
                     } else {
                         of_block[r][v] = g ? fma(scale, sum, of_block[r][v]) : times(scale, sum);
                     }
@@ -131,11 +136,8 @@ void multiply_bytes(const uint8_t* block, int64_t num_blocks, const uint32_t* x,
             }
         }
 #pragma GCC unroll 8
-        for (int r = 0; r < R; ++r) {
-            float scale;
-            std::memcpy(&scale, &scales[r * stride + b], sizeof scale);
-            for (int v = 0; v < V; ++v) totals[r][v] = fma(same(scale), of_block[r][v], totals[r][v]);
-        }
+        for (int r = 0; r < R; ++r)
+            for (int v = 0; v < V; ++v) totals[r][v] = fma(same(x[r][b].scale), of_block[r][v], totals[r][v]);
     }
 }
 
@@ -143,7 +145,7 @@ template <class F, int R, int V>
 void byte_tile(const uint8_t* blocks, const Weight& weight, const Rows& rows, const Inputs& inputs, int64_t first,
                int vector, int64_t panel) {
     Floats out[R][V];
-    multiply_bytes<F, R, V>(blocks, blocks_of(weight), inputs.row(first), inputs.stride, vector, out);
+    multiply_bytes<F, R, V>(blocks, blocks_of(weight), inputs, first, vector, out);
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < V; ++v)
             store(rows, first + r, panel * PANEL + (vector + v) * LANES, weight.num_out, out[r][v]);

@@ -755,7 +755,8 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
                 const uint16_t* x = own_rows.x + row * own_rows.x_stride;
                 if (!weight.rounds_rows) return T::copy(x, weight.num_in, to + row * size);
                 with_form(weight.form, [&](auto form) {
-                    round_row<decltype(form)>(x, blocks_of(weight), to + row * size);
+                    using F = decltype(form);
+                    round_row<F>(x, blocks_of(weight), reinterpret_cast<ByteBlock<F>*>(to + row * size));
                 });
             }, 16);
             to += own_rows.num_rows * size;
