@@ -7,20 +7,12 @@
 
 // What a form's quants are as bytes from 0 to MOST, and what counts as 0 of those.
 template <class F>
-struct ByteQuants {  // of 4 bits
-    static constexpr int ZERO = F::IS_FLOAT ? 12 : F::ZERO, MOST = F::IS_FLOAT ? 24 : 15;
+struct ByteQuants {
+    static constexpr int ZERO = F::IS_FLOAT ? 12 : F::ZERO, MOST = F::IS_FLOAT ? 24 : (1 << F::BITS) - 1;
 };
 template <>
 struct ByteQuants<Q8_0> {
     static constexpr int ZERO = 128, MOST = 255;
-};
-template <>
-struct ByteQuants<Q5_K> {
-    static constexpr int ZERO = 0, MOST = 31;
-};
-template <>
-struct ByteQuants<Q6_K> {
-    static constexpr int ZERO = 32, MOST = 63;
 };
 
 // A row's blocks in words: bytes, in the order in which `byte_quants` takes them; the scale; of each group what its
@@ -41,9 +33,9 @@ template <class F>
 void round_row(const uint16_t* x, int64_t num_blocks, ByteBlock<F>* block) {
     uint8_t order[16];  // of each byte, the input of 16
     for (int k = 0; k < 16; ++k) {
-        constexpr int INPUTS = F::BITS == 4 ? 8 : 4;  // of a word of quants
+        constexpr int INPUTS = 2 * F::LOAD_PAIRS;  // of a word of quants
         const int bit = bit_of<F>(k % INPUTS);
-        order[k / INPUTS * INPUTS + (F::BITS == 4 ? bit % 8 : 0) + bit / 8] = k;
+        order[k / INPUTS * INPUTS + bit % 8 + bit / 8] = k;
     }
     for (const ByteBlock<F>* end = block + num_blocks; block < end; ++block, x += BLOCK) {
         uint16_t most = 0;  // in bits, of which those of no number are more than any number's
@@ -68,12 +60,11 @@ void round_row(const uint16_t* x, int64_t num_blocks, ByteBlock<F>* block) {
     }
 }
 
-// The j-th four quants of each output in a load.
+// The j-th four quants of each output in a load, of which there are 4 or 8.
 template <class F>
-inline Words byte_quants(Words load, int j) {
-    if constexpr (F::BITS == 8)
-        return ByteQuants<F>::ZERO ? sum_of_bytes(load, same_words(ByteQuants<F>::ZERO * 0x01010101u)) : load;
-    const Words quants = both(j ? shifted_right(load, 4) : load, same_words(0x0f0f0f0f));
+inline Words byte_quants(const Loaded& loaded, int load, int j) {
+    if constexpr (F::BITS == 8) return sum_of_bytes(loaded.low, same_words(ByteQuants<F>::ZERO * 0x01010101u));
+    const Words quants = bytes_of<F>(loaded, load * 2 * F::LOAD_PAIRS + 2 * j);
     if constexpr (F::IS_FLOAT) {
         alignas(16) uint8_t values[16];
         for (int i = 0; i < 16; ++i) values[i] = F::value_of(i) + ByteQuants<F>::ZERO;
@@ -87,13 +78,15 @@ template <class F, int R, int V>
 inline void multiply_bytes(const uint8_t* block, int64_t num_blocks, const Inputs& inputs, int64_t first, int vector,
                            Floats (*totals)[V]) {
     using Sum = ByteSum<ByteQuants<F>::MOST>;
-    constexpr int GROUP_LOADS = F::LOADS / F::GROUPS, PARTS = F::BITS == 4 ? 2 : 1, STEPS = GROUP_LOADS * PARTS;
+    constexpr int GROUP_LOADS = F::LOADS / F::GROUPS, PARTS = F::LOAD_PAIRS / 2, STEPS = GROUP_LOADS * PARTS;
     const ByteBlock<F>* x[R];
     for (int r = 0; r < R; ++r) {
         x[r] = reinterpret_cast<const ByteBlock<F>*>(inputs.row(first + r));
         for (int v = 0; v < V; ++v) totals[r][v] = zeros();
     }
+    Shared<F> shared;
     for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES) {
+        shared.read(block, b);
         Floats of_block[R][V];
 #pragma GCC unroll 2
         for (int g = 0; g < F::GROUPS; ++g) {
@@ -104,12 +97,12 @@ inline void multiply_bytes(const uint8_t* block, int64_t num_blocks, const Input
                     sums[r][v].begin(F::HAS_MINIMUM ? zero_words() : same_words(x[r][b].sums[g]));
 #pragma GCC unroll 8
             for (int load = 0; load < GROUP_LOADS; ++load) {
-                Words loads[V];
+                Loaded loads[V];
                 for (int v = 0; v < V; ++v) loads[v] = load_quants<F>(block, vector + v, g * GROUP_LOADS + load);
 #pragma GCC unroll 2
                 for (int j = 0; j < PARTS; ++j) {
                     Words quants[V];
-                    for (int v = 0; v < V; ++v) quants[v] = byte_quants<F>(loads[v], j);
+                    for (int v = 0; v < V; ++v) quants[v] = byte_quants<F>(loads[v], g * GROUP_LOADS + load, j);
                     const int step = load * PARTS + j;
 #pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
@@ -120,9 +113,9 @@ inline void multiply_bytes(const uint8_t* block, int64_t num_blocks, const Input
             }
 #pragma GCC unroll 2
             for (int v = 0; v < V; ++v) {
-                const Floats scale = load_scales<F>(block, F::SCALES_AT, g, vector + v);
+                const Floats scale = shared.scale(block, g, vector + v);
                 Floats minimum;
-                if constexpr (F::HAS_MINIMUM) minimum = load_scales<F>(block, F::MINIMUMS_AT, g, vector + v);
+                if constexpr (F::HAS_MINIMUM) minimum = shared.minimum(block, g, vector + v);
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
                     const Floats sum = converted(sums[r][v].words);
@@ -163,7 +156,7 @@ ByteTile byte_tile_of(int num_rows, std::integer_sequence<int, R...>) {
 template <class F>
 void byte_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int64_t panel) {
     constexpr int V = BYTE_VECTORS, MOST = BYTE_SUMS / V;
-    const uint8_t* blocks = weight.panels + panel * blocks_of(weight) * F::BLOCK_BYTES;
+    const uint8_t* blocks = weight.panels + panel * F::panel_bytes(blocks_of(weight));
     const int64_t num_tiles = (rows.num_rows + MOST - 1) / MOST;
     for (int vector = 0; vector < VECTORS; vector += V)
         for (int64_t tile = 0; tile < num_tiles; ++tile) {

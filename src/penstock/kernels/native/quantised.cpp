@@ -146,17 +146,21 @@ inline Words moved_right(Words x, int bits) {
     return bits > 0 ? shifted_right(x, bits) : bits < 0 ? shifted_left(x, -bits) : x;
 }
 
+// Input k of a block of less than 8 bits, and those that are bytes apart from it, as bytes.
+template <class F>
+inline Words bytes_of(const Loaded& loaded, int k) {
+    const Words low = both(moved_right(loaded.low, bit_of<F>(k) % 8), same_words(0x0f0f0f0f));
+    if constexpr (F::EXTRA_BITS == 0) return low;
+    const uint32_t mask = F::EXTRA_BITS == 1 ? 0x10101010 : 0x30303030;
+    return either(low, both(moved_right(loaded.extra, extra_bit<F>(k) % 8 - 4), same_words(mask)));
+}
+
 // Input k of a block, one of those in `loaded`, as floats; but for the zero.
 template <class F>
 inline Floats bits_of(const Loaded& loaded, int k) {
     const int bit = bit_of<F>(k);
     if constexpr (F::BITS == 8) return converted(shifted_signed(shifted_left(loaded.low, 24 - bit), 24));
-    Words bytes = both(moved_right(loaded.low, bit % 8), same_words(0x0f0f0f0f));  // of inputs that are bytes apart
-    if constexpr (F::EXTRA_BITS > 0) {
-        const uint32_t mask = F::EXTRA_BITS == 1 ? 0x10101010 : 0x30303030;
-        bytes = either(bytes, both(moved_right(loaded.extra, extra_bit<F>(k) % 8 - 4), same_words(mask)));
-    }
-    const Words quant = byte_of(bytes, bit / 8);
+    const Words quant = byte_of(bytes_of<F>(loaded, k), bit / 8);
     if constexpr (F::IS_FLOAT) {
         float values[16];
         for (int i = 0; i < 16; ++i) values[i] = F::value_of(i);
