@@ -11,10 +11,17 @@ _ROOT = Path("/")
 # Either names the processors of a core; the second is what older systems call it.
 _SIBLINGS = ("core_cpus_list", "thread_siblings_list")
 _AMX_FLAGS = frozenset(("amx_tile", "amx_bf16"))
+AMX = "amx"  # of the sets below
 # Sets of instructions that the native kernels are compiled for, the best first, with what a processor must have.
 _AVX2 = ("avx2", "fma", "f16c")
 _AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
-INSTRUCTION_SETS = {"avx512_bf16": (*_AVX512, "avx512_vnni", "avx512_bf16"), "avx512": _AVX512, "avx2": _AVX2}
+_AVX512_BF16 = (*_AVX512, "avx512_vnni", "avx512_bf16")
+INSTRUCTION_SETS = {
+    AMX: (*_AVX512_BF16, *sorted(_AMX_FLAGS), "amx_int8"),
+    "avx512_bf16": _AVX512_BF16,
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+}
 ISA_VARIABLE = "PENSTOCK_ISA"
 _ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _ONEDNN_NO_LIMIT = ("", "ALL", "DEFAULT")

@@ -1,5 +1,7 @@
 """Products with weights in a file's blocks, against the same weights dequantised by the gguf package."""
 
+from functools import cache
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,7 @@ from penstock.kernels.quantised import (
     QuantisedWeight,
     quantise,
 )
+from tests.kernels.emulated import use_emulated_amx
 
 NUM_OUT, NUM_IN = 200, 512
 MOST_ROWS = 700
@@ -35,19 +38,33 @@ FOUR_BITS = (Q4_0, Q4_1, Q4_K, MXFP4)
 HALF_STEP = 2**-8
 
 
-def _products() -> NativeProducts:
-    try:
-        products = NativeKernels().quantised
-    except NativeUnavailableError as error:
-        pytest.skip(f"the native kernels cannot be had: {error}")
-    if products is None:
-        pytest.skip("the processor has no bfloat16 products")
+@cache
+def _kernels(on_amx: bool) -> NativeKernels:
+    with pytest.MonkeyPatch.context() as patch:
+        if on_amx:
+            use_emulated_amx(patch)
+        try:
+            return NativeKernels()
+        except NativeUnavailableError as error:
+            pytest.skip(f"the native kernels cannot be had: {error}")
+
+
+def _products(on_amx: bool) -> NativeProducts:
+    products = _kernels(on_amx).quantised
+    assert products is not None
     return products
 
 
-@pytest.fixture(scope="module")
-def products() -> NativeProducts:
-    return _products()
+@pytest.fixture(params=[False, True], ids=["", "amx"])
+def kernels(request: pytest.FixtureRequest) -> NativeKernels:
+    """Of this processor, and of one with AMX."""
+    return _kernels(request.param)
+
+
+@pytest.fixture
+def products(kernels: NativeKernels) -> NativeProducts:
+    assert kernels.quantised is not None
+    return kernels.quantised
 
 
 def random_blocks(form: BlockForm, num_out: int, num_in: int) -> Tensor:
@@ -155,10 +172,13 @@ def test_products_of_many_rows_are_those_of_bfloat16(
     check_near(ours, x.double() @ rounded.T, 2**4 * x.double().abs() @ rounded.abs().T)
 
 
+@pytest.mark.parametrize("on_amx", [False, True])
 @pytest.mark.parametrize("is_canonical", [False, True])
 @given(st.data())
-def test_a_row_is_the_same_in_any_number_of_rows_and_place(is_canonical: bool, data: st.DataObject) -> None:
-    products = _products()
+def test_a_row_is_the_same_in_any_number_of_rows_and_place(
+    is_canonical: bool, on_amx: bool, data: st.DataObject
+) -> None:
+    products = _products(on_amx)
     form = data.draw(st.sampled_from(FORMS))
     most_rows = MOST_ROWS if is_canonical else most_few_rows(form)
     num_rows = data.draw(st.integers(1, most_rows))
@@ -251,27 +271,25 @@ def test_quantised_to_the_nearest(form: BlockForm, steps: int) -> None:
     assert bool(((again - groups).abs() <= allowed).all())
 
 
-def test_the_probe_measures_them(products: NativeProducts) -> None:
+def test_the_probe_measures_them(kernels: NativeKernels) -> None:
     shapes = ProbeShapes(
         (ProductShape(96, 256, form="Q4_1"), ProductShape(64, 544, bias=True, form="Q8_0")),
         *(6, 2, 16, 96, (1088,), 16),
         ProductShape(300, 512, form="Q6_K"),
     )
-    result = measure(NativeKernels(), shapes, torch.bfloat16, torch.device("cpu"))
+    result = measure(kernels, shapes, torch.bfloat16, torch.device("cpu"))
     assert (result.row_floor, result.head_holds, result.same_bits) == (1, True, True)
 
 
 def test_the_probe_sees_where_they_do_not_hold(
-    products: NativeProducts, monkeypatch: pytest.MonkeyPatch
+    kernels: NativeKernels, products: NativeProducts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     linear = products.linear
 
     def uneven(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, is_canonical: bool) -> Tensor:
         return linear(x, weight, bias, is_canonical and x.shape[0] >= 6)
 
-    kernels = NativeKernels()
-    assert kernels.quantised is not None
-    monkeypatch.setattr(kernels.quantised, "linear", uneven)
+    monkeypatch.setattr(products, "linear", uneven)
     shapes = ProbeShapes(
         (ProductShape(96, 576, form="Q4_1"),), 6, 2, 16, 96, (1088,), 16, ProductShape(64, 96)
     )

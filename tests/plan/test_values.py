@@ -24,7 +24,6 @@ NUMBERS = {
     "0.2": "step_time.SURPRISE",
     "0.25": "sizing.SLIVER",
     "0.5": "sizing.DECODE_GAP_S",
-    "0.7": "settings._WEIGHTS_SHARE",
     "1": """
         admission.WindowRoom.num_sequences batch_scheduler.BatchScheduler.depth grids.RowLaw.row_floor
         memory.ActivationModel.largest_chunk.grid memory.ActivationModel.smallest_budget.grid

@@ -135,9 +135,8 @@ class LLM:
     the family, else transformers', if the family was tried with it; without it `PENSTOCK_MODEL_IMPL` applies.
 
     `weights` says how matrices lie in memory: "auto" leaves them as quantised as the file has them where the kernels
-    can compute with that, or takes bfloat16 where the processor has AMX and the machine the memory; "int8" and "int4"
-    quantise them, "bf16" and "f32" do not; without it `PENSTOCK_WEIGHTS` applies, else "auto". `weights` says
-    afterwards what was taken, and why.
+    can compute with that; "int8" and "int4" quantise them, "bf16" and "f32" do not; without it `PENSTOCK_WEIGHTS`
+    applies, else "auto". `weights` says afterwards what was taken, and why.
 
     `activations`, "plain" or "int8", says how rows go into products with quantised weights. "int8" rounds them to 8
     bits, by group of 32, on a processor with native kernels: prompts are read faster, and answers are a little less

@@ -15,10 +15,10 @@ import typer
 from penstock.errors import MemoryExhaustedError, ModelError, SettingError
 from penstock.frontends import options, plan_stages
 from penstock.frontends.exits import reported
-from penstock.machine import has_fast_bfloat16, instruction_set, memory_bytes, processor_flags
+from penstock.machine import has_fast_bfloat16, instruction_set, processor_flags
 from penstock.plan import format_bytes
 from penstock.plan.grids import EXPERT_PLACES
-from penstock.plan.memory import WeightBits, weight_bytes
+from penstock.plan.memory import WeightBits
 from penstock.plan.model import ModelConfig
 from penstock.plan.pipeline import Link
 from penstock.plan.prompt_plan import Plan, make_plan
@@ -145,8 +145,8 @@ def plan(
             computed = str(device_kind(place).dtype(computed)).removeprefix("torch.")
         known = read_model(model)
         kept = known.settled(asked, computed, place)
-        workspace = workspace_for(known.config, expected_workspace(place))
         bits = known.bits(kept.name, computed, place)
+        workspace = workspace_for(known.config, expected_workspace(place, has_blocks=bits is not None))
         if bits is not None and kept.name != "fp8" and workspace.kernels == "cuda":
             # Gate and up, in bfloat16.
             largest = 2 * known.config.intermediate_size * known.config.hidden_size
@@ -219,12 +219,7 @@ class PlannedModel:
         is_host = device_kind(device).is_host
         if self.bits("auto", dtype, device) is None:
             return setting if is_host else settle_without_blocks(setting, dtype)
-        return settle_weights(
-            setting,
-            fast_bfloat16=is_host and has_fast_bfloat16(processor_flags()),
-            bfloat16_bytes=weight_bytes(self.config, 2),
-            memory_bytes=memory_bytes(),
-        )
+        return settle_weights(setting)
 
     def bits(self, weights: str, dtype: str, device: "torch.device") -> WeightBits | None:
         """What weights take that are kept in this way; None where they are of the dtype."""
@@ -288,8 +283,9 @@ def _from_hugging_face(name: str) -> Path | None:
         ) from error
 
 
-def expected_workspace(device: "torch.device") -> Workspace:
-    """Of the kernels that would be chosen on this machine, as far as can be told without building any."""
+def expected_workspace(device: "torch.device", *, has_blocks: bool = False) -> Workspace:
+    """Of the kernels that would be chosen on this machine for weights that are quantised or plain, as far as can be
+    told without building any."""
     import torch
 
     from penstock.kernels.interface import select_kernels
@@ -297,7 +293,8 @@ def expected_workspace(device: "torch.device") -> Workspace:
     num_threads = resolve_threads().within(torch.get_num_threads())
     kind = _expected_kernels(device)
     if kind != "cuda":
-        places = 0 if kind != "native" or has_fast_bfloat16(processor_flags()) else EXPERT_PLACES
+        are_torchs = not has_blocks and has_fast_bfloat16(processor_flags())
+        places = 0 if kind != "native" or are_torchs else EXPERT_PLACES
         return Workspace(kind, num_threads=num_threads, expert_places=places)
     kernels = select_kernels(device)
     return Workspace(

@@ -33,7 +33,6 @@ from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, ApartNorms, ExpertMLP, NoBlock
 from penstock.layers.norm import Norm
 from penstock.layers.recurrent import Recurrent, SideBySide
-from penstock.machine import has_fast_bfloat16, memory_bytes, processor_flags
 from penstock.models.decoder import Decoder, DecoderLayer, Mixer
 from penstock.models.source import WeightSource, check_source
 from penstock.models.weights import (
@@ -53,7 +52,6 @@ from penstock.models.weights import (
     weight_table,
 )
 from penstock.plan.grids import whole_lanes
-from penstock.plan.memory import weight_bytes
 from penstock.plan.model import DeltaNetConfig, ShortConvConfig
 from penstock.plan.settings import (
     QUANTISED_WEIGHTS,
@@ -198,12 +196,7 @@ def settled_weights(
     if not takes_blocks or dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         return settle_without_blocks(setting, name, "bfloat16" if takes_blocks else "")
-    return settle_weights(
-        setting,
-        fast_bfloat16=is_host and kernels.activations == "plain" and has_fast_bfloat16(processor_flags()),
-        bfloat16_bytes=weight_bytes(source.config, dtype.itemsize),
-        memory_bytes=memory_bytes(),
-    )
+    return settle_weights(setting)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.sizing import DECODE_GAP_S, SizeRules
 from penstock.plan.stage_settings import StagesSetting, resolve_stages
-from penstock.plan.units import format_bytes, parse_bytes
+from penstock.plan.units import parse_bytes
 
 CHUNK_VARIABLE = "PENSTOCK_PREFILL_CHUNK"
 ALIGN_VARIABLE = "PENSTOCK_PREFILL_ALIGN"
@@ -44,8 +44,6 @@ MAX_THREADS = 1024
 _ACCEPTED_DEVICES = "auto, cpu, cuda, cuda:1 (and so on) or mps"
 # Settings of the libraries that compute, which they follow by themselves.
 _LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-# Weights in bfloat16 may take this share of the memory: the rest is for the cache, for activations, and for others.
-_WEIGHTS_SHARE = 0.7
 
 # Digits and nothing else: no sign, space, underscore or leading zero; short enough for any int conversion.
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
@@ -447,21 +445,9 @@ def resolve_activations(
     return found
 
 
-def settle_weights(
-    setting: WeightsSetting, *, fast_bfloat16: bool, bfloat16_bytes: int, memory_bytes: int | None
-) -> WeightsSetting:
-    """What `auto` is for a model whose file is quantised and whose weights take so much in bfloat16: that, where the
-    processor multiplies it much faster than it unpacks blocks (`fast_bfloat16`) and the machine has the memory."""
-    if setting.effective != "auto":
-        return setting
-    reason = "auto: as the file has them"
-    if not fast_bfloat16:
-        return replace(setting, reason=reason)
-    if memory_bytes is not None and bfloat16_bytes > _WEIGHTS_SHARE * memory_bytes:
-        reason += f", since {format_bytes(bfloat16_bytes)} of bfloat16 are too much for "
-        return replace(setting, reason=f"{reason}{format_bytes(memory_bytes)} of memory")
-    reason = "auto: bfloat16, which this processor multiplies fastest (AMX)"
-    return replace(setting, effective="bf16", reason=reason)
+def settle_weights(setting: WeightsSetting) -> WeightsSetting:
+    """What `auto` is for a model whose file is quantised, where kernels compute with its blocks."""
+    return replace(setting, reason="auto: as the file has them") if setting.effective == "auto" else setting
 
 
 def settle_without_blocks(setting: WeightsSetting, dtype: str, other_dtype: str = "") -> WeightsSetting:

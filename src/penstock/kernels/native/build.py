@@ -16,6 +16,7 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -30,7 +31,7 @@ import torch
 from penstock.files import read_plain
 from penstock.home import cache_home
 from penstock.kernels.interface import KernelsUnavailableError
-from penstock.machine import INSTRUCTION_SETS, instruction_set, processor_flags
+from penstock.machine import AMX, INSTRUCTION_SETS, instruction_set, processor_flags
 
 SOURCES = Path(__file__).parent
 # Products and sums are contracted nowhere but where the source says so: a row's bits must not depend on what the
@@ -45,11 +46,15 @@ _FLAGS = (
 )
 _COMPILERS = ("c++", "g++", "clang++")
 # By set of instructions, for any processor that has it.
+_AVX512_BF16 = ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16")
 _TARGETS = {
-    "avx512_bf16": ("-march=x86-64-v4", "-mavx512vnni", "-mavx512bf16"),
+    AMX: (*_AVX512_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+    "avx512_bf16": _AVX512_BF16,
     "avx512": ("-march=x86-64-v4",),
     "avx2": ("-march=x86-64-v3",),
 }
+# The system call by which a process asks to use tiles (arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
+_MAY_USE_TILES = (158, 0x1023, 18)
 # Of a start. Whoever compiles them by a command has more patience.
 _LONGEST_BUILD_S = 300.0
 _LONGEST_RETRY_S = 3600.0
@@ -72,10 +77,21 @@ class _BusyError(Exception):
 
 
 @functools.cache
-def native_library(is_retry: bool = False) -> ctypes.CDLL:
+def allows_tiles() -> bool:
+    """Whether the system lets this process use AMX's tiles: it has to be asked, once for all threads."""
+    return platform.machine() == "x86_64" and not ctypes.CDLL(None).syscall(
+        *map(ctypes.c_long, _MAY_USE_TILES)
+    )
+
+
+@functools.cache
+def native_library(is_retry: bool = False, *, with_tiles: bool = True) -> ctypes.CDLL:
     """The compiled kernels; built first if they are not there. A build that failed is not tried again before its
-    sources or its compiler change, or with `is_retry`."""
+    sources or its compiler change, or with `is_retry`. They use tiles where the processor has them and the system
+    allows it, unless they are to do without."""
     flags = processor_flags()
+    if not (with_tiles and allows_tiles()):
+        flags -= {*INSTRUCTION_SETS[AMX]} - {*INSTRUCTION_SETS["avx512_bf16"]}
     best = instruction_set(flags)
     if best is None:
         missing = [flag for flag in INSTRUCTION_SETS["avx2"] if flag not in flags]
@@ -179,10 +195,12 @@ def _locked(path: Path, wait_s: float) -> Iterator[None]:
         yield
 
 
-def _compile(compiler: list[str], path: Path, longest_s: float) -> str | None:
+def _compile(
+    compiler: list[str], path: Path, longest_s: float, names: Sequence[str] = ("*.cpp",)
+) -> str | None:
     """Compile in a folder of its own, then rename. Returns why it failed."""
     _log.info("compiling the native kernels for this machine, once; this takes a minute or so")
-    sources = [str(source) for source in sorted(SOURCES.glob("*.cpp"))]
+    sources = [str(source) for name in names for source in sorted(SOURCES.glob(name))]
     with tempfile.TemporaryDirectory(dir=path.parent, ignore_cleanup_errors=True) as folder:
         out, said = Path(folder) / path.name, Path(folder) / "said.txt"
         command = ["sh", "-c", _GROUP, "sh", *compiler, *_FLAGS, "-o", str(out), *sources]

@@ -6,6 +6,7 @@ Decodes of all sequences, and chunks beside them, are one call.
 
 import ctypes
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,14 +15,14 @@ from torch import Tensor
 from penstock.cache.tensors import KV
 from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.experts import GroupedExperts
-from penstock.kernels.native.build import native_library
+from penstock.kernels.native.build import allows_tiles, native_library
 from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.quantised import NativeLayers, NativeProducts
 from penstock.kernels.quantised import PACKED, DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, WrittenPlaces
 from penstock.kernels.threads import native_threads
-from penstock.machine import ISA_VARIABLE, has_fast_bfloat16, instruction_set, processor_flags
+from penstock.machine import AMX, ISA_VARIABLE, has_fast_bfloat16, instruction_set, processor_flags
 from penstock.plan.grids import EXPERT_PLACES, ROUNDED_BYTES, ROUNDED_ROWS, TILE
 from penstock.plan.model import ExpertsConfig
 from penstock.plan.step import KernelKind
@@ -76,6 +77,30 @@ class _HeadRows(ctypes.Structure):
     )
 
 
+def _instructions(library: ctypes.CDLL) -> str:
+    return Path(library._name).stem.split("-")[1]
+
+
+@cache
+def _is_right(library: ctypes.CDLL) -> bool:
+    """Whether it needs no proof, or has given it: its tiles may never have run on such a processor."""
+    return _instructions(library) != AMX or NativeProducts(library).are_right()
+
+
+def _why_lower(instructions: str) -> str | None:
+    """Why the library has not the best set of instructions that the processor has."""
+    best = instruction_set(processor_flags(), environ={})
+    if instructions == best:
+        return None
+    if instructions == instruction_set(processor_flags()):
+        return f"{ISA_VARIABLE}={instructions} keeps them from {best}, which the processor has"
+    if not allows_tiles():
+        return f"the system does not let this process use the tiles of {best}: {instructions} runs"
+    return (
+        f"products by the tiles of {best} are wrong on this processor, please report it: {instructions} runs"
+    )
+
+
 class NativeKernels(TorchKernels):
     """What the library has no code for (other dtypes and head sizes) and products with plain weights are torch's."""
 
@@ -87,16 +112,15 @@ class NativeKernels(TorchKernels):
     def __init__(self, tile_size: int = TILE, row_slab: int = 0) -> None:
         super().__init__(tile_size, row_slab)
         library = native_library()
+        if not _is_right(library):
+            library = native_library(with_tiles=False)
+        self._library = library
         self.libraries = Path(library._name).stem  # stands for its instructions, its sources and its compiler
-        self.instructions = self.libraries.split("-")[1]
-        best = instruction_set(processor_flags(), environ={})
-        if self.instructions != best:
-            self.slower = (
-                f"{ISA_VARIABLE}={self.instructions} keeps them from {best}, which the processor has"
-            )
+        self.instructions = _instructions(library)
+        self.slower = _why_lower(self.instructions)
         products = NativeProducts(library)
         self.quantised = products if products.is_available else None
-        has_bfloat16 = self.instructions == "avx512_bf16" and not has_fast_bfloat16(processor_flags())
+        has_bfloat16 = self.instructions in (AMX, "avx512_bf16") and not has_fast_bfloat16(processor_flags())
         self._packs_bfloat16 = self.quantised is not None and has_bfloat16
         self._can_attend: dict[tuple[torch.dtype, int, int], bool] = {}
         self._attend = library.penstock_attend
@@ -155,7 +179,7 @@ class NativeKernels(TorchKernels):
     def dense_layers(self, layers: Sequence[DenseLayer]) -> NativeLayers | None:
         if self.quantised is None or not self.can_attend(torch.bfloat16, layers[0].heads.head_dim):
             return None
-        return NativeLayers(native_library(), layers)
+        return NativeLayers(self._library, layers)
 
     def stacks_experts(self, dtype: torch.dtype, activation: ElementWise | None = None) -> bool:
         if self.quantised is None or dtype != torch.bfloat16 or activation is not None:
@@ -184,7 +208,7 @@ class NativeKernels(TorchKernels):
         down: Sequence[QuantisedWeight],
         choice_bias: Tensor | None = None,
     ) -> GroupedExperts:
-        return NativeExperts(native_library(), config, tuple(gate_up), tuple(down), choice_bias)
+        return NativeExperts(self._library, config, tuple(gate_up), tuple(down), choice_bias)
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         if self.quantised is None or not isinstance(embedding, QuantisedWeight):

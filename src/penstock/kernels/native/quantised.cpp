@@ -14,6 +14,11 @@
 
 #include "calls.h"
 
+#if defined(__AMX_BF16__) || defined(PENSTOCK_EMULATED_AMX)
+#define PENSTOCK_TILES
+#include "amx.h"
+#endif
+
 namespace penstock {
 namespace {
 
@@ -695,6 +700,58 @@ const uint32_t (*word_panels(const Weight& weight, int64_t panel, int64_t count)
     return panels;
 }
 
+#ifdef PENSTOCK_TILES
+
+static_assert(T::STEP == 2 && LANES == 16, "tiles are of pairs of inputs, and of a vector's outputs");
+
+// R times `height` rows from `first` on, by all panels. Tiles 0 to 3 have sums, 4 and 5 rows, 6 and 7 weights.
+template <int R>
+void multiply_in_tiles(const uint32_t (*panels)[PANEL], int64_t count, int height, const Weight& weight, const Rows& rows,
+                       const Inputs& inputs, const int64_t* first, int64_t first_out) {
+    const int64_t num_pairs = weight.num_in / 2, row_stride = inputs.stride * 4;
+    for (int64_t panel = 0; panel < count; ++panel, panels += num_pairs, first_out += PANEL) {
+        tiles::zero<0>(), tiles::zero<1>();
+        if constexpr (R == 2) tiles::zero<2>(), tiles::zero<3>();
+        for (int64_t pair = 0; pair < num_pairs; pair += BLOCK / 2) {
+            tiles::load<6>(panels[pair], sizeof *panels);
+            tiles::load<7>(panels[pair] + LANES, sizeof *panels);
+            tiles::load<4>(inputs.row(first[0]) + pair, row_stride);
+            tiles::dot<0, 4, 6>(), tiles::dot<1, 4, 7>();
+            if constexpr (R == 2) {
+                tiles::load<5>(inputs.row(first[1]) + pair, row_stride);
+                tiles::dot<2, 5, 6>(), tiles::dot<3, 5, 7>();
+            }
+        }
+        alignas(64) float sums[R][tiles::MOST_ROWS][PANEL];
+        tiles::store<0>(sums[0][0], sizeof sums[0][0]), tiles::store<1>(sums[0][0] + LANES, sizeof sums[0][0]);
+        if constexpr (R == 2)
+            tiles::store<2>(sums[1][0], sizeof sums[1][0]), tiles::store<3>(sums[1][0] + LANES, sizeof sums[1][0]);
+        for (int r = 0; r < R; ++r)
+            for (int row = 0; row < height; ++row)
+                for (int at = 0; at < PANEL; at += LANES)
+                    store(rows, first[r] + row, first_out + at, weight.num_out, load_floats(&sums[r][row][at]));
+    }
+}
+
+// All rows by panels. A row's sums have one order wherever it is in a tile: where fewer rows are left than a tile has,
+// it has some of those before again; and where there are fewer in all, tiles are lower.
+void multiply_in_tiles(const uint32_t (*panels)[PANEL], int64_t count, const Weight& weight, const Rows& rows,
+                       const Inputs& inputs, int64_t first_out) {
+    const int height = std::min<int64_t>(tiles::MOST_ROWS, rows.num_rows);
+    tiles::Shapes shapes;
+    for (int tile : {0, 1, 2, 3, 4, 5}) shapes.set(tile, height, tiles::ROW_BYTES);
+    for (int tile : {6, 7}) shapes.set(tile, BLOCK / 2, tiles::ROW_BYTES);
+    tiles::configure(shapes);
+    for (int64_t start = 0; start < rows.num_rows; start += 2 * height) {
+        const int64_t last = rows.num_rows - height, first[] = {std::min(start, last), std::min(start + height, last)};
+        const auto multiply = start < last ? multiply_in_tiles<2> : multiply_in_tiles<1>;
+        multiply(panels, count, height, weight, rows, inputs, first, first_out);
+    }
+    tiles::release();  // so that the system need not keep them where it stops this thread
+}
+
+#endif
+
 // oneDNN sums up to 1024 inputs at a time; 512, where there are no more than 1024, or one row.
 int64_t summed_together(const Weight& weight, bool is_one_row) {
     if (weight.form != PACKED) return weight.num_in;
@@ -705,6 +762,10 @@ void many_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int
                bool is_one_row) {
     const Inner words{weight.num_in / T::STEP, summed_together(weight, is_one_row) / T::STEP};
     const auto* panels = word_panels(weight, panel, count);
+#ifdef PENSTOCK_TILES
+    if (weight.form != PACKED && weight.num_in % BLOCK == 0)
+        return multiply_in_tiles(panels, count, weight, rows, inputs, panel * PANEL);
+#endif
     switch (count) {
         case 1: return multiply_rows<1>(panels, words, rows, inputs, panel * PANEL, weight.num_out);
         case 2: return multiply_rows<2>(panels, words, rows, inputs, panel * PANEL, weight.num_out);

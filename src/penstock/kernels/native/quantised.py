@@ -137,6 +137,19 @@ class NativeProducts:
         )
         return out
 
+    def are_right(self) -> bool:
+        """Whether products of whole numbers are exact, as they are in any order of sums: from one row up, with more
+        panels than threads."""
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (
+            torch.randint(-8, 9, (size, 3 * GROUP), generator=generator).bfloat16() for size in (75, 1100)
+        )
+        exact, packed = (x.float() @ weight.float().T).bfloat16(), self.packed(weight)
+        return all(
+            torch.equal(self.linear(x[:count], packed, None, is_canonical=True), exact[:count])
+            for count in (1, 15, 16, 17, 32, 33, 75)
+        )
+
 
 def struct_of(weight: QuantisedWeight) -> WeightStruct:
     """What the library is told of a weight; it does not keep the weight's memory."""
