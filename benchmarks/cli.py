@@ -33,6 +33,10 @@ SUITES = {
         "implementations:IMPLEMENTATIONS",
         "a family by transformers' code, over Penstock's own",
     ),
+    "instructions": (
+        "instructions:INSTRUCTIONS",
+        "sets of instructions and forms of weights beside each other",
+    ),
     "windows": ("windows:WINDOWS", "attention of a layer with a window beside one without"),
     "start": ("start:START", "how soon there is progress, and what a loaded model occupies"),
     "sweep": ("sweep:SWEEP", "chunk sizes against prompt lengths"),

@@ -1,5 +1,6 @@
-"""The suites of single steps, of starting, and of chunk sizes, each run at a small size."""
+"""The suites of single steps, of starting, of chunk sizes and of instructions, each run at a small size."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 
 from benchmarks.harness import OURS, RATIOS
 from benchmarks.reading import FIRST_TOKEN, PREFILLING, TOTAL
-from benchmarks.suites import activations, decode, implementations, start, sweep, tools
+from benchmarks.suites import activations, decode, implementations, instructions, start, sweep, tools
 from benchmarks.suites.sweep import specs_of
 from benchmarks.systems import AUTO, Spec
 from penstock.kernels.interface import select_kernels
+from penstock.machine import instruction_set, processor_flags
 from tests.benchmarks.made_up import results_of, run
 
 SWEPT = "--chunks 0,32,auto --lengths 40,70 --repeats 3 --decode-tokens 2 --dtype float32 "
@@ -65,6 +67,27 @@ def test_a_family_runs_both_ways(tmp_path: Path) -> None:
         (system, name): number for name, number in (("chunk", 1), ("decode", 8)) for system in systems
     }
     assert [bar.limit for bar in results.bars] == [1.3, 1.7]
+
+
+def test_sets_of_instructions_take_turns(tmp_path: Path) -> None:
+    best = instruction_set(processor_flags())
+    if best is None:
+        pytest.skip("there are no native kernels for this processor")
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512, "head_dim": 32}
+    (tmp_path / "small.json").write_text(json.dumps({**instructions.SHAPES["qwen3-0.6b"], **sizes}))
+    forms = (f"{best}:Q8_0", f"{best}:Q4_K_M")
+    sizes_of_run = "--layers 1 --lengths 40 --decode-tokens 3 --repeats 1 --chunk 16"
+    arguments = ["instructions", "--shapes", str(tmp_path / "small.json"), "--systems", ",".join(forms)]
+    status, results = run([*arguments, *sizes_of_run.split()], tmp_path / "sets.json")
+    assert status == 0
+    assert len(results.facts) == 4
+    first, second = (form.replace(":", ", ") for form in forms)
+    for section in ("prefill", "decode"):
+        speeds = {figure.system: figure.values for figure in results.of(section)}
+        (ratio,) = [figure for figure in results.of(RATIOS) if figure.system.startswith(section)]
+        assert ratio.values[0] == pytest.approx(speeds[first][0] / speeds[second][0])
+    (over_file, _) = [figure for figure in results.of(instructions.WEIGHTS) if figure.name == "over the file"]
+    assert 1 <= over_file.median < 1.5
 
 
 def test_start_is_measured_in_fresh_processes(

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from penstock.errors import SettingError
-from penstock.kernels.quantised import Q4_K, Q4_Z, Q6_K, BlockForm
+from penstock.kernels.quantised import Q4_K, Q4_Z, Q6_K, Q8_0, BlockForm
 from penstock.models.hf.config import hf_model_config
 from penstock.models.reading import Fields
 from penstock.models.source import WeightSource
@@ -115,6 +115,10 @@ def _q4_k_m(name: str, num_layers: int) -> BlockForm:
     return Q6_K if is_more and kind in ("v_proj", "down_proj") else Q4_K
 
 
+def _q8_0(name: str, num_layers: int) -> BlockForm:
+    return Q8_0
+
+
 def _awq(name: str, num_layers: int) -> BlockForm | None:
     """All matrices of layers but routers."""
     return Q4_Z if name.startswith("model.layers.") and not name.endswith(".gate.weight") else None
@@ -122,9 +126,14 @@ def _awq(name: str, num_layers: int) -> BlockForm | None:
 
 Mixture = Callable[[str, int], BlockForm | None]
 # Of the forms in a file, by a tensor's name and the number of layers.
-MIXTURES: Mapping[str, Mixture] = {"Q4_K_M": _q4_k_m, "AWQ": _awq}
+MIXTURES: Mapping[str, Mixture] = {"Q4_K_M": _q4_k_m, "Q8_0": _q8_0, "AWQ": _awq}
 # Scales in float16, and where they lie in a block, for values of about the size of the others.
-_HALVES = {"Q4_K": (0, (1.4e-4, 1e-3)), "Q6_K": (208, (1.5e-5,)), "Q4_Z": (0, (4.3e-3, 7.5))}
+_HALVES = {
+    "Q4_K": (0, (1.4e-4, 1e-3)),
+    "Q6_K": (208, (1.5e-5,)),
+    "Q8_0": (0, (2.7e-4,)),
+    "Q4_Z": (0, (4.3e-3, 7.5)),
+}
 _BLOCK_ROWS = 512
 
 
