@@ -23,12 +23,11 @@ def readable_json(content: Any) -> str:
     return _FLAT_LIST.sub(lambda match: json.dumps(json.loads(match[0])), json.dumps(finite, indent=2)) + "\n"
 
 
-def replace_json(path: Path, content: Any, *, indent: int | None = None) -> None:
-    """Write JSON to a new file, then rename it to `path`: readers see the old file or the new one, whole. Creates the
-    folder. An `OSError` leaves the old file as it was."""
-    text = json.dumps(content, indent=indent) + "\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.stem}-", delete=False) as file:
+def replace_text(path: Path, text: str) -> None:
+    """Write a text to a new file, then rename it to `path`: readers see the old file or the new one, whole. An
+    `OSError` leaves the old file as it was."""
+    options: dict[str, Any] = {"dir": path.parent, "prefix": f".{path.stem}-", "delete": False}
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", **options) as file:
         try:
             file.write(text)
             file.close()
@@ -37,6 +36,12 @@ def replace_json(path: Path, content: Any, *, indent: int | None = None) -> None
             with suppress(OSError):
                 os.unlink(file.name)
             raise
+
+
+def replace_json(path: Path, content: Any, *, indent: int | None = None) -> None:
+    """The same of JSON. Creates the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, json.dumps(content, indent=indent) + "\n")
 
 
 def require_outputs(paths: Mapping[str, Path | None]) -> None:

@@ -1,6 +1,8 @@
 """`penstock chat`, in this process, on a tiny random model: lines in, answers out."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from penstock.engine.llm import LLM
+from penstock.errors import PromptError
 from penstock.frontends.chat import Talk
 from penstock.frontends.cli import app
 from penstock.frontends.display import Display
@@ -18,7 +21,7 @@ def llm(tiny_model: Path) -> LLM:
     return LLM(tiny_model, dtype="float32", threads=1)
 
 
-def talk(tiny_model: Path, text: str, *more: str, command: str = "chat") -> Result:
+def talk(tiny_model: Path, text: str | bytes, *more: str, command: str = "chat") -> Result:
     arguments = [
         command,
         str(tiny_model),
@@ -74,15 +77,64 @@ def test_documents_and_saved_conversations(tiny_model: Path, tmp_path: Path) -> 
         ("/load nowhere.json", "cannot be read"),
         ("/save /nowhere/x.json", "cannot be written"),
         ("/zorp", "/help"),
+        (b"hello \xff", "not UTF-8 text"),
         ("x" * 9000, "context"),
     ],
     ids=lambda value: str(value)[:12],
 )
-def test_what_goes_wrong_is_told_and_the_chat_goes_on(tiny_model: Path, line: str, said: str) -> None:
-    done = talk(tiny_model, f"{line}\nhello\n/exit\nnever\n")
+def test_what_goes_wrong_is_told_and_the_chat_goes_on(tiny_model: Path, line: str | bytes, said: str) -> None:
+    done = talk(tiny_model, (line if isinstance(line, bytes) else line.encode()) + b"\nhello\n/exit\nnever\n")
     assert done.exit_code == 0
     assert said in done.stderr
     assert done.stdout
+
+
+def test_files_without_an_end_are_refused(tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.frontends.answer.MAX_TEXT_BYTES", 1 << 20)
+    done = talk(tiny_model, "/file /dev/zero\n/load /dev/zero\nhello\n")
+    assert (done.exit_code, done.stderr.count("more than 1048576 bytes")) == (0, 2), done.stderr
+    assert done.stdout
+
+
+def test_a_command_that_is_interrupted_ends_no_chat(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt  # at a pipe that nobody writes to
+
+    monkeypatch.setattr("penstock.frontends.answer.read_text", interrupted)
+    done = talk(tiny_model, "/file x\nhello\n", "--quiet")
+    assert (done.exit_code, bool(done.stdout)) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("redirect", "status", "said"),
+    [
+        ("<&-", 0, ""),
+        ("0> /dev/null", 2, "Bad file descriptor"),
+        ("> /dev/full", 1, "cannot write to standard output"),
+    ],
+)
+def test_streams_that_cannot_be_used_are_no_traceback(
+    tiny_model: Path, redirect: str, status: int, said: str
+) -> None:
+    chat = f"{sys.executable} -m penstock chat {tiny_model} --threads 1 --max-tokens 2 {redirect}"
+    done = subprocess.run(chat, shell=True, input="hi\n", capture_output=True, text=True, timeout=300)
+    assert (done.returncode, said in done.stderr) == (status, True), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_conversation_that_cannot_be_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved, talk, told = tmp_path / "chat.json", Talk("Be brief."), Display()
+    talk._save(str(saved), told)
+    before = saved.read_text()
+    talk.messages = [{"role": "user", "content": "\udcff"}]  # no text, which shows when it is written
+    with pytest.raises(PromptError):
+        talk._save(str(saved), told)
+    assert saved.read_text() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["chat.json"]
 
 
 def test_what_is_no_conversation_is_refused(tiny_model: Path, tmp_path: Path) -> None:

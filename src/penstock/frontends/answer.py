@@ -1,6 +1,7 @@
 """From a prompt and a model's name to an answer on standard output: what the command line and the demo share."""
 
 import contextlib
+import errno
 import io
 import json
 import os
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from penstock.engine.llm import LLM, Prompt
     from penstock.plan import EngineSettings
     from penstock.plan.progress import Progress
+
+
+MAX_TEXT_BYTES = 256 << 20  # of a prompt, or a conversation: no model reads as much
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
@@ -53,13 +57,22 @@ def check_text(option: str, text: str) -> None:
             raise PromptError(f"{option} is not accepted: it is not UTF-8 text") from None
 
 
+def read_bytes(path: Path | None) -> bytes:
+    """What a file holds, or standard input; an `OSError` for what has no end."""
+    with contextlib.nullcontext(sys.stdin.buffer) if path is None else path.open("rb") as opened:
+        content = opened.read(MAX_TEXT_BYTES + 1)
+    if len(content) > MAX_TEXT_BYTES:
+        raise OSError(errno.EFBIG, f"it has more than {MAX_TEXT_BYTES} bytes")
+    return content
+
+
 def read_text(file: str, option: str = "--prompt-file") -> str:
     """A file's text, as it is; of `-`, standard input's."""
     name = "standard input" if file == "-" else f"{option} {shortened(file)}"
     if file == "-" and sys.stdin is None:
         raise PromptError("standard input is closed: give --prompt or --prompt-file")
     try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).expanduser().read_bytes()
+        content = read_bytes(None if file == "-" else Path(file).expanduser())
     except FileNotFoundError:
         raise PromptError(f"{name}: there is no such file") from None
     except IsADirectoryError:

@@ -1,7 +1,9 @@
 """The commands `penstock chat` and `penstock run`: a conversation in the terminal."""
 
 import contextlib
+import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from penstock.frontends import options
-from penstock.frontends.exits import reported
+from penstock.frontends.exits import OutputError, reported
 
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
@@ -69,6 +71,8 @@ def chat(
         check_text("--system", system or "")
         settings = options.engine_settings({**given, "reuse_tokens": _REUSE_TOKENS})
         talk = Talk(system)
+        if isinstance(sys.stdin, io.TextIOWrapper):  # a line that is no text is told of, and ends nothing
+            sys.stdin.reconfigure(errors="surrogateescape")
         if load is not None:
             talk.load(load)
         display = make_display(quiet)
@@ -107,13 +111,21 @@ class Talk:
 
     def read(self) -> str | None:
         """The next message or command; None at the end."""
+        from penstock.errors import PromptError
+
         lines: list[str] = []
         is_fenced = False
         while True:
             try:
+                if sys.stdin is None:
+                    raise EOFError
                 line = input("> " if self.is_typed and not lines and not is_fenced else "")
             except EOFError:
                 return "\n".join(lines) if lines else None
+            except BrokenPipeError:  # of what the prompt goes to
+                raise
+            except OSError as error:
+                raise PromptError(f"standard input cannot be read: {error.strerror or error}") from None
             except KeyboardInterrupt:
                 print(file=sys.stderr)
                 lines, is_fenced = [], False
@@ -132,12 +144,14 @@ class Talk:
     def take(self, line: str, llm: "LLM", display: "Display", **request: Any) -> None:
         """A command, or a message, which is answered. What goes wrong is told, and the chat goes on."""
         from penstock.errors import PenstockError
-        from penstock.frontends.answer import answer
+        from penstock.frontends.answer import answer, check_text
 
         command, _, rest = line.strip().partition(" ")
         try:
+            check_text("the message", line)
             if command in _COMMANDS:
-                _COMMANDS[command](self, rest.strip(), display)
+                with contextlib.suppress(KeyboardInterrupt):  # of a file that has no end, say
+                    _COMMANDS[command](self, rest.strip(), display)
                 return
             if command.startswith("/") and command[1:].isalpha():
                 display.note(f"there is no {command}: /help tells what there is")
@@ -157,14 +171,17 @@ class Talk:
                 return
             self._document = None
             self.messages = [*turn, {"role": "assistant", "content": result.text}]
+        except OutputError:  # nobody would see what follows
+            raise
         except PenstockError as error:
             display.note(str(error))
 
     def load(self, path: str) -> None:
         from penstock.errors import PromptError
+        from penstock.frontends.answer import read_bytes
 
         try:
-            saved = json.loads(Path(path).expanduser().read_text())
+            saved = json.loads(read_bytes(Path(os.path.expanduser(path))))
             messages = [
                 {"role": str(each["role"]), "content": str(each["content"])} for each in saved["messages"]
             ]
@@ -176,10 +193,15 @@ class Talk:
 
     def _save(self, path: str, display: "Display") -> None:
         from penstock.errors import PromptError
+        from penstock.files import replace_text
 
         try:
+            target = Path(os.path.expanduser(path))
             content = json.dumps({"messages": self.messages}, ensure_ascii=False, indent=1)
-            Path(path).expanduser().write_text(content)
+            if target.is_file() or not target.exists():
+                replace_text(target.resolve(), content)
+            else:  # a pipe, say
+                target.write_text(content)
         except (OSError, ValueError) as error:
             raise PromptError(
                 f"{path} cannot be written: {getattr(error, 'strerror', None) or error}"
