@@ -121,6 +121,14 @@ def test_what_is_no_http_is_a_bad_request(few: Running) -> None:
     assert b'"code": "invalid_http"' in told
 
 
+def test_who_sends_headers_without_end_sees_why(few: Running) -> None:
+    with open_sockets(few.port, 1, HALF_HEAD + b"X-Much: " + b"a" * (1 << 18)) as (client,):
+        told = read_all(client)
+    assert told.startswith(b"HTTP/1.1 400")
+    assert told.count(b"HTTP/1.1 400") == 1
+    assert b"64 KiB" in told
+
+
 def test_there_are_fewer_places_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (100, 256, 1024, 1 << 20):
         monkeypatch.setattr(connections, "_num_descriptors", lambda limit=limit: limit)

@@ -177,7 +177,8 @@ class Connection(H11Protocol):
     def __init__(self, config: uvicorn.Config, *args: Any, **options: Any) -> None:
         super().__init__(config, *args, **options)
         self._all: Connections = config.app.state.connections  # type: ignore[union-attr]
-        self._is_served = True
+        self._is_served = True  # not refused at once
+        self._is_over = False  # what comes is read and thrown away, until the client has seen why
         self.heard_at = self._begun_at = time.monotonic()
         self._num_pauses = 0  # of writing, and their ends
         # Of a client on this machine, and its server's, as the system writes them.
@@ -200,7 +201,7 @@ class Connection(H11Protocol):
         self._is_served = self._all.admit(self)
         if not self._is_served:
             self.transport = transport
-            self._write_error(
+            self._refuse(
                 ApiError(
                     503,
                     f"{self._all.room.max_served} clients are connected, as many as may be: try again later",
@@ -208,8 +209,6 @@ class Connection(H11Protocol):
                     headers={"Retry-After": "1"},
                 )
             )
-            with suppress(OSError):  # it may be gone
-                transport.write_eof()
             return
         super().connection_made(transport)
         if self.client and self.server and self.server[1] is not None:
@@ -221,7 +220,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard_at = time.monotonic()
-        if self._is_served:
+        if self._is_served and not self._is_over:
             super().data_received(data)
 
     def eof_received(self) -> None:
@@ -246,12 +245,12 @@ class Connection(H11Protocol):
         super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
-        self._write_error(ApiError(400, "the request is not HTTP/1.1", code="invalid_http"))
-        self.transport.close()
+        message = "the request is not HTTP/1.1, or its headers are more than 64 KiB"
+        self._refuse(ApiError(400, message, code="invalid_http"))
 
     def look(self, now: float, num_taken: int, num_left: int) -> None:
         """Hang up where the client has had its time. It took so many bytes, and so many are there for it."""
-        if not self._is_served:
+        if self._is_over:
             if now - self._begun_at > _REFUSAL_S:
                 self.reset()
         elif self._is_stalled(now, num_taken, num_left):
@@ -295,6 +294,14 @@ class Connection(H11Protocol):
             return num_acked, num_unsent + num_queued
         except (ImportError, AttributeError, OSError, struct.error):
             return (self._num_pauses << 40) - num_unsent, num_unsent
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer, and let the client read it before the connection is closed."""
+        self._is_over = True
+        self._begun_at = time.monotonic()
+        self._write_error(error)
+        with suppress(OSError):  # it may be gone
+            self.transport.write_eof()
 
     def _write_error(self, error: ApiError) -> None:
         """An answer without the application's help."""
