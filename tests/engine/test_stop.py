@@ -17,7 +17,7 @@ def test_stream_equals_cut_text(text: str, stops: list[str], data: st.DataObject
     """Pieces come a character at a time or longer; the first end of a stop string decides."""
     matcher = StopMatcher(stops)
     out, position, seen = "", 0, ""
-    while position < len(text) and not matcher.has_stopped:
+    while position < len(text) and not matcher.found:
         size = data.draw(st.integers(1, 5))
         seen += text[position : position + size]
         out += matcher.push(text[position : position + size])
@@ -25,10 +25,11 @@ def test_stream_equals_cut_text(text: str, stops: list[str], data: st.DataObject
         # What was given out is never taken back, and what is held back could still begin a stop string.
         assert seen.startswith(out)
         held = seen[len(out) :]
-        assert matcher.has_stopped or any(stop.startswith(held) for stop in stops) or not held
+        assert matcher.found or any(stop.startswith(held) for stop in stops) or not held
     out += matcher.finish()
-    assert matcher.has_stopped == any(stop in seen for stop in stops)
-    if matcher.has_stopped:
+    assert (matcher.found is not None) == any(stop in seen for stop in stops)
+    if matcher.found:
+        assert seen[len(out) :].startswith(matcher.found)
         assert out == seen[: min(seen.find(stop) for stop in stops if stop in seen)]
     else:
         assert out == text
@@ -43,4 +44,4 @@ def test_bad_stops(stop: Any) -> None:
 def test_a_single_string_is_one_stop() -> None:
     matcher = StopMatcher("ab")
     assert matcher.push("xxabyy") == "xx"
-    assert matcher.has_stopped
+    assert matcher.found == "ab"

@@ -159,6 +159,47 @@ def test_what_responses_refuse(server: Running, fields: Any) -> None:
     assert reply.error["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("responses", {"n": 2}, "n"),
+        ("messages", {"n": 2}, "n"),
+        ("responses", {"max_output_tokens": 0}, "max_output_tokens"),
+        ("messages", {"stop_sequences": [1]}, "stop_sequences[0]"),
+        ("responses", {"input": 5}, "input"),
+        ("responses", {"input": []}, "input"),
+        ("responses", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
+        ("messages", {"messages": [{"role": "user", "content": ["x"]}]}, "messages[0].content[0]"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "content"),
+        ("messages", {"system": [{"type": "image"}]}, "system"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_called_as_the_client_calls_it(
+    server: Running, path: str, fields: Any, param: str
+) -> None:
+    body = {"input": "x"} if path == "responses" else {"messages": [{"role": "user", "content": "x"}]}
+    reply = server.ask("POST", f"/v1/{path}", {**body, **fields})
+    assert (reply.status, reply.json["error"]["param"]) == (400, param), reply.body
+
+
+def test_an_answer_that_is_one_has_no_more_beside_it(server: Running) -> None:
+    fields = {
+        "n": 1,
+        "max_tokens": 2,
+        "prompt_logprobs": 1,
+        "return_token_ids": True,
+        "return_progress": True,
+    }
+    for path, body in (
+        ("responses", {"input": "x"}),
+        ("messages", {"messages": [{"role": "user", "content": "x"}]}),
+    ):
+        reply = server.ask("POST", f"/v1/{path}", {**body, **fields})
+        told = reply.headers["x-penstock-ignored"]
+        assert (reply.status, told) == (200, "prompt_logprobs, return_token_ids, return_progress")
+
+
 def test_what_responses_ignore_or_hold_to(server: Running) -> None:
     reply = server.ask(
         "POST",
@@ -235,7 +276,7 @@ def test_a_loop_by_anthropic_s_messages(server: Running) -> None:
     ]
     with scripted(server.service.llm, "It rains."):
         second = client.messages.create(messages=messages, **asked)
-        stopped = client.messages.create(messages=messages, stop_sequences=["rains"], **asked)
+        stopped = client.messages.create(messages=messages, stop_sequences=["snows", "rains"], **asked)
     assert (second.content[0].text, second.stop_reason) == ("It rains.", "end_turn")
     read, cached = second.usage.input_tokens, second.usage.cache_read_input_tokens
     assert cached >= 0.9 * (read + cached)
@@ -264,6 +305,22 @@ def test_what_messages_refuse(server: Running, fields: Any) -> None:
     reply = server.ask("POST", "/v1/messages", body)
     assert (reply.status, reply.json["type"]) == (400, "error")
     assert reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_tools_of_anthropic_s_own_are_told(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
+    own = {"type": "bash_20250124", "name": "bash"}
+    custom = {"type": "custom", "name": "f", "input_schema": {"type": "object"}}
+    reply = server.ask("POST", "/v1/messages", {**body, "tools": [own, custom]})
+    assert (reply.status, reply.headers["x-penstock-ignored"]) == (200, "tools.bash_20250124")
+
+
+def test_a_schema_of_an_answer_by_either_name(server: Running) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 9}
+    wanted = {"type": "json_schema", "schema": {"type": "boolean"}}
+    for fields in ({"output_format": wanted}, {"output_config": {"format": wanted}}):
+        reply = server.ask("POST", "/v1/messages", {**body, **fields})
+        assert reply.json["content"][0]["text"] in ("true", "false"), reply.body
 
 
 def test_any_of_the_tools(server: Running) -> None:

@@ -51,8 +51,14 @@ def test_a_completion_whole_and_streamed(server: Running, llm: LLM) -> None:
         whole = server.ask("POST", "/completion", {**body, **more, "stop": ["wo"]}).json
         streamed = server.ask("POST", "/completion", {**body, **more, "stop": ["wo"], "stream": True}).events
         several = server.ask("POST", "/completion", {**body, "prompt": ["a", [98]], "n_predict": 3}).json
+        either = server.ask("POST", "/completion", {**body, "stop": ["zero", "two"]}).json
     assert (whole["content"], whole["stop_type"], whole["stopping_word"]) == ("one t", "word", "wo")
     assert (whole["tokens_evaluated"], whole["tokens_predicted"], whole["stop"]) == (3, 7, True)
+    with scripted(llm, "one two"):
+        asked = {**body, "n_predict": 2, "stream": True, "return_progress": True}
+        begun = server.ask("POST", "/completion", asked).events[0]
+    assert (begun["prompt_progress"]["processed"], begun["content"], begun["stop"]) == (3, "", False)
+    assert (either["content"], either["stop_type"], either["stopping_word"]) == ("one ", "word", "two")
     assert llm.tokenizer.decode(whole["tokens"]) == "one two"
     assert [len(each["top_logprobs"]) for each in whole["completion_probabilities"]] == [2] * 7
     timings = whole["timings"]

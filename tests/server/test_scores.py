@@ -136,5 +136,6 @@ def test_embeddings_by_the_client(server: Running, llm: LLM) -> None:
         assert each.embedding == pytest.approx(llm.embed(text), abs=1e-6)
     last = server.ask("POST", "/v1/embeddings", {"input": [list(b"abc")], "pooling": "last"}).json
     assert last["data"][0]["embedding"] == llm.embed(list(b"abc"), pooling="last")
+    assert server.ask("POST", "/embeddings", {"input": "a", "cache_salt": ""}).error["param"] == "cache_salt"
     refused = server.ask("POST", "/embeddings", {"input": "a", "dimensions": 3})
     assert (refused.status, refused.error["param"]) == (400, "dimensions")

@@ -200,6 +200,23 @@ def test_what_is_wrong_about_tools_is_said(server: Running, name: str) -> None:
     assert reply.error["message"]
 
 
+@pytest.mark.parametrize("schema", [{"type": "array"}, {"type": "string"}, {"const": 5}], ids=str)
+def test_arguments_that_are_no_object_are_refused(told: Running, schema: Any) -> None:
+    reply = told.chat(tools=tools_with(schema), tool_choice="required", max_tokens=60)
+    assert (reply.status, reply.error["param"]) == (400, "tools")
+    assert "start:" not in reply.error["message"]  # rules that the client never saw
+    assert (
+        told.chat(tools=tools_with(schema), max_tokens=2).headers["x-penstock-ignored"] == "tools.parameters"
+    )
+
+
+def test_arguments_that_may_be_more_are_an_object(told: Running) -> None:
+    schema = {"anyOf": [{"enum": [{"a": 1}]}, {"type": "integer"}]}
+    reply = told.chat(tools=tools_with(schema), tool_choice="required", max_tokens=200)
+    (call,) = reply.json["choices"][0]["message"]["tool_calls"][:1]
+    assert json.loads(call["function"]["arguments"]) == {"a": 1}
+
+
 def test_a_schema_that_cannot_be_held_to_is_told(told: Running) -> None:
     many = [{"type": "string", "pattern": f"a.{{{n}}}b"} for n in range(10)]
     reply = told.chat(tools=tools_with({"properties": {"a": {"allOf": many}}}), max_tokens=2)

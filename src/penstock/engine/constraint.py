@@ -389,7 +389,7 @@ def _limits() -> "LLParserLimits":
 
 def _reason(message: str) -> str:
     """The library's message in one line, without places in a grammar that the user never saw."""
-    message = re.split(r"\n\s+1 \| |\n<", message)[0]
+    message = re.split(r"\n\s+\d+ \| |\n<", message)[0]
     message = re.sub(r"^at \d+\(\d+\): ", "", message)
     message = re.sub(r"^failed to (compile JSON schema|parse \"%json\"): ", "", message)
     if message.startswith("NoExtension"):

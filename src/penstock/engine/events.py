@@ -289,6 +289,7 @@ class Finished:
     queue_s: float  # from its arrival to its first step
     prefill_s: float  # from its first step to its first token, the steps of others in between included
     decode_s: float  # from its first token to its last
+    stop: str | None = None  # the stop string that ended the answer
     vector: Sequence[float] | None = None  # of the prompt, where it was asked for
 
 

@@ -185,10 +185,15 @@ class CallGrammar:
         raise AssertionError(f"{mark!r} is no mark")
 
     def _rule_of(self, schema: Any) -> str:
-        """A tool's arguments; of literals without the bracket that they begin with."""
-        if self._form.tags is None and self._form.literals is None:
-            return self._counted(json_rule(schema, is_lenient=True))
+        """A tool's arguments, which are an object; of literals without the bracket that they begin with."""
         schema_text(schema)
+        kinds = schema.get("type", "object")
+        if "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+            raise SettingError(
+                "json_format", ..., because=f"arguments are an object, and not of type {kinds!r:.40}"
+            )
+        if self._form.tags is None and self._form.literals is None:
+            return self._counted(json_rule({**schema, "type": "object"}, is_lenient=True))
         check_counts(schema)
         if self._form.tags is None:
             try:

@@ -185,7 +185,7 @@ class Job:
             text = text if self.num_generated < self.request.sampling.min_tokens else self._stops.push(text)
         is_whole = self._constraint is not None and self._constraint.is_finished
         reason: FinishReason | None = None
-        if is_end or self._stops.has_stopped or is_whole:
+        if is_end or self._stops.found is not None or is_whole:
             reason = "stop"
         elif self.num_generated >= self.request.max_tokens:
             reason = "length"
@@ -204,6 +204,7 @@ class Job:
             queue_s=started - self._arrived_s,
             prefill_s=first - started,
             decode_s=(self._last_token_s or first) - first,
+            stop=self._stops.found if reason == "stop" else None,
             vector=self.rows.vector if isinstance(self.rows, PooledRows) and reason == "length" else None,
         )
 

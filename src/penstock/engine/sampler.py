@@ -351,22 +351,21 @@ class StopMatcher:
                 raise SettingError("stop", stop, "strings of at least one character")
         self._searches = [_Search(stop) for stop in stop_strings(stops)]
         self._held = ""
-        self.has_stopped = False
+        self.found: str | None = None
 
     def push(self, text: str) -> str:
         """Add text; returns what is now known to come before any stop string."""
-        if self.has_stopped:
+        if self.found is not None:
             return ""
         if not self._searches:
             return text
         known, self._held = self._held + text, ""
         found = [
-            (start, search.length) for search in self._searches if (start := search.push(text)) is not None
+            (start, search.wanted) for search in self._searches if (start := search.push(text)) is not None
         ]
         if found:
-            self.has_stopped = True
-            start, length = min(found)
-            return known[: len(known) - len(text) + start + (length if self._includes else 0)]
+            start, self.found = min(found)
+            return known[: len(known) - len(text) + start + (len(self.found) if self._includes else 0)]
         num_held = max(search.num_matched for search in self._searches)
         self._held = known[len(known) - num_held :]
         return known[: len(known) - num_held]
@@ -381,23 +380,22 @@ class _Search:
     """One string in a text that comes in pieces, as Knuth, Morris and Pratt look for it."""
 
     def __init__(self, wanted: str) -> None:
-        self._wanted = wanted
+        self.wanted = wanted
         # For each beginning of the string, the length of the longest shorter one that it ends with.
         self._shorter = [0]
         for index in range(1, len(wanted)):
             self._shorter.append(self._extend(self._shorter[index - 1], wanted[index]))
         self.num_matched = 0  # the text so far ends with so many of the string's first characters
-        self.length = len(wanted)
 
     def push(self, text: str) -> int | None:
         """Where in this piece the string begins, below 0 if that is before it, once it has come to its end."""
         for index, character in enumerate(text):
             self.num_matched = self._extend(self.num_matched, character)
-            if self.num_matched == len(self._wanted):
-                return index + 1 - len(self._wanted)
+            if self.num_matched == len(self.wanted):
+                return index + 1 - len(self.wanted)
         return None
 
     def _extend(self, num_matched: int, character: str) -> int:
-        while num_matched and self._wanted[num_matched] != character:
+        while num_matched and self.wanted[num_matched] != character:
             num_matched = self._shorter[num_matched - 1]
-        return num_matched + (self._wanted[num_matched] == character)
+        return num_matched + (self.wanted[num_matched] == character)

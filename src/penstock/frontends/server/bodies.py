@@ -11,9 +11,10 @@ from pydantic import (
     PlainValidator,
     model_validator,
 )
-from pydantic_core import from_json
+from pydantic_core import PydanticCustomError, from_json
 
 from penstock.engine.events import AnswerFormat, Grammar, JsonFormat
+from penstock.errors import SettingError, assigned
 from penstock.frontends.server.conversation import (
     MAX_TOOLS,
     ChosenTool,
@@ -64,6 +65,8 @@ _ALIASES = {
 Prompt = str | list[int | str]  # a text, ids, or texts and ids in a row
 Tokens = Annotated[int, Field(ge=1, le=MAX_INT)]
 Id = Annotated[int, Field(ge=0, le=MAX_INT)]
+# An empty one would share with all who have none, which is hardly what its sender wants.
+Salt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)]
 Word = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARACTERS)]
 _PROMPT_KINDS = (
     "give a text, a list of texts, a list of token ids (texts may be among them), or a list of such lists"
@@ -106,7 +109,7 @@ def _no_limit(value: object) -> object:
 def _seed(value: object) -> object:
     """-1 is any; other numbers below 0 are numbers, too."""
     value = _no_limit(value)
-    is_below = isinstance(value, int) and not isinstance(value, bool) and -MAX_SEED <= value < 0
+    is_below = isinstance(value, int) and not isinstance(value, bool) and -MAX_SEED - 1 <= value < 0
     return value % (MAX_SEED + 1) if is_below else value  # type: ignore[operator]
 
 
@@ -208,8 +211,13 @@ class StructuredOutputs(Part):
 
 def _only_one(*formats: tuple[str, Any, Callable[[Any], AnswerFormat | None]]) -> AnswerFormat | None:
     """What the one that is given makes of itself."""
-    made = [(name, make(value)) for name, value, make in formats if value is not None]
-    given = [(name, wanted) for name, wanted in made if wanted is not None]
+    given: list[tuple[str, AnswerFormat]] = []
+    for name, value, make in formats:
+        try:
+            wanted = None if value is None else make(value)
+        except SettingError as error:
+            raise wrong(name, error.message(lambda _, value, name=name: assigned(name, value))) from None
+        given += [] if wanted is None else [(name, wanted)]
     if len(given) > 1:
         raise wrong(given[1][0], f"{given[1][0]} contradicts {given[0][0]}: give one of them")
     return given[0][1] if given else None
@@ -256,8 +264,7 @@ class GenerationBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_progress: bool | None = None
-    # An empty one would share with all who have none, which is hardly what its sender wants.
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARACTERS)] | None = None
+    cache_salt: Salt | None = None
     # Accepted, without effect.
     user: str | None = None
     metadata: Annotated[dict[str, Any] | None, at_most(MAX_ENTRIES)] = None
@@ -353,12 +360,24 @@ class TalkBody(GenerationBody):
 
     @model_validator(mode="after")
     def _is_a_conversation(self) -> Self:
-        self.conversation()
+        try:
+            self.conversation()
+        except PydanticCustomError:  # it names what is wrong
+            raise
+        except ValueError as error:
+            raise wrong(self.prompt_param, str(error)) from None
         return self
 
     def about(self) -> dict[str, Any]:
         """What an answer says of its request."""
         return {}
+
+
+class BlockBody(TalkBody):
+    """One whose answer is a single one, made of blocks that have no place for more."""
+
+    unsupported: ClassVar[Unsupported] = {**TalkBody.unsupported, "n": ("several answers here", (1,))}
+    without = frozenset({"n", "prompt_logprobs", "return_token_ids", "return_progress", "stream_options"})
 
 
 class ChatBody(TalkBody):
@@ -367,7 +386,7 @@ class ChatBody(TalkBody):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: Annotated[list[Tool] | None, BeforeValidator(known_tools), at_most(MAX_TOOLS)] = None
+    tools: Annotated[list[Tool] | None, known_tools("function"), at_most(MAX_TOOLS)] = None
     tool_choice: ToolChoice | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
@@ -129,19 +130,20 @@ class Tool(Part):
     type: Literal["function"] | None = None
 
 
-def known_tools(value: object, info: ValidationInfo) -> object:
+def known_tools(own_kind: str) -> BeforeValidator:
     """Those of types that this server has no use for, such as searching the web, are ignored."""
-    ignored: Ignored = info.context or STRICT
-    if not isinstance(value, list) or ignored.is_strict:
-        return value
-    known = []
-    for tool in value:
-        kind = tool.get("type") if isinstance(tool, dict) else None
-        if isinstance(kind, str) and kind != "function":
+
+    def known(value: object, info: ValidationInfo) -> object:
+        ignored: Ignored = info.context or STRICT
+        if not isinstance(value, list) or ignored.is_strict:
+            return value
+        kinds = [tool.get("type") if isinstance(tool, dict) else None for tool in value]
+        others = [isinstance(kind, str) and kind != own_kind for kind in kinds]
+        for kind in compress(kinds, others):
             ignored.add(f"tools.{kind}")
-        else:
-            known.append(tool)
-    return known
+        return [tool for tool, is_other in zip(value, others, strict=True) if not is_other]
+
+    return BeforeValidator(known)
 
 
 ToolChoice = Annotated[

@@ -9,7 +9,7 @@ from pydantic import PlainValidator
 
 from penstock.engine.events import TokenGenerated
 from penstock.engine.prompt_rows import Pooling
-from penstock.frontends.server.bodies import Prompt, prompts_of
+from penstock.frontends.server.bodies import Prompt, Salt, prompts_of
 from penstock.frontends.server.parts import Body, Unsupported
 from penstock.frontends.server.responses import Answer
 
@@ -27,7 +27,7 @@ class EmbeddingBody(Body):
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     pooling: Pooling | None = None
-    cache_salt: str | None = None
+    cache_salt: Salt | None = None
     # Accepted, without effect.
     user: str | None = None
 

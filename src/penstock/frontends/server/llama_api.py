@@ -5,11 +5,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, PlainValidator
 
-from penstock.engine.events import Finished, TokenGenerated
+from penstock.engine.events import Finished, PromptProgress, TokenGenerated
 from penstock.errors import SettingError
 from penstock.frontends.server.bodies import Biases, CompletionBody, Prompt, prompts_of
 from penstock.frontends.server.parts import Part, at_most
-from penstock.frontends.server.responses import Answer, ChatLogprobs, sent, to_json
+from penstock.frontends.server.responses import Answer, ChatLogprobs, prompt_progress, sent, to_json
 from penstock.models.text.tokenizer import Tokenizer
 
 # Marks of what comes before the gap, what comes after it, and where the filling begins, as families call them.
@@ -86,6 +86,15 @@ class NativeAnswer(Answer):
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
         async for index, event, pieces in self._parts():
+            if isinstance(event, PromptProgress) and self._prepared.returns_progress:
+                progress = prompt_progress(event.progress)
+                yield {
+                    "index": index,
+                    "content": "",
+                    "stop": False,
+                    "tokens": [],
+                    "prompt_progress": progress,
+                }
             text = "".join(getattr(piece, "text", "") for piece in pieces)
             if isinstance(event, TokenGenerated) or (isinstance(event, Finished) and text):
                 own = [event] if isinstance(event, TokenGenerated) else []
@@ -111,11 +120,10 @@ class NativeAnswer(Answer):
         return told
 
     def _last_part(self, index: int) -> dict[str, Any]:
-        end, request = self._ends[index], self._prepared.requests[index]
+        end = self._ends[index]
         assert end is not None
         usage = end.usage
         num_read = usage.prompt_tokens - usage.cached_tokens
-        stops = request.stop if end.reason == "stop" and not self._was_end[index] else ()
         return {
             "index": index,
             "stop": True,
@@ -125,8 +133,8 @@ class NativeAnswer(Answer):
             "tokens_cached": usage.prompt_tokens + usage.completion_tokens,
             "truncated": False,
             "has_new_line": "\n" in self._turns[index].text,
-            "stop_type": "limit" if end.reason == "length" else "word" if stops else "eos",
-            "stopping_word": stops[0] if len(stops) == 1 else "",
+            "stop_type": "limit" if end.reason == "length" else "word" if end.stop else "eos",
+            "stopping_word": end.stop or "",
             "timings": {
                 "cache_n": usage.cached_tokens,
                 **_timing("prompt", num_read, end.prefill_s),

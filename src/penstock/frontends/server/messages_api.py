@@ -3,17 +3,18 @@
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from penstock.engine.events import AnswerFormat, JsonFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
-from penstock.frontends.server.bodies import TalkBody
+from penstock.frontends.server.bodies import BlockBody
 from penstock.frontends.server.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
     Conversation,
     Function,
     Name,
+    known_tools,
     text_of,
     thinking,
 )
@@ -29,7 +30,7 @@ class _Tool(Part):
     name: Name
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    type: str | None = None
+    type: Literal["custom"] | None = None
 
     def plain(self) -> dict[str, Any]:
         return Function(name=self.name, description=self.description, parameters=self.input_schema).plain()
@@ -94,28 +95,32 @@ class _OutputConfig(Part):
     format: _OutputFormat | None = None
 
 
-class MessagesBody(TalkBody):
+def _system(value: object) -> object:
+    """A text, also of a list of blocks."""
+    if not isinstance(value, list):
+        return value
+    texts = (text_of([block]) for block in value)
+    return "\n".join(text for text in texts if not text.startswith(_BILLING))
+
+
+class MessagesBody(BlockBody):
     prompt_param = "messages"
     own_names: ClassVar[dict[str, str]] = {"stop_sequences": "stop"}
 
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True), at_most(MAX_MESSAGES)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: Annotated[list[_Tool] | None, at_most(MAX_TOOLS)] = None
+    system: Annotated[str | None, BeforeValidator(_system)] = None
+    tools: Annotated[list[_Tool] | None, known_tools("custom"), at_most(MAX_TOOLS)] = None
     tool_choice: _Choice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
+    output_format: _OutputFormat | None = None  # an older name
 
     def answer_format(self) -> AnswerFormat | None:
-        if self.output_config is not None and self.output_config.format is not None:
-            return JsonFormat(self.output_config.format.schema_)
-        return super().answer_format()
+        wanted = (self.output_config and self.output_config.format) or self.output_format
+        return super().answer_format() if wanted is None else JsonFormat(wanted.schema_)
 
     def conversation(self) -> Conversation:
-        system = self.system if isinstance(self.system, str) else ""
-        if isinstance(self.system, list):
-            texts = (text_of([block]) for block in self.system)
-            system = "\n".join(text for text in texts if not text.startswith(_BILLING))
-        messages = [{"role": "system", "content": system}] if system else []
+        messages = [{"role": "system", "content": self.system}] if self.system else []
         for message in (plain for each in self.messages for plain in each.plain()):
             # Templates know one system message, the first.
             is_late = message["role"] == "system" and messages
@@ -128,7 +133,7 @@ class MessagesBody(TalkBody):
         continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
         return Conversation(
             messages,
-            [tool.plain() for tool in self.tools or () if tool.input_schema is not None],
+            [tool.plain() for tool in self.tools or ()],
             "auto" if choice is None else names.get(choice.type, choice.type),
             choice is not None and choice.type == "tool",
             choice is None or not choice.disable_parallel_tool_use,
@@ -189,16 +194,14 @@ class MessagesAnswer(BlockAnswer):
         return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": given}
 
     def _stop(self) -> dict[str, Any]:
-        request = self._prepared.requests[0]
-        stops = () if isinstance(request.json_format, JsonFormat) else request.stop
-        reason, found = "end_turn", None
+        end = self._ends[0]
+        stop = None if end is None or self._calls(0) else end.stop
+        reason = "stop_sequence" if stop else "end_turn"
         if self._calls(0):
             reason = "tool_use"
         elif self._reasons[0] == "length":
             reason = "max_tokens"
-        elif stops and self._last is not None and not self._is_end(0, self._last):
-            reason, found = "stop_sequence", stops[0] if len(stops) == 1 else None
-        return {"stop_reason": reason, "stop_sequence": found}
+        return {"stop_reason": reason, "stop_sequence": stop}
 
     def _usage(self) -> dict[str, Any]:
         cached = self._num_prompt_cached

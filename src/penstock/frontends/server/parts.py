@@ -73,6 +73,7 @@ class Part(BaseModel):
     unsupported: ClassVar[Unsupported] = {}
     own_names: ClassVar[Mapping[str, str]] = {}  # an API's own for what is known here by another
     aliases: ClassVar[Mapping[str, str]] = {}  # other servers', for those that are not strict
+    without: ClassVar[frozenset[str]] = frozenset()  # its base's, which it does not know
 
     @model_validator(mode="before")
     @classmethod
@@ -112,7 +113,7 @@ class Part(BaseModel):
 
 @cache
 def _names(kind: type[Part]) -> frozenset[str]:
-    return frozenset(field.alias or name for name, field in kind.model_fields.items())
+    return frozenset(field.alias or name for name, field in kind.model_fields.items()) - kind.without
 
 
 def _meant(kind: type[Part], name: str) -> str | None:
@@ -125,7 +126,7 @@ def _meant(kind: type[Part], name: str) -> str | None:
 
 
 def _squeezed(name: str) -> str:
-    return re.sub("[_-]", "", name.lower())
+    return re.sub("[_-]", "", name.lower()).removesuffix("s")
 
 
 def wrong(name: str, reason: str, code: str = "invalid_value") -> PydanticCustomError:
@@ -170,7 +171,9 @@ def parse(raw: bytes, kind: type[_Body], ignored: Ignored = STRICT) -> _Body:
     try:
         return kind.model_validate(value, context=ignored)
     except ValidationError as error:
-        raise _api_error(error.errors(include_url=False)[0]) from None
+        known = {**kind.aliases, **kind.own_names}
+        names = {known[name]: name for name in value if name in known}
+        raise _api_error(_first_of(error), names) from None
 
 
 def has_too_many_containers(raw: bytes) -> bool:
@@ -182,10 +185,21 @@ def has_too_many_containers(raw: bytes) -> bool:
     return sum(match[1] is not None for match in found) > MAX_CONTAINERS
 
 
-def _api_error(error: Mapping[str, Any]) -> ApiError:
+def _first_of(error: ValidationError) -> Mapping[str, Any]:
+    """What is wrong with the first parameter; of one that may be a text or a list, with what it is."""
+    first, *others = error.errors(include_url=False)
+    if first["loc"][-1:] == ("str",) and isinstance(first["input"], list):
+        alike = (other for other in others if other["loc"][: len(first["loc"]) - 1] == first["loc"][:-1])
+        return next(alike, first)
+    return first
+
+
+def _api_error(error: Mapping[str, Any], names: Mapping[str, str]) -> ApiError:
+    """`names` are a body's own for what is known here by others."""
     kind, context = str(error["type"]), error.get("ctx", {})
     reason = str(context.get("error", error["msg"])).replace("Input should", "it should")
-    param = _path((*error["loc"], context["name"]) if "name" in context else error["loc"])
+    place = (*error["loc"], context["name"]) if "name" in context else error["loc"]
+    param = _path((names.get(place[0], place[0]), *place[1:]) if place else place)
     match kind:
         case "missing":
             return ApiError(400, f"{param} is missing", code="missing_required_parameter", param=param)
@@ -204,7 +218,8 @@ def _api_error(error: Mapping[str, Any]) -> ApiError:
 
 def _path(location: tuple[int | str, ...]) -> str | None:
     """`messages[0].content`; None for the body itself."""
-    parts = (part for part in location if "[" not in str(part))  # but for types that it could be of
+    # But for types that it could be of.
+    parts = (part for part in location if "[" not in str(part) and part != "str")
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
     return shortened(path.removeprefix("."), 100) or None
 

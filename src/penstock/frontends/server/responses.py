@@ -248,13 +248,11 @@ class Answer:
         self._parsers = [prepared.parser() for _ in prepared.requests]
         self._turns = [Turn() for _ in prepared.requests]
         self._reasons: list[FinishReason] = ["stop"] * len(prepared.requests)
-        self._last: TokenGenerated | None = None
         self._num_answer = 0  # tokens of all choices
         self._num_thought = 0  # of them, tokens of thoughts
         self._num_cached = [0] * len(prepared.requests)
         self._scores: list[list[TokenLogprobs | None]] = [[] for _ in prepared.requests]  # of prompts
         self._ends: list[Finished | None] = [None] * len(prepared.requests)
-        self._was_end = [False] * len(prepared.requests)  # the last token was one that ends an answer
 
     async def whole(self, writer: ResponseWriter) -> Response:
         tokens: list[list[TokenGenerated]] = [[] for _ in self._turns]
@@ -307,8 +305,6 @@ class Answer:
                 case PromptScored():
                     self._scores[index] += event.logprobs
                 case TokenGenerated():
-                    self._last = event
-                    self._was_end[index] = self._is_end(index, event)
                     self._num_answer += 1
                     self._num_thought += parser.is_thinking
                     pieces = parser.push(event.text)
@@ -419,7 +415,7 @@ class OpenAIAnswer(Answer):
                 if self.has_prompts and (prepared.echoes or prepared.tells_ids):
                     yield self._beginning(index, writers[index])
             if isinstance(event, PromptProgress) and prepared.returns_progress:
-                progress = _prompt_progress(event.progress)
+                progress = prompt_progress(event.progress)
                 yield self._chunk(index, self._delta(None), prompt_progress=progress)
             logprobs: Logprobs = None
             if isinstance(event, TokenGenerated) and event.logprobs and not self._is_end(index, event):
@@ -548,7 +544,7 @@ class CompletionAnswer(OpenAIAnswer):
         return {"text": piece.text if isinstance(piece, Text) else ""}
 
 
-def _prompt_progress(progress: Progress) -> dict[str, int]:
+def prompt_progress(progress: Progress) -> dict[str, int]:
     return {
         "total": progress.num_tokens,
         "cache": progress.num_cached,

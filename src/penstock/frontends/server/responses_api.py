@@ -3,11 +3,11 @@
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from penstock.engine.events import AnswerFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
-from penstock.frontends.server.bodies import ResponseFormat, TalkBody
+from penstock.frontends.server.bodies import BlockBody, ResponseFormat
 from penstock.frontends.server.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -56,14 +56,14 @@ _REFUSED: Unsupported = {
 }
 
 
-class ResponsesBody(TalkBody):
+class ResponsesBody(BlockBody):
     prompt_param = "input"
-    unsupported: ClassVar[Unsupported] = {**TalkBody.unsupported, **_REFUSED}
+    unsupported: ClassVar[Unsupported] = {**BlockBody.unsupported, **_REFUSED}
     own_names: ClassVar[dict[str, str]] = {"max_output_tokens": "max_tokens"}
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1), at_most(MAX_MESSAGES)]
     instructions: str | None = None
-    tools: Annotated[list[_Tool] | None, BeforeValidator(known_tools), at_most(MAX_TOOLS)] = None
+    tools: Annotated[list[_Tool] | None, known_tools("function"), at_most(MAX_TOOLS)] = None
     tool_choice: ToolChoice | _Choice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
