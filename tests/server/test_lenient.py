@@ -270,6 +270,9 @@ def test_tokens_and_back(server: Running, llm: LLM) -> None:
     assert told["token_strs"][1] == [0xC3]
     ids = [token["id"] for token in told["tokens"]]
     assert server.ask("POST", "/detokenize", {"tokens": ids}).json["content"] == text
+    for name in ("add_special", "add_special_tokens"):
+        reply = server.ask("POST", "/tokenize", {"prompt": text, name: False})
+        assert "x-penstock-ignored" not in reply.headers
     for wrong in ([-1], [10**6], ["a"], 3, [True]):
         assert server.ask("POST", "/detokenize", {"tokens": wrong}).status == 400
     applied = server.ask("POST", "/apply-template", {"messages": [USER]}).json["prompt"]

@@ -84,6 +84,8 @@ def test_any_other_does_not(locked: Running, header: str | None) -> None:
         assert (reply.status, reply.error["code"]) == (401, "invalid_api_key"), path
         assert KEY not in reply.body.decode()
     assert locked.ask("POST", "/v1/completions", b"{", headers).status == 401
+    reply = locked.ask("POST", "/v1/messages", b"{", headers)
+    assert (reply.status, reply.json["type"]) == (401, "error")  # as its clients know errors
     for path in OPEN_PATHS:
         assert locked.ask("GET", path, headers=headers).status == 200
 

@@ -321,7 +321,7 @@ class Forwarded(Response):
             finally:
                 route.is_over = True
                 answer.cancel()  # where it has ended, nothing happens
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope["path"])(scope, receive, send)
 
 
 def _is_event_stream(begun: Message) -> bool:

@@ -430,6 +430,7 @@ class TokenizeBody(Body):
     tokens that begin a text: for a prompt it does, for other text not."""
 
     prompt_param = "content"
+    aliases: ClassVar[Mapping[str, str]] = {"add_special_tokens": "add_special"}  # vLLM's
 
     model: str | None = None
     content: str | None = None
@@ -448,7 +449,7 @@ class TokenizeBody(Body):
     def _is_one(self) -> Self:
         if sum(part is not None for part in (self.content, self.prompt, self.messages)) != 1:
             raise ValueError("give one of content, prompt and messages")
-        if self.messages is not None and self.add_special is not None:
+        if self.messages is not None and self.add_special:
             raise wrong(
                 "add_special", "add_special is not accepted with messages: the model's template has them"
             )

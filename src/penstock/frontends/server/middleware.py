@@ -25,7 +25,7 @@ from penstock.frontends.server.errors import (
     request_id,
 )
 from penstock.frontends.server.metrics import Telemetry
-from penstock.frontends.server.responses import JsonResponse, error_response
+from penstock.frontends.server.responses import error_response
 from penstock.frontends.server.settings import ServerSettings, is_loopback
 
 _ID_HEADER = "x-request-id"
@@ -35,8 +35,6 @@ _SANE_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 # They tell nothing of anybody's requests: the live page's own files, and whether the server is up.
 _OPEN_PATHS = ("/", "/health")
 _OPEN_FOLDER = "/page/"
-# Where errors say that they are some, as Anthropic's do.
-_MESSAGES = ("/v1/messages", "/messages")
 _SAFE_METHODS = ("GET", "HEAD", "OPTIONS")
 
 
@@ -58,21 +56,19 @@ def install(app: FastAPI, settings: ServerSettings, telemetry: Telemetry) -> Non
 
 
 async def _answer_error(request: Request, error: Exception) -> Response:
+    path = request.url.path
     match error:
         case ApiError():
-            if request.url.path.startswith(_MESSAGES):
-                content = {"type": "error", **error.content}
-                return JsonResponse(content, status_code=error.status, headers=error.headers)
-            return error_response(error)
+            return error_response(error, path)
         case PenstockError():
-            return error_response(as_api_error(error))
+            return error_response(as_api_error(error), path)
         case HTTPException():
-            return error_response(as_http_error(request.method, request.url.path, error))
+            return error_response(as_http_error(request.method, path, error), path)
         case RequestValidationError():  # of the query
             first = error.errors()[0]
             param = str(first["loc"][-1])
             message = f"{param} is not accepted: {first['msg']}"
-            return error_response(ApiError(400, message, code="invalid_value", param=param))
+            return error_response(ApiError(400, message, code="invalid_value", param=param), path)
     raise error
 
 
@@ -114,7 +110,7 @@ class RequestIds:
         except Exception as error:
             if has_started:  # uvicorn logs it and hangs up
                 raise
-            await error_response(internal(error))(scope, receive, send_on)
+            await error_response(internal(error), scope["path"])(scope, receive, send_on)
 
 
 class AccessControl:
@@ -142,7 +138,7 @@ class AccessControl:
                     self._check_origin(scope["method"], headers)
                 scope.setdefault("state", {})["tenant"] = tenant
         except ApiError as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 

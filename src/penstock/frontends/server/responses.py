@@ -101,6 +101,10 @@ def _joined(opening: str, items: Iterable[Iterable[str]], closing: str) -> Itera
     yield closing
 
 
+# Of Anthropic's API.
+_MESSAGES = ("/v1/messages", "/messages")
+
+
 class JsonResponse(JSONResponse):
     """JSON, whatever text is in it."""
 
@@ -108,8 +112,10 @@ class JsonResponse(JSONResponse):
         return to_json(content)
 
 
-def error_response(error: ApiError) -> Response:
-    return JsonResponse(error.content, status_code=error.status, headers=error.headers)
+def error_response(error: ApiError, path: str) -> Response:
+    """In OpenAI's shape; to Anthropic's clients it says that it is one."""
+    content = {"type": "error", **error.content} if path.startswith(_MESSAGES) else error.content
+    return JsonResponse(content, status_code=error.status, headers=error.headers)
 
 
 class ResponseWriter:
