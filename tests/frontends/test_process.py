@@ -94,6 +94,22 @@ def test_a_reader_that_goes_away_ends_it_quietly(start: Start) -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["cache", "ls", "--cache-dir", "/nowhere"]])
+def test_a_full_disk_is_a_line_whatever_is_written(arguments: list[str], unbuffered: str) -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", *arguments],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=TIMEOUT_S,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        )
+    (line,) = done.stderr.decode().splitlines()
+    assert (done.returncode, "No space left" in line) == (1, True), line
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
 def test_a_full_disk_is_one_line(start: Start) -> None:
     with open("/dev/full", "wb") as full:
         process = start("--prompt", "hello", "--max-tokens", "9", "--quiet", stdout=full)

@@ -1,6 +1,7 @@
 """How a command ends: its exit status, and the one line it says where something went wrong."""
 
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -27,6 +28,10 @@ MEANINGS = (
 
 # Settings that the engine calls otherwise than the commands' parameters.
 _SETTINGS = {"chunk_size": "chunk", "json_format": "json_schema"}
+
+
+# What a write ends with where there is no room.
+_FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO") if hasattr(errno, name)}
 
 
 class OutputError(PenstockError):
@@ -88,11 +93,15 @@ def run_main(command: Callable[[], object]) -> None:
     try:
         with on_signals([signal.SIGINT], interrupt):
             command()
-    except (Exception, KeyboardInterrupt):
-        if not is_interrupted:
-            raise
-        complain("interrupted")
-        raise SystemExit(INTERRUPTED) from None
+    except (Exception, KeyboardInterrupt) as error:
+        if is_interrupted:
+            complain("interrupted")
+            raise SystemExit(INTERRUPTED) from None
+        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+            complain(f"cannot write to standard output: {error.strerror}")
+            _discard(sys.stdout, sys.stderr)
+            raise SystemExit(FAILED) from None
+        raise
     finally:
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
