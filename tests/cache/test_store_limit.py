@@ -1,13 +1,23 @@
 """The folder stays within its limit, and what was unused for longest goes first."""
 
 import os
+import secrets
 import time
 from pathlib import Path
 
 import pytest
 
 from penstock.cache.store.file import FileKind, FileName
-from penstock.cache.store.folder import ModelFiles, StoredFile, clear_model, make_private, scan, touch
+from penstock.cache.store.folder import (
+    ModelFiles,
+    StoredFile,
+    check_owner,
+    clear_model,
+    make_private,
+    scan,
+    touch,
+    write_file,
+)
 from penstock.cache.store.limit import SizeLimit, eviction_order
 from tests.cache.storing import (
     HYBRID,
@@ -354,6 +364,35 @@ def test_folders_are_their_owners_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(NotADirectoryError):
         make_private(tmp_path / "file")
+
+
+def test_a_folder_is_of_whoever_runs_it_or_of_roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner = os.geteuid() or 1234
+    os.chown(tmp_path, owner, -1)
+    for user in (0, owner):
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        check_owner(tmp_path)
+        make_private(tmp_path)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    for look in (check_owner, make_private):
+        with pytest.raises(PermissionError):
+            look(tmp_path)
+    check_owner(Path("/"))  # root may exchange anything, anyway
+
+
+def test_nothing_is_written_into_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A temporary file has a name that nobody guesses; whoever did can still not say what is written to."""
+    monkeypatch.setattr(secrets, "token_hex", lambda _: "guessed")
+    theirs, path = tmp_path / "theirs", tmp_path / "file"
+    theirs.write_text("theirs")
+    for guess in (Path.hardlink_to, Path.symlink_to):
+        guess(link := tmp_path / f".tmp-{os.getpid()}-guessed", theirs)
+        with pytest.raises(FileExistsError):
+            write_file(path, [b"ours"])
+        link.unlink()
+    assert theirs.read_text() == "theirs"
+    write_file(path, [b"ours"])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["file", "theirs"]
 
 
 def test_a_models_folder_has_32_digits_of_its_fingerprint(tmp_path: Path) -> None:

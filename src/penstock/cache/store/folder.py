@@ -118,7 +118,7 @@ def write_file(path: Path, pieces: Sequence[bytes | memoryview], used_ns: int | 
     """Write a file whole or not at all, durably but for its name (`sync_folder`). OSError where that fails, and then
     nothing is left behind."""
     temporary = path.with_name(f"{_TEMPORARY}{os.getpid()}-{secrets.token_hex(8)}")
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         try:
             for piece in pieces:

@@ -38,10 +38,9 @@ class SizeLimit:
         is_due = time.monotonic() - self._scanned_s > _SCAN_S
         if is_due or self._since_scan > _SCAN_SHARE * self.max_bytes:
             self._scan()
-        if self.num_bytes + num_bytes <= self.max_bytes:
-            return True
-        goal_bytes = int(_ROOM_TO_LEAVE * self.max_bytes) - num_bytes
-        self._evict(self._scan(), goal_bytes, keep, (True, used_ns, -num_blocks))
+        if self.num_bytes + num_bytes > self.max_bytes:
+            goal_bytes = int(_ROOM_TO_LEAVE * self.max_bytes) - num_bytes
+            self._evict(self._scan(), goal_bytes, keep, (True, used_ns, -num_blocks))
         return self.num_bytes + num_bytes <= self.max_bytes
 
     def _scan(self) -> list[ModelFiles]:
