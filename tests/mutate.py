@@ -12,6 +12,7 @@ import argparse
 import ast
 import json
 import math
+import multiprocessing
 import os
 import random
 import re
@@ -45,6 +46,9 @@ LAYERS = ("plan", "cache", "engine")
 GPU_FILES = ("graphs/chunk.py", "graphs/recording.py")  # which `python -m tests.gpu` enters alone
 BAR = 0.85  # of the mutants are to be caught
 TIMEOUT = 124  # the exit status of a run with a test that hangs
+# Libraries that take seconds to load, and are in no way what is tested.
+PRELOADED = ["hypothesis", "numpy", "pytest", "torch", "transformers.models.auto.modeling_auto"]
+FIRST_FILES = 4  # of tests, which are collected before the others
 
 OPERATORS: dict[type[ast.AST], tuple[str, tuple[str, ...]]] = {
     ast.Lt: ("<", ("<=", ">=")),
@@ -156,8 +160,8 @@ class _Sites:
             case ast.BoolOp(op, values):
                 for before, after in pairwise(values):
                     yield self._operator(op, before, after)
-            case ast.UnaryOp(ast.Not(), operand):
-                yield self._change(self._start(node), self._start(operand), "")
+            case ast.UnaryOp(ast.Not()):
+                yield self._change(self._start(node), self._start(node) + len("not "), "")
             case ast.Call(ast.Name(name) as called) if name in CALLS:
                 yield self._change(self._start(called), self._end(called), CALLS[name])
             case ast.Constant(bool() as value):
@@ -268,6 +272,8 @@ class Tests:
             "MUTATE_ORDER": str(self._order),
         }
         self._environment.pop("PYTHONDONTWRITEBYTECODE", None)
+        self._processes = multiprocessing.get_context("forkserver")
+        self._processes.set_forkserver_preload(PRELOADED)
 
     def trace(self, output: Path, jobs: int) -> Traced:
         """Runs all of them. Those that fail when they are watched, and when they are not, are left out."""
@@ -282,7 +288,7 @@ class Tests:
         hook.unlink()
         if not output.exists():
             raise SystemExit(f"no test was run: {failed}")
-        if failed and (failed := self._run(failed)):
+        if failed and (failed := self._run_forked(failed)):
             print(*(f"fails without a fault, and is left out: {name}" for name in failed), sep="\n")
         return Traced(output, failed)
 
@@ -296,29 +302,70 @@ class Tests:
         self._num_runs += 1
         os.utime(path, (self._num_runs, self._num_runs))
         self._order.write_text(json.dumps(order))
+        files = [*dict.fromkeys(name.split("::")[0] for name in order)]
         try:
-            failed = self._run(["-x", *dict.fromkeys(name.split("::")[0] for name in order)])
+            for some in filter(None, (files[:FIRST_FILES], files[FIRST_FILES:])):
+                if failed := self._run_forked(["-x", *some]):
+                    return failed[0]
         finally:
             path.write_bytes(mutant.source)
             self._order.unlink()
-        return failed[0] if failed else None
+        return None
 
     def _run(self, arguments: list[str], **environment: str) -> list[str]:
-        """The tests that fail."""
-        shutil.rmtree(self._folder / ".hypothesis", ignore_errors=True)
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=no", "-p", "tests.mutate"]
-        command += ["-p", "no:cacheprovider", f"--hypothesis-seed={self._seed}"]
-        command += ["--continue-on-collection-errors", *arguments]
+        """The tests that fail, in a process that begins with nothing."""
         done = subprocess.run(
-            command, cwd=self._folder, env=self._environment | environment, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "pytest", *self._options(), *arguments],
+            cwd=self._folder,
+            env=self._environment | environment,
+            stdout=subprocess.PIPE,
+            text=True,
         )
-        if done.returncode == pytest.ExitCode.OK:
-            return []
-        if done.returncode == TIMEOUT:
-            return ["a timeout"]
-        return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE) or [
-            "an error before any test"
-        ]
+        return _failed(done.returncode, done.stdout)
+
+    def _run_forked(self, arguments: list[str]) -> list[str]:
+        """The tests that fail, in a process that begins with the libraries."""
+        output = self._folder / "output.txt"
+        process = self._processes.Process(
+            target=_test, args=(self._folder, self._environment, [*self._options(), *arguments], output)
+        )
+        process.start()
+        process.join()
+        assert process.exitcode is not None
+        return _failed(process.exitcode, output.read_text())
+
+    def _options(self) -> list[str]:
+        shutil.rmtree(self._folder / ".hypothesis", ignore_errors=True)
+        return (
+            "-q --no-header --tb=no -p tests.mutate -p no:cacheprovider --continue-on-collection-errors "
+            f"--hypothesis-seed={self._seed}"
+        ).split()
+
+
+def _test(folder: Path, environment: dict[str, str], arguments: list[str], output: Path) -> None:
+    """Runs pytest in this process, as if it had begun in a folder with this environment."""
+    os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), sys.stdout.fileno())
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.pycache_prefix = environment["PYTHONPYCACHEPREFIX"]
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    for name in [name for name in sys.modules if name.split(".")[0] in ("penstock", "tests")]:
+        del sys.modules[name]
+    status = pytest.main(arguments)
+    sys.stdout.flush()
+    os._exit(status)  # threads that tests left behind are not waited for
+
+
+def _failed(status: int, output: str) -> list[str]:
+    """The tests that fail, by what pytest says at its end."""
+    if status == pytest.ExitCode.OK:
+        return []
+    if status == TIMEOUT:
+        return ["a timeout"]
+    return re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", output, re.MULTILINE) or [
+        "an error before any test"
+    ]
 
 
 class Watch:
