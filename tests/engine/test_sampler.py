@@ -185,6 +185,50 @@ def test_a_row_without_a_token_to_draw_is_an_error(row: list[float], temperature
         Sampler(SamplingParams(temperature)).sample(torch.tensor(row), [])
 
 
+TOKENS = st.integers(0, len(LOGITS) - 1)
+
+
+@given(
+    prompt=st.lists(TOKENS, max_size=3),
+    answer=st.lists(TOKENS, max_size=4),
+    ends=st.sets(TOKENS, max_size=2),
+    stops=st.sets(TOKENS, max_size=2),
+    forbids=st.fixed_dictionaries(
+        {},
+        optional={
+            "min_tokens": st.integers(1, 6),
+            "allowed_token_ids": st.sets(TOKENS, min_size=1).map(tuple),
+            "bad_sequences": st.lists(
+                st.lists(TOKENS, min_size=1, max_size=3).map(tuple), min_size=1, max_size=3
+            ),
+        },
+    ),
+)
+def test_the_likeliest_token_is_taken_of_those_that_may_come(
+    prompt: list[int], answer: list[int], ends: set[int], stops: set[int], forbids: dict[str, Any]
+) -> None:
+    params = SamplingParams(stop_token_ids=tuple(stops), **forbids)
+
+    def may_come(token: int) -> bool:
+        after = (*answer, token)
+        is_early = len(answer) < params.min_tokens and token in ends | stops
+        is_allowed = token in (params.allowed_token_ids or range(len(LOGITS)))
+        return (
+            is_allowed and not is_early and not any(after[-len(bad) :] == bad for bad in params.bad_sequences)
+        )
+
+    sampler = Sampler(params, ends)
+    permitted = [*filter(may_come, range(len(LOGITS)))]
+    if permitted:
+        assert sampler.sample(LOGITS, [*prompt, *answer], len(prompt)) == max(
+            permitted, key=LOGITS.__getitem__
+        )
+        return
+    with pytest.raises(SettingError) as caught:
+        sampler.sample(LOGITS, [*prompt, *answer], len(prompt))
+    assert caught.value.setting == ("allowed_token_ids" if params.allowed_token_ids else "bad_words")
+
+
 def test_the_bias_is_a_copy_of_its_own() -> None:
     bias = {1: 100.0}
     params = SamplingParams(logit_bias=bias)
