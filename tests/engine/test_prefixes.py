@@ -264,6 +264,28 @@ def test_what_is_on_disk_is_found_by_another_process(kind: str, data: st.DataObj
         assert store.stats().num_written == written
 
 
+@pytest.mark.parametrize("kind", SPECS)
+def test_what_memory_has_by_now_is_not_copied_from_disk_and_what_comes_after_it_is(
+    kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reuse_module, "MOST_FOUND", 2)
+    prompt = [*range(5 * 64)]
+    with tempfile.TemporaryDirectory() as folder, closing(open_store(Path(folder), SPECS[kind])) as store:
+        first = Reader(new_reuse(SPECS[kind], store=store), prompt)
+        first.run(5 * 64)
+        first.end()
+        assert store.flush(60)
+        reuse = new_reuse(SPECS[kind], store=store)
+        second, third = Reader(reuse, prompt), Reader(reuse, prompt)
+        second.prefix.search(0)
+        third.run(2 * 64)
+        assert second.prefix.find_more(in_pieces=False)
+        assert second.cache.num_tokens == 4 * 64
+        assert (reuse.memory_tokens, reuse.disk_tokens) == (2 * 64, 2 * 64)
+        check(second)
+    assert not caplog.records
+
+
 def test_tokens_between_states_on_disk_are_as_many_as_take_their_space() -> None:
     for kind, expected in (("plain", EVERY), ("window", EVERY), ("state", 64)):
         with tempfile.TemporaryDirectory() as folder, closing(open_store(Path(folder), SPECS[kind])) as store:

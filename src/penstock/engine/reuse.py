@@ -434,7 +434,8 @@ class Prefix:
         pools = (reuse.space.blocks, *reuse.space.windows)
         wanted = zip(pools, (num_blocks, *windows), strict=True)
         if is_lost or not follows or not all(pool.can_allocate(count) for pool, count in wanted):
-            self._needs_search = is_lost or stored.start > first  # memory has given up what was before it
+            # Memory has given up what was before it, or has it by now.
+            self._needs_search = is_lost or stored.start > first or (num_blocks <= 0 and self._has_more)
             self.close()
             return
         most_blocks = num_blocks
