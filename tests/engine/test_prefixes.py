@@ -286,6 +286,24 @@ def test_what_memory_has_by_now_is_not_copied_from_disk_and_what_comes_after_it_
     assert not caplog.records
 
 
+@pytest.mark.parametrize("kind", SPECS)
+def test_what_memory_has_given_up_by_now_comes_from_disk(kind: str) -> None:
+    prompt = [*range(5 * 64)]
+    with tempfile.TemporaryDirectory() as folder, closing(open_store(Path(folder), SPECS[kind])) as store:
+        reuse = new_reuse(SPECS[kind], store=store)
+        first = Reader(reuse, prompt)
+        first.run(5 * 64)
+        first.end()
+        assert store.flush(60)
+        second = Reader(reuse, prompt)
+        second.prefix.search(2)
+        reuse.index.clear()
+        assert second.prefix.find_more(in_pieces=False)
+        assert second.cache.num_tokens == 4 * 64
+        assert (reuse.memory_tokens, reuse.disk_tokens) == (0, 4 * 64)
+        check(second)
+
+
 def test_tokens_between_states_on_disk_are_as_many_as_take_their_space() -> None:
     for kind, expected in (("plain", EVERY), ("window", EVERY), ("state", 64)):
         with tempfile.TemporaryDirectory() as folder, closing(open_store(Path(folder), SPECS[kind])) as store:

@@ -427,15 +427,15 @@ class Prefix:
         start, end = cache.num_tokens, (stored.start + stored.num_blocks) * BLOCK_TOKENS
         first = start // BLOCK_TOKENS
         num_blocks = stored.start + stored.num_blocks - first
-        follows = start % BLOCK_TOKENS == 0 and stored.start <= first and num_blocks > 0
+        follows = start % BLOCK_TOKENS == 0 and num_blocks > 0
         is_lost = self._ticket is not None and not (reuse.stages and reuse.stages.is_current(self._ticket))
         groups = reuse.space.tensors.window_groups
         windows = [min(group.spec.window_blocks, first + num_blocks) for group in groups]
         pools = (reuse.space.blocks, *reuse.space.windows)
         wanted = zip(pools, (num_blocks, *windows), strict=True)
         if is_lost or not follows or not all(pool.can_allocate(count) for pool, count in wanted):
-            # Memory has given up what was before it, or has it by now.
-            self._needs_search = is_lost or stored.start > first or (num_blocks <= 0 and self._has_more)
+            # Where memory has all of it by now, there may be more.
+            self._needs_search = is_lost or (num_blocks <= 0 and self._has_more)
             self.close()
             return
         most_blocks = num_blocks
