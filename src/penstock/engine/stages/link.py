@@ -219,9 +219,9 @@ class Link:
             except RuntimeError as error:
                 self._lose(_lost(error))
                 return
-            found = self._residual_of(buffer) if status == _FINE else None
-            if found is not None and found.device != self._device:
-                found = found.to(self._device, non_blocking=True)
+            found = None
+            if status == _FINE:
+                found = self._residual_of(buffer).to(self._device, non_blocking=True)
             with self._changed:
                 if self._awaited:
                     self._awaited.popleft()
