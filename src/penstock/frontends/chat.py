@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from penstock.frontends import options
-from penstock.frontends.exits import OutputError, reported
+from penstock.frontends.exits import FULL, OutputError, reported
 
 if TYPE_CHECKING:
     from penstock.engine.llm import LLM
@@ -122,9 +122,9 @@ class Talk:
                 line = input("> " if self.is_typed and not lines and not is_fenced else "")
             except EOFError:
                 return "\n".join(lines) if lines else None
-            except BrokenPipeError:  # of what the prompt goes to
-                raise
             except OSError as error:
+                if isinstance(error, BrokenPipeError) or error.errno in FULL:  # of standard output
+                    raise
                 raise PromptError(f"standard input cannot be read: {error.strerror or error}") from None
             except KeyboardInterrupt:
                 print(file=sys.stderr)

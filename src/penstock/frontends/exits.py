@@ -31,7 +31,7 @@ _SETTINGS = {"chunk_size": "chunk", "json_format": "json_schema"}
 
 
 # What a write ends with where there is no room.
-_FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO") if hasattr(errno, name)}
+FULL = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO") if hasattr(errno, name)}
 
 
 class OutputError(PenstockError):
@@ -97,7 +97,7 @@ def run_main(command: Callable[[], object]) -> None:
         if is_interrupted:
             complain("interrupted")
             raise SystemExit(INTERRUPTED) from None
-        if isinstance(error, OSError) and error.errno in _FULL and error.filename is None:
+        if isinstance(error, OSError) and error.errno in FULL and error.filename is None:
             complain(f"cannot write to standard output: {error.strerror}")
             _discard(sys.stdout, sys.stderr)
             raise SystemExit(FAILED) from None

@@ -209,6 +209,11 @@ class StructuredOutputs(Part):
         )
 
 
+def _called(name: str) -> Callable[[str, object], str]:
+    """What a setting is called here."""
+    return lambda _, value: assigned(name, value)
+
+
 def _only_one(*formats: tuple[str, Any, Callable[[Any], AnswerFormat | None]]) -> AnswerFormat | None:
     """What the one that is given makes of itself."""
     given: list[tuple[str, AnswerFormat]] = []
@@ -216,7 +221,7 @@ def _only_one(*formats: tuple[str, Any, Callable[[Any], AnswerFormat | None]]) -
         try:
             wanted = None if value is None else make(value)
         except SettingError as error:
-            raise wrong(name, error.message(lambda _, value, name=name: assigned(name, value))) from None
+            raise wrong(name, error.message(_called(name))) from None
         given += [] if wanted is None else [(name, wanted)]
     if len(given) > 1:
         raise wrong(given[1][0], f"{given[1][0]} contradicts {given[0][0]}: give one of them")
