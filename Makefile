@@ -6,11 +6,12 @@ LAWS := tests/engine/test_parity.py tests/engine/test_same_bits.py
 # What must hold on a lower set of instructions, too.
 NATIVE := tests/kernels/test_native_kernels.py tests/kernels/test_quantised.py tests/kernels/test_windows.py tests/engine/test_smollm2.py
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test native-avx2 test-ray test-clients wheel test-wheel lint format bench bench-peers soak clean
+.PHONY: help setup demo test native-avx2 test-ray test-arm test-clients wheel test-wheel lint format bench bench-peers soak clean
 
 help:
 	@echo "make demo | test | lint | bench | setup | format | clean"
 	@echo "make test-ray: installs Ray, and tests what runs on it"
+	@echo "make test-arm: compiles the native kernels for ARM, and runs their tests on an emulated processor"
 	@echo "make test-clients: installs other people's clients, and runs their tools against a server"
 	@echo "make wheel: dist/ with the sources and a wheel for Linux on x86-64, which needs no compiler; test-wheel installs and runs it"
 	@echo "make bench-peers: environments for llama.cpp and vLLM, which make bench then compares with"
@@ -54,6 +55,10 @@ native-avx2: setup
 test-ray: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ray]'
 	PENSTOCK_TEST_RAY=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/ray
+
+# A compiler and an emulator are the system's to install: what is missing is an error.
+test-arm: setup
+	$(BIN)/python -m tests.arm
 
 # Clients of other people, in an environment of their own: what each of them does with tools, against a real server.
 .clients/.ready: tests/clients/requirements.txt

@@ -1,13 +1,20 @@
 """What is read of a machine, from folders that are made up as the system has them."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
+from penstock import machine
+from penstock.errors import SettingError
 from penstock.machine import (
+    INSTRUCTION_SETS,
+    ISA_VARIABLE,
     free_memory_bytes,
     has_fast_bfloat16,
+    instruction_set,
+    instruction_sets,
     memory_bytes,
     processor_flags,
     processor_name,
@@ -112,6 +119,47 @@ def test_flags_of_the_processor(tmp_path: Path) -> None:
     assert processor_flags(root=tmp_path) == frozenset()
     text = "processor\t: 0\nflags\t\t: fpu amx_tile\n\nprocessor\t: 1\nflags\t\t: fpu\n"
     assert processor_flags(root=system(tmp_path, {"proc/cpuinfo": text})) == {"fpu", "amx_tile"}
+
+
+def test_flags_of_a_processor_of_arm(tmp_path: Path) -> None:
+    text = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd atomics asimdrdm bf16\nCPU implementer\t: 0x41\n"
+    flags = processor_flags(root=system(tmp_path, {"proc/cpuinfo": text}))
+    assert flags == {"fp", "asimd", "atomics", "asimdrdm", "bf16"}
+    assert instruction_set(flags, {ISA_VARIABLE: "neon"}, "aarch64") == "neon"
+    assert instruction_set(flags - {"bf16"}, {}, "arm64") == "neon"
+    assert instruction_set(flags, {}, "x86_64") is None
+
+
+def test_flags_of_a_mac(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lists them by a command; a name that it does not know is an error that it goes on after."""
+    command = tmp_path / "sysctl"
+    command.write_text(
+        "#!/bin/sh\necho hw.optional.other: 1\necho 'sysctl: unknown oid' >&2\necho hw.optional.AdvSIMD: 1\nexit 1\n"
+    )
+    command.chmod(0o755)
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)  # it has no /proc
+    for path, flags in ((str(tmp_path), {"asimd"}), ("", set())):
+        monkeypatch.setenv("PATH", path)
+        machine._apple_flags.cache_clear()
+        assert processor_flags(root=tmp_path) == flags
+    machine._apple_flags.cache_clear()
+    assert instruction_set({"asimd"}, {}, "arm64") == "neon"
+
+
+@pytest.mark.parametrize("kind", ["x86_64", "aarch64"])
+def test_sets_of_instructions_are_of_a_kind_of_processor(kind: str) -> None:
+    """No set of another kind is taken for a lower one."""
+    names = instruction_sets(kind)
+    others = [name for name in INSTRUCTION_SETS if name not in names]
+    assert others
+    for at, name in enumerate(names):
+        assert instruction_set(INSTRUCTION_SETS[name], {}, kind) == name
+        assert instruction_set(INSTRUCTION_SETS[names[0]], {ISA_VARIABLE: name}, kind) == name
+        assert instruction_set(INSTRUCTION_SETS[name], {ISA_VARIABLE: names[0]}, kind) == names[at]
+    for name in others:
+        with pytest.raises(SettingError, match=f"PENSTOCK_ISA='{name}' is not accepted"):
+            instruction_set(INSTRUCTION_SETS[names[0]], {ISA_VARIABLE: name}, kind)
 
 
 @pytest.mark.parametrize(

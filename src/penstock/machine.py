@@ -2,7 +2,9 @@
 
 import os
 import platform
+import sys
 from collections.abc import Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from penstock.errors import SettingError
@@ -21,8 +23,12 @@ INSTRUCTION_SETS = {
     "avx512_bf16": _AVX512_BF16,
     "avx512": _AVX512,
     "avx2": _AVX2,
+    "neon": ("asimd",),
 }
+_ARM, _ARM_SETS = ("aarch64", "arm64"), ("neon",)
 ISA_VARIABLE = "PENSTOCK_ISA"
+# What macOS calls those that Linux lists.
+_APPLE = {"hw.optional.AdvSIMD": "asimd"}
 _ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 _ONEDNN_NO_LIMIT = ("", "ALL", "DEFAULT")
 
@@ -61,9 +67,10 @@ def free_memory_bytes(*, root: Path = _ROOT) -> int | None:
 
 def processor_flags(*, root: Path = _ROOT) -> frozenset[str]:
     """The features of the first processor; none where the system does not list them."""
-    return frozenset(
-        next((line.partition(":")[2].split() for line in processor_lines("flags", root=root)), ())
-    )
+    lines = processor_lines("flags", "Features", root=root)
+    if not lines and root == _ROOT and sys.platform == "darwin":
+        return _apple_flags()
+    return frozenset(next((line.partition(":")[2].split() for line in lines), ()))
 
 
 def processor_name(*, root: Path = _ROOT) -> str:
@@ -77,11 +84,19 @@ def processor_lines(*beginnings: str, root: Path = _ROOT) -> list[str]:
     return [line for line in _text(root / "proc/cpuinfo").splitlines() if line.startswith(beginnings)]
 
 
-def instruction_set(flags: Collection[str], environ: Mapping[str, str] | None = None) -> str | None:
+def instruction_sets(kind: str | None = None) -> list[str]:
+    """Those that processors of a kind may have, without it of this machine's, the best first."""
+    is_arm = (platform.machine() if kind is None else kind) in _ARM
+    return [name for name in INSTRUCTION_SETS if (name in _ARM_SETS) == is_arm]
+
+
+def instruction_set(
+    flags: Collection[str], environ: Mapping[str, str] | None = None, kind: str | None = None
+) -> str | None:
     """The best set of instructions that a processor with these flags has, and `PENSTOCK_ISA` allows; None: it has
     none of them."""
-    wanted = (os.environ if environ is None else environ).get(ISA_VARIABLE) or next(iter(INSTRUCTION_SETS))
-    names = list(INSTRUCTION_SETS)
+    names = instruction_sets(kind)
+    wanted = (os.environ if environ is None else environ).get(ISA_VARIABLE) or names[0]
     if wanted not in names:
         raise SettingError(ISA_VARIABLE, wanted, f"one of {', '.join(names)}")
     return next(
@@ -94,6 +109,18 @@ def has_fast_bfloat16(flags: Collection[str], environ: Mapping[str, str] | None 
     environ = os.environ if environ is None else environ
     limit = next((environ[name].upper() for name in _ONEDNN_LIMITS if name in environ), "")
     return set(flags) >= _AMX_FLAGS and (limit in _ONEDNN_NO_LIMIT or "AMX" in limit)
+
+
+@cache
+def _apple_flags() -> frozenset[str]:
+    import subprocess  # which no other system needs here
+
+    try:
+        said = subprocess.run(["sysctl", *_APPLE], capture_output=True, text=True).stdout
+    except OSError:
+        return frozenset()
+    found = dict(line.split(": ", 1) for line in said.splitlines() if ": " in line)
+    return frozenset(name for key, name in _APPLE.items() if found.get(key) == "1")
 
 
 def _allowed_processors() -> Collection[int]:

@@ -17,7 +17,7 @@ import torch
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.native import build
 from penstock.kernels.native.build import NativeUnavailableError
-from penstock.machine import INSTRUCTION_SETS, ISA_VARIABLE
+from penstock.machine import INSTRUCTION_SETS, ISA_VARIABLE, instruction_sets
 from penstock.plan.settings import KERNELS_VARIABLE
 from tests.odd_files import ODD_FILES
 
@@ -69,7 +69,7 @@ class Sources:
 def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sources]:
     made = Sources(tmp_path)
     monkeypatch.setattr(build, "SOURCES", tmp_path)
-    monkeypatch.setattr(build, "processor_flags", lambda: frozenset(INSTRUCTION_SETS["avx2"]))
+    monkeypatch.setattr(build, "processor_flags", lambda: frozenset(INSTRUCTION_SETS[instruction_sets()[-1]]))
     monkeypatch.setattr(build, "_FLAGS", ("-shared", "-fPIC"))
     monkeypatch.setenv("CXX", str(made.compiler))
     monkeypatch.setenv(KERNELS_VARIABLE, "auto")
@@ -119,10 +119,12 @@ def test_a_library_that_came_with_the_package_needs_no_compiler_and_is_of_its_so
     monkeypatch.delenv("CXX")
     monkeypatch.setattr(build, "_COMPILERS", ())
     monkeypatch.setattr(build, "allows_tiles", lambda: True)
-    for name, flags in INSTRUCTION_SETS.items():
-        monkeypatch.setattr(build, "processor_flags", lambda flags=flags: frozenset(flags))
+    names = instruction_sets()
+    for name in names:
+        flags = frozenset(INSTRUCTION_SETS[name])
+        monkeypatch.setattr(build, "processor_flags", lambda flags=flags: flags)
         assert Path(library()._name).name.startswith(f"penstock-{name}-")
-        for lower in list(INSTRUCTION_SETS)[list(INSTRUCTION_SETS).index(name) :]:
+        for lower in names[names.index(name) :]:
             monkeypatch.setenv(ISA_VARIABLE, lower)
             assert Path(library()._name).name.startswith(f"penstock-{lower}-")
         monkeypatch.delenv(ISA_VARIABLE)
@@ -168,7 +170,7 @@ def test_compilers_end_with_their_builder_and_others_go_on(
     script = (
         "import sys; from pathlib import Path; from penstock.kernels.native import build\n"
         "build.SOURCES, build._FLAGS = Path(sys.argv[1]), ('-shared', '-fPIC')\n"
-        "build.processor_flags = lambda: frozenset(build.INSTRUCTION_SETS['avx2'])\n"
+        "build.processor_flags = lambda: frozenset(build.INSTRUCTION_SETS[build.instruction_sets()[-1]])\n"
         "build.native_library()"
     )
     builder = subprocess.Popen([sys.executable, "-c", script, str(sources.folder)])

@@ -172,7 +172,7 @@ def test_products_of_many_rows_are_those_of_bfloat16(
     check_near(ours, x.double() @ rounded.T, 2**4 * x.double().abs() @ rounded.abs().T)
 
 
-@pytest.mark.parametrize("on_amx", [False, True])
+@pytest.mark.parametrize("on_amx", [False, True], ids=["", "amx"])
 @pytest.mark.parametrize("is_canonical", [False, True])
 @given(st.data())
 def test_a_row_is_the_same_in_any_number_of_rows_and_place(

@@ -111,7 +111,7 @@ class DeviceKind:
         return _DTYPES[name]
 
     def _has_native_bfloat16(self) -> bool:
-        if machine.instruction_set(machine.processor_flags()) in ("avx512", "avx2"):
+        if machine.instruction_set(machine.processor_flags()) in ("avx512", "avx2", "neon"):
             return False
         if hasattr(torch.cpu, "get_capabilities"):
             capabilities = torch.cpu.get_capabilities()

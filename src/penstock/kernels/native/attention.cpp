@@ -200,7 +200,7 @@ void read_block(const Heads& heads, const Place* place, int64_t kv_head, int64_t
         // The next block most often lies behind this one.
         const auto prefetch = [](const value* row, int size) {
             for (int d = 0; d < size; d += 64 / sizeof(value))
-                _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T0);
+                __builtin_prefetch(row + d, 0, 3);
         };
         prefetch(key + BLOCK * heads.key_stride, D);
         prefetch(value_of[k] + BLOCK * heads.value_stride, E);

@@ -1,10 +1,10 @@
 // Vectors of 16 floats or words of 32 bits, by AVX2 with FMA: two of 8.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <cstring>
+
+#include "x86.h"
 
 namespace penstock {
 

@@ -1,9 +1,9 @@
 // Vectors of 16 floats or words of 32 bits, by AVX-512.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
+
+#include "x86.h"
 
 namespace penstock {
 
@@ -116,5 +116,21 @@ inline void transpose(const Words* rows, Words* out) {
         out[12 + j] = _mm512_shuffle_i32x4(odd_low, odd_high, 0xdd);
     }
 }
+
+#ifdef __AVX512BF16__
+#define PENSTOCK_HAS_PAIRS 1  // of bfloat16, which one instruction multiplies and adds
+
+inline Floats dot_of_pairs(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+inline Words load_first_words(const void* from, Mask lanes) { return _mm512_maskz_loadu_epi32(lanes, from); }
+// Lane by lane, both rounded.
+inline Words pairs_of(Floats first, Floats second) {
+    const Words order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
+                                         5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (Words)_mm512_cvtne2ps_pbh(second, first));
+}
+// Halves of words in turn from both, those of the lower halves of quarters, and of the upper.
+inline Words lower_in_turn(Words a, Words b) { return _mm512_unpacklo_epi16(a, b); }
+inline Words upper_in_turn(Words a, Words b) { return _mm512_unpackhi_epi16(a, b); }
+#endif
 
 }  // namespace penstock

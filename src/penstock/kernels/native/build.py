@@ -31,7 +31,7 @@ import torch
 from penstock.files import read_plain
 from penstock.home import cache_home
 from penstock.kernels.interface import KernelsUnavailableError
-from penstock.machine import AMX, INSTRUCTION_SETS, instruction_set, processor_flags
+from penstock.machine import AMX, INSTRUCTION_SETS, instruction_set, instruction_sets, processor_flags
 
 SOURCES = Path(__file__).parent
 # Products and sums are contracted nowhere but where the source says so: a row's bits must not depend on what the
@@ -52,6 +52,7 @@ _TARGETS = {
     "avx512_bf16": _AVX512_BF16,
     "avx512": ("-march=x86-64-v4",),
     "avx2": ("-march=x86-64-v3",),
+    "neon": ("-march=armv8-a",),
 }
 # The system call by which a process asks to use tiles (arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA).
 _MAY_USE_TILES = (158, 0x1023, 18)
@@ -94,7 +95,7 @@ def native_library(is_retry: bool = False, *, with_tiles: bool = True) -> ctypes
         flags -= {*INSTRUCTION_SETS[AMX]} - {*INSTRUCTION_SETS["avx512_bf16"]}
     best = instruction_set(flags)
     if best is None:
-        missing = [flag for flag in INSTRUCTION_SETS["avx2"] if flag not in flags]
+        missing = [flag for flag in INSTRUCTION_SETS[instruction_sets()[-1]] if flag not in flags]
         raise NativeUnavailableError(f"the processor has no {', '.join(missing)}, and there are none without")
     if prebuilt := next((SOURCES / "prebuilt").glob(f"{_stem(best)}-*.so"), None):
         return _load(prebuilt)
@@ -241,13 +242,13 @@ def _load(path: Path) -> ctypes.CDLL:
 
 def main(arguments: Sequence[str] = ()) -> int:
     """Build them now, even where that failed before, and say what became of it: installing calls this. With `--all`,
-    those for every set of instructions, which a wheel is made of."""
+    those for every set of instructions that such a machine may have, which a wheel is made of."""
     try:
         if list(arguments) != ["--all"]:
             native_library(is_retry=True)
             return 0
         compiler = _compiler()
-        for each in _TARGETS:
+        for each in instruction_sets():
             print(_built(compiler, each, SOURCES / "prebuilt" / _name(each, compiler), is_retry=True))
     except NativeUnavailableError as error:
         print(f"the native kernels are not used: {error}; torch computes everything", file=sys.stderr)

@@ -84,7 +84,7 @@ struct Few {
 
     static void prefetch(const value* row, int size) {
         for (int d = 0; d < size; d += 64 / sizeof(value))
-            _mm_prefetch(reinterpret_cast<const char*>(row + d), _MM_HINT_T1);
+            __builtin_prefetch(row + d, 0, 2);
     }
 
     void score(const Queries<T, D>& queries, const Tokens& tokens) {

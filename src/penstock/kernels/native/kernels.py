@@ -1,4 +1,4 @@
-"""Kernels of our own for processors with AVX2 or AVX-512, beside torch's products.
+"""Kernels of our own for processors with AVX2, AVX-512 or NEON, beside torch's products.
 
 Attention needs no grid: a query's sums are formed in one order whatever its chunk (see `native/attention.cpp`).
 Decodes of all sequences, and chunks beside them, are one call.

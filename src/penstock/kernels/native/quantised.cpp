@@ -191,7 +191,7 @@ struct Unpacked {
 inline float half_at(const uint8_t* from) {
     uint16_t bits;
     std::memcpy(&bits, from, sizeof bits);
-    return _cvtsh_ss(bits);
+    return float_of_half(bits);
 }
 
 // The 6-bit scale and minimum of group `g` of 8, out of the 12 bytes that hold them.
@@ -269,7 +269,7 @@ inline void unpack(Q6_K, const uint8_t* row, int64_t b, Unpacked* out) {
 }
 
 inline void store_half(uint8_t* to, float value) {
-    const uint16_t bits = _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
+    const uint16_t bits = half_of_float(value);
     std::memcpy(to, &bits, sizeof bits);
 }
 

@@ -1,25 +1,23 @@
 #include "threads.h"
 
-#include <immintrin.h>
-#include <linux/futex.h>
 #include <pthread.h>
-#include <sched.h>
 #include <signal.h>
+#ifdef __linux__
+#include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <mutex>
 #include <thread>
 
-#if defined(__x86_64__) && defined(__GLIBC__)
-// As systems have had them since 2002: the library runs on older ones than that it was compiled on.
-__asm__(".symver pthread_sigmask, pthread_sigmask@GLIBC_2.2.5");
-__asm__(".symver pthread_mutex_trylock, pthread_mutex_trylock@GLIBC_2.2.5");
-#endif
+#include "vectors.h"
 
 namespace penstock {
 namespace {
@@ -48,6 +46,9 @@ constexpr int LOOKS = 32;  // between two looks at the clock
 constexpr int MOST_THREADS = 256;
 constexpr int64_t MOST_PIECES = int64_t(1) << 22;
 
+#ifdef __linux__
+int this_cpu() { return sched_getcpu(); }
+
 void sleep_while(std::atomic<uint32_t>* word, uint32_t value) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
@@ -55,6 +56,24 @@ void sleep_while(std::atomic<uint32_t>* word, uint32_t value) {
 void wake(std::atomic<uint32_t>* word, int num_threads) {
     syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE_PRIVATE, num_threads, nullptr, nullptr, 0);
 }
+#else
+int this_cpu() { return -1; }  // threads cannot be told to keep off one
+
+// Never destroyed, as the threads.
+std::mutex& sleepers = *new std::mutex;
+std::condition_variable& changed = *new std::condition_variable;
+
+void sleep_while(std::atomic<uint32_t>* word, uint32_t value) {
+    std::unique_lock<std::mutex> lock(sleepers);
+    changed.wait(lock, [&] { return word->load() != value; });
+}
+
+void wake(std::atomic<uint32_t>*, int) {
+    sleepers.lock();  // whoever has seen the value before is asleep by now
+    sleepers.unlock();
+    changed.notify_all();
+}
+#endif
 
 // Pieces [next, end) of a job that nobody has claimed, as one word.
 struct Range {
@@ -91,7 +110,7 @@ class Pool {
                               uint64_t((thread + 1) * num_pieces / num_threads)};
             ranges_[thread].word.store(range.word(), std::memory_order_release);
         }
-        crowded_cpu_.store(began < away_until_ ? sched_getcpu() : -1, std::memory_order_relaxed);
+        crowded_cpu_.store(began < away_until_ ? this_cpu() : -1, std::memory_order_relaxed);
         job_.store(job);
         if (num_asleep_.load() > 0) wake(&job_, num_threads - 1);
         const int64_t num_done = take_part(0);
@@ -137,8 +156,9 @@ class Pool {
     // somebody else, and the system sees nothing unjust in it.
     class Place {
        public:
+#ifdef __linux__
         void choose(int crowded_cpu) {
-            if (crowded_cpu < 0 ? !is_away_ : sched_getcpu() != crowded_cpu) return;
+            if (crowded_cpu < 0 ? !is_away_ : this_cpu() != crowded_cpu) return;
             if (!is_away_ && sched_getaffinity(0, sizeof(allowed_), &allowed_) != 0) return;
             cpu_set_t wanted = allowed_;
             if (crowded_cpu >= 0) CPU_CLR(crowded_cpu, &wanted);
@@ -149,6 +169,9 @@ class Pool {
        private:
         cpu_set_t allowed_;  // before it kept off anything
         bool is_away_ = false;
+#else
+        void choose(int) {}
+#endif
     };
 
     void serve(int number) {
@@ -200,7 +223,7 @@ class Pool {
         for (auto last = began; last - began < awake;) {
             for (int look = 0; look < LOOKS; ++look) {
                 if (is_so()) return true;
-                _mm_pause();
+                rest();
             }
             last = Clock::now();
         }

@@ -2,8 +2,6 @@
 // exponential, places in the cache.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cstdint>
 #include <cstring>
 
@@ -11,8 +9,10 @@
 #include "avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #include "avx2.h"
+#elif defined(__aarch64__) && defined(__ARM_NEON)
+#include "neon.h"
 #else
-#error "the native kernels need AVX2 with FMA and F16C, or AVX-512 (F, BW, DQ, VL)"
+#error "the native kernels need AVX2 with FMA and F16C, AVX-512 (F, BW, DQ, VL), or NEON of 64 bits"
 #endif
 
 namespace penstock {
@@ -102,27 +102,21 @@ struct DotFloats : T {
 };
 using DotFloat32 = DotFloats<Float32>;
 
-#ifdef __AVX512BF16__
+#ifdef PENSTOCK_HAS_PAIRS
 struct DotBfloat16 : Bfloat16 {
     static constexpr int STEP = 2;
-    static Floats dot(Floats sum, Words a, Words b) {
-        return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-    }
-    static Words words(const value* from, Mask lanes) { return _mm512_maskz_loadu_epi32(lanes, from); }
+    static Floats dot(Floats sum, Words a, Words b) { return dot_of_pairs(sum, a, b); }
+    static Words words(const value* from, Mask lanes) { return load_first_words(from, lanes); }
     static void copy(const value* from, int count, uint32_t* to) { std::memcpy(to, from, count * sizeof *from); }
     static void store_words(uint32_t* to, int at, Floats x) { store(reinterpret_cast<value*>(to) + at, 0xffff, x); }
     // 32 columns of two tokens, or of one and nothing, by halves of their quarters.
     static void load_pairs(const value* first, const value* second, Words* out) {
         const Words a = load_words(first), b = second ? load_words(second) : zero_words();
-        out[0] = _mm512_unpacklo_epi16(a, b);
-        out[1] = _mm512_unpackhi_epi16(a, b);
+        out[0] = lower_in_turn(a, b);
+        out[1] = upper_in_turn(a, b);
     }
     // Lane by lane, a pair of both: 0, 16, 1, 17, ...
-    static Words paired(Floats first, Floats second) {
-        const Words order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                             22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-        return _mm512_permutexvar_epi16(order, (Words)_mm512_cvtne2ps_pbh(second, first));
-    }
+    static Words paired(Floats first, Floats second) { return pairs_of(first, second); }
 };
 #else
 using DotBfloat16 = DotFloats<Bfloat16>;
