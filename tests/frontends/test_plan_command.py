@@ -128,7 +128,6 @@ def test_a_gpu_is_planned_with_its_own_kernels_and_weights(monkeypatch: pytest.M
     assert (workspace.kernels, workspace.tile_size, workspace.row_floor) == ("cuda", 1024, 512)
     here, there = WeightBits(6.0, 10.0, is_tied=True), WeightBits(4.625, 6.5625, is_tied=True)
     known, asked = PlannedModel(None, here, there), resolve_weights(environ={})  # type: ignore[arg-type]
-    monkeypatch.setattr("penstock.frontends.plan.weight_bytes", lambda *sizes: 1)
     settled = known.settled(asked, "bfloat16", gpu)
     assert (settled.name, settled.reason) == ("auto", "auto: as the file has them")
     assert known.bits(settled.name, "bfloat16", gpu) == there

@@ -47,7 +47,7 @@ def test_a_quantised_head_is_held_once(form: str) -> None:
         pytest.skip(f"the native kernels cannot be had: {error}")
     if kernels.quantised is None:
         pytest.skip("the processor has no bfloat16 products")
-    head = ProductShape(32 * ROWS_TOGETHER, 1024, form=form)
+    head = ProductShape(32 * ROWS_TOGETHER, 1536, form=form)
     weight_bytes = kernels.quantised.zeros(BLOCK_FORMS[form], head.num_out, head.num_in).nbytes
     assert weight_bytes < peak_of_probe(kernels, head, torch.bfloat16) <= MOST * weight_bytes
 

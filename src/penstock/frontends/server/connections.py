@@ -300,6 +300,9 @@ class Connection(H11Protocol):
         self._is_over = True
         self._begun_at = time.monotonic()
         self._write_error(error)
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # the application still writes what it was asked before
+            return
         with suppress(OSError):  # it may be gone
             self.transport.write_eof()
 
