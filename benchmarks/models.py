@@ -1,17 +1,18 @@
 """What is read by what: a text by a model of one's choice, or random tokens by a random hybrid."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from penstock.errors import ContextLengthError
 from penstock.measure.prompts import random_tokens, text_tokens
-from penstock.measure.random_weights import RandomWeights
+from penstock.measure.random_weights import FAMILIES, Mixture, RandomWeights
 from penstock.models.hub import resolve_model
 from penstock.models.opened import open_model, open_weights
 from penstock.models.source import WeightSource
@@ -23,6 +24,28 @@ HYBRID = Path(__file__).parent / "random-qwen3.5.json"
 EXPERTS = Path(__file__).parent / "random-qwen3-moe.json"
 # The same with more of them: 64, of which 8 are active.
 SPARSE = Path(__file__).parent / "random-64-experts.json"
+
+
+def qwen3(hidden: int, inner: int, layers: int = 28, vocab: int = 151_936) -> Mapping[str, Any]:
+    """A dense model of this family whose embedding is the head, too, in transformers' own names."""
+    return {
+        **FAMILIES["qwen3-0.6b"],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+    }
+
+
+SHAPES = {"qwen3-0.6b": qwen3(1024, 3072), "qwen3-1.7b": qwen3(2048, 6144)}
+
+
+def tied(mixture: Mixture) -> Mixture:
+    """The embedding, which is the head, too, has a head's form."""
+    return lambda name, layers: mixture("lm_head.weight" if name.startswith("model.embed") else name, layers)
 
 
 @dataclass(frozen=True)

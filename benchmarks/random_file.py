@@ -4,50 +4,23 @@ Q4_K_M and a small model's tokens, as many as the shapes have: what speed is mea
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
 import torch
 
-from penstock.kernels.quantised import Q6_K, BlockForm
+from benchmarks.models import SHAPES, tied
 from penstock.measure.random_weights import MIXTURES, RandomBlocks
 from penstock.models.gguf.header import GgufValue, read_header
 from penstock.models.hub import DEFAULT_MODEL, resolve_model
 
 _MIXTURE = "Q4_K_M"
-_HEAD_DIM, _EPS, _THETA = 128, 1e-6, 1e6
 _UNUSED = int(gguf.TokenType.UNUSED)
-
-
-def qwen3(hidden: int, inner: int, layers: int = 28, vocab: int = 151_936) -> Mapping[str, Any]:
-    return {
-        "model_type": "qwen3",
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": _HEAD_DIM,
-        "max_position_embeddings": 40_960,
-        "rms_norm_eps": _EPS,
-        "rope_theta": _THETA,
-        "tie_word_embeddings": True,
-    }
-
-
-SHAPES = {"qwen3-0.6b": qwen3(1024, 3072), "qwen3-1.7b": qwen3(2048, 6144)}
-
-
-def _mixture(name: str, num_layers: int) -> BlockForm | None:
-    """The embedding is the head, too."""
-    return Q6_K if name == "model.embed_tokens.weight" else MIXTURES[_MIXTURE](name, num_layers)
 
 
 def write(shapes: str, path: Path) -> None:
     settings = SHAPES[shapes]
-    weights = RandomBlocks(shapes, settings, "cpu", _mixture)
+    weights = RandomBlocks(shapes, settings, "cpu", tied(MIXTURES[_MIXTURE]))
     writer = gguf.GGUFWriter(path, "qwen3")
     writer.add_name(f"{shapes} (random weights)")
     writer.add_context_length(settings["max_position_embeddings"])
@@ -56,10 +29,10 @@ def write(shapes: str, path: Path) -> None:
     writer.add_feed_forward_length(settings["intermediate_size"])
     writer.add_head_count(settings["num_attention_heads"])
     writer.add_head_count_kv(settings["num_key_value_heads"])
-    writer.add_key_length(_HEAD_DIM)
-    writer.add_value_length(_HEAD_DIM)
-    writer.add_layer_norm_rms_eps(_EPS)
-    writer.add_rope_freq_base(_THETA)
+    writer.add_key_length(settings["head_dim"])
+    writer.add_value_length(settings["head_dim"])
+    writer.add_layer_norm_rms_eps(settings["rms_norm_eps"])
+    writer.add_rope_freq_base(settings["rope_theta"])
     writer.add_file_type(int(gguf.LlamaFileType.MOSTLY_Q4_K_M))
     _add_tokens(writer, read_header(resolve_model(DEFAULT_MODEL)).metadata, settings["vocab_size"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, settings["num_hidden_layers"])

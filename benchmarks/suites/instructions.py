@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import Bench, rotated, take_turns
+from benchmarks.models import SHAPES, tied
 from benchmarks.reading import DECODING, PREFILLING, Turn, read_turns
 from benchmarks.suite import Suite, number, value
 from benchmarks.systems import Child, PenstockSystem, ask
@@ -20,26 +20,16 @@ from penstock.kernels.native.build import allows_tiles
 from penstock.kernels.probe import probe
 from penstock.machine import AMX, INSTRUCTION_SETS, ISA_VARIABLE, processor_flags
 from penstock.measure.prompts import random_tokens
-from penstock.measure.random_weights import FAMILIES, MIXTURES, Mixture, RandomBlocks, RandomWeights
+from penstock.measure.random_weights import MIXTURES, RandomBlocks, RandomWeights
 from penstock.models.loading import load_decoder
 from penstock.models.source import WeightSource
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 
-_SMALL = {**FAMILIES["qwen3-0.6b"], "num_hidden_layers": 28, "tie_word_embeddings": True}
-SHAPES: Mapping[str, Mapping[str, Any]] = {
-    "qwen3-0.6b": _SMALL,
-    "qwen3-1.7b": _SMALL | {"hidden_size": 2048, "intermediate_size": 6144},
-}
 # Those in blocks, and what `--weights bf16` makes of any file.
 PLAIN = "bf16"
 FORMS = ("Q4_K_M", "Q8_0", PLAIN)
 WEIGHTS = "weights in memory"
 _REPEATS = 5
-
-
-def _tied(mixture: Mixture) -> Mixture:
-    """The embedding, which is the head, too, has a head's form."""
-    return lambda name, layers: mixture("lm_head.weight" if name.startswith("model.embed") else name, layers)
 
 
 def _source(model: str, layers: int | None, form: str) -> WeightSource:
@@ -48,7 +38,7 @@ def _source(model: str, layers: int | None, form: str) -> WeightSource:
         settings["num_hidden_layers"] = layers
     if form == PLAIN:
         return RandomWeights(model, settings)
-    return RandomBlocks(model, settings, "cpu", _tied(MIXTURES[form]))
+    return RandomBlocks(model, settings, "cpu", tied(MIXTURES[form]))
 
 
 def _file_bytes(source: WeightSource) -> int:

@@ -5,14 +5,15 @@ from pathlib import Path
 import gguf
 import pytest
 
-from benchmarks import random_file
-from benchmarks.random_file import qwen3, write
+from benchmarks import models
+from benchmarks.models import qwen3
+from benchmarks.random_file import write
 from penstock.engine.llm import LLM
 from penstock.models.gguf.header import read_header
 
 
 def test_it_is_read_as_any_other_and_mixed_as_q4_k_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(random_file.SHAPES, "small", qwen3(256, 512, layers=8, vocab=50_000))
+    monkeypatch.setitem(models.SHAPES, "small", qwen3(256, 512, layers=8, vocab=50_000))
     path = tmp_path / "small.gguf"
     write("small", path)
     kinds = {name: tensor.kind for name, tensor in read_header(path).tensors.items()}

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks import models
 from benchmarks.harness import OURS, RATIOS
 from benchmarks.reading import FIRST_TOKEN, PREFILLING, TOTAL
 from benchmarks.suites import activations, decode, implementations, instructions, start, sweep, tools
@@ -74,7 +75,7 @@ def test_sets_of_instructions_take_turns(tmp_path: Path) -> None:
     if best is None:
         pytest.skip("there are no native kernels for this processor")
     sizes = {"hidden_size": 256, "intermediate_size": 256, "vocab_size": 512, "head_dim": 32}
-    (tmp_path / "small.json").write_text(json.dumps({**instructions.SHAPES["qwen3-0.6b"], **sizes}))
+    (tmp_path / "small.json").write_text(json.dumps({**models.SHAPES["qwen3-0.6b"], **sizes}))
     forms = (f"{best}:Q8_0", f"{best}:Q4_K_M")
     sizes_of_run = "--layers 1 --lengths 40 --decode-tokens 3 --repeats 1 --chunk 16"
     arguments = ["instructions", "--shapes", str(tmp_path / "small.json"), "--systems", ",".join(forms)]
