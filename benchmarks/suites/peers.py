@@ -31,7 +31,7 @@ from benchmarks.systems import (
 )
 from penstock.engine.llm import LLM
 from penstock.kernels.quantised import BLOCK_FORMS
-from penstock.machine import instruction_set, processor_flags
+from penstock.machine import AMX, instruction_set, processor_flags
 from penstock.measure.prompts import shuffled_rounds
 from penstock.models.hub import DEFAULT_MODEL
 from penstock.models.opened import open_weights
@@ -319,7 +319,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
 
 def limits_of(model: str, instructions: str | None) -> str:
     """Which of `ALL_LIMITS` holds."""
-    if instructions in ("avx512_bf16", "avx512"):
+    if instructions in (AMX, "avx512_bf16", "avx512"):
         return "" if model == DEFAULT_MODEL else "k-quants"
     return "avx2"
 
