@@ -23,16 +23,28 @@ def found() -> dict[str, Callable[[], None]]:
     return {name: call for test in tests for name, call in calls(test)}
 
 
-def run(name: str) -> tuple[str, float, str]:
-    """The name, seconds, and the traceback of a test that failed."""
-    started = time.perf_counter()
-    failure = ""
-    try:
-        found()[name]()
-        torch.cuda.synchronize()
-    except Exception:
-        failure = traceback.format_exc()
-    return name, time.perf_counter() - started, failure
+def run(names: Sequence[str]) -> list[str]:
+    """Those that failed, one after the other: what they share is made once in a process."""
+    failed, tests = [], found()
+    for name in names:
+        started, failure = time.perf_counter(), ""
+        try:
+            tests[name]()
+            torch.cuda.synchronize()
+        except Exception:
+            failure = traceback.format_exc()
+            failed.append(name)
+        seconds = time.perf_counter() - started
+        print(f"{failure}{'FAILED' if failure else 'ok':6} {seconds:5.1f} s  {name}", flush=True)
+    return failed
+
+
+def by_case(names: Sequence[str]) -> list[list[str]]:
+    """Tests of one case together."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        groups.setdefault(name.partition("[")[2] or name, []).append(name)
+    return list(groups.values())
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,14 +68,13 @@ def main(arguments: Sequence[str]) -> int:
     if not chosen:
         print(f"no test's name has any of these in it: {', '.join(options.parts)}", file=sys.stderr)
         return 2
-    failed = []
+    failed: list[str] = []
     threads = max(1, num_cores // options.workers)
     with multiprocessing.get_context("spawn").Pool(
         options.workers, torch.set_num_threads, (threads,)
     ) as pool:
-        for name, seconds, failure in pool.imap_unordered(run, chosen):
-            print(f"{failure}{'FAILED' if failure else 'ok':6} {seconds:5.1f} s  {name}", flush=True)
-            failed += [name] if failure else []
+        for names in pool.imap_unordered(run, by_case(chosen)):
+            failed += names
     print(f"{len(chosen) - len(failed)} ok, {len(failed)} failed", *failed, sep="\n  ")
     return 1 if failed else 0
 
