@@ -104,6 +104,27 @@ def test_recorded_is_launched(
     assert sum(graph.num_runs for graph in recorded) >= 4
 
 
+@pytest.mark.parametrize(
+    "law", [RowLaw(TILE, few_rows=64), RowLaw(TILE, row_floor=5), RowLaw(TILE, row_floor=300)]
+)
+def test_strict_decodes_are_recorded_too(
+    model: Decoder,
+    expected: list[RecordingJob],
+    recorded: list[Replayed],
+    monkeypatch: pytest.MonkeyPatch,
+    law: RowLaw,
+) -> None:
+    """As they are, or with the rows that they are padded to."""
+    monkeypatch.setattr(batching, "canon_of", lambda model: law)
+    monkeypatch.setattr(model.kernels, "law", law)
+    for job, other in zip(serve(model, WISHES, SCHEDULE, strict=True), expected, strict=True):
+        assert job.generated == other.generated
+        for one, another in zip(job.logits, other.logits, strict=True):
+            torch.testing.assert_close(one, another, rtol=1e-5, atol=1e-5)
+    num_runs = sum(graph.num_runs for graph in recorded)
+    assert num_runs >= 4 if law.row_floor <= graphs.MOST_DECODE_ROWS else num_runs == 0
+
+
 def test_a_pass_that_was_prepared_is_staged_once(
     model: Decoder, recorded: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

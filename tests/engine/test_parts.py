@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.engine.step import Part, SpanInput, _joined, parts_of
-from penstock.kernels.probe import ProbeShapes, ProductShape, Random, free_decodes
+from penstock.kernels.probe import ON_CPU, ProbeShapes, ProductShape, Random, few_rows, free_decodes
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.plan.step import Span
 
@@ -67,14 +67,17 @@ def test_logits_come_in_the_order_of_the_spans(spans: list[Any], most: int) -> N
 class _Odd(TorchKernels):
     """Products whose bits depend on the number of rows, from one on."""
 
-    def __init__(self, first_other: int) -> None:
+    def __init__(self, first_other: int, few_rows: int = 0) -> None:
         super().__init__()
         self._first_other = first_other
+        self.few_rows = few_rows
 
     def linear(
         self, x: Tensor, weight: Any, bias: Tensor | None = None, *, is_canonical: bool = True
     ) -> Tensor:
         out = torch.stack([weight @ row for row in x])
+        if bias is not None:
+            out = out + bias
         return out + 1 if len(x) >= self._first_other else out
 
 
@@ -86,3 +89,16 @@ def test_so_many_decodes_need_no_padding_as_have_the_bits_of_one(first_other: in
     shapes = ProbeShapes((product,), 1, 1, 8, 16, (8,), 8, ProductShape(24, 16, form="plain"))
     random = Random(torch.float32, torch.device("cpu"))
     assert free_decodes(_Odd(first_other), shapes, random) == most
+
+
+@pytest.mark.parametrize("form", ["plain", "Q8_0"])
+@pytest.mark.parametrize(("first_other", "is_free"), [(4096, True), (64, False), (17, False), (2, False)])
+def test_few_rows_are_free_where_they_have_the_bits_of_many(
+    form: str, first_other: int, is_free: bool
+) -> None:
+    product = ProductShape(8, 32, bias=True, form=form)
+    shapes = ProbeShapes((product,), 1, 1, 8, 16, (8,), 8, ProductShape(24, 16, form="plain"))
+    random = Random(torch.float32, torch.device("cpu"))
+    found = few_rows(_Odd(first_other, few_rows=64), shapes, ON_CPU, random)
+    assert found == (64 if is_free and form == "plain" else 0)
+    assert few_rows(_Odd(4096), shapes, ON_CPU, random) == 0  # no kernels promise it

@@ -13,6 +13,7 @@ from tests.numbers_of import numbers_of
 NUMBERS = {
     "(0.1, 3600.0)": "stages.control._TIMEOUTS_S",
     "(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)": "graphs.passes.DECODE_ROWS",
+    "256": "graphs.passes.MOST_DECODE_ROWS",
     "(8, 32, 256, 1024)": "graphs.passes.DECODE_BLOCKS",
     "0.03": "self_check._MOST_ELSE",
     "0.1": "stages.control._RETRY_S",

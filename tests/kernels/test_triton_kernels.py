@@ -103,6 +103,20 @@ def test_products_of_few_rows(
     check_product(Subject(kernels, dtype), num_rows, num_out, num_in, has_bias=has_bias)
 
 
+@pytest.mark.parametrize("num_in", [300, 384])
+def test_a_row_of_few_has_the_same_bits_among_others(kernels: Kernels, num_in: int) -> None:
+    subject = Subject(kernels, torch.bfloat16)
+    x, weight, bias = (
+        subject.normal(64, num_in),
+        subject.normal(70, num_in, seed=1),
+        subject.normal(70, seed=2),
+    )
+    whole = kernels.linear(x, weight, bias)
+    for rows in (slice(0, 1), slice(5, 21), slice(30, 47), slice(31, 64)):
+        for is_canonical in (True, False):
+            assert torch.equal(kernels.linear(x[rows], weight, bias, is_canonical=is_canonical), whole[rows])
+
+
 @dtypes
 @pytest.mark.parametrize("router", ROUTERS)
 def test_experts(kernels: Kernels, dtype: torch.dtype, router: str) -> None:

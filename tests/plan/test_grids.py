@@ -47,6 +47,14 @@ def test_few_rows_are_not_padded() -> None:
     assert [law.padded_rows(rows) for rows in (1, 7, 16, 17, 24, 25)] == [1, 7, 16, 24, 24, 32]
 
 
+@given(laws(), st.sampled_from([1, 16, 64]), st.integers(1, 300))
+def test_rows_that_are_few_need_no_padding(law: RowLaw, few_rows: int, num_rows: int) -> None:
+    few = replace(law, few_rows=few_rows)
+    assert few.padded_rows(num_rows) == (num_rows if num_rows <= few_rows else law.padded_rows(num_rows))
+    # A pass with a prompt has as many rows as any other of few, so that all of them are recorded as one.
+    assert few.prompt_rows(num_rows) == max(few.padded_rows(num_rows), few_rows)
+
+
 def test_rows_are_padded_past_what_is_avoided() -> None:
     law = replace(ON_GPU, avoided_rows=(128, 576, 640))
     counts = [law.padded_rows(rows) for rows in (1, 65, 513, 641, 2560, 2561, 3073)]
@@ -114,6 +122,7 @@ def test_sizes_that_bits_and_files_depend_on_are_what_they_were() -> None:
         "GRAPH_ROWS": 2560,
         "HEAD_ROWS": 8,
         "GPU_HEAD_ROWS": 32,
+        "GPU_FEW_ROWS": 64,
         "TILE": 512,
         "SQUARE": 256,
         "QUERY_GRID": 64,

@@ -91,8 +91,8 @@ NUMBERS = {
         step.Workspace.tile_size
     """,
     "64": """
-        admission.REPLAY_TOKENS grids.BLOCK_TOKENS grids.GPU_ROW_GRID grids.LANES grids.NATIVE_BLOCK
-        grids.QUERY_GRID grids.SHARE_GRID grids.SPLITS grids.STATE_GRID grids.VECTOR_BYTES
+        admission.REPLAY_TOKENS grids.BLOCK_TOKENS grids.GPU_FEW_ROWS grids.GPU_ROW_GRID grids.LANES
+        grids.NATIVE_BLOCK grids.QUERY_GRID grids.SHARE_GRID grids.SPLITS grids.STATE_GRID grids.VECTOR_BYTES
         policy.ScheduleConfig.max_chunk_steps sizing.CAUTIOUS_CHUNK sizing.SHRUNK_STEPS
         step_time.MOST_KINDS
     """,

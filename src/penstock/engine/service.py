@@ -51,7 +51,8 @@ class ServiceConfig:
 
     schedule: ScheduleConfig | None = None
     cache_tokens: int | None = None  # places for keys and values; None: by the memory that is free
-    strict: bool = False  # decodes in a fixed shape: their bits do not depend on what runs beside them
+    # Decodes have bits that do not depend on what runs beside them; None: where that costs nothing.
+    strict: bool | None = None
     reuse: bool = True  # what was read of a prompt serves others that begin alike
     max_snapshots: int = MAX_SNAPSHOTS  # recurrent states that are kept for that, where the model has them
 
@@ -78,7 +79,8 @@ class Service:
             kept_windows(llm.model.cache_spec, max_snapshots),
         )
         cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots, windows)
-        self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens)
+        strict = llm.canon.few_rows > 0 if config.strict is None else config.strict
+        self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens, strict=strict)
         free_bytes = llm.device_kind.free_bytes()
         space = CacheSpace.for_tokens(llm.model, cache_tokens, num_slots=num_slots, windows=windows)
         # The cache has taken its part, though the system may not have given it yet.
@@ -101,7 +103,7 @@ class Service:
                 space,
                 fingerprint=llm.fingerprint,
                 store=llm.store,
-                clean_only=config.strict,
+                clean_only=strict,
                 max_snapshots=max_snapshots,
                 stages=llm.stage_caches,
             )
@@ -115,7 +117,7 @@ class Service:
             llm.canon,
             space,
             self.schedule,
-            strict=config.strict,
+            strict=strict,
             observers=observers,
             sizer=ChunkSizer(self.rules, llm.times, self._activations.step_bytes),
             reuse=self._reuse,

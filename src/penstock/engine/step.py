@@ -81,9 +81,10 @@ def build_batch(inputs: Sequence[SpanInput], *, canon: RowLaw, strict: bool = Fa
     groups = [_group_work(inputs, index, canon, strict=strict) for index in range(len(inputs[0].kv_groups))]
 
     num_rows, num_logits = num_tokens, len(logit_rows)
-    is_canonical = any(item.is_prompt for item in inputs) or (strict and num_tokens > canon.free_decodes)
+    has_prompt = any(item.is_prompt for item in inputs)
+    is_canonical = has_prompt or (strict and num_tokens > canon.free_decodes)
     if is_canonical:
-        num_rows = canon.padded_rows(num_tokens)
+        num_rows = canon.prompt_rows(num_tokens) if has_prompt else canon.padded_rows(num_tokens)
         if num_logits:
             logit_rows += [0] * (canon.padded_rows(num_logits) - num_logits)
     token_ids, positions = np.zeros((2, num_rows), dtype=np.int64)

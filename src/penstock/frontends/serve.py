@@ -79,8 +79,11 @@ def serve(
         "clock what others have asked.",
         "--isolate",
     ),
-    strict: bool = _steps(
-        False, "The bits of a request's tokens do not depend on what runs beside it.", "--strict"
+    strict: bool | None = _steps(
+        None,
+        "The bits of a request's tokens do not depend on what runs beside it; by default where that costs nothing: "
+        "on a GPU, with weights in bfloat16.",
+        "--strict/--no-strict",
     ),
     host: str = _server("127.0.0.1", "The address to listen on."),
     port: int = _server(8000, "The port; 0 picks one and prints it.", min=0, max=_MAX_PORT),
@@ -171,7 +174,7 @@ class ServerPlan:
     schedule: "ScheduleConfig"
     settings: "ServerSettings"
     cache_tokens: int | None
-    strict: bool
+    strict: bool | None
     reuse: bool
 
     @classmethod

@@ -1,6 +1,6 @@
 """Measures, on the machine at hand, the facts that 'the same bits for any chunking' rests on.
 
-Six laws are tried on random data of the model's own shapes:
+Seven laws are tried on random data of the model's own shapes:
 
 * a product gives each row the same bits whatever the number of rows, from some number up (the floor), on a GPU but
   for numbers that are found and avoided; or else, with a fixed number of rows (the slab), whatever the row's place
@@ -9,10 +9,11 @@ Six laws are tried on random data of the model's own shapes:
 * norm, rotation and activation give a row the same bits whatever the other rows;
 * a delta net gives the same bits for spans that end on the grid of states;
 * experts that are run as one give a row the same bits whatever the other rows;
-* decodes that are not padded have the bits that each has alone, up to some number of them.
+* decodes that are not padded have the bits that each has alone, up to some number of them;
+* products of a few rows have the bits of those of many, where kernels have them in one order of sums.
 
-None is assumed. Where the last does not hold, strict decodes are padded as prompts are. The result is kept in the
-cache folder, under a key of everything it depends on.
+None is assumed. Where neither of the last two holds, strict decodes are padded as prompts are. The result is kept in
+the cache folder, under a key of everything it depends on.
 """
 
 import hashlib
@@ -46,7 +47,15 @@ from penstock.kernels.spans import (
     StateWork,
     WrittenPlaces,
 )
-from penstock.plan.grids import COARSER, FINE_ROWS, GPU_ROW_GRID, STATE_GRID, RowLaw, whole_lanes
+from penstock.plan.grids import (
+    COARSER,
+    FINE_ROWS,
+    GPU_FEW_ROWS,
+    GPU_ROW_GRID,
+    STATE_GRID,
+    RowLaw,
+    whole_lanes,
+)
 from penstock.plan.model import (
     DeltaNetConfig,
     ExpertsConfig,
@@ -153,6 +162,8 @@ EXPERT_SLAB = 32
 _NUM_EXPERTS, _EXPERT_ROWS = 4, (1, 2, 7, 16, 64, 150, 333, 700)
 # Numbers of decodes, and the least that strict ones are run at a time.
 _DECODES, _LEAST_DECODES = (*range(1, 17), 20, 24, 28, 32), 4
+# Numbers of rows that are few: they share what a program has in other ways.
+_FEW_ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64)
 # If more than this share of counts is to be avoided, there is no rule in what the library does.
 _MOST_AVOIDED = 0.25
 # Where the queries of a chunk may begin and end in a tile.
@@ -302,6 +313,28 @@ def free_decodes(kernels: Kernels, shapes: ProbeShapes, random: Random) -> int:
                 break
     # Numbers between those that were tried are believed to be as both of them.
     return max((count for count in _DECODES if _LEAST_DECODES <= count <= most), default=0)
+
+
+def few_rows(kernels: Kernels, shapes: ProbeShapes, tried: Tried, random: Random) -> int:
+    """Up to how many rows products have the bits of those of many: as many as kernels promise, or 0. The head's are
+    never many."""
+    products = (*shapes.products, *shapes.expert_products, *([shapes.head] if shapes.head else []))
+    plain = [shape for shape in products if not shape.form.startswith(GROUPED)]
+    if not kernels.few_rows or any(shape.form in ALL_FORMS for shape in plain):
+        return 0
+    for shape in plain:
+        most = kernels.few_rows if shape is shapes.head else tried.reference
+        weight, x = _factors(kernels, shape, most, random)
+        # Of sums that are zero but for rounding, a bias would hide the rounding.
+        biases = [random.normal(shape.num_out), x.new_zeros(shape.num_out)] if shape.bias else [None]
+        for bias in biases:
+            whole = kernels.linear(x, weight, bias)
+            for count in _FEW_ROWS:
+                for start in {0, kernels.few_rows - count}:
+                    rows = slice(start, start + count)
+                    if not torch.equal(kernels.linear(x[rows], weight, bias), whole[rows]):
+                        return 0
+    return kernels.few_rows
 
 
 def _digests(rows: Tensor) -> list[bytes]:
@@ -494,7 +527,7 @@ def recurrence_holds(kernels: Kernels, sizes: RecurrentConfig, random: Random) -
 
 # All of them
 
-_VERSION = 23
+_VERSION = 24
 _MOST_BYTES = 1 << 20
 
 
@@ -511,6 +544,7 @@ class ProbeResult:
     recurrence_holds: bool = True  # of models without recurrent layers too
     experts_hold: bool = True  # as one; of models whose experts are run one by one too
     free_decodes: int = 0  # as in `RowLaw`
+    few_rows: int = 0  # as in `RowLaw`
     expert_slab: int = 0
     avoided_rows: tuple[
         int, ...
@@ -525,6 +559,7 @@ class ProbeResult:
             avoided_rows=self.avoided_rows,
             expert_slab=self.expert_slab,
             free_decodes=self.free_decodes,
+            few_rows=self.few_rows,
         )
         return kernels.law
 
@@ -579,6 +614,7 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         recurrence_holds=shapes.recurrent is None or recurrence_holds(kernels, shapes.recurrent, random),
         experts_hold=experts_hold(kernels, shapes, random),
         free_decodes=free_decodes(kernels, shapes, random),
+        few_rows=few_rows(kernels, shapes, tried, random) if row_floor and not row_slab else 0,
         expert_slab=expert_slab,
         avoided_rows=() if row_slab else tuple(avoided),
     )
@@ -618,6 +654,7 @@ def _read(path: Path, tried: Tried) -> ProbeResult | None:
         and result.expert_slab in (0, EXPERT_SLAB)
         and all(type(answer) is bool for answer in result.answers)
         and result.free_decodes in (0, *_DECODES[_LEAST_DECODES - 1 :])
+        and result.few_rows in (0, GPU_FEW_ROWS)
         and avoided <= set(tried.counts)
     )
     return result if is_valid else None

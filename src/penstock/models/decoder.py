@@ -411,10 +411,11 @@ class Decoder:
     def _head_product(self, x: Tensor, is_canonical: bool) -> Tensor:
         """How many rows there are must not matter to any of them: they run in slabs."""
         assert self._head is not None
-        if not is_canonical:
-            return self.kernels.linear(x, self._head, is_canonical=False)
-        num_rows = self.kernels.head_rows
-        padded = pad(x, (0, 0, 0, -len(x) % num_rows))
+        few_rows = self.kernels.law.few_rows
+        if not is_canonical or len(x) <= few_rows:
+            return self.kernels.linear(x, self._head, is_canonical=is_canonical)
+        num_rows = few_rows or self.kernels.head_rows
+        padded = x if few_rows else pad(x, (0, 0, 0, -len(x) % num_rows))
         slabs = [self.kernels.linear(slab, self._head) for slab in torch.split(padded, num_rows)]
         return (slabs[0] if len(slabs) == 1 else torch.cat(slabs))[: len(x)]
 

@@ -101,7 +101,7 @@ class PassSizes:
         self.kernels = workspace.kernels
         self.is_fused = workspace.kernels != "torch"  # norms and rotation are one pass each
         # Decodes alone run in whatever shape is fastest.
-        self.rows = workspace.law.padded_rows(step.num_rows) if step.num_prompt_tokens else step.num_rows
+        self.rows = workspace.law.prompt_rows(step.num_rows) if step.num_prompt_tokens else step.num_rows
         self.query = shape.num_heads * shape.largest_head
         self.kv = max(math.prod(shape.kv_heads(windowed=windowed)) for windowed in (False, True))
         self.projected = shape.num_projected
@@ -539,9 +539,10 @@ def _experts(sizes: PassSizes, experts: ExpertsConfig) -> int:
 def _head(sizes: PassSizes) -> StepMemory:
     """Rows run in slabs, in the model's dtype, are joined where there are several, and become float32."""
     vocab, wanted = sizes.shape.vocab_size, sizes.step.num_logits
-    head_rows = sizes.workspace.head_rows
-    slabs = rounded_up(wanted, head_rows) if sizes.step.num_prompt_tokens else wanted
-    joined = slabs if slabs > head_rows else 0
+    few_rows = sizes.workspace.few_rows
+    most = few_rows or sizes.workspace.head_rows
+    slabs = rounded_up(wanted, most) if sizes.step.num_prompt_tokens and not few_rows else wanted
+    joined = slabs if slabs > most else 0
     return StepMemory(
         "head",
         input_bytes=sizes.inputs + sizes.graphs,

@@ -46,6 +46,8 @@ GPU_ROW_GRID, COARSER, FINE_ROWS = 64, 8, 2560
 # The rows that feed-forward blocks have at a time on a GPU, and the most of a chunk that is recorded as graphs: a
 # GPU is busy long enough with the kernels of more.
 FEED_ROWS = GRAPH_ROWS = FINE_ROWS
+# Products of no more rows have a kernel of their own on a GPU.
+GPU_FEW_ROWS = 64
 # Rows of the output head at a time, where their number must not matter.
 HEAD_ROWS, GPU_HEAD_ROWS = 8, 32
 assert FINE_ROWS % GPU_ROW_GRID == 0
@@ -85,10 +87,19 @@ class RowLaw:
     avoided_rows: tuple[int, ...] = ()  # numbers of rows on the grid whose products have other bits
     expert_slab: int = 0  # as `row_slab` for experts, which have few rows each; 0: as for all others
     free_decodes: int = 0  # up to so many decodes, in a pass of their own, give each the same bits as alone
+    few_rows: int = (
+        0  # products of up to so many rows, the head's too, have the bits of those of many: unpadded
+    )
 
     def padded_rows(self, num_rows: int) -> int:
         """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
+        if num_rows <= self.few_rows:
+            return num_rows
         return self._padded(num_rows, self.row_floor, self.row_slab)
+
+    def prompt_rows(self, num_rows: int) -> int:
+        """How many rows a pass with prompts has: few take as long as any fewer, and are recorded as one."""
+        return max(self.padded_rows(num_rows), self.few_rows)
 
     def padded_expert_rows(self, num_rows: int) -> int:
         slab = self.expert_slab or self.row_slab

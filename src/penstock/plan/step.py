@@ -143,6 +143,7 @@ class Workspace:
     row_grid: int = ROW_GRID
     expert_slab: int = 0
     free_decodes: int = 0
+    few_rows: int = 0
     head_rows: int = HEAD_ROWS  # that the output head has at a time
     feed_rows: int = 0  # the most that feed-forward blocks have at a time; 0: all
     head_norm: bool = False  # queries and keys are normed
@@ -167,4 +168,5 @@ class Workspace:
             self.avoided_rows,
             self.expert_slab,
             self.free_decodes,
+            self.few_rows,
         )

@@ -27,15 +27,22 @@ _COLUMNS = 5
 
 
 def is_decode(batch: ForwardBatch) -> bool:
-    """Whether all rows are decodes, in whatever shape is fastest."""
-    return not batch.is_canonical and batch.num_logits == batch.num_tokens == len(batch.all_layers.spans)
+    """Whether all rows but padding are decodes."""
+    spans = batch.all_layers.spans
+    return batch.num_logits == batch.num_tokens == len(spans) and not any(span.is_prompt for span in spans)
 
 
 class DecodeGraph:
     """Of so many rows, which see no more blocks than so many; rows that a pass has not go nowhere and see nothing."""
 
     def __init__(
-        self, model: Decoder, caches: CacheTensors, num_rows: int, num_blocks: int, recorder: Recorder
+        self,
+        model: Decoder,
+        caches: CacheTensors,
+        num_rows: int,
+        num_blocks: int,
+        is_canonical: bool,
+        recorder: Recorder,
     ) -> None:
         self._num_rows = num_rows
         self._staged = _NOTHING_STAGED
@@ -68,7 +75,7 @@ class DecodeGraph:
             windows=tuple(groups[1:]),
             logit_rows=empty,
             num_logits=num_rows,
-            is_canonical=False,
+            is_canonical=is_canonical,
             states=static_decode_states(read, write),
         )
 
@@ -89,7 +96,7 @@ class DecodeGraph:
         (prepared, staged), self._staged = self._staged, _NOTHING_STAGED
         if prepared is not batch:
             staged = self._stage(batch)
-        staged[: batch.num_tokens] = batch.token_ids
+        staged[: batch.num_tokens] = batch.token_ids[: batch.num_tokens]
         device_kind(self._inputs.device).fill(self._inputs, staged)
         self._graph.replay()
         return self._logits[: batch.num_tokens].clone()  # the next pass writes over them
@@ -100,8 +107,8 @@ class DecodeGraph:
         staged = np.zeros(len(self._inputs), dtype=np.int64)
         columns = staged[: self._num_columns * num_all].reshape(-1, num_all)
         _, positions, lengths, *slots = columns[:_COLUMNS]
-        positions[:num_rows] = batch.positions
-        lengths[:num_rows] = batch.positions + 1
+        positions[:num_rows] = batch.positions[:num_rows]
+        lengths[:num_rows] = positions[:num_rows] + 1
         states = batch.states.rows
         for slot, given in zip(
             slots, ([rows.read for rows in states], [rows.write for rows in states]), strict=True

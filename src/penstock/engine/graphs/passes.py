@@ -23,6 +23,7 @@ from penstock.plan.grids import GRAPH_ROWS
 
 # Rows of decodes are rounded up to one of these. More than the last are launched one by one.
 DECODE_ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+MOST_DECODE_ROWS = 256  # where they are padded
 # The same for the blocks of the longest; more than the last are all that there are.
 DECODE_BLOCKS = (8, 32, 256, 1024)
 # Each number of rows has graphs of its own, of every layer: no more than so many.
@@ -64,15 +65,15 @@ class _CacheGraphs:
         self._caches = weakref.ref(caches)
         self._recorder = Recorder(caches.kv.device)
         # By what they depend on; None: memory did not allow it.
-        self._decodes: dict[tuple[int, int], DecodeGraph | None] = {}
+        self._decodes: dict[tuple[int, int, bool], DecodeGraph | None] = {}
         self._chunks: dict[object, RecordedPass | None] = {}
         self._seen: set[object] = set()  # layouts of chunks that came once
 
     def find(self, batch: ForwardBatch, model: Decoder) -> RecordedPass | None:
         caches = self._caches()
         assert caches is not None
-        if is_decode(batch):
-            return self._decode(batch, model, caches)
+        if is_decode(batch) and (graph := self._decode(batch, model, caches)) is not None:
+            return graph
         if not batch.is_canonical or len(batch.token_ids) > GRAPH_ROWS:
             return None
         layout = chunk_layout(batch)
@@ -85,12 +86,16 @@ class _CacheGraphs:
             graph.prepare(batch)
 
     def _decode(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> DecodeGraph | None:
-        num_rows = next((size for size in DECODE_ROWS if batch.num_tokens <= size), None)
+        # What is padded keeps its rows: only of few does the number not matter to their bits.
+        is_padded = batch.is_canonical and batch.num_tokens > model.kernels.law.few_rows
+        sizes = (len(batch.token_ids),) if is_padded else DECODE_ROWS
+        num_rows = next((size for size in sizes if batch.num_tokens <= size <= MOST_DECODE_ROWS), None)
         if num_rows is None:
             return None
         longest = -(-batch.end_position // BLOCK_TOKENS)
         most = min(caches.kv.num_blocks, -(-model.config.max_position // BLOCK_TOKENS))
-        shape = (num_rows, min(next((size for size in DECODE_BLOCKS if longest <= size), most), most))
+        num_blocks = min(next((size for size in DECODE_BLOCKS if longest <= size), most), most)
+        shape = num_rows, num_blocks, batch.is_canonical
         if shape not in self._decodes:
             self._decodes[shape] = _unless_memory_ends(
                 lambda: DecodeGraph(model, caches, *shape, self._recorder)

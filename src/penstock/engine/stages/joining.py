@@ -89,6 +89,7 @@ def join_laws(laws: Sequence[RowLaw]) -> RowLaw:
         row_slab=slab,
         expert_slab=expert_slab,
         free_decodes=min(law.free_decodes for law in laws),
+        few_rows=min(law.few_rows for law in laws),
         avoided_rows=() if slab else tuple(sorted(avoided)),
     )
 

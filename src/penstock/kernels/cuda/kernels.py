@@ -14,6 +14,7 @@ from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.cuda import delta, fla
 from penstock.kernels.cuda.experts import CudaExperts
 from penstock.kernels.cuda.launch import KeptKernel, precision, shared_bytes
+from penstock.kernels.cuda.launch_sizes import least_rows
 from penstock.kernels.cuda.past import attend_past, prepare_past
 from penstock.kernels.cuda.quantised import GpuProducts
 from penstock.kernels.cuda.work import (
@@ -50,7 +51,16 @@ from penstock.kernels.triton.rows import (
     place_heads_kernel,
     silu_and_mul_kernel,
 )
-from penstock.plan.grids import BLOCK_TOKENS, FEED_ROWS, GPU_HEAD_ROWS, GPU_ROW_GRID, GPU_TILE, SPLITS, RowLaw
+from penstock.plan.grids import (
+    BLOCK_TOKENS,
+    FEED_ROWS,
+    GPU_FEW_ROWS,
+    GPU_HEAD_ROWS,
+    GPU_ROW_GRID,
+    GPU_TILE,
+    SPLITS,
+    RowLaw,
+)
 from penstock.plan.step import KernelKind
 
 Group = TypeVar("Group", bound=GroupWork)
@@ -70,11 +80,8 @@ _LARGEST_HEAD = 512
 _LEAST_BLOCKS = 2
 # The matrix units take no fewer rows.
 _LEAST_ROWS = 16
-# Products of no more rows than these, with weights no larger than this, are faster here than in cuBLAS.
-_FEW_ROWS = 32
-_FEW_ROWS_WEIGHT = 1 << 24
-_FEW_ROWS_OUTPUTS = 16
-_FEW_ROWS_BLOCK = 256
+# What a program has of the weight in a product of few rows, and how many such blocks are on their way.
+_FEW_ROWS_OUTPUTS, _FEW_ROWS_BLOCK, _FEW_ROWS_STAGES = 64, 128, 5
 _WIDTH_BLOCK = 1024
 _HEADS_TOGETHER = 16
 
@@ -87,6 +94,7 @@ class CudaKernels(TorchKernels):
 
     name = "cuda"  # and "cuda+fla", where prompts of delta nets run in flash-linear-attention's kernels
     head_rows = GPU_HEAD_ROWS
+    few_rows = GPU_FEW_ROWS
     feed_rows = FEED_ROWS
     activation_stride = 2
     can_capture = True
@@ -123,8 +131,6 @@ class CudaKernels(TorchKernels):
     ) -> Tensor:
         if isinstance(weight, QuantisedWeight):
             return self.quantised.linear(x, weight, bias, is_canonical)
-        if not is_canonical and _has_few_rows(x, weight):
-            return _few_rows_product(x, weight, bias)
         return super().linear(x, weight, bias, is_canonical=is_canonical)
 
     def unpacked_bytes(self, weight: Weight) -> int:
@@ -146,6 +152,8 @@ class CudaKernels(TorchKernels):
         return embedding[token_ids]
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) <= self.few_rows and x.dtype == torch.bfloat16 and weight.is_contiguous():
+            return _few_rows_product(x, weight, bias)
         return torch.nn.functional.linear(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -388,17 +396,11 @@ def _score_scale(scoring: Scoring) -> float:
     return scoring.scale / scoring.soft_cap if scoring.soft_cap else scoring.scale * _LOG2_E
 
 
-def _has_few_rows(x: Tensor, weight: Tensor) -> bool:
-    return (
-        x.shape[0] <= _FEW_ROWS
-        and weight.numel() <= _FEW_ROWS_WEIGHT
-        and x.stride(1) == 1
-        and weight.is_contiguous()
-    )
-
-
 def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, (num_out, num_in) = len(x), weight.shape
+    size = least_rows(num_rows)
+    bytes_per_stage = (_FEW_ROWS_OUTPUTS + size) * _FEW_ROWS_BLOCK * x.element_size()
     out = x.new_empty(num_rows, num_out)
     few_rows_kernel[(triton.cdiv(num_out, _FEW_ROWS_OUTPUTS),)](
         x,
@@ -410,12 +412,12 @@ def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_out,
         num_in,
         HAS_BIAS=bias is not None,
-        ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_rows)),
+        IS_WHOLE=num_in % _FEW_ROWS_BLOCK == 0,
+        ROWS=size,
         OUTPUTS=_FEW_ROWS_OUTPUTS,
         BLOCK=_FEW_ROWS_BLOCK,
-        PRECISION=precision(x),
         num_warps=4,
-        num_stages=3,
+        num_stages=max(min(_FEW_ROWS_STAGES, shared_bytes(x.device) // bytes_per_stage), 1),
     )
     return out
 

@@ -55,6 +55,7 @@ class TorchKernels:
     law: RowLaw  # the shapes on which a row keeps its bits: as far as is known before a probe, then as it found
     # The output head runs on so many rows at a time, where their number must not matter.
     head_rows = HEAD_ROWS
+    few_rows = 0  # up to so many, a product's order of sums does not depend on how many there are
     feed_rows = 0  # feed-forward blocks run on no more rows than this at a time; 0: on all
     activation_stride = 1  # rows of an activation are so many times as far apart as they are long
     expert_places = 0  # rows of all experts that are run at a time, at least; 0: those of all rows

@@ -202,26 +202,29 @@ def few_rows_kernel(
     num_out,
     num_in,
     HAS_BIAS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # inputs are whole blocks
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Some outputs of a product of a few rows: as fast as the weight can be read."""
-    rows = tl.arange(0, ROWS)
-    outputs = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    """Some outputs of a product of a few rows: as fast as the weight can be read. An output is one sum from the first
+    input to the last, whatever the sizes here: so are those of large products, whose bits it has."""
+    row, output = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     columns = tl.arange(0, BLOCK)
-    is_row, is_output = rows < num_rows, outputs < num_out
-    row_at = rows[:, None].to(tl.int64) * x_stride
-    weight_at = outputs[None, :].to(tl.int64) * num_in
-    total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    # What lies beyond the last is that once more.
+    row_at = tl.minimum(row, num_rows - 1)[None, :].to(tl.int64) * x_stride
+    output_at = tl.minimum(output, num_out - 1)[:, None].to(tl.int64) * num_in
+    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in range(0, num_in, BLOCK):
         at = start + columns
-        is_in = at < num_in
-        own = tl.load(x + row_at + at[None, :], mask=is_row[:, None] & is_in[None, :], other=0.0)
-        part = tl.load(weight + weight_at + at[:, None], mask=is_output[None, :] & is_in[:, None], other=0.0)
-        total = tl.dot(own, part, total, input_precision=PRECISION)
+        if IS_WHOLE:
+            part, own = tl.load(weight + output_at + at[None, :]), tl.load(x + row_at + at[:, None])
+        else:
+            is_in = at < num_in
+            part = tl.load(weight + output_at + at[None, :], mask=is_in[None, :], other=0.0)
+            own = tl.load(x + row_at + at[:, None], mask=is_in[:, None], other=0.0)
+        total = tl.dot(part, own, total)
     if HAS_BIAS:
-        total += tl.load(bias + outputs, mask=is_output, other=0.0).to(tl.float32)[None, :]
-    to = out + rows[:, None].to(tl.int64) * num_out + outputs[None, :]
-    tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_output[None, :])
+        total += tl.load(bias + output, mask=output < num_out, other=0.0).to(tl.float32)[:, None]
+    to = out + row[None, :].to(tl.int64) * num_out + output[:, None]
+    tl.store(to, total.to(out.dtype.element_ty), mask=(row < num_rows)[None, :] & (output < num_out)[:, None])
