@@ -150,7 +150,7 @@ def _as_option(setting: str, value: object) -> str:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<9}{about}" for name, (_, about) in SUITES.items()]
+    lines = [f"  {name:<17}{about}" for name, (_, about) in SUITES.items()]
     usage = "usage: python -m benchmarks SUITE [OPTIONS]; SUITE --help lists its options"
     return "\n".join([usage, "", *lines])
 
