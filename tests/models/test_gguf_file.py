@@ -11,6 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.gguf import file as gguf_file
+from penstock.models.gguf.blocks import KEPT, UNPACKED
 from penstock.models.gguf.file import ACCEPTED_KINDS, GgufFile
 from penstock.models.opened import open_model
 from penstock.models.source import check_source
@@ -96,8 +97,12 @@ def quantised(values: np.ndarray[Any, Any], kind: Kind, rng: np.random.Generator
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         blocks = rng.integers(0, 256, (values.size // block, block_bytes), dtype=np.uint8)
         scales = rng.normal(0, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8)
-        if kind is Kind.Q6_K:
+        if kind in (Kind.Q6_K, Kind.Q3_K):
             blocks[:, -2:] = scales[:, :2]
+        elif kind in (Kind.Q2_K, Kind.TQ1_0):
+            blocks[:, -4:] = scales
+        elif kind is Kind.IQ1_M:  # its scale's highest bits are those of the last
+            blocks[:, -1] &= 0x2F
         else:
             blocks[:, :4] = scales
         return blocks.reshape(values.shape[0], -1)
@@ -137,7 +142,37 @@ def test_every_kind_is_dequantised_as_gguf_does(
         assert torch.equal(fused[4:-4, 3:-5], torch.from_numpy(whole.copy()))
 
 
-@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q5_0, Kind.IQ4_XS])
+@pytest.mark.parametrize("kind", [kind for kind in KEPT if kind is not Kind.MXFP4])
+def test_blocks_that_are_kept_have_the_values_of_the_file_in_their_form(tmp_path: Path, kind: Kind) -> None:
+    rng = np.random.default_rng(2)
+    config = hf_config("llama", hidden_size=512, num_attention_heads=8, num_key_value_heads=2)
+    tensors: Tensors = {}
+    for name, rows in {"token_embd.weight": 96, "blk.0.attn_q.weight": 512}.items():
+        tensors[name] = (quantised(rng.normal(0, 1, (rows, 512)).astype(np.float32), kind, rng), kind)
+    source = GgufFile(write_gguf(tmp_path / "model.gguf", gguf_metadata(config), tensors))
+    assert not source.unpacked
+    for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):  # whose rows move
+        form = source.block_form(name)
+        assert form is not None
+        blocks = torch.cat([rows.clone() for rows in source.blocks(name)]).numpy()
+        assert blocks.shape[1] == form.row_bytes(512)
+        found = gguf.quants.dequantize(blocks, Kind[form.name])
+        assert torch.equal(torch.from_numpy(found), load_tensor(source, name))
+
+
+@pytest.mark.parametrize("kind", UNPACKED)
+def test_blocks_that_no_form_has_are_plain_numbers(tmp_path: Path, kind: Kind) -> None:
+    rng = np.random.default_rng(2)
+    config = hf_config("llama", hidden_size=512, num_attention_heads=8, num_key_value_heads=2)
+    data = quantised(rng.normal(0, 1, (96, 512)).astype(np.float32), kind, rng)
+    source = GgufFile(
+        write_gguf(tmp_path / "model.gguf", gguf_metadata(config), {"token_embd.weight": (data, kind)})
+    )
+    assert source.block_form("model.embed_tokens.weight") is None
+    assert source.unpacked == (kind.name,)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_K, Kind.I8, Kind.F64])
 def test_other_kinds_are_refused_with_the_tensor_and_what_is_accepted(tmp_path: Path, kind: Kind) -> None:
     block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
     data = np.zeros((4, block_bytes), dtype=np.uint8)

@@ -20,8 +20,8 @@ from penstock.layers.mlp import MLP, ExpertMLP
 from penstock.layers.recurrent import Recurrent
 from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
-from penstock.models.loading import load_decoder
-from penstock.plan.settings import WeightsName
+from penstock.models.loading import load_decoder, settled_weights
+from penstock.plan.settings import WeightsName, WeightsSetting
 from tests.engine.test_same_bits import assert_same_bits
 from tests.models.builders import gguf_metadata, gguf_name, hf_model, load_tensor, write_gguf
 from tests.models.gguf_builders import write_hybrid_gguf
@@ -40,6 +40,18 @@ MIXED = {
     "ffn_down": Kind.Q6_K,
     "token_embd": Kind.Q4_K,
     "output": Kind.Q6_K,
+}
+# As it mixes those whose rows are no whole blocks of 256.
+NARROW = {
+    "attn_q": Kind.Q5_0,
+    "attn_k": Kind.Q5_0,
+    "attn_v": Kind.Q8_0,
+    "attn_output": Kind.Q5_0,
+    "ffn_gate": Kind.Q5_0,
+    "ffn_up": Kind.Q5_1,
+    "ffn_down": Kind.Q6_K,
+    "token_embd": Kind.Q5_0,
+    "output": Kind.Q8_0,
 }
 HYBRID = {
     "attn_q": Kind.Q4_0,  # with its gates, which come after keys and values here
@@ -191,6 +203,30 @@ def test_parts_of_any_form_are_kept(tmp_path: Path, family: str) -> None:
             assert torch.equal(torch.cat(rows), torch.cat([load_tensor(source, name) for name in names]))
     check_one_call(kept)
     check_like_bfloat16(source, kept)
+    source.close()
+
+
+def test_blocks_without_kernels_become_others_or_plain_numbers(tmp_path: Path) -> None:
+    """Five bits lie in eight, to the same values; what no form has is said."""
+    path = write_mixed(tmp_path / "model.gguf", "llama", NARROW)
+    source = GgufFile(path)
+    kept = load(source, "auto")
+    products = kept.kernels.quantised
+    assert products is not None
+    for layer in kept.layers:
+        assert isinstance(layer.mixer, Attention)
+        assert isinstance(layer.mlp, MLP)
+        forms = [
+            [part.form.name if isinstance(part, QuantisedWeight) else "" for part in weight.parts]
+            for weight in (layer.mixer.qkv, layer.mixer.out, layer.mlp.gate_up, layer.mlp.down)
+        ]
+        assert [form[0] for form in forms] == ["Q8_0", "Q8_0", "Q8_0", "Q6_K"]
+        assert len(forms[2]) == 2  # the second is of bfloat16, in whatever form products take that
+        assert forms[2][1] not in BLOCK_FORMS
+    check_like_bfloat16(source, kept)
+    setting = settled_weights(source, kept.kernels, torch.bfloat16, CPU, WeightsSetting("auto"))
+    assert setting.is_unpacked
+    assert "Q5_1" in setting.reason
     source.close()
 
 

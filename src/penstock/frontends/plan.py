@@ -204,11 +204,12 @@ def plan(
 @dataclass(frozen=True)
 class PlannedModel:
     """A configuration, and what the weights take where its file has them quantised: in a processor's memory, and in a
-    GPU's."""
+    GPU's; and the kinds of blocks that are not kept."""
 
     config: ModelConfig
     stored: WeightBits | None = None
     stored_on_gpu: WeightBits | None = None
+    unpacked: tuple[str, ...] = ()
 
     def settled(self, setting: WeightsSetting, dtype: str, device: "torch.device") -> WeightsSetting:
         """What `auto` would come to on this machine, and why."""
@@ -219,7 +220,7 @@ class PlannedModel:
         is_host = device_kind(device).is_host
         if self.bits("auto", dtype, device) is None:
             return setting if is_host else settle_without_blocks(setting, dtype)
-        return settle_weights(setting)
+        return settle_weights(setting, self.unpacked)
 
     def bits(self, weights: str, dtype: str, device: "torch.device") -> WeightBits | None:
         """What weights take that are kept in this way; None where they are of the dtype."""
@@ -256,7 +257,7 @@ def read_model(model: str) -> PlannedModel:
     source = open_weights(resolve_model(model))
     source.close()
     on_gpu = stored_bits(source, _PLAIN_BITS, on_gpu=True)
-    return PlannedModel(source.config, stored_bits(source, _PLAIN_BITS), on_gpu)
+    return PlannedModel(source.config, stored_bits(source, _PLAIN_BITS), on_gpu, source.unpacked)
 
 
 def _read_config_file(path: Path) -> ModelConfig:

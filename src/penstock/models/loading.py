@@ -187,16 +187,16 @@ def settled_weights(
 ) -> WeightsSetting:
     """What `auto` comes to for these weights on this machine, and why."""
     forms = _forms(source)
-    if not forms:
+    if not forms and not source.unpacked:
         return setting
     is_host, products = device_kind(device).is_host, kernels.quantised
-    if products is None and is_host and forms <= {*BLOCK_FORMS.values()}:
+    if forms and products is None and is_host and forms <= {*BLOCK_FORMS.values()}:
         return setting
     takes_blocks = products is not None and any(products.takes(form, device) for form in forms)
     if not takes_blocks or dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         return settle_without_blocks(setting, name, "bfloat16" if takes_blocks else "")
-    return settle_weights(setting)
+    return settle_weights(setting, source.unpacked)
 
 
 @dataclass(frozen=True)

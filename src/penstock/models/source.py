@@ -33,6 +33,8 @@ class WeightSource(ABC):
     shapes: Mapping[str, Shape]  # of all tensors
     # Names of those that the model has no use for, once they were checked.
     unused: frozenset[str] = frozenset()
+    # Kinds of blocks among them whose values no form has.
+    unpacked: tuple[str, ...] = ()
 
     def names(self) -> frozenset[str]:
         return frozenset(self.shapes)

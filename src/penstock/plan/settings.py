@@ -445,9 +445,15 @@ def resolve_activations(
     return found
 
 
-def settle_weights(setting: WeightsSetting) -> WeightsSetting:
-    """What `auto` is for a model whose file is quantised, where kernels compute with its blocks."""
-    return replace(setting, reason="auto: as the file has them") if setting.effective == "auto" else setting
+def settle_weights(setting: WeightsSetting, unpacked: Sequence[str] = ()) -> WeightsSetting:
+    """What `auto` is for a model whose file is quantised, where kernels compute with its blocks, but for those of the
+    `unpacked` kinds."""
+    if setting.effective != "auto":
+        return setting
+    but = (
+        f", but {' and '.join(unpacked)} as bfloat16: no kernels compute with such blocks" if unpacked else ""
+    )
+    return replace(setting, reason=f"auto: as the file has them{but}", is_unpacked=bool(unpacked))
 
 
 def settle_without_blocks(setting: WeightsSetting, dtype: str, other_dtype: str = "") -> WeightsSetting:

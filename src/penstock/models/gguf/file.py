@@ -7,8 +7,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
+from penstock.kernels.quantised import BlockForm
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
+from penstock.models.gguf.blocks import KEPT, UNPACKED, row_bytes
 from penstock.models.gguf.config import DIVISORS, LONG_FACTORS, SHORT_FACTORS, gguf_model_config
 from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
 from penstock.models.gguf.layout import Place, tensor_places
@@ -20,16 +21,7 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-_QUANTISED = (
-    GGMLQuantizationType.Q8_0,
-    GGMLQuantizationType.Q4_0,
-    GGMLQuantizationType.Q4_1,
-    GGMLQuantizationType.Q4_K,
-    GGMLQuantizationType.Q5_K,
-    GGMLQuantizationType.Q6_K,
-    GGMLQuantizationType.MXFP4,
-)
-ACCEPTED_KINDS = (*_PLAIN, *_QUANTISED)
+ACCEPTED_KINDS = (*_PLAIN, *KEPT, *UNPACKED)
 
 # Elements that are dequantised at once: the temporaries of a slice stay in a CPU's cache.
 _SLICE_ELEMENTS = 1 << 18
@@ -61,6 +53,8 @@ class GgufFile(FileSource):
             if name != place.tensor.name:
                 self._require_accepted(place.tensor)
         self.shapes = {name: place.shape for name, place in self._places.items()}
+        kinds = {place.tensor.kind for place in self._places.values()}
+        self.unpacked = tuple(kind.name for kind in UNPACKED if kind in kinds)
 
     @torch.no_grad()
     def load_into(self, name: str, out: torch.Tensor) -> None:
@@ -77,26 +71,27 @@ class GgufFile(FileSource):
     def block_form(self, name: str) -> BlockForm | None:
         place = self._places[name]
         is_by_rows = len(place.shape) == 2 and place.restore is None and not place.moves_columns
-        return BLOCK_FORMS.get(place.tensor.kind.name) if is_by_rows else None
+        kept = KEPT.get(place.tensor.kind) if is_by_rows else None
+        return kept.form if kept is not None else None
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        place, form = self._places[name], self.block_form(name)
-        assert form is not None
-        num_rows, row_bytes = place.shape[0], form.row_bytes(place.shape[1])
-        start = place.tensor.start + form.row_bytes(place.first)
+        place = self._places[name]
+        kind, num_rows = place.tensor.kind, place.shape[0]
+        kept, num_bytes, block_bytes = KEPT[kind], row_bytes(kind, place.shape[1]), GGML_QUANT_SIZES[kind][1]
+        start = place.tensor.start + row_bytes(kind, place.first)
         if place.order is not None:
-            rows = torch.empty(num_rows, row_bytes, dtype=torch.uint8)
+            rows = torch.empty(num_rows, num_bytes, dtype=torch.uint8)
             for part in place.order(rows):
                 copy_plain(self._file, start, torch.uint8, part)
                 start += part.numel()
-            yield rows
+            yield kept.rows(rows, block_bytes)
             return
-        at_once = max(1, SLICE_BYTES // row_bytes)
-        buffer = torch.empty(min(at_once, num_rows), row_bytes, dtype=torch.uint8)
+        at_once = max(1, SLICE_BYTES // num_bytes)
+        buffer = torch.empty(min(at_once, num_rows), num_bytes, dtype=torch.uint8)
         for first in range(0, num_rows, at_once):
             part = buffer[: num_rows - first]
-            self._file.read_into(start + first * row_bytes, part.view(-1))
-            yield part
+            self._file.read_into(start + first * num_bytes, part.view(-1))
+            yield kept.rows(part, block_bytes)
 
     def _fill(self, out: torch.Tensor, place: Place) -> None:
         kind = place.tensor.kind
