@@ -5,12 +5,10 @@ from dataclasses import dataclass
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import IQ4_NL
 from torch import Tensor
 
 from penstock.kernels.quantised import BLOCK_FORMS, Q6_K, Q8_0, BlockForm
-
-# Quants of IQ4_NL stand for these.
-_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def _from_q5_0(blocks: Tensor) -> Tensor:
 
 def _from_iq4_nl(blocks: Tensor) -> Tensor:
     """A scale, 16 bytes of two quants: a level each, times the scale."""
-    levels = torch.tensor(_LEVELS, dtype=torch.int8).view(torch.uint8)
+    levels = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8).view(torch.uint8)
     return torch.cat((blocks[:, :2], levels[_shifted(blocks[:, 2:], 4, 16).flatten(1).long()]), dim=1)
 
 
