@@ -17,7 +17,7 @@ from penstock.kernels.quantised import (
     F8_ROW,
     FLOAT8,
     FLOAT_FORMS,
-    MXFP4,
+    HOST_FORMS,
     BlockForm,
     QuantisedWeight,
     quantise,
@@ -44,7 +44,7 @@ CPU = torch.device("cpu")
 NUM_OUT, NUM_IN = 20, 512
 # Interpreted, what becomes bfloat16 is cut off: weights of a few rows, and every output.
 MOST = 0.012
-GPU_FORMS = [form for form in BLOCK_FORMS.values() if form is not MXFP4]
+GPU_FORMS = [form for form in BLOCK_FORMS.values() if form not in HOST_FORMS]
 forms = pytest.mark.parametrize("form", [*GPU_FORMS, *FLOAT_FORMS], ids=lambda form: form.name)
 
 

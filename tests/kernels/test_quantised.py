@@ -17,10 +17,14 @@ from penstock.kernels.native.quantised import NativeProducts
 from penstock.kernels.probe import ProbeShapes, ProductShape, measure
 from penstock.kernels.quantised import (
     BLOCK_FORMS,
+    IQ4_NL,
+    IQ4_XS,
     MXFP4,
+    Q3_K,
     Q4_0,
     Q4_1,
     Q4_K,
+    Q5_1,
     Q5_K,
     Q6_K,
     Q8_0,
@@ -33,7 +37,7 @@ from tests.kernels.emulated import use_emulated_amx
 NUM_OUT, NUM_IN = 200, 512
 MOST_ROWS = 700
 FORMS = list(BLOCK_FORMS.values())
-FOUR_BITS = (Q4_0, Q4_1, Q4_K, MXFP4)
+FOUR_BITS = (Q4_0, Q4_1, Q4_K, MXFP4, Q3_K, IQ4_NL, IQ4_XS)
 # The spacing of bfloat16, which a product is rounded to, and what float32 loses in the sum.
 HALF_STEP = 2**-8
 
@@ -76,10 +80,10 @@ def random_blocks(form: BlockForm, num_out: int, num_in: int) -> Tensor:
     halves = generator.uniform(-0.02, 0.02, (*blocks.shape[:2], 2)).astype(np.float16).view(np.uint8)
     if form is MXFP4:
         blocks[..., 0] = generator.integers(118, 122, blocks.shape[:2])
-    elif form.name == "Q6_K":
+    elif form in (Q6_K, Q3_K):
         blocks[..., -2:] = halves[..., :2]
     else:
-        num_bytes = 4 if form.name in ("Q4_1", "Q4_K", "Q5_K") else 2
+        num_bytes = 4 if form in (Q4_1, Q4_K, Q5_1, Q5_K) else 2
         blocks[..., :num_bytes] = halves[..., :num_bytes]
     return torch.from_numpy(blocks).flatten(1)
 
@@ -96,7 +100,7 @@ def weight_of(products: NativeProducts, form: BlockForm) -> tuple[QuantisedWeigh
 def most_few_rows(form: BlockForm) -> int:
     """Up to how many rows quants are multiplied as they are."""
     is_wide = NativeKernels().instructions not in ("avx2", "neon")
-    return 32 if form in FOUR_BITS or (is_wide and form in (Q5_K, Q6_K)) else 8
+    return 32 if form in FOUR_BITS or (is_wide and form is not Q8_0) else 8
 
 
 def random_rows(num_rows: int, width: int = NUM_IN) -> Tensor:
@@ -121,7 +125,7 @@ def test_rows_are_the_values_of_the_file(products: NativeProducts, form: BlockFo
 def test_they_take_the_memory_that_is_planned(products: NativeProducts, form: BlockForm) -> None:
     weight = products.zeros(form, 320, 768)
     assert weight.nbytes == 320 * 768 * form.resident_bits / 8
-    assert weight.nbytes <= 1.2 * 320 * form.row_bytes(768)
+    assert weight.nbytes <= 1.4 * 320 * form.row_bytes(768)
 
 
 @pytest.mark.parametrize("num_in", [32, 96, 288, 544])

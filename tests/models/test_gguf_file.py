@@ -11,8 +11,7 @@ from gguf import GGMLQuantizationType as Kind
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.gguf import file as gguf_file
-from penstock.models.gguf.blocks import KEPT, UNPACKED
-from penstock.models.gguf.file import ACCEPTED_KINDS, GgufFile
+from penstock.models.gguf.file import ACCEPTED_KINDS, UNPACKED, GgufFile
 from penstock.models.opened import open_model
 from penstock.models.source import check_source
 from penstock.plan.model import ModelConfig, RotaryConfig
@@ -140,24 +139,6 @@ def test_every_kind_is_dequantised_as_gguf_does(
         fused = torch.zeros(len(whole) + 8, 520)
         source.load_into(hf_name, fused[4:-4, 3:-5])
         assert torch.equal(fused[4:-4, 3:-5], torch.from_numpy(whole.copy()))
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KEPT if kind is not Kind.MXFP4])
-def test_blocks_that_are_kept_have_the_values_of_the_file_in_their_form(tmp_path: Path, kind: Kind) -> None:
-    rng = np.random.default_rng(2)
-    config = hf_config("llama", hidden_size=512, num_attention_heads=8, num_key_value_heads=2)
-    tensors: Tensors = {}
-    for name, rows in {"token_embd.weight": 96, "blk.0.attn_q.weight": 512}.items():
-        tensors[name] = (quantised(rng.normal(0, 1, (rows, 512)).astype(np.float32), kind, rng), kind)
-    source = GgufFile(write_gguf(tmp_path / "model.gguf", gguf_metadata(config), tensors))
-    assert not source.unpacked
-    for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):  # whose rows move
-        form = source.block_form(name)
-        assert form is not None
-        blocks = torch.cat([rows.clone() for rows in source.blocks(name)]).numpy()
-        assert blocks.shape[1] == form.row_bytes(512)
-        found = gguf.quants.dequantize(blocks, Kind[form.name])
-        assert torch.equal(torch.from_numpy(found), load_tensor(source, name))
 
 
 @pytest.mark.parametrize("kind", UNPACKED)

@@ -13,7 +13,15 @@ from torch.nn.functional import linear
 from penstock.kernels.cuda import fp8
 from penstock.kernels.cuda.launch_sizes import Launch, least_rows, shared_out, summed
 from penstock.kernels.device import device_kind
-from penstock.kernels.quantised import FLOAT_FORMS, GROUP, MXFP4, BlockForm, QuantisedWeight, Weight
+from penstock.kernels.quantised import (
+    FLOAT_FORMS,
+    GROUP,
+    HOST_FORMS,
+    LEVELS,
+    BlockForm,
+    QuantisedWeight,
+    Weight,
+)
 from penstock.kernels.triton.blocks import block_rows_kernel, block_values_kernel
 from penstock.plan.grids import GPU_HEAD_ROWS
 
@@ -42,6 +50,7 @@ class _Layout:
     unpack: Callable[[Tensor], _Unpacked]
     group: int = GROUP
     has_wholes: bool = False
+    like: str = ""  # the form whose layout it is, if not its own
 
     @property
     def slots(self) -> int:
@@ -127,6 +136,32 @@ def _unpack_q5_k(blocks: Tensor) -> _Unpacked:
     return _Unpacked(quants, _k_scales(blocks[..., 4:16]), blocks[..., :4])
 
 
+def _fifths(found: Tensor) -> Tensor:
+    """32 bits of bytes [..., 4]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=found.device)
+    return (found[..., None] >> shifts & 1).flatten(-2)
+
+
+def _unpack_q5_0(blocks: Tensor) -> _Unpacked:
+    quants = _nibbles(blocks[..., 6:]) | _fifths(blocks[..., 2:6]) << 4
+    return _Unpacked(quants + (128 - 16), blocks[..., :2])
+
+
+def _unpack_iq4_nl(blocks: Tensor) -> _Unpacked:
+    levels = torch.tensor([level + 128 for level in LEVELS], dtype=torch.uint8, device=blocks.device)
+    return _Unpacked(levels[_nibbles(blocks[..., 2:]).long()], blocks[..., :2])
+
+
+def _unpack_q3_k(blocks: Tensor) -> _Unpacked:
+    """256 third bits, then 2 bits of each, then 16 scales of 6 bits."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+    thirds = (blocks[..., None, :32] >> shifts & 1).flatten(-2)
+    quants = (_split(blocks[..., 32:96], 2, 1, 32) >> shifts[::2] & 3).flatten(-3) | thirds << 2
+    high = (blocks[..., None, 104:108] >> shifts[::2] & 3).flatten(-2)
+    scales = (_nibbles(blocks[..., 96:104]) | high << 4) - 32  # with a sign
+    return _Unpacked(quants + (32 - 4), scales, torch.nn.functional.pad(blocks[..., 108:], (0, 2)))
+
+
 def _unpack_q6_k(blocks: Tensor) -> _Unpacked:
     low, high = _split(blocks[..., :128], 2, 64), _split(blocks[..., 128:192], 2, 1, 32)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
@@ -143,6 +178,9 @@ _LAYOUTS: Mapping[str, _Layout] = {
     "Q4_K": _Layout(4, 2, _unpack_q4_k, has_wholes=True),  # a scale and a minimum
     "Q5_K": _Layout(5, 2, _unpack_q5_k, has_wholes=True),
     "Q6_K": _Layout(6, 1, _unpack_q6_k, group=16, has_wholes=True),
+    "Q5_0": _Layout(8, 2, _unpack_q5_0, like="Q8_0"),
+    "IQ4_NL": _Layout(8, 2, _unpack_iq4_nl, like="Q8_0"),
+    "Q3_K": _Layout(6, 1, _unpack_q3_k, group=16, has_wholes=True, like="Q6_K"),
 }
 
 
@@ -189,7 +227,8 @@ def operand(weight: Weight) -> Operand:
     if weight.form in FLOAT_FORMS:
         values, scales = fp8.parts(weight)
         return Operand((values, None, scales, None), _NO_BLOCKS | {"FORM": name})
-    return Operand(_planes(weight), _LAYOUTS[name].constants | {"FORM": name})
+    layout = _LAYOUTS[name]
+    return Operand(_planes(weight), layout.constants | {"FORM": layout.like or name})
 
 
 _NO_BLOCKS = {"BITS": 0, "GROUP": GROUP, "PER_WORD": 1}
@@ -205,7 +244,7 @@ class GpuProducts:
         """Whether there are kernels for such weights there."""
         capability = device_kind(device).capability
         is_known = form not in FLOAT_FORMS or capability is None or capability >= _FLOAT8_CAPABILITY
-        return is_known and form is not MXFP4
+        return is_known and form not in HOST_FORMS
 
     def zeros(
         self, form: BlockForm, num_out: int, num_in: int, device: torch.device | None = None

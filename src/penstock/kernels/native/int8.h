@@ -8,7 +8,8 @@
 // What a form's quants are as bytes from 0 to MOST, and what counts as 0 of those.
 template <class F>
 struct ByteQuants {
-    static constexpr int ZERO = F::IS_FLOAT ? 12 : F::ZERO, MOST = F::IS_FLOAT ? 24 : (1 << F::BITS) - 1;
+    static constexpr int ZERO = F::KIND == Values::NUMBERS ? F::ZERO : F::KIND == Values::FLOATS ? 12 : 127;
+    static constexpr int MOST = F::KIND == Values::NUMBERS ? (1 << F::BITS) - 1 : F::KIND == Values::FLOATS ? 24 : 255;
 };
 template <>
 struct ByteQuants<Q8_0> {
@@ -65,7 +66,7 @@ template <class F>
 inline Words byte_quants(const Loaded& loaded, int load, int j) {
     if constexpr (F::BITS == 8) return sum_of_bytes(loaded.low, same_words(ByteQuants<F>::ZERO * 0x01010101u));
     const Words quants = bytes_of<F>(loaded, load * 2 * F::LOAD_PAIRS + 2 * j);
-    if constexpr (F::IS_FLOAT) {
+    if constexpr (F::KIND != Values::NUMBERS) {
         alignas(16) uint8_t values[16];
         for (int i = 0; i < 16; ++i) values[i] = F::value_of(i) + ByteQuants<F>::ZERO;
         return looked_up_bytes(quants, values);

@@ -33,14 +33,17 @@ inline int64_t blocks_of(const Weight& weight) { return weight.num_in / BLOCK; }
 enum class Scale { HALF, FLOAT, SHARED };
 constexpr int SHARING = 8;  // blocks
 
-// value = scale * (quant - zero) + minimum. Quants of 8 bits are -128 to 127, of fewer 0 and more. Quants that are floats
-// of 4 bits (a sign, two bits of exponent, one of mantissa) count as twice these, which are integers.
-template <int Bits, int GroupSize, bool HasMinimum, Scale Stored, int Zero, bool IsFloat = false>
+// What a quant of 4 bits stands for: its number; a float (a sign, two bits of exponent, one of mantissa), counted as twice
+// that, which is an integer; or a level.
+enum class Values { NUMBERS, FLOATS, LEVELS };
+
+// value = scale * (quant - zero) + minimum. Quants of 8 bits are -128 to 127, of fewer 0 and more.
+template <int Bits, int GroupSize, bool HasMinimum, Scale Stored, int Zero, Values Kind = Values::NUMBERS>
 struct Form {
     static constexpr int value_of(int quant) {  // of less than 8 bits
-        constexpr int FLOATS[] = {0, 1, 2, 3, 4, 6, 8, 12};
-        if (!IsFloat) return quant - Zero;
-        return quant < 8 ? FLOATS[quant] : -FLOATS[quant - 8];
+        constexpr int FLOATS[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+        constexpr int LEVELS[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+        return Kind == Values::NUMBERS ? quant - Zero : Kind == Values::FLOATS ? FLOATS[quant] : LEVELS[quant];
     }
     static constexpr int BITS = Bits;
     static constexpr int GROUPS = BLOCK / GroupSize;
@@ -48,7 +51,7 @@ struct Form {
     static constexpr bool IS_SHARED = Stored == Scale::SHARED;
     static constexpr bool IS_WIDE = Stored == Scale::FLOAT;
     static constexpr int ZERO = Zero;
-    static constexpr bool IS_FLOAT = IsFloat;
+    static constexpr Values KIND = Kind;
     // Up to so many rows, where any way will do, quants are multiplied as they are. For 8 bits that takes two products;
     // 5 and 6 bits take many instructions, which pay where many rows share them.
     static constexpr int MOST_ROWS = Bits == 4 || (Bits < 8 && SUM_VECTORS >= 16) ? 32 : 8;
@@ -75,7 +78,12 @@ using Q8_0 = Form<8, 32, false, Scale::HALF, 0>;
 using Q4_K = Form<4, 32, true, Scale::SHARED, 0>;
 using Q5_K = Form<5, 32, true, Scale::SHARED, 0>;
 using Q6_K = Form<6, 16, false, Scale::SHARED, 32>;
-using MXFP4 = Form<4, 32, false, Scale::FLOAT, 0, true>;
+using MXFP4 = Form<4, 32, false, Scale::FLOAT, 0, Values::FLOATS>;
+using Q5_0 = Form<5, 32, false, Scale::HALF, 16>;
+using Q5_1 = Form<5, 32, true, Scale::HALF, 0>;
+using Q3_K = Form<4, 16, false, Scale::SHARED, 4>;  // of 3 bits
+using IQ4_NL = Form<4, 32, false, Scale::HALF, 0, Values::LEVELS>;
+using IQ4_XS = Form<4, 32, false, Scale::SHARED, 0, Values::LEVELS>;
 
 // Calls `body` with the form of that number; false where there is none.
 template <class Body>
@@ -88,6 +96,11 @@ bool with_form(int form, const Body& body) {
         case 4: body(Q5_K{}); return true;
         case 5: body(Q6_K{}); return true;
         case 9: body(MXFP4{}); return true;
+        case 10: body(Q5_0{}); return true;
+        case 11: body(Q5_1{}); return true;
+        case 12: body(Q3_K{}); return true;
+        case 13: body(IQ4_NL{}); return true;
+        case 14: body(IQ4_XS{}); return true;
     }
     return false;
 }
@@ -166,7 +179,7 @@ inline Floats bits_of(const Loaded& loaded, int k) {
     const int bit = bit_of<F>(k);
     if constexpr (F::BITS == 8) return converted(shifted_signed(shifted_left(loaded.low, 24 - bit), 24));
     const Words quant = byte_of(bytes_of<F>(loaded, k), bit / 8);
-    if constexpr (F::IS_FLOAT) {
+    if constexpr (F::KIND != Values::NUMBERS) {
         float values[16];
         for (int i = 0; i < 16; ++i) values[i] = F::value_of(i);
         return looked_up(quant, values);
@@ -205,24 +218,78 @@ inline void k_scale(const uint8_t* packed, int g, int* scale, int* minimum) {
     }
 }
 
+// Quants of 32 inputs in 16 bytes, and the fifth bits of those that have them.
+inline void unpack_halves(const uint8_t* from, uint32_t fifths, Unpacked* out) {
+    for (int k = 0; k < BLOCK; ++k)
+        out->quants[k] = (from[k % 16] >> (k / 16 * 4) & 15) | (fifths >> k & 1) << 4;
+}
+
 // Block `b` of 32 inputs of a row as the file has it.
 inline void unpack(Q4_1, const uint8_t* row, int64_t b, Unpacked* out) {
     const uint8_t* from = row + b * 20;
     out->scales[0] = half_at(from);
     out->minimums[0] = half_at(from + 2);
-    for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[4 + k % 16] >> (k / 16 * 4) & 15;
+    unpack_halves(from + 4, 0, out);
 }
 
 inline void unpack(Q4_0, const uint8_t* row, int64_t b, Unpacked* out) {
     const uint8_t* from = row + b * 18;
     out->scales[0] = half_at(from);
-    for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[2 + k % 16] >> (k / 16 * 4) & 15;
+    unpack_halves(from + 2, 0, out);
+}
+
+inline uint32_t word_at(const uint8_t* from) {
+    uint32_t word;
+    std::memcpy(&word, from, sizeof word);
+    return word;
+}
+
+inline void unpack(Q5_0, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b * 22;
+    out->scales[0] = half_at(from);
+    unpack_halves(from + 6, word_at(from + 2), out);
+}
+
+inline void unpack(Q5_1, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b * 24;
+    out->scales[0] = half_at(from);
+    out->minimums[0] = half_at(from + 2);
+    unpack_halves(from + 8, word_at(from + 4), out);
+}
+
+inline void unpack(IQ4_NL, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b * 18;
+    out->scales[0] = half_at(from);
+    unpack_halves(from + 2, 0, out);
+}
+
+inline void unpack(IQ4_XS, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b / 8 * 136;
+    const int g = b % 8;
+    const int high = from[2 + g / 4] >> (g % 4 * 2) & 3, low = from[4 + g / 2] >> (g % 2 * 4) & 15;
+    out->scales[0] = (low | high << 4) - 32;
+    out->shared_scale = half_at(from);
+    unpack_halves(from + 8 + g * 16, 0, out);
+}
+
+inline void unpack(Q3_K, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t *from = row + b / 8 * 110, *packed = from + 96;
+    out->shared_scale = half_at(from + 108);
+    for (int g = 0; g < 2; ++g) {
+        const int at = b % 8 * 2 + g;  // of 16
+        const int low = packed[at % 8] >> (at / 8 * 4) & 15, high = packed[8 + at % 4] >> (at / 4 * 2) & 3;
+        out->scales[g] = (low | high << 4) - 32;
+    }
+    for (int k = 0; k < BLOCK; ++k) {
+        const int low = from[32 + b % 8 / 4 * 32 + k] >> (b % 4 * 2) & 3;
+        out->quants[k] = low | (from[k] >> (b % 8) & 1) << 2;
+    }
 }
 
 inline void unpack(MXFP4, const uint8_t* row, int64_t b, Unpacked* out) {
     const uint8_t* from = row + b * 17;
     out->scales[0] = std::ldexp(1.0f, from[0] - 128);  // quants count twice
-    for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[1 + k % 16] >> (k / 16 * 4) & 15;
+    unpack_halves(from + 1, 0, out);
 }
 
 inline void unpack(Q8_0, const uint8_t* row, int64_t b, Unpacked* out) {

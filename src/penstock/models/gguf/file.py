@@ -7,9 +7,8 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.kernels.quantised import BlockForm
+from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
-from penstock.models.gguf.blocks import KEPT, UNPACKED, row_bytes
 from penstock.models.gguf.config import DIVISORS, LONG_FACTORS, SHORT_FACTORS, gguf_model_config
 from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
 from penstock.models.gguf.layout import Place, tensor_places
@@ -21,7 +20,12 @@ _PLAIN = {
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
 }
-ACCEPTED_KINDS = (*_PLAIN, *KEPT, *UNPACKED)
+# Blocks for which there are no kernels: they become plain numbers.
+UNPACKED = tuple(
+    GGMLQuantizationType[name]
+    for name in ["Q2_K", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"]
+)
+ACCEPTED_KINDS = (*_PLAIN, *(GGMLQuantizationType[name] for name in BLOCK_FORMS), *UNPACKED)
 
 # Elements that are dequantised at once: the temporaries of a slice stay in a CPU's cache.
 _SLICE_ELEMENTS = 1 << 18
@@ -71,27 +75,26 @@ class GgufFile(FileSource):
     def block_form(self, name: str) -> BlockForm | None:
         place = self._places[name]
         is_by_rows = len(place.shape) == 2 and place.restore is None and not place.moves_columns
-        kept = KEPT.get(place.tensor.kind) if is_by_rows else None
-        return kept.form if kept is not None else None
+        return BLOCK_FORMS.get(place.tensor.kind.name) if is_by_rows else None
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        place = self._places[name]
-        kind, num_rows = place.tensor.kind, place.shape[0]
-        kept, num_bytes, block_bytes = KEPT[kind], row_bytes(kind, place.shape[1]), GGML_QUANT_SIZES[kind][1]
-        start = place.tensor.start + row_bytes(kind, place.first)
+        place, form = self._places[name], self.block_form(name)
+        assert form is not None
+        num_rows, row_bytes = place.shape[0], form.row_bytes(place.shape[1])
+        start = place.tensor.start + form.row_bytes(place.first)
         if place.order is not None:
-            rows = torch.empty(num_rows, num_bytes, dtype=torch.uint8)
+            rows = torch.empty(num_rows, row_bytes, dtype=torch.uint8)
             for part in place.order(rows):
                 copy_plain(self._file, start, torch.uint8, part)
                 start += part.numel()
-            yield kept.rows(rows, block_bytes)
+            yield rows
             return
-        at_once = max(1, SLICE_BYTES // num_bytes)
-        buffer = torch.empty(min(at_once, num_rows), num_bytes, dtype=torch.uint8)
+        at_once = max(1, SLICE_BYTES // row_bytes)
+        buffer = torch.empty(min(at_once, num_rows), row_bytes, dtype=torch.uint8)
         for first in range(0, num_rows, at_once):
             part = buffer[: num_rows - first]
-            self._file.read_into(start + first * num_bytes, part.view(-1))
-            yield kept.rows(part, block_bytes)
+            self._file.read_into(start + first * row_bytes, part.view(-1))
+            yield part
 
     def _fill(self, out: torch.Tensor, place: Place) -> None:
         kind = place.tensor.kind
