@@ -11,8 +11,8 @@ from penstock.kernels.interface import select_kernels
 from penstock.kernels.native.kernels import NativeKernels
 from penstock.kernels.native.quantised import NativeProducts
 from penstock.kernels.probe import ProbeShapes, ProductShape, measure
-from penstock.kernels.quantised import BFLOAT16, GROUP, Q4_K, Q8_0, BlockForm, QuantisedWeight, quantise
-from tests.kernels.test_quantised import FORMS, NUM_IN, check_near, random_rows, weight_of
+from penstock.kernels.quantised import BFLOAT16, Q4_K, Q5_K, Q6_K, Q8_0, BlockForm, QuantisedWeight, quantise
+from tests.kernels.test_quantised import FORMS, NUM_IN, check_near, random_blocks, random_rows, weight_of
 
 CPU = torch.device("cpu")
 MOST_ROWS = 200
@@ -34,12 +34,14 @@ def rounding_products() -> NativeProducts:
     return products
 
 
-def rounded(x: Tensor) -> Tensor:
-    """Each group of inputs as whole parts of a 127th of its largest."""
-    groups = x.float().view(len(x), -1, GROUP)
+def rounded(x: Tensor, form: BlockForm) -> Tensor:
+    """Each group of inputs, as many as a block of the form has, as whole parts of a 127th of its largest."""
+    num_in = x.shape[1]
+    padded = torch.nn.functional.pad(x.float(), (0, -num_in % form.block_size))
+    groups = padded.view(len(x), -1, form.block_size)
     most = groups.abs().amax(dim=-1, keepdim=True)
     inverse = torch.where(most > 1e-30, torch.full_like(most, 127) / most, 0)
-    return ((groups * inverse).round().double() * (most / 127).double()).flatten(1)
+    return ((groups * inverse).round().double() * (most / 127).double()).flatten(1)[:, :num_in]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
@@ -52,13 +54,27 @@ def test_products_are_those_of_the_rounded_rows(form: BlockForm, has_bias: bool)
     x[5, 32] = 1000
     x[7] *= 1e-25
     bias = torch.linspace(-3, 3, weight.shape[0]).bfloat16() if has_bias else None
-    near = rounded(x)
+    near = rounded(x, form)
     exact = near @ values.double().T + (0 if bias is None else bias.double())
     terms = near.abs().sum(dim=1, keepdim=True) * 16 * values.double().abs().amax(dim=1)
     check_near(products.linear(x, weight, bias, is_canonical=True), exact, terms)
     # What rounding itself loses: half a step, of a 127th of each group's largest.
     lost = (near - x.double()).norm(dim=1) / x.double().norm(dim=1)
     assert 0 < float(lost.amax()) < 0.05
+
+
+@pytest.mark.parametrize("num_in", [32, 96, 288, 544])
+def test_groups_that_no_block_fills(num_in: int) -> None:
+    products = rounding_products()
+    for form in FORMS:
+        blocks = random_blocks(form, 40, num_in - num_in % form.block_size)
+        weight = products.zeros(form, 40, num_in)
+        products.place(weight, torch.arange(40), blocks)
+        values = products.rows(weight, torch.arange(40), torch.float32).double()
+        x = random_rows(40, num_in)
+        near = rounded(x, form)
+        terms = near.abs().sum(dim=1, keepdim=True) * 16 * values.abs().amax(dim=1)
+        check_near(products.linear(x, weight, None, is_canonical=True), near @ values.T, terms)
 
 
 @given(st.data())
@@ -119,11 +135,22 @@ def test_the_largest_bytes_do_not_overflow() -> None:
     """All quants and all inputs as large as they may be, of either sign."""
     products = rounding_products()
     for sign in (1, -1):
-        values = torch.full((40, NUM_IN), 127.0 * sign)
+        x = torch.full((3, NUM_IN), sign).bfloat16()
+        values = torch.full((40, NUM_IN), 127.0)
         weight = products.zeros(Q8_0, 40, NUM_IN)
         products.place(weight, torch.arange(40), quantise(values, Q8_0))
-        ours = products.linear(torch.ones(3, NUM_IN).bfloat16(), weight, None, is_canonical=True)
+        ours = products.linear(x, weight, None, is_canonical=True)
         assert torch.equal(ours, torch.full((3, 40), 127.0 * sign * NUM_IN).bfloat16())
+        for form, scale_bytes in ((Q4_K, 12), (Q5_K, 12), (Q6_K, 16)):  # of 6 bits, of 8 bits with a sign
+            blocks = torch.full((40, NUM_IN // form.block_size, form.block_bytes), 255, dtype=torch.uint8)
+            if form is Q6_K:
+                blocks[..., -2 - scale_bytes : -2] = 128
+            halves = blocks[..., -2:] if form is Q6_K else blocks[..., :4]
+            halves[..., 0::2], halves[..., 1::2] = 0, 0x3C  # 1
+            products.place(weight := products.zeros(form, 40, NUM_IN), torch.arange(40), blocks.flatten(1))
+            values = products.rows(weight, torch.arange(40), torch.float32)
+            ours = products.linear(x, weight, None, is_canonical=True)
+            assert torch.equal(ours, (x.float() @ values.T).bfloat16())
 
 
 def test_what_is_not_in_blocks_is_not_rounded() -> None:
@@ -136,7 +163,7 @@ def test_what_is_not_in_blocks_is_not_rounded() -> None:
     weight, _ = weight_of(kernels.quantised, Q4_K)
     assert isinstance(weight, QuantisedWeight)
     assert weight.rounds_rows
-    assert kernels.unpacked_bytes(weight) == 512 * NUM_IN * 1.375
+    assert kernels.unpacked_bytes(weight) == 512 * NUM_IN * 1.25
 
 
 def test_the_probe_finds_that_decodes_are_free() -> None:

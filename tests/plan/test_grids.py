@@ -104,7 +104,7 @@ def test_sizes_that_bits_and_files_depend_on_are_what_they_were() -> None:
         "BLOCK_TOKENS": 64,
         "EXPERT_PLACES": 2048,
         "ROUNDED_ROWS": 512,
-        "ROUNDED_BYTES": 1.375,
+        "ROUNDED_BYTES": 1.25,
         "STATE_GRID": 64,
         "VECTOR_BYTES": 64,
         "SHARE_GRID": 64,

@@ -43,7 +43,7 @@ NUMBERS = {
     """,
     "1.000000001": "pipeline._ALIKE",
     "1.05": "stage_plan._AS_GOOD",
-    "1.375": "grids.ROUNDED_BYTES",
+    "1.25": "grids.ROUNDED_BYTES",
     "10.0": "stage_settings.DEFAULT_STAGE_TIMEOUT_S stage_settings.StagesSetting.timeout_s",
     "10000.0": "model.RotaryConfig.theta",
     "1024": "grids.GPU_TILE grids.JOINED_TOKENS grids.ROTARY_PAGE settings.MAX_THREADS",

@@ -139,8 +139,8 @@ class LLM:
     applies, else "auto". `weights` says afterwards what was taken, and why.
 
     `activations`, "plain" or "int8", says how rows go into products with quantised weights. "int8" rounds them to 8
-    bits, by group of 32, on a processor with native kernels: prompts are read faster, and answers are a little less
-    exact. Where nothing would be rounded it is an error. Without it `PENSTOCK_ACTIVATIONS` applies, else "plain".
+    bits, by group, on a processor with native kernels: prompts are read faster, and answers are a little less exact.
+    Where nothing would be rounded it is an error. Without it `PENSTOCK_ACTIVATIONS` applies, else "plain".
 
     `device` is where the model runs: "cpu", "cuda" (or "cuda:1", and so on), "mps", or "auto", which is the first GPU
     of NVIDIA's that torch sees, else the processor; without it `PENSTOCK_DEVICE` applies, else "auto". One that is

@@ -8,9 +8,9 @@ BLOCK_TOKENS = 64
 # a pass.
 EXPERT_PLACES = 2048
 # Rows of a product that are rounded to 8 bits at a time, and the bytes that one of their inputs takes: its own, and
-# its share of three words of a group of 32.
+# its share of two words of a group of 32.
 ROUNDED_ROWS = 512
-ROUNDED_BYTES = 1.375
+ROUNDED_BYTES = 1.25
 # Recurrent state passes through a prompt in blocks of so many tokens: chunks cut between blocks change no bits.
 STATE_GRID = 64
 # A chunk that shares its step with others is a multiple of so many tokens, but for a prompt's end: smaller ones would

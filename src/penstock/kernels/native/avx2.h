@@ -56,6 +56,9 @@ inline Words either(Words a, Words b) { return {_mm256_or_si256(a.low, b.low), _
 inline Words sum_of_words(Words a, Words b) {
     return {_mm256_add_epi32(a.low, b.low), _mm256_add_epi32(a.high, b.high)};
 }
+inline Words product_of_words(Words a, Words b) {
+    return {_mm256_mullo_epi32(a.low, b.low), _mm256_mullo_epi32(a.high, b.high)};
+}
 inline Words shifted_left(Words x, int bits) { return {_mm256_slli_epi32(x.low, bits), _mm256_slli_epi32(x.high, bits)}; }
 inline Words shifted_right(Words x, int bits) { return {_mm256_srli_epi32(x.low, bits), _mm256_srli_epi32(x.high, bits)}; }
 inline Words shifted_signed(Words x, int bits) { return {_mm256_srai_epi32(x.low, bits), _mm256_srai_epi32(x.high, bits)}; }

@@ -44,6 +44,7 @@ inline Words as_words(Floats x) { return _mm512_castps_si512(x); }
 inline Words both(Words a, Words b) { return _mm512_and_si512(a, b); }
 inline Words either(Words a, Words b) { return _mm512_or_si512(a, b); }
 inline Words sum_of_words(Words a, Words b) { return _mm512_add_epi32(a, b); }
+inline Words product_of_words(Words a, Words b) { return _mm512_mullo_epi32(a, b); }
 inline Words shifted_left(Words x, int bits) { return _mm512_slli_epi32(x, bits); }
 inline Words shifted_right(Words x, int bits) { return _mm512_srli_epi32(x, bits); }
 inline Words shifted_signed(Words x, int bits) { return _mm512_srai_epi32(x, bits); }

@@ -107,6 +107,9 @@ inline Words either(Words x, Words y) {
 inline Words sum_of_words(Words x, Words y) {
     return quarters<Words>([](auto x, auto y) { return vaddq_u32(x, y); }, x, y);
 }
+inline Words product_of_words(Words x, Words y) {
+    return quarters<Words>([](auto x, auto y) { return vmulq_u32(x, y); }, x, y);
+}
 inline Words shifted_left(Words x, int bits) {
     return quarters<Words>([bits](uint32x4_t x) { return x << bits; }, x);
 }

@@ -124,10 +124,19 @@ struct Shared {
         return load(block + F::MINIMUMS_AT, group, v, minimums);
     }
 
+    // The integers that they multiply.
+    static Words whole_scale(const uint8_t* block, int group, int v) { return load_whole(block + F::SCALES_AT, group, v); }
+    static Words whole_minimum(const uint8_t* block, int group, int v) {
+        return load_whole(block + F::MINIMUMS_AT, group, v);
+    }
+
    private:
+    static Words load_whole(const uint8_t* from, int group, int v) {
+        return load_signed_bytes(from + group * F::SCALE_BYTES + v * LANES);
+    }
     static Floats load(const uint8_t* from, int group, int v, const Floats* shared) {
+        if constexpr (F::IS_SHARED) return times(shared[v], converted(load_whole(from, group, v)));
         from += group * F::SCALE_BYTES + v * (F::SCALE_BYTES / VECTORS);
-        if constexpr (F::IS_SHARED) return times(shared[v], converted(load_signed_bytes(from)));
         if constexpr (F::IS_WIDE) return load_floats(reinterpret_cast<const float*>(from));
         return load_float16(from);
     }
@@ -888,7 +897,7 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
                 if (!weight.rounds_rows) return T::copy(x, weight.num_in, to + row * size);
                 with_form(weight.form, [&](auto form) {
                     using F = decltype(form);
-                    round_row<F>(x, blocks_of(weight), reinterpret_cast<ByteBlock<F>*>(to + row * size));
+                    round_row<F>(x, blocks_of(weight), reinterpret_cast<ByteGroup<F>*>(to + row * size));
                 });
             }, 16);
             to += own_rows.num_rows * size;
