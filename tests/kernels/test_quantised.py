@@ -20,6 +20,7 @@ from penstock.kernels.quantised import (
     IQ4_NL,
     IQ4_XS,
     MXFP4,
+    Q2_K,
     Q3_K,
     Q4_0,
     Q4_1,
@@ -37,7 +38,7 @@ from tests.kernels.emulated import use_emulated_amx
 NUM_OUT, NUM_IN = 200, 512
 MOST_ROWS = 700
 FORMS = list(BLOCK_FORMS.values())
-FOUR_BITS = (Q4_0, Q4_1, Q4_K, MXFP4, Q3_K, IQ4_NL, IQ4_XS)
+FOUR_BITS = (Q4_0, Q4_1, Q4_K, MXFP4, Q2_K, Q3_K, IQ4_NL, IQ4_XS)
 # The spacing of bfloat16, which a product is rounded to, and what float32 loses in the sum.
 HALF_STEP = 2**-8
 
@@ -80,6 +81,8 @@ def random_blocks(form: BlockForm, num_out: int, num_in: int) -> Tensor:
     halves = generator.uniform(-0.02, 0.02, (*blocks.shape[:2], 2)).astype(np.float16).view(np.uint8)
     if form is MXFP4:
         blocks[..., 0] = generator.integers(118, 122, blocks.shape[:2])
+    elif form is Q2_K:
+        blocks[..., -4:] = halves
     elif form in (Q6_K, Q3_K):
         blocks[..., -2:] = halves[..., :2]
     else:

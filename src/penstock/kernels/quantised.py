@@ -46,6 +46,7 @@ Q5_0 = BlockForm(
     "Q5_0", 10, 32, 22, 5.5, 8.5, 128
 )  # scale, fifth bits, 16 bytes of two quants; a GPU's as Q8_0
 Q5_1 = BlockForm("Q5_1", 11, 32, 24, 6.0, 16.0)
+Q2_K = BlockForm("Q2_K", 15, 256, 84, 3.125, 16.0)
 Q3_K = BlockForm("Q3_K", 12, 256, 110, 4.5625, 6.625)  # a GPU's as Q6_K
 # Quants are numbers of levels.
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
@@ -58,9 +59,10 @@ PACKED = BlockForm("", 7, 1, 2, 16.0, 16.0)
 # An exponent of a power of 2, 16 bytes of two 4-bit floats. The exponent becomes float32.
 MXFP4 = BlockForm("MXFP4", 9, 32, 17, 5.0, 16.0)
 BLOCK_FORMS = {
-    form.name: form for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q5_0, Q5_1, Q3_K, IQ4_NL, IQ4_XS)
+    form.name: form
+    for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q5_0, Q5_1, Q2_K, Q3_K, IQ4_NL, IQ4_XS)
 }
-HOST_FORMS = (MXFP4, Q5_1, IQ4_XS)  # which a processor alone keeps
+HOST_FORMS = (MXFP4, Q5_1, Q2_K, IQ4_XS)  # which a processor alone keeps
 # 8-bit floats, which a GPU alone keeps: a scale of float32 and 32 of them. A row has one scale, or each 128 inputs.
 F8_ROW = BlockForm("F8_ROW", 6, 32, 36, 16.0, 8.0)
 F8_BLOCK = BlockForm("F8_BLOCK", 7, 32, 36, 16.0, 8.25)

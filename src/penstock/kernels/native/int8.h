@@ -44,7 +44,7 @@ void round_row(const uint16_t* x, int64_t num_blocks, ByteGroup<F>* group) {
     for (int k = 0; k < 16; ++k) {
         constexpr int INPUTS = 2 * F::LOAD_PAIRS;  // of a word of quants
         const int bit = bit_of<F>(k % INPUTS);
-        order[k / INPUTS * INPUTS + bit % 8 + bit / 8] = k;
+        order[k / INPUTS * INPUTS + bit % 8 / F::LOW_BITS * 4 + bit / 8] = k;
     }
     constexpr int SIZE = BLOCK / F::GROUPS;
     for (int64_t b = 0; b < num_blocks; b += ROUNDED<F>, ++group, x += ROUNDED<F> * BLOCK) {
@@ -155,17 +155,18 @@ inline void multiply_bytes(const uint8_t* block, int64_t num_blocks, const Input
                     }
                 }
             if constexpr (F::HAS_MINIMUM)
-                for (int i = 0; i < count; i += 2)
+                for (int g = 0; g < count * F::GROUPS; g += 2)
 #pragma GCC unroll 2
                     for (int v = 0; v < V; ++v) {
-                        const uint8_t* own = block + i * F::BLOCK_BYTES;
-                        Words pair = both(Shared<F>::whole_minimum(own, 0, vector + v), same_words(0xffff));
-                        if (i + 1 < count)
-                            pair = either(pair, shifted_left(Shared<F>::whole_minimum(own + F::BLOCK_BYTES, 0, vector + v),
-                                                             16));
+                        const auto minimum = [&](int of) {
+                            const uint8_t* own = block + of / F::GROUPS * F::BLOCK_BYTES;
+                            return Shared<F>::whole_minimum(own, of % F::GROUPS, vector + v);
+                        };
+                        Words pair = both(minimum(g), same_words(0xffff));
+                        if (g + 1 < count * F::GROUPS) pair = either(pair, shifted_left(minimum(g + 1), 16));
 #pragma GCC unroll 8
                         for (int r = 0; r < R; ++r)
-                            low[r][v] = sum_of_words(low[r][v], sum_of_pairs(pair, same_words(x[r]->sums[i / 2])));
+                            low[r][v] = sum_of_words(low[r][v], sum_of_pairs(pair, same_words(x[r]->sums[g / 2])));
                     }
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r)

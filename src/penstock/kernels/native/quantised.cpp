@@ -54,8 +54,8 @@ struct Form {
     static constexpr Values KIND = Kind;
     // Up to so many rows, where any way will do, quants are multiplied as they are. For 8 bits that takes two products;
     // 5 and 6 bits take many instructions, which pay where many rows share them.
-    static constexpr int MOST_ROWS = Bits == 4 || (Bits < 8 && SUM_VECTORS >= 16) ? 32 : 8;
-    static constexpr int LOW_BITS = Bits == 8 ? 8 : 4, EXTRA_BITS = Bits - LOW_BITS;
+    static constexpr int MOST_ROWS = Bits <= 4 || (Bits < 8 && SUM_VECTORS >= 16) ? 32 : 8;
+    static constexpr int LOW_BITS = Bits == 8 ? 8 : Bits == 2 ? 2 : 4, EXTRA_BITS = Bits - LOW_BITS;
     static constexpr int VECTOR_BYTES = LANES * BLOCK * LOW_BITS / 8;  // the lowest bits of 16 outputs
     static constexpr int LOADS = VECTOR_BYTES / 64;
     static constexpr int LOAD_PAIRS = 16 / LOW_BITS;  // pairs of inputs to a load
@@ -81,6 +81,7 @@ using Q6_K = Form<6, 16, false, Scale::SHARED, 32>;
 using MXFP4 = Form<4, 32, false, Scale::FLOAT, 0, Values::FLOATS>;
 using Q5_0 = Form<5, 32, false, Scale::HALF, 16>;
 using Q5_1 = Form<5, 32, true, Scale::HALF, 0>;
+using Q2_K = Form<2, 16, true, Scale::SHARED, 0>;
 using Q3_K = Form<4, 16, false, Scale::SHARED, 4>;  // of 3 bits
 using IQ4_NL = Form<4, 32, false, Scale::HALF, 0, Values::LEVELS>;
 using IQ4_XS = Form<4, 32, false, Scale::SHARED, 0, Values::LEVELS>;
@@ -101,6 +102,7 @@ bool with_form(int form, const Body& body) {
         case 12: body(Q3_K{}); return true;
         case 13: body(IQ4_NL{}); return true;
         case 14: body(IQ4_XS{}); return true;
+        case 15: body(Q2_K{}); return true;
     }
     return false;
 }
@@ -176,7 +178,8 @@ inline Words moved_right(Words x, int bits) {
 // Input k of a block of less than 8 bits, and those that are bytes apart from it, as bytes.
 template <class F>
 inline Words bytes_of(const Loaded& loaded, int k) {
-    const Words low = both(moved_right(loaded.low, bit_of<F>(k) % 8), same_words(0x0f0f0f0f));
+    const uint32_t low_mask = F::LOW_BITS == 2 ? 0x03030303 : 0x0f0f0f0f;
+    const Words low = both(moved_right(loaded.low, bit_of<F>(k) % 8), same_words(low_mask));
     if constexpr (F::EXTRA_BITS == 0) return low;
     const uint32_t mask = F::EXTRA_BITS == 1 ? 0x10101010 : 0x30303030;
     return either(low, both(moved_right(loaded.extra, extra_bit<F>(k) % 8 - 4), same_words(mask)));
@@ -279,6 +282,18 @@ inline void unpack(IQ4_XS, const uint8_t* row, int64_t b, Unpacked* out) {
     out->scales[0] = (low | high << 4) - 32;
     out->shared_scale = half_at(from);
     unpack_halves(from + 8 + g * 16, 0, out);
+}
+
+inline void unpack(Q2_K, const uint8_t* row, int64_t b, Unpacked* out) {
+    const uint8_t* from = row + b / 8 * 84;
+    out->shared_scale = half_at(from + 80);
+    out->shared_minimum = -half_at(from + 82);
+    for (int g = 0; g < 2; ++g) {
+        const uint8_t both_of = from[b % 8 * 2 + g];
+        out->scales[g] = both_of & 15;
+        out->minimums[g] = both_of >> 4;
+    }
+    for (int k = 0; k < BLOCK; ++k) out->quants[k] = from[16 + b % 8 / 4 * 32 + k] >> (b % 4 * 2) & 3;
 }
 
 inline void unpack(Q3_K, const uint8_t* row, int64_t b, Unpacked* out) {
@@ -448,7 +463,7 @@ inline uint16_t bfloat16_of(int value) {
 // two.
 template <class F>
 struct Quants {
-    static constexpr int PARTS = 4;  // of a load
+    static constexpr int PART_BITS = F::LOW_BITS == 2 ? 2 : 4, PARTS = 16 / PART_BITS;  // of a load
     static constexpr int ZERO = 0;   // that parts are counted from
     Words low, high;
 
@@ -468,7 +483,7 @@ struct Quants {
     }
     // Of load `load` of a block.
     Words part(const Loaded& loaded, int load, int j) const {
-        Words bits = moved_right(loaded.low, 4 * j);
+        Words bits = moved_right(loaded.low, PART_BITS * j);
         if constexpr (F::EXTRA_BITS > 0) {
             const Words extra = moved_right(loaded.extra, extra_bit<F>(load * 8 + 2 * j) - 4);
             bits = _mm512_ternarylogic_epi32(same_words(0x000f000f), bits, extra, 0xca);  // the mask chooses

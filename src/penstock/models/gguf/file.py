@@ -23,7 +23,7 @@ _PLAIN = {
 # Blocks for which there are no kernels: they become plain numbers.
 UNPACKED = tuple(
     GGMLQuantizationType[name]
-    for name in ["Q2_K", "IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"]
+    for name in ["IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS", "IQ1_S", "IQ1_M", "TQ1_0", "TQ2_0"]
 )
 ACCEPTED_KINDS = (*_PLAIN, *(GGMLQuantizationType[name] for name in BLOCK_FORMS), *UNPACKED)
 
