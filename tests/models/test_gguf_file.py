@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from penstock.errors import ModelError, ModelFileError
+from penstock.kernels.quantised import Q8_0
 from penstock.models.gguf import file as gguf_file
 from penstock.models.gguf.file import ACCEPTED_KINDS, GgufFile
 from penstock.models.opened import open_model
@@ -96,8 +97,10 @@ def quantised(values: np.ndarray[Any, Any], kind: Kind, rng: np.random.Generator
         block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
         blocks = rng.integers(0, 256, (values.size // block, block_bytes), dtype=np.uint8)
         scales = rng.normal(0, 0.01, (len(blocks), 2)).astype(np.float16).view(np.uint8)
-        if kind is Kind.Q6_K:
+        if kind in (Kind.Q6_K, Kind.Q3_K):
             blocks[:, -2:] = scales[:, :2]
+        elif kind is Kind.Q2_K:
+            blocks[:, -4:] = scales
         else:
             blocks[:, :4] = scales
         return blocks.reshape(values.shape[0], -1)
@@ -137,7 +140,25 @@ def test_every_kind_is_dequantised_as_gguf_does(
         assert torch.equal(fused[4:-4, 3:-5], torch.from_numpy(whole.copy()))
 
 
-@pytest.mark.parametrize("kind", [Kind.Q2_K, Kind.Q5_0, Kind.IQ4_XS])
+@pytest.mark.parametrize("kind", [Kind.Q5_0, Kind.IQ4_NL])
+@pytest.mark.parametrize("slice_bytes", [200, 1 << 20])
+def test_kinds_that_are_q8_to_the_bit_are_kept_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Kind, slice_bytes: int
+) -> None:
+    monkeypatch.setattr(gguf_file, "SLICE_BYTES", slice_bytes)
+    rng = np.random.default_rng(2)
+    config = hf_config("llama", hidden_size=96, num_attention_heads=4, num_key_value_heads=2)
+    data = quantised(rng.normal(0, 1, (96, 96)).astype(np.float32), kind, rng)
+    stored: Tensors = {"token_embd.weight": (data, kind), "blk.0.attn_q.weight": (data, kind)}
+    source = GgufFile(write_gguf(tmp_path / "model.gguf", gguf_metadata(config), stored))
+    for name in ("model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"):
+        assert source.block_form(name) is Q8_0
+        blocks = torch.cat([rows.clone() for rows in source.blocks(name)])
+        values = torch.from_numpy(gguf.quants.dequantize(blocks.numpy(), Kind.Q8_0))
+        assert torch.equal(values, load_tensor(source, name, torch.float32))
+
+
+@pytest.mark.parametrize("kind", [Kind.TQ1_0, Kind.IQ2_XS, Kind.NVFP4])
 def test_other_kinds_are_refused_with_the_tensor_and_what_is_accepted(tmp_path: Path, kind: Kind) -> None:
     block_bytes = gguf.GGML_QUANT_SIZES[kind][1]
     data = np.zeros((4, block_bytes), dtype=np.uint8)

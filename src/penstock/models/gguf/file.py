@@ -4,10 +4,10 @@ from collections.abc import Iterator
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.quants import IQ4_NL, dequantize
 
 from penstock.errors import ModelError, ModelFileError
-from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
+from penstock.kernels.quantised import BLOCK_FORMS, Q8_0, BlockForm
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
 from penstock.models.gguf.config import DIVISORS, LONG_FACTORS, SHORT_FACTORS, gguf_model_config
 from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
@@ -29,7 +29,17 @@ _QUANTISED = (
     GGMLQuantizationType.Q6_K,
     GGMLQuantizationType.MXFP4,
 )
-ACCEPTED_KINDS = (*_PLAIN, *_QUANTISED)
+# Where rows are no whole blocks of 256, llama.cpp takes these in place of Q4_K; they are Q8_0 to the bit.
+_AS_Q8 = (GGMLQuantizationType.Q5_0, GGMLQuantizationType.IQ4_NL)
+# Which no product is of: they become floats.
+_EXPANDED = (
+    GGMLQuantizationType.Q5_1,
+    GGMLQuantizationType.Q2_K,
+    GGMLQuantizationType.Q3_K,
+    GGMLQuantizationType.IQ4_XS,
+)
+ACCEPTED_KINDS = (*_PLAIN, *_QUANTISED, *_AS_Q8, *_EXPANDED)
+_IQ4_VALUES = torch.tensor(IQ4_NL.kvalues, dtype=torch.int8)
 
 # Elements that are dequantised at once: the temporaries of a slice stay in a CPU's cache.
 _SLICE_ELEMENTS = 1 << 18
@@ -77,26 +87,29 @@ class GgufFile(FileSource):
     def block_form(self, name: str) -> BlockForm | None:
         place = self._places[name]
         is_by_rows = len(place.shape) == 2 and place.restore is None and not place.moves_columns
-        return BLOCK_FORMS.get(place.tensor.kind.name) if is_by_rows else None
+        if not is_by_rows:
+            return None
+        return Q8_0 if place.tensor.kind in _AS_Q8 else BLOCK_FORMS.get(place.tensor.kind.name)
 
     def blocks(self, name: str) -> Iterator[torch.Tensor]:
-        place, form = self._places[name], self.block_form(name)
-        assert form is not None
-        num_rows, row_bytes = place.shape[0], form.row_bytes(place.shape[1])
-        start = place.tensor.start + form.row_bytes(place.first)
+        place = self._places[name]
+        kind, (num_rows, num_in) = place.tensor.kind, place.shape
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        row_bytes = num_in // block * block_bytes
+        start = place.tensor.start + place.first // block * block_bytes
         if place.order is not None:
             rows = torch.empty(num_rows, row_bytes, dtype=torch.uint8)
             for part in place.order(rows):
                 copy_plain(self._file, start, torch.uint8, part)
                 start += part.numel()
-            yield rows
+            yield _in_form(kind, rows)
             return
         at_once = max(1, SLICE_BYTES // row_bytes)
         buffer = torch.empty(min(at_once, num_rows), row_bytes, dtype=torch.uint8)
         for first in range(0, num_rows, at_once):
             part = buffer[: num_rows - first]
             self._file.read_into(start + first * row_bytes, part.view(-1))
-            yield part
+            yield _in_form(kind, part)
 
     def _fill(self, out: torch.Tensor, place: Place) -> None:
         kind = place.tensor.kind
@@ -138,6 +151,21 @@ class GgufFile(FileSource):
             raise ModelFileError(
                 f"{self.path}: tensor {tensor.name} is {tensor.kind.name}; accepted are {accepted}"
             )
+
+
+def _in_form(kind: GGMLQuantizationType, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of blocks, in the form that `block_form` says."""
+    if kind not in _AS_Q8:
+        return rows
+    blocks = rows.view(len(rows), -1, GGML_QUANT_SIZES[kind][1])
+    nibbles = blocks[..., -16:]
+    quants = torch.cat((nibbles & 15, nibbles >> 4), dim=-1)
+    if kind is GGMLQuantizationType.IQ4_NL:
+        values = _IQ4_VALUES[quants.long()]
+    else:  # each has a bit apart
+        bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
+        values = (quants | bits.flatten(-2) << 4).view(torch.int8) - 16
+    return torch.cat((blocks[..., :2], values.view(torch.uint8)), dim=-1).flatten(1)
 
 
 def _in_slices(part: torch.Tensor, block: int) -> Iterator[torch.Tensor]:
