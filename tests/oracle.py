@@ -231,7 +231,9 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
     overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
     settings = {**_SMALL, **_OWN.get(family, {}), **overrides}
     if rope := dict(settings.pop("rope", ())):
-        by_kind: dict[str, Any] = {kind: dict(own) for kind, own in rope.items() if "attention" in kind}
+        by_kind: dict[str, Any] = {
+            kind: dict(own) for kind, own in rope.items() if kind.endswith("_attention")
+        }
         own = {key: list(value) if isinstance(value, tuple) else value for key, value in rope.items()}
         settings["rope_parameters"] = by_kind or {"rope_theta": 10_000.0, **own}
     config_class = transformers.CONFIG_MAPPING[family]

@@ -264,10 +264,60 @@ KNOWN_TO_LLAMA_CPP: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_a_gguf_file_is_its_folder(family: str, tmp_path: Path) -> None:
-    oracle = make_oracle(family, **KNOWN_TO_LLAMA_CPP.get(family, {}))
-    file = GgufFile(write_family_gguf(oracle.model, oracle.folder, tmp_path / "model.gguf"))
+# Whose files say of single layers what they are.
+OTHER_LAYERS: list[tuple[str, dict[str, Any]]] = [
+    ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True}),
+    ("olmo3", {**KNOWN_TO_LLAMA_CPP["olmo3"], "layer_types": ("full_attention", "sliding_attention") * 2}),
+    ("exaone4", {"layer_types": ("full_attention", "sliding_attention", "sliding_attention")}),
+]
+
+
+_OLDER_LATENT = {
+    "attention.key_length_mla": None,
+    "attention.value_length_mla": None,
+    "attention.key_length": 24,
+    "attention.value_length": 24,
+    "attention.head_count_kv": 6,
+}
+_YARN = (("rope_type", "yarn"), ("factor", 4.0), ("attention_factor", 1.3), _ORIGINAL)
+# Families, what differs of the model, and of the metadata of its file, as older converters or others left it.
+OTHER_METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("deepseek_v2", {}, _OLDER_LATENT),
+    ("deepseek_v3", KNOWN_TO_LLAMA_CPP["deepseek_v3"], {"expert_gating_func": None}),
+    (
+        "gemma2",
+        {**KNOWN_TO_LLAMA_CPP["gemma2"], "attn_logit_softcapping": 50.0},
+        dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),
+    ),
+    ("mistral", {"rope": _YARN}, {"rope.scaling.yarn_attn_factor": 1.3}),
+    (
+        "granitemoehybrid",
+        {"mamba_n_groups": 1, "position_embedding_type": "rope"},
+        {"rope.scaling.finetuned": None},
+    ),
+    ("gemma3_text", KNOWN_TO_LLAMA_CPP["gemma3_text"], {"attention.sliding_window_pattern": 6}),
+    ("glm4_moe", {}, {"expert_gating_func": None}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "metadata"), OTHER_METADATA, ids=lambda value: str(value)[:40])
+def test_a_gguf_file_with_other_metadata_is_its_folder(
+    family: str, changes: dict[str, Any], metadata: dict[str, Any], tmp_path: Path
+) -> None:
+    _compare(make_oracle(family, **changes), tmp_path, **metadata)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, KNOWN_TO_LLAMA_CPP.get(family, {})) for family in ARCHITECTURES), *OTHER_LAYERS],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_gguf_file_is_its_folder(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    _compare(make_oracle(family, **changes), tmp_path)
+
+
+def _compare(oracle: Oracle, tmp_path: Path, **metadata: Any) -> None:
+    file = GgufFile(write_family_gguf(oracle.model, oracle.folder, tmp_path / "model.gguf", **metadata))
     cpu, prompt = torch.device("cpu"), random_prompt(90)
     model = load_decoder(file, select_kernels(cpu), torch.float32, cpu)
     ours, theirs = run_prompt(model, prompt).logits, run_prompt(load_model(oracle.folder), prompt).logits

@@ -595,6 +595,8 @@ def _rope(config: Fields, family: Family, kind: str) -> Fields:
             if key not in (_FULL, _SLIDING):
                 raise parameters.unsupported(key, f"{_FULL} and {_SLIDING} are")
         own = parameters.nested(kind)  # older files scale that of layers without a window alone
+        if not own.boolean("truncate", True):  # which transformers' models read beside the kinds, where no file has it
+            raise own.unsupported("truncate", "only true is, by kind of layer")
         return replace(own, values={**own.values, **scaling.values}) if kind == _FULL else own
     rope = scaling if scaling.values else parameters
     for key, value in rope.values.items():
