@@ -264,6 +264,7 @@ KNOWN_TO_LLAMA_CPP: dict[str, dict[str, Any]] = {
         "rope": (("rope_type", "yarn"), ("factor", 4.0), ("mscale", 1.0), ("mscale_all_dim", 1.0), *_GROWTH)
     },
     "deepseek_v3": {"rope": (*_LATENT_YARN[:2], ("mscale", 0.8), ("mscale_all_dim", 0.8), _ORIGINAL)},
+    "mistral4": {"rope": (*_LATENT_YARN[:2], ("mscale", 0.8), ("mscale_all_dim", 0.8), *_GROWTH)},
     "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
     "granitemoehybrid": {"mamba_n_groups": 1},
     "nemotron_h": {"layers_block_type": ("linear_attention", "moe", "linear_attention", "full_attention")},
@@ -303,6 +304,7 @@ OTHER_METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ),
     ("gemma3_text", KNOWN_TO_LLAMA_CPP["gemma3_text"], {"attention.sliding_window_pattern": 6}),
     ("glm4_moe", {}, {"expert_gating_func": None}),
+    ("mistral4", KNOWN_TO_LLAMA_CPP["mistral4"], {"attention.temperature_scale": None}),
 ]
 
 

@@ -57,6 +57,7 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "mistral4": "mistral4",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
@@ -306,7 +307,9 @@ def _metadata(config: Any) -> dict[str, Any]:
             ),
             "interleave_moe_layer_step": key("moe_layer_interval"),
             "expert_weights_scale": key("routed_scaling_factor"),
-            "expert_weights_norm": key("norm_topk_prob") if is_sigmoid else None,
+            "expert_weights_norm": key("norm_topk_prob")
+            if is_sigmoid or config.model_type == "mistral4"
+            else None,
             "expert_gating_func": 2 if is_sigmoid else None,
             "expert_group_count": key("n_group"),
             "expert_group_used_count": key("topk_group"),

@@ -83,6 +83,7 @@ ARCHITECTURES = {
     "stablelm": _Architecture("stablelm"),
     "mistral3": _Architecture("ministral3"),
     "deepseek2": _Architecture("deepseek_v2", experts=True, normalised=False, latent=True),
+    "mistral4": _Architecture("mistral4", experts=True, normalised=False, latent=True),
     "lfm2": _Architecture("lfm2", states=True),
     "lfm2moe": _Architecture("lfm2_moe", experts=True, states=True),
     "granitehybrid": _Architecture("granitemoehybrid", states=True),
@@ -233,7 +234,10 @@ def gguf_model_config(
     if architecture.latent:  # the model's two figures cancel
         rotary = replace(rotary, attention_factor=1.0 if rotary.kind == "yarn" else None)
     if row.growth_key:
-        growth = fields.number(_GROWTH, above=-MAX_SCALE, high=MAX_SCALE)
+        known = (
+            row.rope[row.growth_key] if name == "mistral4" else None
+        )  # which llama.cpp's converter leaves out
+        growth = fields.number(_GROWTH, known, above=-MAX_SCALE, high=MAX_SCALE)
         log = fields.number("rope.scaling.yarn_log_multiplier", 0.0, above=-1.0, high=MAX_SCALE)
         rotary = replace(rotary, query_growth=growth, mscale=1.0, mscale_all_dim=log)
     if name == "gpt-oss":
