@@ -111,6 +111,7 @@ _GROWING = {
     "llama_4_scaling_beta": 0.4,
 }
 _MROPE = {"rope": {"rope_type": "default", "mrope_section": [4, 2, 2]}}
+_MROPE_HALF = {"rope": {"rope_type": "default", "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}}
 _OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "ministral": {"sliding_window": 40},
@@ -154,6 +155,9 @@ _OWN: dict[str, dict[str, Any]] = {
     "exaone4": _WINDOW,
     "deepseek_v2": {**_SIGMOID_EXPERTS, **_LATENT, "topk_method": "group_limited_greedy"},
     "deepseek_v3": {**_SIGMOID_EXPERTS, **_LATENT},
+    "mistral4": {**_SIGMOID_EXPERTS, **_LATENT, "head_dim": 24, "rope": _GROWING},
+    "glm4v": _MROPE_HALF,
+    "glm4v_moe": {**_SIGMOID_EXPERTS, **_MROPE_HALF},
     "glm4_moe_lite": {**_SIGMOID_EXPERTS, **_LATENT},
     "lfm2": {**_SHORT_CONV, "block_multiple_of": 40},
     "lfm2_moe": {**_SHORT_CONV, **_EXPERTS, "num_dense_layers": 1, "routed_scaling_factor": 1.7},
@@ -231,7 +235,9 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
     overrides = {key: list(value) if isinstance(value, tuple) else value for key, value in overrides.items()}
     settings = {**_SMALL, **_OWN.get(family, {}), **overrides}
     if rope := dict(settings.pop("rope", ())):
-        by_kind: dict[str, Any] = {kind: dict(own) for kind, own in rope.items() if "attention" in kind}
+        by_kind: dict[str, Any] = {
+            kind: dict(own) for kind, own in rope.items() if kind.endswith("_attention")
+        }
         own = {key: list(value) if isinstance(value, tuple) else value for key, value in rope.items()}
         settings["rope_parameters"] = by_kind or {"rope_theta": 10_000.0, **own}
     config_class = transformers.CONFIG_MAPPING[family]
@@ -243,7 +249,11 @@ def make_oracle(family: str, **overrides: Any) -> Oracle:
         config = config_class(**settings)
         # Some versions take attention without a soft cap unless they are told.
         how = {"attn_implementation": "eager"} if family == "gemma2" else {}
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **how).eval()
+        is_text = (
+            config_class in AutoModelForCausalLM._model_mapping
+        )  # or else it is known within others alone
+        auto = AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+        model = auto.from_config(config, dtype=torch.float32, **how).eval()
     with torch.no_grad():
         for name, buffer in model.named_buffers():
             if name.endswith((".e_score_correction_bias", ".expert_bias")):

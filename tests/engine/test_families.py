@@ -135,6 +135,12 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
     ),
     ("glm4_moe_lite", {"mlp_layer_types": ("dense", "sparse", "dense")}),
     ("glm4_moe_lite", {"q_lora_rank": None, "n_group": 1, "topk_group": 1}),
+    ("mistral4", {}),
+    ("mistral4", {"q_lora_rank": None, "first_k_dense_replace": 2, "rope": (*_LATENT_YARN, *_GROWTH)}),
+    ("glm4v", {}),
+    ("glm4v", {"num_key_value_heads": 1, "rope": (("rope_type", "default"), ("mrope_section", (4, 2, 2)))}),
+    ("glm4v_moe", {}),
+    ("glm4v_moe", {"attention_bias": False, "n_group": 1, "topk_group": 1, "n_shared_experts": 1}),
     ("lfm2", {}),
     ("lfm2", {"conv_bias": True, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False}),
     ("lfm2_moe", {}),
@@ -258,16 +264,68 @@ KNOWN_TO_LLAMA_CPP: dict[str, dict[str, Any]] = {
         "rope": (("rope_type", "yarn"), ("factor", 4.0), ("mscale", 1.0), ("mscale_all_dim", 1.0), *_GROWTH)
     },
     "deepseek_v3": {"rope": (*_LATENT_YARN[:2], ("mscale", 0.8), ("mscale_all_dim", 0.8), _ORIGINAL)},
+    "mistral4": {"rope": (*_LATENT_YARN[:2], ("mscale", 0.8), ("mscale_all_dim", 0.8), *_GROWTH)},
     "lfm2_moe": {"routed_scaling_factor": 1.0, "tie_word_embeddings": True},
     "granitemoehybrid": {"mamba_n_groups": 1},
     "nemotron_h": {"layers_block_type": ("linear_attention", "moe", "linear_attention", "full_attention")},
 }
 
 
-@pytest.mark.parametrize("family", ARCHITECTURES)
-def test_a_gguf_file_is_its_folder(family: str, tmp_path: Path) -> None:
-    oracle = make_oracle(family, **KNOWN_TO_LLAMA_CPP.get(family, {}))
-    file = GgufFile(write_family_gguf(oracle.model, oracle.folder, tmp_path / "model.gguf"))
+# Whose files say of single layers what they are.
+OTHER_LAYERS: list[tuple[str, dict[str, Any]]] = [
+    ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "enable_moe_block": True}),
+    ("olmo3", {**KNOWN_TO_LLAMA_CPP["olmo3"], "layer_types": ("full_attention", "sliding_attention") * 2}),
+    ("exaone4", {"layer_types": ("full_attention", "sliding_attention", "sliding_attention")}),
+]
+
+
+_OLDER_LATENT = {
+    "attention.key_length_mla": None,
+    "attention.value_length_mla": None,
+    "attention.key_length": 24,
+    "attention.value_length": 24,
+    "attention.head_count_kv": 6,
+}
+_YARN = (("rope_type", "yarn"), ("factor", 4.0), ("attention_factor", 1.3), _ORIGINAL)
+# Families, what differs of the model, and of the metadata of its file, as older converters or others left it.
+OTHER_METADATA: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("deepseek_v2", {}, _OLDER_LATENT),
+    ("deepseek_v3", KNOWN_TO_LLAMA_CPP["deepseek_v3"], {"expert_gating_func": None}),
+    (
+        "gemma2",
+        {**KNOWN_TO_LLAMA_CPP["gemma2"], "attn_logit_softcapping": 50.0},
+        dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping")),
+    ),
+    ("mistral", {"rope": _YARN}, {"rope.scaling.yarn_attn_factor": 1.3}),
+    (
+        "granitemoehybrid",
+        {"mamba_n_groups": 1, "position_embedding_type": "rope"},
+        {"rope.scaling.finetuned": None},
+    ),
+    ("gemma3_text", KNOWN_TO_LLAMA_CPP["gemma3_text"], {"attention.sliding_window_pattern": 6}),
+    ("glm4_moe", {}, {"expert_gating_func": None}),
+    ("mistral4", KNOWN_TO_LLAMA_CPP["mistral4"], {"attention.temperature_scale": None}),
+]
+
+
+@pytest.mark.parametrize(("family", "changes", "metadata"), OTHER_METADATA, ids=lambda value: str(value)[:40])
+def test_a_gguf_file_with_other_metadata_is_its_folder(
+    family: str, changes: dict[str, Any], metadata: dict[str, Any], tmp_path: Path
+) -> None:
+    _compare(make_oracle(family, **changes), tmp_path, **metadata)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [*((family, KNOWN_TO_LLAMA_CPP.get(family, {})) for family in ARCHITECTURES), *OTHER_LAYERS],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_gguf_file_is_its_folder(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    _compare(make_oracle(family, **changes), tmp_path)
+
+
+def _compare(oracle: Oracle, tmp_path: Path, **metadata: Any) -> None:
+    file = GgufFile(write_family_gguf(oracle.model, oracle.folder, tmp_path / "model.gguf", **metadata))
     cpu, prompt = torch.device("cpu"), random_prompt(90)
     model = load_decoder(file, select_kernels(cpu), torch.float32, cpu)
     ours, theirs = run_prompt(model, prompt).logits, run_prompt(load_model(oracle.folder), prompt).logits

@@ -1,8 +1,10 @@
 """Models of transformers as GGUF files: names are the `gguf` package's own, the rest is what llama.cpp's converter
 does."""
 
+import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -47,6 +49,7 @@ ARCHITECTURES = {
     "stablelm": "stablelm",
     "gemma2": "gemma2",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "cohere2": "cohere2",
     "olmo3": "olmo2",
     "exaone4": "exaone4",
@@ -54,6 +57,7 @@ ARCHITECTURES = {
     "ministral3": "mistral3",
     "deepseek_v2": "deepseek2",
     "deepseek_v3": "deepseek2",
+    "mistral4": "mistral4",
     "lfm2": "lfm2",
     "lfm2_moe": "lfm2moe",
     "granitemoehybrid": "granitehybrid",
@@ -66,18 +70,26 @@ _LFM2_EXPERTS = {
     f"{theirs}.weight": f"{ours}_proj.weight"
     for theirs, ours in (("w1", "gate"), ("w2", "down"), ("w3", "up"))
 }
+_GEMMA4 = {"router.scale": "ffn_gate_inp.scale", "router.per_expert_scale": "ffn_down_exps.scale"}
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
 
 
-def write_family_gguf(model: Any, folder: Path, path: Path, experts: Kind = Kind.F32) -> Path:
-    """A model that was saved to a folder, in F32; its experts quantised."""
+def write_family_gguf(model: Any, folder: Path, path: Path, experts: Kind = Kind.F32, **changes: Any) -> Path:
+    """A model that was saved to a folder, in F32; its experts quantised. `changes` are of its metadata, None what it
+    has not."""
     architecture = ARCHITECTURES[model.config.model_type]
     config = getattr(model.config, "text_config", model.config)
+    if architecture == "gemma4":  # transformers' object refuses what differs from layer to layer
+        config = SimpleNamespace(**json.loads((folder / "config.json").read_text()))
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    stored = {}
-    for name, data in _tensors(load_file(folder / "model.safetensors"), config, architecture).items():
+    stored, saved = {}, load_file(folder / "model.safetensors")
+    values = _metadata(config) | changes
+    is_older = values.get("attention.key_length_mla") is None
+    for name, data in _tensors(saved, config, architecture, is_older=is_older).items():
+        _, _, index, own = name.split(".", 3) if name.count(".") > 2 else ("", "", "", "")
         short = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        short = f"blk.{index}.{_GEMMA4[own]}" if own in _GEMMA4 else short
         assert short is not None, name
         kind = experts if short.endswith("_exps.weight") else Kind.F32
         data = np.ascontiguousarray(data, dtype=np.float32)
@@ -86,11 +98,21 @@ def write_family_gguf(model: Any, folder: Path, path: Path, experts: Kind = Kind
         for name in ("long", "short"):
             factors = np.array(config.rope_parameters[f"{name}_factor"], dtype=np.float32)
             stored[f"rope_factors_{name}.weight"] = (factors, Kind.F32)
-    values = {f"{architecture}.{key}": value for key, value in _metadata(config).items() if value is not None}
+    if architecture == "gemma4":
+        index = config.layer_types.index("full_attention")
+        size = len(saved[f"model.layers.{index}.self_attn.k_norm.weight"])
+        values |= _by_window(
+            config, len(saved[f"model.layers.{index}.self_attn.k_proj.weight"]) // size, size
+        )
+        share = config.rope_parameters["full_attention"]["partial_rotary_factor"]
+        divisors = np.where(np.arange(size // 2) < int(share * size / 2), 1, 1e30)
+        stored["rope_freqs.weight"] = (divisors.astype(np.float32), Kind.F32)
+    values = {f"{architecture}.{key}": value for key, value in values.items() if value is not None}
     return write_gguf(path, values, stored, architecture)
 
 
-def _tensors(saved: dict[str, Array], config: Any, architecture: str) -> dict[str, Array]:
+def _tensors(saved: dict[str, Array], config: Any, architecture: str, *, is_older: bool) -> dict[str, Array]:
+    """`is_older`: what makes keys and values of a latent is one."""
     tensors: dict[str, Array] = {}
     stacks: dict[str, dict[int, Array]] = {}
     for name, data in saved.items():
@@ -104,7 +126,7 @@ def _tensors(saved: dict[str, Array], config: Any, architecture: str) -> dict[st
             continue
         part = name.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
         name, data = _of_states(name, data, config)
-        if part == "kv_b_proj":
+        if part == "kv_b_proj" and not is_older:
             heads = data.reshape(config.num_attention_heads, -1, data.shape[1])
             keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
             tensors[name.replace("kv_b_proj", "k_b_proj")] = keys.swapaxes(1, 2)
@@ -126,6 +148,8 @@ def _tensors(saved: dict[str, Array], config: Any, architecture: str) -> dict[st
             else:
                 tensors[stem + ending] = data
             continue
+        if architecture == "gemma4" and name.endswith((".gate_up_proj", ".layer_scalar")):
+            name += ".weight"
         if part == "input_linear" or name.endswith(
             ".experts.gate_up_proj"
         ):  # gates and what they gate, as one
@@ -263,6 +287,9 @@ def _metadata(config: Any) -> dict[str, Any]:
         "attention.sliding_window": key("sliding_window"),
         "attn_logit_softcapping": key("attn_logit_softcapping"),
         "final_logit_softcapping": key("final_logit_softcapping"),
+        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in config.layer_types]
+        if key("sliding_window") and key("layer_types")
+        else None,
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
         "attention.scale": key("attention_multiplier"),
         "embedding_scale": key("embedding_multiplier"),
@@ -280,9 +307,26 @@ def _metadata(config: Any) -> dict[str, Any]:
             ),
             "interleave_moe_layer_step": key("moe_layer_interval"),
             "expert_weights_scale": key("routed_scaling_factor"),
-            "expert_weights_norm": key("norm_topk_prob") if is_sigmoid else None,
+            "expert_weights_norm": key("norm_topk_prob")
+            if is_sigmoid or config.model_type == "mistral4"
+            else None,
             "expert_gating_func": 2 if is_sigmoid else None,
             "expert_group_count": key("n_group"),
             "expert_group_used_count": key("topk_group"),
         }
     return values | _latent(config, rope) | _kinds(config)
+
+
+def _by_window(config: Any, full_heads: int, full_size: int) -> dict[str, Any]:
+    """Of Gemma 4, whose layers without a window have other heads."""
+    counts = {"sliding_attention": config.num_key_value_heads, "full_attention": full_heads}
+    sizes = {"": full_size, "_swa": config.head_dim}
+    return {
+        "attention.head_count_kv": [counts[kind] for kind in config.layer_types],
+        **{f"attention.key_length{end}": size for end, size in sizes.items()},
+        **{f"attention.value_length{end}": size for end, size in sizes.items()},
+        **{f"rope.dimension_count{end}": size for end, size in sizes.items()},
+        "rope.freq_base_swa": config.rope_parameters["sliding_attention"]["rope_theta"],
+        "expert_used_count": config.top_k_experts,
+        "expert_count": config.num_experts if config.enable_moe_block else None,
+    }

@@ -103,13 +103,18 @@ SMALL = {
 }
 # Layers of hybrids, whose defaults have none with attention; and as many KV heads as heads.
 LATENT = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+_WHOLE = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "head_dim": 16}
+_MROPE = {"rope_type": "default", "rope_theta": 1e4}
 _LAYERS = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
 OWN: dict[str, dict[str, Any]] = {
     **{
         family: {"num_key_value_heads": 4, "num_attention_heads": 4, "n_group": 1, "topk_group": 1}
         for family in LATENT
     },
+    "mistral4": {"num_key_value_heads": 4, "num_attention_heads": 4, "n_group": 1, **_WHOLE},
     "gemma4_text": {"hidden_size_per_layer_input": 0},
+    "glm4v_text": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}},
+    "glm4v_moe_text": {"rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1]}},
     "bamba": {"attn_layer_indices": [1]},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4},
     "granitemoehybrid": {"layer_types": _LAYERS, "num_hidden_layers": 4},
@@ -213,7 +218,7 @@ def model_reads(config: type[PreTrainedConfig]) -> dict[str, Any]:
         key: value for key, value in SMALL.items() if hasattr(config, key) and key not in renamed
     }
     if "vl" in config.model_type:
-        small["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+        small["rope_parameters"] = {**_MROPE, "mrope_section": [2, 1, 1]}
     made = config(**{**small, **OWN.get(config.model_type, {})})
     setattr(config, "__getattribute__", noting)  # noqa: B010
     try:

@@ -221,6 +221,8 @@ def test_token_ids(tmp_path: Path) -> None:
         ({"llama.rope.dimension_count": 8}, "only a part of each head"),
         ({"llama.attention.value_length": 8}, "values of another size"),
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+        ({"llama.attention.temperature_scale": 0.1}, "temperature_scale is 0.1"),
+        ({"llama.embedding_length_per_layer_input": 256}, "per_layer_input is 256"),
         ({"split.count": 3}, "llama-gguf-split"),
         ({"llama.embedding_length": 0}, "embedding_length is 0"),
         ({"llama.embedding_length": None}, "embedding_length is missing"),

@@ -185,6 +185,13 @@ def test_layers_with_a_window(values: dict[str, Any], layers: tuple[int, ...] | 
         ({"model_type": "qwen3", "layer_types": ["linear_attention"] * 32}, "layer_types is 'linear_att"),
         ({"model_type": "qwen2", "layer_types": ["sliding_attention"] * 32}, "layer_types is 'sliding_att"),
         (
+            {
+                "model_type": "gemma3_text",
+                "rope_parameters": {"full_attention": {**ROPES["yarn"], "truncate": False}},
+            },
+            "truncate of false is not supported",
+        ),
+        (
             {"model_type": "llama", "rope_parameters": {"full_attention": ROPES["linear"]}},
             "full_attention of",
         ),

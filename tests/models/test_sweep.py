@@ -73,7 +73,7 @@ def test_what_would_be_silently_wrong_is_refused_without_weights(
     assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize("outer", ["llava", "smolvlm", "aria"])
+@pytest.mark.parametrize("outer", ["llava", "smolvlm", "aria", "llava_next_video", "minicpmv4_6"])
 def test_the_text_model_within_a_multimodal_one_is_found(outer: str, tmp_path: Path) -> None:
     oracle, prompt, cpu = make_multimodal(outer, tmp_path), random_prompt(70, 256), torch.device("cpu")
     source = open_weights(tmp_path)

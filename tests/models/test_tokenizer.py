@@ -542,6 +542,11 @@ def test_byte_level_options_of_gguf(tmp_path: Path) -> None:
         ("llama3", "IT'S 12345\n\n x", ["IT", "'S", " ", "123", "45", "\n\n", " x"]),
         ("qwen2", "IT'S 123\n\n x", ["IT", "'S", " ", "1", "2", "3", "\n\n", " x"]),
         ("default", "a, 12345+b", ["a", ",", " ", "123", "45", "+", "b"]),
+        ("gpt-4o", "aB IT'S 12345/\n", ["a", "B", " IT'S", " ", "123", "45", "/\n"]),
+        ("tekken", "aB IT's 123", ["a", "B", " IT", "'s", " ", "1", "2", "3"]),
+        ("tiny_aya", "a 12345 b", ["a", " ", "12", "345", " b"]),
+        ("seed-coder", "a1!\n\nb", ["a", "1", "!", "\n\n", "b"]),
+        ("deepseek-v3", "a.B 1234日本x!\n", ["a", ".B", " ", "123", "4", "日本", "x", "!\n"]),
     ],
 )
 def test_splits_before_merging(name: str, text: str, parts: list[str]) -> None:
@@ -552,6 +557,37 @@ def test_splits_before_merging(name: str, text: str, parts: list[str]) -> None:
     assert found == parts
 
 
+def test_names_of_splits_are_known_once() -> None:
+    names = [name for names in gguf_tokenizer_module._TWINS.values() for name in names.split()]
+    assert len({*names, *gguf_tokenizer_module._SPLITS}) == len(names) + len(gguf_tokenizer_module._SPLITS)
+    assert {*gguf_tokenizer_module._TWINS} <= {*gguf_tokenizer_module._SPLITS}
+
+
+@pytest.mark.parametrize(
+    ("others", "ends"), [((), {256, 257}), (("<|return|>", "<|call|>"), {256, 258, 259})]
+)
+def test_what_ends_a_turn(tmp_path: Path, others: tuple[str, ...], ends: set[int]) -> None:
+    """Where a turn has parts (gpt-oss), the end of a part is none."""
+    tokens = [*BYTE_LEVEL["tokens"][:256], "<|endoftext|>", "<|end|>", *others, "ab"]
+    kinds = [1] * 256 + [3] * (2 + len(others)) + [1]
+    changes = {
+        "tokens": tokens,
+        "token_type": kinds,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+        "merges": ["a b"],
+    }
+    assert {*from_metadata(tmp_path, **{**BYTE_LEVEL, **changes}, pre="gpt-4o").eos_ids} == ends
+
+
+def test_merges_of_whole_characters(tmp_path: Path) -> None:
+    """As Gemma 4's files have them: neither bytes nor scores say what is merged."""
+    merges = [f"{left} {right}" for left, right in (("a", "b"), ("▁", "ab"))]
+    found = from_metadata(tmp_path, model="gemma4", merges=merges, scores=None, add_space_prefix=False)
+    assert [TOKENS[each] for each in found.encode("ab ab", add_special_tokens=False)] == ["ab", "▁ab"]
+    assert found.decode(found.encode("ab é", add_special_tokens=False)) == "ab é"
+
+
 def test_qwen2_s_split_is_that_of_transformers() -> None:
     assert gguf_tokenizer_module._SPLITS["qwen2"] == (QWEN2_SPLIT,)
 
@@ -559,7 +595,7 @@ def test_qwen2_s_split_is_that_of_transformers() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": "t5"}, "'t5'; supported in GGUF are gpt2 and llama"),
+        ({"model": "t5"}, "'t5'; supported in GGUF are gpt2, llama, gemma4"),
         ({**BYTE_LEVEL, "pre": "martian"}, "pre-tokenizer 'martian' is not supported; known are .*smollm"),
         ({**BYTE_LEVEL, "merges": ["a z"]}, "merges is 'a z'"),
         ({**BYTE_LEVEL, "merges": None}, "merges is None"),

@@ -27,6 +27,7 @@ class LatentAttention:
     of_values: Tensor  # [heads, rank, value_dim]
     out: Linear  # [hidden, heads * value_dim]
     scoring: Scoring
+    query_scale: int = 0  # where queries grow with their position: by which of the rotary tables
 
     def products(self) -> tuple[Linear, ...]:
         return (self.inputs, *((self.queries,) if self.queries else ()), self.out)
@@ -53,7 +54,10 @@ class LatentAttention:
         own = kernels.per_head(
             heads[..., : sizes.key_dim], self.of_keys, is_canonical=step.batch.is_canonical
         )
-        return (torch.cat((own, kernels.rotate(heads[..., sizes.key_dim :], cos, sin)), dim=-1),)
+        queries = torch.cat((own, kernels.rotate(heads[..., sizes.key_dim :], cos, sin)), dim=-1)
+        if self.query_scale:
+            queries.mul_(step.rotary[self.query_scale][0][:, :, None])
+        return (queries,)
 
     def mix(self, rows: tuple[Tensor, ...], step: ForwardPass, *, is_last: bool = False) -> Tensor:
         """What `read_in` gave, or the rows of it whose logits are wanted, to the block's output [rows, hidden];

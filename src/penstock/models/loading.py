@@ -341,7 +341,13 @@ class _Loader:
             of_values=of_values.transpose(1, 2).contiguous(),
             out=self._linear(weights.out),
             scoring=Scoring(config.attention_scale or (sizes.key_dim + sizes.rotary_dim) ** -0.5),
+            query_scale=self._query_scale,
         )
+
+    @property
+    def _query_scale(self) -> int:
+        """Behind the rotary tables, where there is one."""
+        return bool(self._config.rotary.query_growth) * (1 + bool(self._config.other_rotary))
 
     def _attention(self, weights: AttentionWeights, index: int) -> Attention:
         config, norms, size = self._config, None, weights.head_dim
@@ -365,7 +371,7 @@ class _Loader:
             group=weights.group,
             is_gated=config.gated_attention,
             rotary=weights.rotary,
-            query_scale=bool(config.rotary.query_growth) * (1 + bool(config.other_rotary)),
+            query_scale=self._query_scale,
             norms=norms if is_own else None,
             is_normed_late=config.norm_after_rotary,
             value_norm=torch.ones(size, dtype=self._dtype, device=self._device)

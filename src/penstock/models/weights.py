@@ -446,7 +446,8 @@ def _experts(
     count, inner, shared = experts.num_experts, experts.intermediate_size, experts.shared_intermediate_size
     gate_up = Stored(f"{prefix}.experts.gate_up_proj", (count, 2 * inner, hidden))
     down = Stored(f"{prefix}.experts.down_proj", (count, hidden, inner))
-    is_stacked = gate_up.name in present or experts.normed_apart
+    each_alone = f"{prefix}.experts.0.down_proj.weight" in present
+    is_stacked = gate_up.name in present or (experts.normed_apart and not each_alone)
     return ExpertsWeights(
         Stored(f"{prefix}.gate.weight", (count, hidden)),
         Stored(f"{prefix}.gate.bias", (count,)) if experts.bias else None,

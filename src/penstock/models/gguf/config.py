@@ -74,6 +74,7 @@ ARCHITECTURES = {
     "gemma": _Architecture("gemma"),
     "gemma2": _Architecture("gemma2", wide_layers=46),
     "gemma3": _Architecture("gemma3_text", wide_layers=62),
+    "gemma4": _Architecture("gemma4_text"),
     "gpt-oss": _Architecture("gpt_oss", experts=True),
     "cohere2": _Architecture("cohere2"),
     "exaone4": _Architecture("exaone4"),
@@ -82,6 +83,7 @@ ARCHITECTURES = {
     "stablelm": _Architecture("stablelm"),
     "mistral3": _Architecture("ministral3"),
     "deepseek2": _Architecture("deepseek_v2", experts=True, normalised=False, latent=True),
+    "mistral4": _Architecture("mistral4", experts=True, normalised=False, latent=True),
     "lfm2": _Architecture("lfm2", states=True),
     "lfm2moe": _Architecture("lfm2_moe", experts=True, states=True),
     "granitehybrid": _Architecture("granitemoehybrid", states=True),
@@ -93,12 +95,18 @@ _MIXTRAL = _Architecture("mixtral", experts=True)  # is called llama, too
 _OLMO3 = _Architecture("olmo3")  # is called olmo2, too
 _MISTRAL = _Architecture("mistral")  # is called mistral3, too
 _DEEPSEEK_V3 = replace(ARCHITECTURES["deepseek2"], family="deepseek_v3")  # is called deepseek2, too
-_GRANITE_EXPERTS = replace(ARCHITECTURES["granitehybrid"], experts=True)
+_WITH_OR_WITHOUT_EXPERTS = ("granitehybrid", "gemma4")
 _GRANITE = ("granite", "granitemoeshared", "granitemoehybrid")
 _GROWTH = "attention.temperature_scale"
 _ROTATED = "rope.scaling.finetuned"  # as files of Granite's hybrids have it
+_UNROTATED = 1e20  # a divisor of frequencies
 _SIGMOID = 2  # of `expert_gating_func`
 _WINDOW = "attention.sliding_window"
+# What a model of another kind has, and nothing here reads.
+_UNREAD = (
+    *("embedding_length_per_layer_input", "attention.shared_kv_layers", "moe_latent_size"),
+    *("attention.clamp_kqv", "attention.max_alibi_bias"),
+)
 # Families whose files hold value heads as (value head of a key head, key head), where transformers has
 # (key head, value head of it).
 TILED_VALUE_HEADS = ("qwen3_5_text", "qwen3_5_moe_text")
@@ -131,16 +139,21 @@ def gguf_model_config(
         architecture = _MIXTRAL
     if name == "olmo2" and fields.integer(_WINDOW, 0) > 0:
         architecture = _OLMO3
-    if name == "deepseek2" and fields.integer("expert_gating_func", 1) == _SIGMOID:
+    is_biased = any(each.endswith(".exp_probs_b.bias") for each in tensors)
+    if name == "deepseek2" and fields.integer("expert_gating_func", 1 + is_biased) == _SIGMOID:
         architecture = _DEEPSEEK_V3
     if name == "mistral3" and not fields.has(_GROWTH):
         architecture = _MISTRAL
-    if name == "granitehybrid" and fields.integer("expert_count", 0) > 0:
-        architecture = _GRANITE_EXPERTS
+    if name in _WITH_OR_WITHOUT_EXPERTS and fields.integer("expert_count", 0) > 0:
+        architecture = replace(architecture, experts=True)
     family, row = architecture.family, FAMILIES[architecture.family]
     tokens = Fields(origin, _without_prefix(metadata, "tokenizer.ggml."))
     if not architecture.experts and fields.integer("expert_count", 0) > 0:
         raise ModelError(f"{origin} is a mixture of experts, which is not supported for {name}")
+
+    for key in (*_UNREAD, *(() if row.growth_key or name == "mistral3" else (_GROWTH,))):
+        if np.asarray(value := fields.values.get(key, 0)).any():
+            raise fields.error(key, value, "0, since what it is for is not supported,")
 
     num_blocks = fields.size("block_count", Most.LAYERS)
     # Blocks that predict tokens further ahead come after the model's layers.
@@ -148,24 +161,31 @@ def gguf_model_config(
     hidden = fields.size("embedding_length", Most.WIDTH)
     num_heads = fields.size("attention.head_count", Most.HEADS)
     kv_heads = by_layer(fields, "attention.head_count_kv", num_blocks, num_heads)[:num_layers]
+    max_position = fields.size("context_length", Most.POSITIONS)
+    defaults = family_defaults(family) if family == "gemma2" else {}
+    window = fields.integer(_WINDOW, defaults.get("sliding_window", 0))
+    windowed = _windowed(fields, num_layers, row.full_every) if window else ()
+    full_heads: tuple[int, int] | None = None
+    suffix = ""
+    if fields.has("attention.key_length_swa"):
+        full_heads, kv_heads = _full_heads(fields, num_heads, kv_heads, windowed)
+        suffix = "_swa"
     num_kv_heads = max(kv_heads)
     if {*kv_heads} - ({0} if architecture.states else set()) != {num_kv_heads}:
         raise ModelError(
             f"{origin}: attention.head_count_kv differs from layer to layer, which is not supported for {name}"
         )
-    head_dim = fields.integer("attention.key_length", hidden // num_heads, low=2, high=Most.WIDTH)
-    max_position = fields.size("context_length", Most.POSITIONS)
+    head_dim = fields.integer(f"attention.key_length{suffix}", hidden // num_heads, low=2, high=Most.WIDTH)
     check_heads(origin, num_heads, num_kv_heads, head_dim)
     is_latent = architecture.latent
-    if not is_latent and fields.integer("attention.value_length", head_dim, high=Most.WIDTH) != head_dim:
+    value_length = f"attention.value_length{suffix}"
+    if not is_latent and fields.integer(value_length, head_dim, high=Most.WIDTH) != head_dim:
         raise ModelError(f"{origin} has values of another size than keys, which is not supported")
-    rotary_dim = fields.integer("rope.dimension_count", head_dim, high=Most.WIDTH)
+    rotary_dim = fields.integer(f"rope.dimension_count{suffix}", head_dim, high=Most.WIDTH)
     if rotary_dim != head_dim and row.partial_rotary is None and not is_latent:
         raise ModelError(f"{origin} rotates only a part of each head, which is not supported for {name}")
     if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
         raise fields.error("rope.dimension_count", rotary_dim, f"an even number from 2 to {head_dim}")
-    window = fields.integer(_WINDOW, 0)
-    windowed = windowed_layers(num_layers, row.full_every) if window else ()
     if 0 < window < max_position and not row.full_every and family not in WINDOW_EVERYWHERE:
         raise ModelError(
             f"{origin} has a sliding window of {window} tokens, which is not supported for {name}"
@@ -199,19 +219,25 @@ def gguf_model_config(
     vocab_size = fields.size("vocab_size", Most.VOCABULARY, embedding.shape[0] if embedding else None)
     ends = [token for key in END_KEYS if (token := token_id(tokens, key)) is not None]
     step = architecture.unrotated_step or num_layers + 1
-    rotary = _rotary(fields, max_position, rotary_dim, divisors)
+    if full_heads and DIVISORS in divisors:
+        rotary = _proportional(fields, divisors[DIVISORS], full_heads[1])
+    else:
+        rotary = _rotary(fields, max_position, rotary_dim, divisors)
     other, other_layers = RotaryConfig(kind="none"), tuple(range(step - 1, num_layers, step))
     if row.rotary_by_kind:
-        theta = fields.theta("rope.freq_base_swa", 10_000.0 if name == "gemma3" else rotary.theta)
+        theta = fields.theta("rope.freq_base_swa", 10_000.0 if name in ("gemma3", "gemma4") else rotary.theta)
         other, other_layers = RotaryConfig(theta=theta), windowed
     elif row.rotated_in_windows and window:
         other_layers = tuple(index for index in range(num_layers) if index not in windowed)
-    if family == "nemotron_h" or (family == "granitemoehybrid" and not fields.boolean(_ROTATED, False)):
+    if family == "nemotron_h" or (family == "granitemoehybrid" and not fields.boolean(_ROTATED, True)):
         rotary = RotaryConfig(kind="none")
     if architecture.latent:  # the model's two figures cancel
         rotary = replace(rotary, attention_factor=1.0 if rotary.kind == "yarn" else None)
     if row.growth_key:
-        growth = fields.number(_GROWTH, above=-MAX_SCALE, high=MAX_SCALE)
+        known = (
+            row.rope[row.growth_key] if name == "mistral4" else None
+        )  # which llama.cpp's converter leaves out
+        growth = fields.number(_GROWTH, known, above=-MAX_SCALE, high=MAX_SCALE)
         log = fields.number("rope.scaling.yarn_log_multiplier", 0.0, above=-1.0, high=MAX_SCALE)
         rotary = replace(rotary, query_growth=growth, mscale=1.0, mscale_all_dim=log)
     if name == "gpt-oss":
@@ -221,6 +247,7 @@ def gguf_model_config(
         intermediate = experts.intermediate_size
     elif family == "granitemoehybrid" and not experts:  # whose dense blocks are its shared experts
         intermediate = fields.size("expert_shared_feed_forward_length", Most.WIDTH, intermediate)
+    full = next((index for index in range(num_layers) if index not in windowed), 0)
     is_wide = num_layers == architecture.wide_layers
     switches = {"zero_centred_norm": architecture.hybrid, **row.model}
     eps = "attention.layer_norm_epsilon" if switches.get("layer_norm") else "attention.layer_norm_rms_epsilon"
@@ -242,9 +269,13 @@ def gguf_model_config(
         mlp_bias="blk.0.ffn_up.bias" in tensors,
         head_norm=row.head_norm or f"{attention}.attn_q_norm.weight" in tensors,
         gated_attention=architecture.hybrid,
+        full_heads=full_heads,
+        values_are_keys=name == "gemma4" and f"blk.{full}.attn_v.weight" not in tensors,
         activation=row.activation
         or family_defaults(family).get(row.keys.get("hidden_act", "hidden_act"), "silu"),
-        window=WindowConfig(window, len(windowed), windowed) if 0 < window < max_position else None,
+        window=WindowConfig(window, len(windowed), windowed)
+        if windowed and 0 < window < max_position
+        else None,
         delta_net=delta_net,
         experts=experts,
         eos_token_ids=tuple(dict.fromkeys(ends)),
@@ -260,11 +291,40 @@ def gguf_model_config(
     )
 
 
+def _full_heads(
+    fields: Fields, num_heads: int, kv_heads: tuple[int, ...], windowed: tuple[int, ...]
+) -> tuple[tuple[int, int], tuple[int, ...]]:
+    """KV heads and elements of a head in layers without a window, and the KV heads of each of the others."""
+    full = {heads for index, heads in enumerate(kv_heads) if index not in windowed}
+    sizes = [fields.size(f"attention.{name}_length", Most.WIDTH) for name in ("key", "value")]
+    if len(full) > 1 or len({*sizes}) > 1 or fields.integer("rope.dimension_count", sizes[0]) != sizes[0]:
+        raise fields.unsupported("attention.key_length_swa", "beside layers without a window that are alike")
+    others = tuple(kv_heads[index] for index in windowed)
+    if not full or not others:
+        raise fields.unsupported("attention.key_length_swa", "in some layers")
+    heads = (max(full), sizes[0])
+    check_heads(fields.origin, num_heads, *heads)
+    return heads, others
+
+
+def _windowed(fields: Fields, num_layers: int, full_every: int) -> tuple[int, ...]:
+    """The layers with a window, where files may say which, or after how many one has none."""
+    key = "attention.sliding_window_pattern"
+    flags = fields.values.get(key)
+    if not isinstance(flags, np.ndarray):
+        return windowed_layers(num_layers, fields.integer(key, full_every, high=Most.LAYERS))
+    if flags.dtype != np.bool_ or len(flags) < num_layers:
+        raise fields.error(key, flags, f"an array of {num_layers} truth values")
+    return tuple(index for index in range(num_layers) if flags[index])
+
+
 def _scales(fields: Fields, family: str, hidden: int) -> dict[str, float]:
     """What multiplies embeddings, attention's scores, what blocks add, and logits."""
     if FAMILIES[family].embedding_is_scaled:
         caps = {"logit_softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
         found = {name: fields.scale(key) for name, key in caps.items() if fields.has(key)}
+        if family == "gemma2":  # of which files without them are known
+            found = {name: family_defaults(family)[key] for name, key in caps.items()} | found
         return {"embedding_scale": math.sqrt(hidden), **found}
     if family in ("cohere", "cohere2"):
         return {"logit_scale": fields.scale("logit_scale")}
@@ -313,6 +373,8 @@ def _rotary(
             long_factors=tensors[LONG_FACTORS],
         )
     if kind == "yarn":
+        own = "rope.scaling.yarn_attn_factor"  # of the whole, not on top of what follows from the factor
+        whole = fields.scale(own) if fields.has(own) else None
         return RotaryConfig(
             theta=theta,
             kind="yarn",
@@ -320,7 +382,7 @@ def _rotary(
             original_max_position=original,
             beta_fast=fields.scale("rope.scaling.yarn_beta_fast", 32.0),
             beta_slow=fields.scale("rope.scaling.yarn_beta_slow", 1.0),
-            attention_factor=None if gain == 1.0 else gain * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+            attention_factor=whole if gain == 1.0 else gain * (0.1 * math.log(max(factor, 1.0)) + 1.0),
             frequency_divisors=divisors,
         )
     if kind not in ("none", "linear") or gain != 1.0:
@@ -331,6 +393,17 @@ def _rotary(
     if kind == "none" or factor == 1.0:
         return RotaryConfig(theta=theta, frequency_divisors=divisors)
     return RotaryConfig(theta=theta, kind="linear", factor=factor, frequency_divisors=divisors)
+
+
+def _proportional(fields: Fields, divisors: tuple[float, ...], head_dim: int) -> RotaryConfig:
+    """Where the last pairs of a head are divided by so much that they are not rotated."""
+    rotated = divisors.count(1.0)
+    if len(divisors) != head_dim // 2 or any(value < _UNROTATED for value in divisors[rotated:]):
+        raise fields.error(
+            DIVISORS, divisors, f"ones, then {_UNROTATED:g} or more, for {head_dim // 2} pairs"
+        )
+    share = rotated / len(divisors)
+    return RotaryConfig(theta=fields.theta("rope.freq_base", 10_000.0), kind="proportional", share=share)
 
 
 def _delta_net(fields: Fields, num_layers: int, num_blocks: int, tiled: bool) -> DeltaNetConfig | None:
@@ -421,6 +494,8 @@ def _experts(
     shared = tensors.get(f"blk.{layers[0]}.ffn_up_shexp.weight")
     shared_key = "expert_shared_feed_forward_length"
     size = shared.shape[0] if shared is not None else 0
+    if row.experts.get("normed_apart"):
+        size = fields.size("feed_forward_length", Most.WIDTH)
     experts = ExpertsConfig(
         num_layers=len(layers),
         num_experts=fields.size("expert_count", Most.EXPERTS),

@@ -50,9 +50,11 @@ class GgufFile(FileSource):
         self._kinds = [tensor.kind.name for tensor in tensors.values()]
         self._file = ByteFile(path)
         self._files.append(self._file)
-        read = {name: self._read_divisors(tensor) for name, tensor in divisors.items()}
+        read = {name: self._read_row(tensor) for name, tensor in divisors.items()}
         self.config = gguf_model_config(header, str(path), read)
-        self._places = tensor_places(tensors, self.config, str(path))
+        scaled = [name for name in tensors if name.endswith("_exps.scale")]
+        scales = {f"{name.removesuffix('scale')}weight": self._read_row(tensors[name]) for name in scaled}
+        self._places = tensor_places(tensors, self.config, str(path), scales)
         for name, place in self._places.items():
             if name != place.tensor.name:
                 self._require_accepted(place.tensor)
@@ -67,7 +69,7 @@ class GgufFile(FileSource):
         self._require_accepted(place.tensor)
         if place.restore is None:
             self._fill(out, place)
-        else:  # a row of a few thousand values
+        else:  # a row of a few thousand values, or a matrix of an expert
             values = torch.empty(out.shape, dtype=torch.float32)
             self._fill(values, place)
             out.copy_(place.restore(values))
@@ -123,7 +125,7 @@ class GgufFile(FileSource):
             values = dequantize(raw.numpy().reshape(1, -1), kind)
             part.copy_(torch.from_numpy(values).view(part.shape))
 
-    def _read_divisors(self, tensor: GgufTensor) -> tuple[float, ...]:
+    def _read_row(self, tensor: GgufTensor) -> tuple[float, ...]:
         if tensor.kind is not GGMLQuantizationType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 16:
             raise ModelFileError(f"{self.path}: {tensor.name} is not a short row of F32")
         values = torch.empty(tensor.shape)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from penstock.errors import ModelFileError
 from penstock.models.gguf.config import TILED_VALUE_HEADS
 from penstock.models.gguf.header import GgufTensor
-from penstock.models.weights import MIXER_EXIT, MLP_EXIT
+from penstock.models.weights import EXPERTS_ENTRY, EXPERTS_EXIT, MIXER_EXIT, MLP_EXIT, SHARED_EXIT
 from penstock.plan.model import DeltaNetConfig, ModelConfig
 
 _GLOBAL = {
@@ -57,6 +58,15 @@ _EXPERTS = {
     "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
+# Of Gemma 4, with their endings.
+_APART = {
+    "pre_ffw_norm_2.weight": f"{EXPERTS_ENTRY}.weight",
+    "post_ffw_norm_1.weight": f"{SHARED_EXIT}.weight",
+    "post_ffw_norm_2.weight": f"{EXPERTS_EXIT}.weight",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
+    "layer_output_scale.weight": "layer_scalar",
 }
 # With their endings, which not all of them have.
 _DELTA_NET = {
@@ -120,11 +130,17 @@ class Place:
     restore: Callable[[Tensor], Tensor] | None = None
 
 
-def tensor_places(tensors: Mapping[str, GgufTensor], config: ModelConfig, origin: str) -> dict[str, Place]:
-    """By names of transformers; tensors that the model has no use for, by their own."""
+def tensor_places(
+    tensors: Mapping[str, GgufTensor],
+    config: ModelConfig,
+    origin: str,
+    expert_scales: Mapping[str, tuple[float, ...]],
+) -> dict[str, Place]:
+    """By names of transformers; tensors that the model has no use for, by their own. `expert_scales` are on what
+    stacks of experts hold, by their names."""
     places: dict[str, Place] = {}
     for tensor in tensors.values():
-        for name, place in _places_in(tensor, config, origin):
+        for name, place in _places_in(tensor, config, origin, expert_scales.get(tensor.name)):
             if name in places:
                 both = f"{places[name].tensor.name} and {tensor.name}"
                 raise ModelFileError(f"{origin} holds {name} twice, in {both}")
@@ -132,9 +148,11 @@ def tensor_places(tensors: Mapping[str, GgufTensor], config: ModelConfig, origin
     return places
 
 
-def _places_in(tensor: GgufTensor, config: ModelConfig, origin: str) -> Iterator[tuple[str, Place]]:
+def _places_in(
+    tensor: GgufTensor, config: ModelConfig, origin: str, scales: tuple[float, ...] | None
+) -> Iterator[tuple[str, Place]]:
     if stack := stacked_projections(tensor.name, config):
-        yield from _experts(tensor, *stack, config, origin)
+        yield from _experts(tensor, *stack, config, origin, scales)
     elif name := hugging_face_name(tensor.name, config):
         shape = _shape(name, tensor.shape)
         order = _order(name, config)
@@ -145,7 +163,12 @@ def _places_in(tensor: GgufTensor, config: ModelConfig, origin: str) -> Iterator
 
 
 def _experts(
-    tensor: GgufTensor, prefix: str, projections: tuple[str, ...], config: ModelConfig, origin: str
+    tensor: GgufTensor,
+    prefix: str,
+    projections: tuple[str, ...],
+    config: ModelConfig,
+    origin: str,
+    scales: tuple[float, ...] | None,
 ) -> Iterator[tuple[str, Place]]:
     assert config.experts
     num_experts = config.experts.num_experts
@@ -156,11 +179,16 @@ def _experts(
             f"{origin}: tensor {tensor.name} has shape {list(tensor.shape)}, which is not that of "
             f"{' and '.join(projections)} of {num_experts} experts"
         )
+    if scales is not None and len(scales) != num_experts:
+        raise ModelFileError(
+            f"{origin}: tensor {tensor.name} has {len(scales)} scales of {num_experts} experts"
+        )
     shape = (tensor.shape[1] // len(projections), *tensor.shape[2:])
     for expert in range(num_experts):
         for index, projection in enumerate(projections):
             first = (expert * len(projections) + index) * math.prod(shape)
-            yield f"{prefix}.{expert}.{projection}.{ending}", Place(tensor, shape, first)
+            restore = None if scales is None else partial(torch.mul, scales[expert])
+            yield f"{prefix}.{expert}.{projection}.{ending}", Place(tensor, shape, first, restore=restore)
 
 
 def _shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...]:
@@ -265,6 +293,8 @@ def hugging_face_name(name: str, config: ModelConfig) -> str | None:
     states = _DELTA_NET if config.delta_net else _MAMBA if config.mamba else _SHORT_CONV
     if (net := config.recurrent) and index in net.layers and rest in states:
         return f"{prefix}linear_attn.{states[rest]}"
+    if config.layer_scale and rest in _APART:
+        return prefix + _APART[rest]
     is_after = config.family in _NORMED_AFTER_ATTENTION
     names = _LAYER | {"post_attention_norm" if is_after else "ffn_norm": "post_attention_layernorm"}
     if config.post_norm:

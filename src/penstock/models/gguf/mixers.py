@@ -93,14 +93,18 @@ def _mamba(fields: Fields, family: str, layers: tuple[int, ...], tensors: Collec
 
 def latent_parts(fields: Fields, rotary_dim: int) -> dict[str, Any]:
     """The fields of `ModelConfig` for latent attention. Pairs lie side by side in all such files."""
-    key = fields.size("attention.key_length_mla", Most.WIDTH)
+    # Older files have the sizes of a head without a latent, and attn_kv_b as one.
+    is_older = not fields.has("attention.key_length_mla")
+    key = fields.size("attention.key_length" if is_older else "attention.key_length_mla", Most.WIDTH)
     if not 2 <= rotary_dim < key or rotary_dim % 2:
         raise fields.error("rope.dimension_count", rotary_dim, f"an even number below {key}")
     latent = LatentConfig(
         rank=fields.size("attention.kv_lora_rank", Most.WIDTH),
         rotary_dim=rotary_dim,
         key_dim=key - rotary_dim,
-        value_dim=fields.size("attention.value_length_mla", Most.WIDTH),
+        value_dim=fields.size(
+            "attention.value_length" if is_older else "attention.value_length_mla", Most.WIDTH
+        ),
         query_rank=fields.integer("attention.q_lora_rank", 0, high=Most.WIDTH),
     )
     return {

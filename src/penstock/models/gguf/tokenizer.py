@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from penstock.errors import ModelError, ModelFileError
 from penstock.models.gguf.config import END_KEYS, token_id
 from penstock.models.gguf.header import GgufValue
-from penstock.models.reading import Fields, trusting
+from penstock.models.reading import Fields, shortened, trusting
 from penstock.models.text.tokenizer import MAX_TOKENS, SpecialTokens, Tokenizer
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6
@@ -21,15 +21,31 @@ _MAX_MERGED = 128
 _MAX_PAIRS_PER_TOKEN = 16
 
 # As the models' own tokenizer.json have them; llama.cpp spells out the cases.
-_MODERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+_SHORTENED = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_MODERN = _SHORTENED + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 # Marks belong to words.
 _QWEN35 = _MODERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
     r" ?[^\s\p{L}\p{N}]", r" ?[^\s\p{L}\p{M}\p{N}]"
 )
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+def _by_case(ending: str, digits: str) -> str:
+    """Words begin where capitals do."""
+    start, upper, lower = (
+        r"[^\r\n\p{L}\p{N}]?",
+        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+    )
+    words = f"{start}{upper}*{lower}+{ending}|{start}{upper}+{lower}*{ending}"
+    return rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+_GPT4O = _by_case(_SHORTENED + "?", "{1,3}")
+_DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # Each expression splits what those before it left whole.
 _SPLITS: dict[str, tuple[str, ...]] = {
@@ -37,20 +53,44 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-2": (_GPT2,),
     "smollm": (r"\p{N}", _GPT2),
     "llama3": (_MODERN % "{1,3}",),
+    "dbrx": (_MODERN % "{1,3}",),
     "qwen2": (_MODERN % "",),
     "qwen35": (_QWEN35 % "",),
+    "seed-coder": (_MODERN.replace(r"\p{N}]+[\r\n]*", r"\p{N}\r\n]+") % "",),
+    "gpt-4o": (_GPT4O,),
+    "tiny_aya": (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
+    "tekken": (_by_case("", ""),),
+    "deepseek-v3": (r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK),
 }
-_ALIASES = {
-    "gpt2": "gpt-2",
-    "llama-bpe": "llama3",
-    "llama-v3": "llama3",
-    "deepseek-r1-qwen": "qwen2",
-    "starcoder": "smollm",
-    "refact": "smollm",
-    "command-r": "smollm",
+# By that of the table: others that split so.
+_TWINS = {
+    "gpt-2": "gpt2 phi-2 exaone4 olmo mellum granite-docling trillion a.x-4.0 gigachat",
+    "smollm": "starcoder refact command-r exaone minerva-7b codeshell mellum2",
+    "llama3": "llama-bpe llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2",
+    "dbrx": "glm4 chatglm-bpe smaug-bpe",
+    "qwen2": "deepseek-r1-qwen stablelm2 hunyuan solar-open megrez kormo",
+    "gpt-4o": "kanana2",
+    "deepseek-v3": "hunyuan-dense joyai-llm",
 }
+_ALIASES = {twin: name for name, twins in _TWINS.items() for twin in twins.split()}
+_WHOLE_WORDS = (
+    "llama3",
+    "tekken",
+)  # a word that is a token is taken as it is; and a text begins with the first one
 # Names that end a turn. llama.cpp stops at them too, whether or not the metadata says so.
-_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<end_of_turn>")
+_ENDS = (
+    *(
+        "<|eot_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<|endoftext|>",
+        "<|eom_id|>",
+        "<end_of_turn>",
+        "<|end_of_text|>",
+    ),
+    *("<|return|>", "<|call|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>"),
+)
+_PART_END, _TURN_ENDS = "<|end|>", {"<|return|>", "<|call|>"}  # which ends but a part of a turn beside those
 
 
 def gguf_tokenizer(metadata: Mapping[str, GgufValue], origin: str) -> Tokenizer:
@@ -61,10 +101,17 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue], origin: str) -> Tokenizer:
     )
     vocabulary = _Vocabulary(fields)
     kind = fields.text("model")
-    if kind not in ("gpt2", "llama"):
-        raise ModelError(f"{origin} has a tokenizer of kind {kind!r}; supported in GGUF are gpt2 and llama")
+    if kind not in (known := ("gpt2", "llama", "gemma4")):
+        raise ModelError(
+            f"{origin} has a tokenizer of kind {shortened(repr(kind))}; supported in GGUF are {', '.join(known)}"
+        )
     with trusting(f"{origin} holds an unusable tokenizer"):
-        backend, adds_bos = _byte_level(vocabulary) if kind == "gpt2" else _sentence_piece(vocabulary)
+        if kind == "gpt2":
+            backend, adds_bos = _byte_level(vocabulary)
+        elif kind == "llama":
+            backend, adds_bos = _sentence_piece(vocabulary, _merges_by_score(vocabulary)), True
+        else:
+            backend, adds_bos = _sentence_piece(vocabulary, _listed_merges(vocabulary)), True
         backend.add_special_tokens(vocabulary.added(_CONTROL, _UNKNOWN))
         backend.add_tokens(vocabulary.added(_USER_DEFINED))
 
@@ -75,7 +122,9 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue], origin: str) -> Tokenizer:
         eos=eos[1] if eos and fields.boolean("add_eos_token", False) else None,
     )
     ends = [vocabulary.named(key) for key in END_KEYS]
-    ends += [(name, vocabulary.ids[name]) for name in _ENDS if vocabulary.is_control(name)]
+    ended = {name for name in _ENDS if vocabulary.is_control(name)}
+    ended -= {_PART_END} if ended >= _TURN_ENDS else set()
+    ends += [(name, vocabulary.ids[name]) for name in _ENDS if name in ended]
     names = {
         "bos_token": bos,
         "eos_token": eos,
@@ -137,14 +186,9 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
     if splits is None:
         known = ", ".join(sorted([*_SPLITS, *_ALIASES]))
         raise ModelError(f"{fields.origin}: the pre-tokenizer {name!r} is not supported; known are {known}")
-    is_llama3 = splits is _SPLITS["llama3"]
-    merges = []
-    for merge in _strings(fields, "merges"):
-        left, _, right = merge.partition(" ")
-        if not (left in vocabulary.ids and right in vocabulary.ids and left + right in vocabulary.ids):
-            raise fields.error("merges", merge, "a pair of tokens that make a token")
-        merges.append((left, right))
-    backend = tokenizers.Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=is_llama3))
+    takes_words = _ALIASES.get(name, name) in _WHOLE_WORDS
+    merges = _listed_merges(vocabulary)
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary.ids, merges, ignore_merges=takes_words))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [
             *(pre_tokenizers.Split(Regex(split), behavior="isolated") for split in splits),
@@ -152,16 +196,26 @@ def _byte_level(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
         ]
     )
     backend.decoder = decoders.ByteLevel()
-    return backend, is_llama3
+    return backend, takes_words
 
 
-def _sentence_piece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool]:
+def _listed_merges(vocabulary: _Vocabulary) -> list[tuple[str, str]]:
+    merges = []
+    for merge in _strings(vocabulary.fields, "merges"):
+        left, _, right = merge.partition(" ")
+        if not (left in vocabulary.ids and right in vocabulary.ids and left + right in vocabulary.ids):
+            raise vocabulary.fields.error("merges", merge, "a pair of tokens that make a token")
+        merges.append((left, right))
+    return merges
+
+
+def _sentence_piece(vocabulary: _Vocabulary, merges: list[tuple[str, str]]) -> tokenizers.Tokenizer:
     fields = vocabulary.fields
     unknown = vocabulary.of_kind(_UNKNOWN)
     backend = tokenizers.Tokenizer(
         models.BPE(
             vocabulary.ids,
-            _merges_by_score(vocabulary),
+            merges,
             unk_token=unknown[0] if unknown else None,
             fuse_unk=True,
             byte_fallback=True,
@@ -178,7 +232,7 @@ def _sentence_piece(vocabulary: _Vocabulary) -> tuple[tokenizers.Tokenizer, bool
             *([decoders.Strip(" ", 1, 0)] if prefixed else []),
         ]
     )
-    return backend, True
+    return backend
 
 
 def _merges_by_score(vocabulary: _Vocabulary) -> list[tuple[str, str]]:

@@ -103,8 +103,9 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     num_kv_heads = config.size("num_key_value_heads", Most.HEADS, kv_heads or num_heads)
     head_dim = config.size("head_dim", Most.WIDTH, defaults.get("head_dim") or hidden // num_heads)
     check_heads(config.origin, num_heads, num_kv_heads, head_dim)
-    latent = latent_of(config, num_heads, num_kv_heads) if config.knows("kv_lora_rank") else None
-    if latent:
+    latent, rope = None, _rope(config, family, _FULL)
+    if config.knows("kv_lora_rank"):
+        latent = latent_of(config, rope, num_heads, num_kv_heads, whole_heads=family.whole_heads)
         head_dim = latent.rotary_dim
     max_position = config.size("max_position_embeddings", Most.POSITIONS)
     kinds = kinds or _layer_kinds(config, family, num_layers, is_hybrid=is_hybrid)
@@ -127,7 +128,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         """Whether the family has such a switch, and it is on."""
         return config.knows(key) and config.boolean(key)
 
-    bias, rope = says("attention_bias"), _rope(config, family, _FULL)
+    bias = says("attention_bias")
     other, other_layers = _other_rotary(config, family, kinds, num_layers, max_position, head_dim)
     ends = config.token_ids("eos_token_id") + file.token_ids("eos_token_id")
     return ModelConfig(
@@ -595,6 +596,10 @@ def _rope(config: Fields, family: Family, kind: str) -> Fields:
             if key not in (_FULL, _SLIDING):
                 raise parameters.unsupported(key, f"{_FULL} and {_SLIDING} are")
         own = parameters.nested(kind)  # older files scale that of layers without a window alone
+        if not own.boolean(
+            "truncate", True
+        ):  # which transformers' models read beside the kinds, where no file has it
+            raise own.unsupported("truncate", "only true is, by kind of layer")
         return replace(own, values={**own.values, **scaling.values}) if kind == _FULL else own
     rope = scaling if scaling.values else parameters
     for key, value in rope.values.items():

@@ -20,6 +20,7 @@ class Family:
     qkv_bias: bool = False
     out_bias: bool = True  # where `attention_bias` says that there are biases
     head_norm: bool = False
+    whole_heads: bool = False  # `head_dim` is of both parts of a latent head's key, of which one is rotated
     partial_rotary: float | None = None  # the rotated part of a head where a file is silent; None: always all
     rope: Mapping[str, Any] = field(default_factory=dict)  # where a file is silent
     rope_kinds: Mapping[str, str] = field(default_factory=dict)  # what it means by some
@@ -67,6 +68,16 @@ _GRANITE_EXPERTS = {
 _SHARED = {"shared_experts": "shared_expert"}
 _SIGMOID = {"scores": "sigmoid", "choice_bias": True, "shared_gate": False}
 _LATE_NORMS = {"query_layernorm": "q_norm", "key_layernorm": "k_norm"}
+_GROWING = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
 _NTK = {"dynamic": "ntk_alpha"}
 _BIASES = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
 _LFM2 = {
@@ -111,20 +122,7 @@ FAMILIES = {
     "qwen3_5_text": Family(head_norm=True, partial_rotary=0.25),
     "qwen3_5_moe_text": Family(head_norm=True, partial_rotary=0.25),
     "ministral": Family(full_every=NO_LAYER),
-    "ministral3": Family(
-        growth_key="llama_4_scaling_beta",
-        rope={
-            "rope_type": "yarn",
-            "rope_theta": 1_000_000.0,
-            "factor": 16.0,
-            "original_max_position_embeddings": 16384,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "mscale_all_dim": 1.0,
-            "mscale": 1.0,
-            "llama_4_scaling_beta": 0.1,
-        },
-    ),
+    "ministral3": Family(growth_key="llama_4_scaling_beta", rope=_GROWING | {"factor": 16.0}),
     "mixtral": Family(keys={"num_experts": "num_local_experts"}, names=_BLOCK_SPARSE),
     "qwen2_moe": Family(),
     "qwen2_vl_text": Family(qkv_bias=True, rope_kinds={"mrope": "default"}),
@@ -156,6 +154,22 @@ FAMILIES = {
     "glm4_moe": Family(
         out_bias=False,
         partial_rotary=0.5,
+        keys={"num_experts": "n_routed_experts", "head_norm": "use_qk_norm"},
+        names=_SHARED,
+        experts=_SIGMOID,
+    ),
+    "glm4v_text": Family(
+        qkv_bias=True,
+        out_bias=False,
+        partial_rotary=1.0,
+        rope_kinds={"mrope": "default"},
+        names=_GLM_NORMS,
+        model={"interleaved_rotary": True, "post_norm": True},
+    ),
+    "glm4v_moe_text": Family(
+        out_bias=False,
+        partial_rotary=0.5,
+        rope_kinds={"mrope": "default"},
         keys={"num_experts": "n_routed_experts", "head_norm": "use_qk_norm"},
         names=_SHARED,
         experts=_SIGMOID,
@@ -311,6 +325,14 @@ FAMILIES = {
         experts={"shared_gate": False, "normalised": False},
     ),
     "deepseek_v3": Family(keys={"num_experts": "n_routed_experts"}, names=_SHARED, experts=_SIGMOID),
+    "mistral4": Family(
+        whole_heads=True,
+        growth_key="llama_4_scaling_beta",
+        rope=_GROWING | {"factor": 128.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 8192},
+        keys={"num_experts": "n_routed_experts"},
+        names=_SHARED,
+        experts={"shared_gate": False},
+    ),
     "glm4_moe_lite": Family(keys={"num_experts": "n_routed_experts"}, names=_SHARED, experts=_SIGMOID),
     "lfm2": Family(
         head_norm=True, keys={"rms_norm_eps": "norm_eps"}, names=_LFM2, kinds={"conv": "linear_attention"}
@@ -378,10 +400,14 @@ MULTIMODAL = {
     "gemma3": "gemma3_text",
     "aria": "aria_text",
     "deepseek_vl": "llama",
+    "deepseek_vl_hybrid": "llama",
     "exaone4_5": "exaone4",
     "fuyu": "persimmon",
     "gemma4": "gemma4_text",
     "gemma4_unified": "gemma4_unified_text",
+    "glm4v": "glm4v_text",
+    "glm46v": "glm4v_text",
+    "glm4v_moe": "glm4v_moe_text",
     "got_ocr2": "qwen2",
     "idefics2": "mistral",
     "idefics3": "llama",
@@ -391,9 +417,17 @@ MULTIMODAL = {
     "lighton_ocr": "qwen3",
     "llava": "llama",
     "llava_next": "llama",
+    "llava_next_video": "llama",
     "llava_onevision": "qwen2",
+    "minicpm_ocr": "qwen3_5_text",
+    "minicpmv4_6": "qwen3_5_text",
+    "minicpmv4_7": "qwen3_5_text",
     "moss_transcribe_diarize": "qwen3",
     "ovis2": "qwen2",
+    "pp_chart2table": "qwen2",
+    "qwen3_asr": "qwen3",
     "smolvlm": "llama",
+    "video_llama_3": "qwen2",
+    "video_llava": "llama",
     "vipllava": "llama",
 }

@@ -10,14 +10,20 @@ from penstock.models.reading import MAX_SCALE, Fields, Most, check_state
 from penstock.plan.model import LatentConfig, MambaConfig, ModelConfig, ShortConvConfig
 
 
-def latent_of(config: Fields, num_heads: int, num_kv_heads: int) -> LatentConfig:
+def latent_of(
+    config: Fields, rope: Fields, num_heads: int, num_kv_heads: int, *, whole_heads: bool
+) -> LatentConfig:
     if num_kv_heads != num_heads:
         raise config.error("num_key_value_heads", num_kv_heads, f"as many as there are heads ({num_heads})")
     rotary_dim = config.size("qk_rope_head_dim", Most.WIDTH)
     if rotary_dim % 2:
         raise config.error("qk_rope_head_dim", rotary_dim, "an even number")
-    if config.has("head_dim") and config.integer("head_dim") != rotary_dim:
-        raise config.unsupported("head_dim", f"only {rotary_dim} is, as qk_rope_head_dim says")
+    head_dim = rotary_dim + whole_heads * config.size("qk_nope_head_dim", Most.WIDTH)
+    if config.has("head_dim") and config.integer("head_dim") != head_dim:
+        raise config.unsupported("head_dim", f"only {head_dim} is, as qk_rope_head_dim says")
+    key = "partial_rotary_factor"
+    if rope.has(key) and int(rope.number(key) * head_dim) != rotary_dim:
+        raise rope.unsupported(key, f"only {rotary_dim / head_dim:g} is, as qk_rope_head_dim says")
     # A null means that queries are made of what enters the layer.
     rank = config.values.get("q_lora_rank", config.defaults["q_lora_rank"])
     return LatentConfig(
