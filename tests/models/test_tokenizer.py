@@ -564,7 +564,12 @@ def test_names_of_splits_are_known_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "ends"), [((), {256, 257}), (("<|return|>", "<|call|>"), {256, 258, 259})]
+    ("others", "ends"),
+    [
+        ((), {256, 257}),
+        (("<|return|>", "<|call|>"), {256, 258, 259}),
+        (("<|flush|>", "<|calls|>"), {256, 258, 259}),
+    ],
 )
 def test_what_ends_a_turn(tmp_path: Path, others: tuple[str, ...], ends: set[int]) -> None:
     """Where a turn has parts (gpt-oss), the end of a part is none."""

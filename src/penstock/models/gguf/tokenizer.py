@@ -88,9 +88,21 @@ _ENDS = (
         "<end_of_turn>",
         "<|end_of_text|>",
     ),
-    *("<|return|>", "<|call|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>"),
+    *(
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<end_of_utterance>",
+        "<turn|>",
+    ),
 )
-_PART_END, _TURN_ENDS = "<|end|>", {"<|return|>", "<|call|>"}  # which ends but a part of a turn beside those
+# Which ends but a part of a turn where there are these, too: gpt-oss, Solar Open.
+_PART_END, _TURN_ENDS = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
 
 def gguf_tokenizer(metadata: Mapping[str, GgufValue], origin: str) -> Tokenizer:
@@ -123,7 +135,8 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue], origin: str) -> Tokenizer:
     )
     ends = [vocabulary.named(key) for key in END_KEYS]
     ended = {name for name in _ENDS if vocabulary.is_control(name)}
-    ended -= {_PART_END} if ended >= _TURN_ENDS else set()
+    if any(ended >= turn_ends for turn_ends in _TURN_ENDS):
+        ended.discard(_PART_END)
     ends += [(name, vocabulary.ids[name]) for name in _ENDS if name in ended]
     names = {
         "bos_token": bos,
