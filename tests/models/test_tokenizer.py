@@ -546,6 +546,7 @@ def test_byte_level_options_of_gguf(tmp_path: Path) -> None:
         ("tekken", "aB IT's 123", ["a", "B", " IT", "'s", " ", "1", "2", "3"]),
         ("tiny_aya", "a 12345 b", ["a", " ", "12", "345", " b"]),
         ("seed-coder", "a1!\n\nb", ["a", "1", "!", "\n\n", "b"]),
+        ("deepseek-llm", "Hm, Мир 日本12 \n", ["Hm", ",", " Мир", " ", "日本", "12", " ", "\n"]),
         ("deepseek-v3", "a.B 1234日本x!\n", ["a", ".B", " ", "123", "4", "日本", "x", "!\n"]),
     ],
 )
