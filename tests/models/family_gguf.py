@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "granitemoeshared": "granitemoe",
     "glm": "chatglm",
     "glm4": "glm4",
+    "glm4v": "glm4",
     "glm4_moe": "glm4moe",
     "dots1": "dots1",
     "starcoder2": "starcoder2",
@@ -135,6 +136,11 @@ def _tensors(saved: dict[str, Array], config: Any, architecture: str, *, is_olde
         if architecture in _PERMUTED and part in ("q_proj", "k_proj"):
             heads = config.num_attention_heads if part == "q_proj" else config.num_key_value_heads
             data = permute(data, heads)
+        if config.model_type == "glm4v_text" and part in ("q_proj", "k_proj"):
+            rotated = int(config.rope_parameters["partial_rotary_factor"] * 16)
+            heads = data.reshape(-1, 16, *data.shape[1:])
+            parted = (heads[:, :rotated:2], heads[:, 1:rotated:2], heads[:, rotated:])
+            data = np.concatenate(parted, axis=1).reshape(data.shape)
         if config.model_type in _ZERO_CENTRED and name.endswith("norm.weight"):
             data = data + np.float32(1)
         if name.endswith("e_score_correction_bias"):
@@ -291,6 +297,7 @@ def _metadata(config: Any) -> dict[str, Any]:
         if key("sliding_window") and key("layer_types")
         else None,
         "rope.dimension_count": int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+        "rope.dimension_sections": [*rope["mrope_section"], 0] if "mrope_section" in rope else None,
         "attention.scale": key("attention_multiplier"),
         "embedding_scale": key("embedding_multiplier"),
         "residual_scale": key("residual_multiplier"),

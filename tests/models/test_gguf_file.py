@@ -9,7 +9,9 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from penstock.engine.fingerprint import weights_digest
 from penstock.errors import ModelError, ModelFileError
+from penstock.models.bytefile import parts_of
 from penstock.models.gguf import file as gguf_file
 from penstock.models.gguf.file import ACCEPTED_KINDS, UNPACKED, GgufFile
 from penstock.models.opened import open_model
@@ -223,7 +225,7 @@ def test_token_ids(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "longrope"}, "longrope"),
         ({"llama.attention.temperature_scale": 0.1}, "temperature_scale is 0.1"),
         ({"llama.embedding_length_per_layer_input": 256}, "per_layer_input is 256"),
-        ({"split.count": 3}, "llama-gguf-split"),
+        ({"split.count": 3}, "open the first, -00001-of-00003.gguf"),
         ({"llama.embedding_length": 0}, "embedding_length is 0"),
         ({"llama.embedding_length": None}, "embedding_length is missing"),
         ({"llama.block_count": -5}, "block_count is -5"),
@@ -260,6 +262,58 @@ def test_an_unknown_architecture_is_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_sliding_window_as_wide_as_the_context_is_none(tmp_path: Path) -> None:
     assert config_of(tmp_path, **{"llama.attention.sliding_window": 256}).max_position == 256
+
+
+def split(tmp_path: Path, changes: dict[int, dict[str, Any]]) -> tuple[Path, Path]:
+    """A model as one file and as three; `changes` are of the metadata of some."""
+    model = hf_model("llama")
+    metadata, tensors = gguf_metadata(model.config) | TOKENIZER, float_tensors(model, "llama")
+    whole, names = write_gguf(tmp_path / "whole.gguf", metadata, tensors), list(tensors)
+    first = tmp_path / "m-00001-of-00003.gguf"
+    for index, path in enumerate(parts_of(first)):
+        own = {
+            "split.no": index,
+            "split.count": 3,
+            "split.tensors.count": len(names),
+            **changes.get(index, {}),
+        }
+        write_gguf(
+            path, (metadata if not index else {}) | own, {name: tensors[name] for name in names[index::3]}
+        )
+    return whole, first
+
+
+def test_a_model_in_several_files_is_that_in_one(tmp_path: Path) -> None:
+    whole, first = (open_model(path).source for path in split(tmp_path, {}))
+    assert whole.names() == first.names()
+    for name in whole.names():
+        assert torch.equal(load_tensor(whole, name), load_tensor(first, name))
+    digest = weights_digest(first_path := tmp_path / "m-00001-of-00003.gguf")
+    (tmp_path / "m-00003-of-00003.gguf").write_bytes(b"GGUF")
+    assert weights_digest(first_path) != digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({1: {"split.no": 2}}, "00002-of-00003.gguf is not part 2 of"),
+        ({0: {"split.tensors.count": 9000}}, "have .* tensors, not 9000"),
+        ({0: {"split.count": 4}}, "one of 4 parts; open the first, -00001-of-00004.gguf"),
+        ({0: {"split.no": 1}}, "open the first"),
+    ],
+)
+def test_parts_that_are_not_of_one_model_are_an_error(
+    tmp_path: Path, changes: dict[int, dict[str, Any]], words: str
+) -> None:
+    with pytest.raises(ModelError, match=words):
+        GgufFile(split(tmp_path, changes)[1])
+
+
+def test_a_part_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    _, first = split(tmp_path, {})
+    (tmp_path / "m-00002-of-00003.gguf").unlink()
+    with pytest.raises(ModelError, match=r"00002-of-00003\.gguf"):
+        GgufFile(first)
 
 
 def test_open_model_checks_every_tensor(tmp_path: Path) -> None:

@@ -546,6 +546,7 @@ def test_byte_level_options_of_gguf(tmp_path: Path) -> None:
         ("tekken", "aB IT's 123", ["a", "B", " IT", "'s", " ", "1", "2", "3"]),
         ("tiny_aya", "a 12345 b", ["a", " ", "12", "345", " b"]),
         ("seed-coder", "a1!\n\nb", ["a", "1", "!", "\n\n", "b"]),
+        ("deepseek-llm", "Hm, Мир 日本12 \n", ["Hm", ",", " Мир", " ", "日本", "12", " ", "\n"]),
         ("deepseek-v3", "a.B 1234日本x!\n", ["a", ".B", " ", "123", "4", "日本", "x", "!\n"]),
     ],
 )
@@ -564,7 +565,12 @@ def test_names_of_splits_are_known_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("others", "ends"), [((), {256, 257}), (("<|return|>", "<|call|>"), {256, 258, 259})]
+    ("others", "ends"),
+    [
+        ((), {256, 257}),
+        (("<|return|>", "<|call|>"), {256, 258, 259}),
+        (("<|flush|>", "<|calls|>"), {256, 258, 259}),
+    ],
 )
 def test_what_ends_a_turn(tmp_path: Path, others: tuple[str, ...], ends: set[int]) -> None:
     """Where a turn has parts (gpt-oss), the end of a part is none."""

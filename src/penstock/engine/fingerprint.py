@@ -17,6 +17,7 @@ from penstock.cache import BLOCK_TOKENS
 from penstock.engine.profile import profile_key
 from penstock.files import read_plain, replace_json
 from penstock.home import cache_home
+from penstock.models.bytefile import parts_of
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
 from penstock.plan.settings import WeightsSetting
@@ -101,7 +102,7 @@ def weights_state(path: Path) -> str:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    return sorted(filter(Path.is_file, path.glob("*.safetensors"))) if path.is_dir() else [path]
+    return sorted(filter(Path.is_file, path.glob("*.safetensors") if path.is_dir() else parts_of(path)))
 
 
 def _file_digest(path: Path, memos: dict[str, Any]) -> str:

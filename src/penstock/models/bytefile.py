@@ -3,6 +3,7 @@
 Not by memory map: a mapped page counts as this process's memory, and a file cut short under a map is a crash.
 """
 
+import re
 from itertools import cycle
 from pathlib import Path
 from threading import Lock
@@ -15,6 +16,19 @@ from penstock.models.reading import reading
 
 # Large enough for the disk, small enough to stay in a CPU's cache between the read and the conversion.
 SLICE_BYTES = 4 << 20
+
+
+_PART = re.compile(r"(.*-)00001(-of-)([0-9]{5})(\.gguf)")
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The files of a model in one file, or in several, of which this is the first; whether they are there or not."""
+    if (found := _PART.fullmatch(path.name)) is None:
+        return [path]
+    stem, of, count, ending = found.groups()
+    return [path.with_name(f"{stem}{index:05}{of}{count}{ending}") for index in range(1, int(count) + 1)] or [
+        path
+    ]
 
 
 class ByteFile:

@@ -250,6 +250,10 @@ def gguf_model_config(
     full = next((index for index in range(num_layers) if index not in windowed), 0)
     is_wide = num_layers == architecture.wide_layers
     switches = {"zero_centred_norm": architecture.hybrid, **row.model}
+    if family == "glm4" and _has_sections(
+        fields
+    ):  # the vision model's text: the converter parts rotated pairs
+        switches["interleaved_rotary"] = False
     eps = "attention.layer_norm_epsilon" if switches.get("layer_norm") else "attention.layer_norm_rms_epsilon"
     return ModelConfig(
         family=family,
@@ -445,6 +449,14 @@ def _listed_layers(fields: Fields, num_blocks: int) -> list[bool]:
     if not isinstance(flags, np.ndarray) or flags.dtype != np.bool_ or len(flags) != num_blocks:
         raise fields.error(key, flags, f"an array of {num_blocks} truth values")
     return list(flags.tolist())
+
+
+def _has_sections(fields: Fields) -> bool:
+    """Whether pairs are turned by several positions of a token, as in models of images."""
+    sections = np.asarray(fields.values.get("rope.dimension_sections", ()))
+    if sections.size > 3 and sections[3]:
+        raise fields.error("rope.dimension_sections", sections, "three sections alone")
+    return bool(sections[:2].all() and sections.size)
 
 
 def _check_rotary_sections(fields: Fields, num_pairs: int) -> None:

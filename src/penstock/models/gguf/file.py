@@ -1,6 +1,7 @@
 """Weights in a GGUF file: dequantised a slice at a time into transformers' layout."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -8,9 +9,9 @@ from gguf.quants import dequantize
 
 from penstock.errors import ModelError, ModelFileError
 from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
-from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain
+from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain, parts_of
 from penstock.models.gguf.config import DIVISORS, LONG_FACTORS, SHORT_FACTORS, gguf_model_config
-from penstock.models.gguf.header import GgufTensor, GgufValue, read_header
+from penstock.models.gguf.header import GgufHeader, GgufTensor, GgufValue, read_header
 from penstock.models.gguf.layout import Place, tensor_places
 from penstock.models.reading import Fields
 from penstock.models.source import FileSource, require_shape
@@ -32,24 +33,18 @@ _SLICE_ELEMENTS = 1 << 18
 
 
 class GgufFile(FileSource):
-    """One GGUF file; `metadata` holds the tokenizer too."""
+    """One GGUF file, or the first of several; `metadata` holds the tokenizer too."""
 
     format = "GGUF"
 
     def _open(self) -> None:
         path = self.path
-        header = read_header(path)
+        header = self._read_parts()
         self.metadata: dict[str, GgufValue] = header.metadata
-        if Fields(str(path), header.metadata).integer("split.count", 1) > 1:
-            raise ModelError(
-                f"{path} is a part of a split model; join the parts with llama-gguf-split --merge"
-            )
         names = (DIVISORS, SHORT_FACTORS, LONG_FACTORS)
         divisors = {name: header.tensors[name] for name in names if name in header.tensors}
         tensors = {name: tensor for name, tensor in header.tensors.items() if name not in divisors}
         self._kinds = [tensor.kind.name for tensor in tensors.values()]
-        self._file = ByteFile(path)
-        self._files.append(self._file)
         read = {name: self._read_row(tensor) for name, tensor in divisors.items()}
         self.config = gguf_model_config(header, str(path), read)
         scaled = [name for name in tensors if name.endswith("_exps.scale")]
@@ -61,6 +56,27 @@ class GgufFile(FileSource):
         self.shapes = {name: place.shape for name, place in self._places.items()}
         kinds = {place.tensor.kind for place in self._places.values()}
         self.unpacked = tuple(kind.name for kind in UNPACKED if kind in kinds)
+
+    def _read_parts(self) -> GgufHeader:
+        """The header of the file, or of the first of several, with the tensors of all."""
+        header = read_header(self.path)
+        count = Fields(str(self.path), header.metadata).integer("split.count", 1)
+        parts, tensors = parts_of(self.path), dict(header.tensors)
+        if count > 1 and (count != len(parts) or header.metadata.get("split.no", 0) != 0):
+            raise ModelError(
+                f"{self.path} is one of {count} parts; open the first, -00001-of-{count:05}.gguf"
+            )
+        self._files.append(ByteFile(self.path))
+        for index, part in enumerate(parts[1:] if count > 1 else ()):
+            own = read_header(part)
+            if own.metadata.get("split.no") != index + 1 or tensors.keys() & own.tensors.keys():
+                raise ModelFileError(f"{part} is not part {index + 2} of {self.path}")
+            tensors |= {name: replace(tensor, part=index + 1) for name, tensor in own.tensors.items()}
+            self._files.append(ByteFile(part))
+        total = header.metadata.get("split.tensors.count", len(tensors))
+        if count > 1 and total != len(tensors):
+            raise ModelFileError(f"{self.path} and its other parts have {len(tensors)} tensors, not {total}")
+        return GgufHeader(header.metadata, tensors)
 
     @torch.no_grad()
     def load_into(self, name: str, out: torch.Tensor) -> None:
@@ -84,10 +100,11 @@ class GgufFile(FileSource):
         assert form is not None
         num_rows, row_bytes = place.shape[0], form.row_bytes(place.shape[1])
         start = place.tensor.start + form.row_bytes(place.first)
+        file = self._files[place.tensor.part]
         if place.order is not None:
             rows = torch.empty(num_rows, row_bytes, dtype=torch.uint8)
             for part in place.order(rows):
-                copy_plain(self._file, start, torch.uint8, part)
+                copy_plain(file, start, torch.uint8, part)
                 start += part.numel()
             yield rows
             return
@@ -95,41 +112,26 @@ class GgufFile(FileSource):
         buffer = torch.empty(min(at_once, num_rows), row_bytes, dtype=torch.uint8)
         for first in range(0, num_rows, at_once):
             part = buffer[: num_rows - first]
-            self._file.read_into(start + first * row_bytes, part.view(-1))
+            file.read_into(start + first * row_bytes, part.view(-1))
             yield part
 
     def _fill(self, out: torch.Tensor, place: Place) -> None:
-        kind = place.tensor.kind
+        file, kind = self._files[place.tensor.part], place.tensor.kind
         block, block_bytes = GGML_QUANT_SIZES[kind]
         start = place.tensor.start + place.first // block * block_bytes
         for part in place.order(out) if place.order else [out]:
             for rows in _in_slices(part, block):
                 if kind in _PLAIN:
-                    copy_plain(self._file, start, _PLAIN[kind], rows)
+                    copy_plain(file, start, _PLAIN[kind], rows)
                 else:
-                    self._copy_quantised(start, kind, rows)
+                    _copy_quantised(file, start, kind, rows)
                 start += rows.numel() // block * block_bytes
-
-    def _copy_quantised(self, start: int, kind: GGMLQuantizationType, rows: torch.Tensor) -> None:
-        block, block_bytes = GGML_QUANT_SIZES[kind]
-        rows = rows if rows.dim() > 1 else rows.unsqueeze(0)
-        row_elements = rows[0].numel()
-        row_bytes = row_elements // block * block_bytes
-        num_rows = max(1, _SLICE_ELEMENTS // row_elements)
-        buffer = torch.empty(min(num_rows, rows.shape[0]) * row_bytes, dtype=torch.uint8)
-        for first in range(0, rows.shape[0], num_rows):
-            part = rows[first : first + num_rows]
-            raw = buffer[: part.shape[0] * row_bytes]
-            self._file.read_into(start + first * row_bytes, raw)
-            # As one row: gguf works in groups of rows, and this way the slice is the group.
-            values = dequantize(raw.numpy().reshape(1, -1), kind)
-            part.copy_(torch.from_numpy(values).view(part.shape))
 
     def _read_row(self, tensor: GgufTensor) -> tuple[float, ...]:
         if tensor.kind is not GGMLQuantizationType.F32 or len(tensor.shape) != 1 or tensor.shape[0] > 1 << 16:
             raise ModelFileError(f"{self.path}: {tensor.name} is not a short row of F32")
         values = torch.empty(tensor.shape)
-        copy_plain(self._file, tensor.start, torch.float32, values)
+        copy_plain(self._files[tensor.part], tensor.start, torch.float32, values)
         return tuple(values.tolist())
 
     def _require_accepted(self, tensor: GgufTensor) -> None:
@@ -138,6 +140,22 @@ class GgufFile(FileSource):
             raise ModelFileError(
                 f"{self.path}: tensor {tensor.name} is {tensor.kind.name}; accepted are {accepted}"
             )
+
+
+def _copy_quantised(file: ByteFile, start: int, kind: GGMLQuantizationType, rows: torch.Tensor) -> None:
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    rows = rows if rows.dim() > 1 else rows.unsqueeze(0)
+    row_elements = rows[0].numel()
+    row_bytes = row_elements // block * block_bytes
+    num_rows = max(1, _SLICE_ELEMENTS // row_elements)
+    buffer = torch.empty(min(num_rows, rows.shape[0]) * row_bytes, dtype=torch.uint8)
+    for first in range(0, rows.shape[0], num_rows):
+        part = rows[first : first + num_rows]
+        raw = buffer[: part.shape[0] * row_bytes]
+        file.read_into(start + first * row_bytes, raw)
+        # As one row: gguf works in groups of rows, and this way the slice is the group.
+        values = dequantize(raw.numpy().reshape(1, -1), kind)
+        part.copy_(torch.from_numpy(values).view(part.shape))
 
 
 def _in_slices(part: torch.Tensor, block: int) -> Iterator[torch.Tensor]:

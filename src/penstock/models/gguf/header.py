@@ -36,6 +36,7 @@ class GgufTensor:
     kind: GGMLQuantizationType
     start: int  # byte in the file
     num_bytes: int
+    part: int = 0  # of the files of a model
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,13 @@ _DEEPSEEK = (
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+# Letters that had two cases when DeepSeek's list of them was made.
+_NEWER = (
+    r"\x{560}-\x{588}\x{10c7}\x{10cd}\x{10d0}-\x{10ff}\x{1c80}-\x{1c8a}\x{2d00}-\x{2d2d}\x{a790}-\x{a7fa}"
+    r"\x{ab30}-\x{ab68}\x{10570}-\x{105bc}\x{10d50}-\x{10d85}\x{16e40}-\x{1df2a}"
+)
+_CASED = rf"(?:(?![{_NEWER}])[\p{{Lu}}\p{{Ll}}\p{{Lt}}])"
+
 # Each expression splits what those before it left whole.
 _SPLITS: dict[str, tuple[str, ...]] = {
     "default": (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]"),
@@ -60,6 +67,14 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-4o": (_GPT4O,),
     "tiny_aya": (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
     "tekken": (_by_case("", ""),),
+    "deepseek-llm": (
+        r"[\r\n]",
+        rf"\s?{_CASED}+",
+        r"\s?[!-/:-~\x{ff01}-\x{ff0f}\x{ff1a}-\x{ff5e}\x{2018}-\x{201f}\x{3000}-\x{3002}]+",
+        r"\s+$",
+        r"[\x{4e00}-\x{9fa5}\x{800}-\x{4e00}\x{ac00}-\x{d7ff}]+",
+        r"\p{N}+",
+    ),
     "deepseek-v3": (r"\p{N}{1,3}", r"[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK),
 }
 # By that of the table: others that split so.
@@ -88,9 +103,21 @@ _ENDS = (
         "<end_of_turn>",
         "<|end_of_text|>",
     ),
-    *("<|return|>", "<|call|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<end_of_utterance>", "<turn|>"),
+    *(
+        "<|return|>",
+        "<|call|>",
+        "<|flush|>",
+        "<|calls|>",
+        "<EOT>",
+        "_<EOT>",
+        "[EOT]",
+        "[EOS]",
+        "<end_of_utterance>",
+        "<turn|>",
+    ),
 )
-_PART_END, _TURN_ENDS = "<|end|>", {"<|return|>", "<|call|>"}  # which ends but a part of a turn beside those
+# Which ends but a part of a turn where there are these, too: gpt-oss, Solar Open.
+_PART_END, _TURN_ENDS = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|flush|>", "<|calls|>"})
 
 
 def gguf_tokenizer(metadata: Mapping[str, GgufValue], origin: str) -> Tokenizer:
@@ -123,7 +150,8 @@ def gguf_tokenizer(metadata: Mapping[str, GgufValue], origin: str) -> Tokenizer:
     )
     ends = [vocabulary.named(key) for key in END_KEYS]
     ended = {name for name in _ENDS if vocabulary.is_control(name)}
-    ended -= {_PART_END} if ended >= _TURN_ENDS else set()
+    if any(ended >= turn_ends for turn_ends in _TURN_ENDS):
+        ended.discard(_PART_END)
     ends += [(name, vocabulary.ids[name]) for name in _ENDS if name in ended]
     names = {
         "bos_token": bos,
