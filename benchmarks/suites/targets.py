@@ -20,7 +20,7 @@ from penstock.errors import SettingError
 from penstock.measure.growth import MeasurementError
 from penstock.pictures import Panel
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.settings import Resolved
+from penstock.plan.setting import Resolved
 from penstock.plan.sizing import SMALLEST_CHUNK
 from penstock.plan.step_time import StepTimeModel
 

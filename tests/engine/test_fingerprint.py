@@ -17,7 +17,7 @@ import penstock.engine.fingerprint as fingerprints
 from penstock.engine.fingerprint import cache_fingerprint, weights_digest
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
-from penstock.plan.settings import WeightsSetting
+from penstock.plan.weight_settings import WeightsSetting
 from tests.odd_files import ODD_FILES
 from tests.oracle import load_model, make_oracle
 

@@ -25,7 +25,7 @@ from penstock.models.opened import OpenedModel, open_model
 from penstock.models.source import stored_bits
 from penstock.plan.memory import weight_bytes
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.settings import WeightsName
+from penstock.plan.weight_settings import WeightsName
 from tests.engine.batching import Wish, serve
 from tests.engine.test_same_bits import assert_same_bits
 from tests.models.gguf_builders import write_hybrid_gguf

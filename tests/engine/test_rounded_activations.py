@@ -21,8 +21,8 @@ from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model
 from penstock.plan.activation import step_memory
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.settings import ActivationsName, WeightsName
 from penstock.plan.step import StepShape
+from penstock.plan.weight_settings import ActivationsName, WeightsName
 from tests.engine.batching import Wish, serve
 from tests.engine.test_same_bits import assert_same_bits
 from tests.oracle import make_oracle, random_prompt, run_prompt

@@ -21,8 +21,8 @@ from penstock.frontends.plan import PlannedModel, expected_workspace, plan, read
 from penstock.models.decoder import workspace_for
 from penstock.plan.memory import WeightBits
 from penstock.plan.prompt_plan import Plan, make_plan
-from penstock.plan.settings import resolve_weights
 from penstock.plan.step import Workspace
+from penstock.plan.weight_settings import resolve_weights
 from tests.models.builders import SHAPE, gguf_metadata, hf_config, hf_model, write_gguf
 from tests.models.test_gguf_file import float_tensors
 

@@ -14,7 +14,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.plan.grids import RowLaw
-from penstock.plan.settings import WeightsName
+from penstock.plan.weight_settings import WeightsName
 from tests.oracle import Oracle, make_oracle
 
 _DELTA_NET = {"head_dim": 256, "linear_key_head_dim": 128, "linear_value_head_dim": 128}

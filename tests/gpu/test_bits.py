@@ -6,7 +6,7 @@ import torch
 
 from penstock.models.decoder import Decoder
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.settings import QUANTISED_WEIGHTS, WeightsName
+from penstock.plan.weight_settings import QUANTISED_WEIGHTS, WeightsName
 from tests.engine.batching import RecordingJob, Wish, serve
 from tests.gpu.cases import over
 from tests.gpu.models import KINDS, canon_of, model_of, probed

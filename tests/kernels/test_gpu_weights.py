@@ -29,7 +29,7 @@ from penstock.models.gguf.file import GgufFile
 from penstock.models.loading import load_decoder, settled_weights
 from penstock.models.source import stored_bits
 from penstock.plan.memory import weight_bytes
-from penstock.plan.settings import WeightsName, resolve_weights
+from penstock.plan.weight_settings import WeightsName, resolve_weights
 from tests.kernels.parity import check_close
 from tests.kernels.test_quantised import random_blocks
 from tests.kernels.triton_interpreter import interpreted_kernels

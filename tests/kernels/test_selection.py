@@ -9,7 +9,8 @@ from penstock.errors import SettingError
 from penstock.kernels.interface import KernelsReport, select_kernels
 from penstock.machine import ISA_VARIABLE, instruction_set, processor_flags
 from penstock.plan.model import ModelConfig
-from penstock.plan.settings import KERNELS_VARIABLE, WeightsSetting, resolve_weights, settle_without_blocks
+from penstock.plan.settings import KERNELS_VARIABLE
+from penstock.plan.weight_settings import WeightsSetting, resolve_weights, settle_without_blocks
 
 CUDA, MPS = torch.device("cuda:0"), torch.device("mps")
 CONFIG = ModelConfig(1, 128, 128, 2, 1, 64, 500)

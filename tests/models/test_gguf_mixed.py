@@ -21,7 +21,7 @@ from penstock.layers.recurrent import Recurrent
 from penstock.models.decoder import Decoder
 from penstock.models.gguf.file import GgufFile
 from penstock.models.loading import load_decoder, settled_weights
-from penstock.plan.settings import WeightsName, WeightsSetting
+from penstock.plan.weight_settings import WeightsName, WeightsSetting
 from tests.engine.test_same_bits import assert_same_bits
 from tests.models.builders import gguf_metadata, gguf_name, hf_model, load_tensor, write_gguf
 from tests.models.gguf_builders import write_hybrid_gguf

@@ -19,7 +19,7 @@ from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder, settled_weights
 from penstock.models.opened import open_weights
 from penstock.models.source import WeightSource
-from penstock.plan.settings import WeightsSetting, resolve_weights
+from penstock.plan.weight_settings import WeightsSetting, resolve_weights
 from tests.oracle import make_oracle
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda:0")

@@ -17,7 +17,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.plan import Span
-from penstock.plan.settings import WeightsName
+from penstock.plan.weight_settings import WeightsName
 from tests.engine.hybrids import Tape, assert_all_equal
 from tests.oracle import canon_of, make_oracle, random_prompt
 

@@ -3,14 +3,8 @@
 import pytest
 
 from penstock.errors import SettingError
-from penstock.plan.settings import (
-    DEVICE_VARIABLE,
-    DeviceSetting,
-    DevicesFound,
-    SettingSource,
-    resolve_device,
-    settle_device,
-)
+from penstock.plan.setting import SettingSource
+from penstock.plan.settings import DEVICE_VARIABLE, DeviceSetting, DevicesFound, resolve_device, settle_device
 
 NONE = DevicesFound()
 ONE = DevicesFound(num_cuda=1)

@@ -4,7 +4,8 @@ import pytest
 
 from penstock.errors import SettingError
 from penstock.machine import usable_cores
-from penstock.plan.settings import THREADS_VARIABLE, SettingSource, ThreadsSetting, resolve_threads
+from penstock.plan.setting import SettingSource
+from penstock.plan.settings import THREADS_VARIABLE, ThreadsSetting, resolve_threads
 
 
 @pytest.mark.parametrize(

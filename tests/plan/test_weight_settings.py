@@ -2,7 +2,7 @@ import pytest
 
 from penstock.errors import SettingError
 from penstock.plan import WEIGHTS_VARIABLE, SettingSource, WeightsName, WeightsSetting, resolve_weights
-from penstock.plan.settings import settle_weights, settle_without_blocks
+from penstock.plan.weight_settings import settle_weights, settle_without_blocks
 
 
 def env(value: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig
 from penstock.plan.grids import RowLaw
-from penstock.plan.settings import WeightsName
+from penstock.plan.weight_settings import WeightsName
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from penstock.home import cache_home
 from penstock.models.bytefile import parts_of
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
-from penstock.plan.settings import WeightsSetting
+from penstock.plan.weight_settings import WeightsSetting
 
 _VERSION = 1  # of what is hashed below
 # The code that a block's bits come from, beside libraries and the processor.

@@ -22,18 +22,16 @@ from penstock.plan.memory import WeightBits
 from penstock.plan.model import ModelConfig
 from penstock.plan.pipeline import Link
 from penstock.plan.prompt_plan import Plan, make_plan
-from penstock.plan.settings import (
-    KERNELS,
+from penstock.plan.settings import KERNELS, resolve_device, resolve_threads
+from penstock.plan.stage_plan import StageQuestion, make_stage_plan
+from penstock.plan.step import KernelKind, Workspace
+from penstock.plan.units import parse_bytes, parse_rate
+from penstock.plan.weight_settings import (
     WeightsSetting,
-    resolve_device,
-    resolve_threads,
     resolve_weights,
     settle_weights,
     settle_without_blocks,
 )
-from penstock.plan.stage_plan import StageQuestion, make_stage_plan
-from penstock.plan.step import KernelKind, Workspace
-from penstock.plan.units import parse_bytes, parse_rate
 
 if TYPE_CHECKING:
     import torch

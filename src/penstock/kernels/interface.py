@@ -9,8 +9,9 @@ from penstock.errors import PenstockError, SettingError
 from penstock.kernels.device import DEVICE_KINDS, device_kind
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.plan.model import ModelConfig
-from penstock.plan.settings import KERNELS, KERNELS_VARIABLE, ActivationsName, WeightsSetting
+from penstock.plan.settings import KERNELS, KERNELS_VARIABLE
 from penstock.plan.step import KernelKind
+from penstock.plan.weight_settings import ActivationsName, WeightsSetting
 
 # What a device must be able to compute: the reference says it, and other back ends are subclasses of it.
 Kernels = TorchKernels

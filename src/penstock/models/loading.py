@@ -53,7 +53,7 @@ from penstock.models.weights import (
 )
 from penstock.plan.grids import whole_lanes
 from penstock.plan.model import DeltaNetConfig, ShortConvConfig
-from penstock.plan.settings import (
+from penstock.plan.weight_settings import (
     QUANTISED_WEIGHTS,
     WeightsName,
     WeightsSetting,

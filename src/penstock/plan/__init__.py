@@ -32,8 +32,8 @@ from penstock.plan.prefill import (
     StartDecode,
     YieldToDecode,
 )
+from penstock.plan.setting import Resolved, SettingSource
 from penstock.plan.settings import (
-    ACTIVATIONS_VARIABLE,
     ALIGN_VARIABLE,
     CACHE_DIR_VARIABLE,
     CACHE_SIZE_VARIABLE,
@@ -41,23 +41,16 @@ from penstock.plan.settings import (
     MAX_ACTIVATION_VARIABLE,
     TARGET_ITL_VARIABLE,
     TARGET_TTFT_VARIABLE,
-    WEIGHTS_VARIABLE,
-    ActivationsName,
     AlignSetting,
     ChunkSetting,
     EngineKeywords,
     EngineSettings,
-    Resolved,
-    SettingSource,
     SizeSettings,
     StoreSettings,
-    WeightsName,
-    WeightsSetting,
     resolve_align,
     resolve_chunk_size,
     resolve_size,
     resolve_store,
-    resolve_weights,
 )
 from penstock.plan.sizing import ChunkSizer, SizeDecision, SizeQuestion, SizeRule, SizeRules
 from penstock.plan.step import (
@@ -72,6 +65,14 @@ from penstock.plan.step import (
 )
 from penstock.plan.step_time import StepTimeCoefficients, StepTimeModel
 from penstock.plan.units import format_bytes
+from penstock.plan.weight_settings import (
+    ACTIVATIONS_VARIABLE,
+    WEIGHTS_VARIABLE,
+    ActivationsName,
+    WeightsName,
+    WeightsSetting,
+    resolve_weights,
+)
 
 __all__ = [
     "ACTIVATIONS_VARIABLE",

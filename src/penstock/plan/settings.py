@@ -2,10 +2,10 @@
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Generic, Literal, Self, TypedDict, TypeVar, Unpack, get_args
+from typing import Any, Literal, Self, TypedDict, Unpack, get_args
 
 from penstock.errors import SettingError
 from penstock.machine import usable_cores
@@ -13,17 +13,23 @@ from penstock.plan.checks import check_bool, check_int
 from penstock.plan.chunks import ChunkedPrefillConfig
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE, STATE_GRID
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
+from penstock.plan.setting import Environment, Resolved, Setting, SettingSource, one_of
 from penstock.plan.sizing import DECODE_GAP_S, SizeRules
 from penstock.plan.stage_settings import StagesSetting, resolve_stages
 from penstock.plan.units import parse_bytes
+from penstock.plan.weight_settings import (
+    PLAIN_ACTIVATIONS,
+    ActivationsName,
+    WeightsSetting,
+    resolve_activations,
+    resolve_weights,
+)
 
 CHUNK_VARIABLE = "PENSTOCK_PREFILL_CHUNK"
 ALIGN_VARIABLE = "PENSTOCK_PREFILL_ALIGN"
 MAX_ACTIVATION_VARIABLE = "PENSTOCK_MAX_ACTIVATION"
 TARGET_ITL_VARIABLE = "PENSTOCK_TARGET_ITL"
 TARGET_TTFT_VARIABLE = "PENSTOCK_TARGET_TTFT"
-WEIGHTS_VARIABLE = "PENSTOCK_WEIGHTS"
-ACTIVATIONS_VARIABLE = "PENSTOCK_ACTIVATIONS"
 MODEL_IMPL_VARIABLE = "PENSTOCK_MODEL_IMPL"
 DEVICE_VARIABLE = "PENSTOCK_DEVICE"
 KERNELS_VARIABLE = "PENSTOCK_KERNELS"
@@ -31,13 +37,8 @@ THREADS_VARIABLE = "PENSTOCK_THREADS"
 CACHE_DIR_VARIABLE = "PENSTOCK_CACHE_DIR"
 CACHE_SIZE_VARIABLE = "PENSTOCK_CACHE_SIZE"
 
-SettingSource = Literal["argument", "environment", "default"]
-WeightsName = Literal["auto", "bf16", "fp8", "int8", "int4", "f32"]
-ActivationsName = Literal["plain", "int8"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 ModelImpl = Literal["auto", "penstock", "transformers"]
-WEIGHTS: tuple[WeightsName, ...] = get_args(WeightsName)
-QUANTISED_WEIGHTS: tuple[WeightsName, ...] = ("fp8", "int8", "int4")
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 DEFAULT_CACHE_BYTES = 10 << 30
 MAX_THREADS = 1024
@@ -49,50 +50,6 @@ _LIBRARY_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}", re.ASCII)
 _DECIMAL = re.compile(r"[0-9]{1,12}(\.[0-9]{1,6})?", re.ASCII)
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]{0,2}))?", re.ASCII)
-
-T = TypeVar("T")
-Environment = Mapping[str, str] | None  # None: the process's
-
-
-@dataclass(frozen=True)
-class Resolved(Generic[T]):
-    """What a setting came to: what applies, where that came from, why, and what was asked for ("auto": nothing)."""
-
-    effective: T
-    source: SettingSource = "default"
-    reason: str = ""
-    requested: Any = field(default="auto", compare=False)
-
-
-@dataclass(frozen=True)
-class Setting(Generic[T]):
-    """One setting: its argument, the variable that applies without that, and how either is read. `read` takes a value
-    and what to call it in an error; `read_text` is for variables that are written otherwise. A variable that is empty
-    may count as unset."""
-
-    name: str
-    variable: str
-    default: T
-    read: Callable[[object, str], T]
-    read_text: Callable[[object, str], T] | None = None
-    empty_is_unset: bool = False
-
-    def resolve(
-        self, argument: object = None, environ: Environment = None, *, called: str = "argument"
-    ) -> Resolved[T]:
-        """By the argument, which the reason calls so, else by the variable, else by default. A source that is
-        overruled is not read."""
-        if argument is not None:
-            return Resolved(self.read(argument, self.name), "argument", f"set by {called}", argument)
-        text = (os.environ if environ is None else environ).get(self.variable)
-        if text is None or (not text and self.empty_is_unset):
-            return Resolved(self.default)
-        value = (self.read_text or self.read)(text, self.variable)
-        return Resolved(value, "environment", f"set by {self.variable}", text)
-
-    def called(self, source: SettingSource) -> str:
-        """What the user knows it by."""
-        return self.variable if source == "environment" else self.name
 
 
 def _tokens(value: object, name: str) -> int | None:
@@ -119,15 +76,6 @@ def _zero_or_one(value: object, name: str) -> bool:
         return value == "1"
     models = f"to round chunk sizes up to a multiple of {STATE_GRID} on models with recurrent state"
     raise SettingError(name, value, f"1 {models}, or 0 to keep any size")
-
-
-def one_of(*names: Any) -> Callable[[object, str], Any]:
-    def read(value: object, name: str) -> Any:
-        if not isinstance(value, str) or value not in names:
-            raise SettingError(name, value, f"one of {', '.join(names)}")
-        return value
-
-    return read
 
 
 def _device(value: object, name: str) -> str:
@@ -162,13 +110,10 @@ ALIGN = Setting("align", ALIGN_VARIABLE, True, lambda value, name: check_bool(na
 MAX_ACTIVATION: Setting[int | None] = Setting("max_activation", MAX_ACTIVATION_VARIABLE, None, parse_bytes)
 TARGET_ITL: Setting[float | None] = Setting("target_itl_ms", TARGET_ITL_VARIABLE, None, _milliseconds)
 TARGET_TTFT: Setting[float | None] = Setting("target_ttft_ms", TARGET_TTFT_VARIABLE, None, _milliseconds)
-WEIGHTS_SETTING: Setting[WeightsName] = Setting("weights", WEIGHTS_VARIABLE, "auto", one_of(*WEIGHTS))
-ACTIVATIONS: Setting[ActivationsName] = Setting(
-    "activations", ACTIVATIONS_VARIABLE, "plain", one_of(*get_args(ActivationsName))
-)
 MODEL_IMPL: Setting[ModelImpl] = Setting(
     "model_impl", MODEL_IMPL_VARIABLE, "auto", one_of(*get_args(ModelImpl))
 )
+_AUTO_IMPL: Resolved[ModelImpl] = Resolved("auto")
 DEVICE = Setting("device", DEVICE_VARIABLE, "auto", _device)
 KERNELS: Setting[str] = Setting("kernels", KERNELS_VARIABLE, "auto", lambda value, name: str(value))
 THREADS: Setting[int | None] = Setting("threads", THREADS_VARIABLE, None, _threads, _threads_text)
@@ -249,25 +194,6 @@ class SizeSettings:
             tuned=tuned,
             default=default,
         )
-
-
-@dataclass(frozen=True)
-class WeightsSetting(Resolved[WeightsName]):
-    """How matrices lie in memory: `auto` is as quantised as the file has them where that can be computed with.
-    `reason` says why, once that is settled."""
-
-    is_unpacked: bool = (
-        False  # plain values were made of a file's blocks, since there are no kernels for them
-    )
-
-    @property
-    def name(self) -> WeightsName:
-        return self.effective
-
-    @property
-    def dtype(self) -> str:
-        """What they compute in; `auto` where anything does."""
-        return {"auto": "auto", "f32": "float32"}.get(self.effective, "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -404,70 +330,6 @@ def check_schedule(size: SizeSettings, schedule: ScheduleConfig) -> None:
         )
 
 
-def resolve_weights(
-    argument: str | None = None, *, dtype: str = "auto", environ: Environment = None
-) -> WeightsSetting:
-    """How weights are kept, from the argument, else from `PENSTOCK_WEIGHTS`, else `auto`. `dtype` is what to compute
-    in, as far as that was named."""
-    setting = WeightsSetting(**vars(WEIGHTS_SETTING.resolve(argument, environ)))
-    if "auto" not in (dtype, setting.dtype) and dtype != setting.dtype:
-        raise SettingError(
-            WEIGHTS_SETTING.called(setting.source),
-            setting.requested,
-            contradicts={"dtype": dtype},
-            because=f"such weights compute in {setting.dtype}",
-        )
-    return replace(setting, reason="")
-
-
-def resolve_activations(
-    argument: str | None = None,
-    *,
-    weights: WeightsSetting,
-    dtype: str = "auto",
-    environ: Environment = None,
-) -> Resolved[ActivationsName]:
-    """How activations go into products with quantised weights, from the argument, else from `PENSTOCK_ACTIVATIONS`,
-    else `plain`, in the model's dtype. `int8` is refused beside weights or a dtype without such products."""
-    found = ACTIVATIONS.resolve(argument, environ)
-    contradicts: dict[str, object] = {}
-    if weights.effective not in ("auto", "int8", "int4"):
-        contradicts[WEIGHTS_SETTING.called(weights.source)] = weights.effective
-    if dtype == "float32":
-        contradicts["dtype"] = dtype
-    if found.effective == "int8" and contradicts:
-        raise SettingError(
-            ACTIVATIONS.called(found.source),
-            found.requested,
-            contradicts=contradicts,
-            because="they are rounded for products with weights in blocks, which compute in bfloat16",
-        )
-    return found
-
-
-def settle_weights(setting: WeightsSetting, unpacked: Sequence[str] = ()) -> WeightsSetting:
-    """What `auto` is for a model whose file is quantised, where kernels compute with its blocks, but for those of the
-    `unpacked` kinds."""
-    if setting.effective != "auto":
-        return setting
-    but = (
-        f", but {' and '.join(unpacked)} as bfloat16: no kernels compute with such blocks" if unpacked else ""
-    )
-    return replace(setting, reason=f"auto: as the file has them{but}", is_unpacked=bool(unpacked))
-
-
-def settle_without_blocks(setting: WeightsSetting, dtype: str, other_dtype: str = "") -> WeightsSetting:
-    """What `auto` is for a model whose file is quantised, on a device that does not compute with blocks, or only in
-    another dtype."""
-    if setting.effective != "auto":
-        return setting
-    name: WeightsName = "bf16" if dtype == "bfloat16" else "f32"
-    reason = f"auto: {dtype}, made of the file's blocks, with which these kernels do not compute"
-    if other_dtype:
-        reason += f" in it: in {other_dtype} they do"
-    return replace(setting, effective=name, reason=reason, is_unpacked=True)
-
-
 def resolve_device(
     argument: str | None = None, *, environ: Environment = None, called: str = "argument"
 ) -> DeviceSetting:
@@ -582,8 +444,8 @@ class EngineSettings:
     store: StoreSettings | None
     reuse_tokens: int
     stages: StagesSetting | None = None
-    model_impl: Resolved[ModelImpl] = Resolved("auto")
-    activations: Resolved[ActivationsName] = Resolved("plain")
+    model_impl: Resolved[ModelImpl] = _AUTO_IMPL
+    activations: Resolved[ActivationsName] = PLAIN_ACTIVATIONS
 
     @classmethod
     def resolve(

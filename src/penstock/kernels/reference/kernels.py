@@ -32,8 +32,8 @@ from penstock.kernels.spans import (
 )
 from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, QUERY_GRID, TILE, RowLaw
 from penstock.plan.model import ExpertsConfig
-from penstock.plan.settings import ActivationsName
 from penstock.plan.step import KernelKind
+from penstock.plan.weight_settings import ActivationsName
 
 if TYPE_CHECKING:  # a subclass has them
     from penstock.kernels.cuda.quantised import GpuProducts
