@@ -139,6 +139,20 @@ def test_a_loop_by_openai_s_responses(server: Running) -> None:
     )
 
 
+def test_a_choice_of_tools_is_told_as_it_was_given(server: Running) -> None:
+    mail = {"type": "function", "name": "mail"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [mail]}
+    for choice in ("auto", "required", mail, allowed):
+        asked = {"input": "hello", "tools": OPENAI_TOOLS, "tool_choice": choice, "max_output_tokens": 300}
+        with scripted(server.service.llm, str(TEMPLATES["hermes"][2])):
+            reply = server.ask("POST", "/v1/responses", asked)
+        assert reply.json["tool_choice"] == choice
+        Response.model_validate(reply.json, strict=True)
+        if isinstance(choice, dict):
+            calls = [item for item in reply.json["output"] if item["type"] == "function_call"]
+            assert {call["name"] for call in calls} <= {"mail"}
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -261,6 +261,17 @@ def test_formats_that_contradict_or_are_none(server: Running, fields: Any) -> No
     assert server.chat(**fields).status == 400
 
 
+def test_a_format_that_nothing_holds_to_is_told(server: Running, strict: Running) -> None:
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": "regex"}}}
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    reply = server.chat(**fields)
+    assert (reply.status, reply.headers["x-penstock-ignored"]) == (200, "format.regex")
+    reply = strict.chat(**fields)
+    assert (reply.status, reply.error["param"]) == (400, "format")
+    schema["properties"]["format"]["format"] = "date"  # type: ignore[index]
+    assert strict.chat(**fields).status == 200
+
+
 def test_tokens_and_back(server: Running, llm: LLM) -> None:
     text = "Köln <user>"
     told = server.ask(

@@ -11,6 +11,7 @@ from penstock.frontends.server.bodies import BlockBody
 from penstock.frontends.server.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    Choice,
     Conversation,
     Function,
     Name,
@@ -40,6 +41,14 @@ class _Choice(Part):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+    def choice(self) -> Choice:
+        match self.type:
+            case "tool":
+                return Choice("required", (self.name or "",), is_one=True)
+            case "any":
+                return Choice("required")
+        return Choice(self.type)
 
 
 class _Message(Part):
@@ -126,7 +135,6 @@ class MessagesBody(BlockBody):
             is_late = message["role"] == "system" and messages
             messages.append({**message, "role": "user"} if is_late else message)
         choice, last = self.tool_choice, messages[-1]
-        names = {"any": "required", "tool": (choice and choice.name) or ""}
         effort = self.output_config.effort if self.output_config is not None else None
         if self.thinking is not None:
             effort = "none" if self.thinking.type == "disabled" else effort
@@ -134,8 +142,7 @@ class MessagesBody(BlockBody):
         return Conversation(
             messages,
             [tool.plain() for tool in self.tools or ()],
-            "auto" if choice is None else names.get(choice.type, choice.type),
-            choice is not None and choice.type == "tool",
+            Choice() if choice is None else choice.choice(),
             choice is None or not choice.disable_parallel_tool_use,
             thinking(effort, None),
             continues,

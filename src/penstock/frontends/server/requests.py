@@ -108,22 +108,22 @@ class RequestBuilder:
         is_thinking = thoughts is not None and not told.continues and thoughts.is_open_after(prompt)
         marks = () if thoughts is None else (thoughts.opening, thoughts.closing)
         shown = {part for mark in marks for part in tokenizer.split_special(mark) if isinstance(part, int)}
-        if not told.tools or told.choice == "none":
+        if not told.tools or told.choice.mode == "none":
             if wanted is not None and thoughts is not None and is_thinking:
                 wanted = after_thoughts(wanted, thoughts, tokenizer)
             parser = partial(TurnParser, None, thoughts, is_thinking=is_thinking)
             return _Held(wanted, frozenset(shown), parser)
         form = tokenizer.chat.calls
         schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in told.tools}
+        if told.choice.names is not None:
+            schemas = {name: schemas[name] for name in told.choice.names}
         parser = partial(TurnParser, form, thoughts, is_thinking=is_thinking, schemas=schemas)
-        is_required = told.is_named or told.choice == "required"
+        is_required = told.choice.mode == "required"
         try:
-            rules = CallGrammar(
-                form, {told.choice: schemas[told.choice]} if told.is_named else schemas, tokenizer
-            )
+            rules = CallGrammar(form, schemas, tokenizer)
             grammar = rules.grammar(
                 is_required=is_required,
-                is_parallel=told.is_parallel and not told.is_named,
+                is_parallel=told.is_parallel and not told.choice.is_one,
                 thoughts=thoughts,
                 is_thinking=is_thinking,
                 text=wanted,
@@ -180,8 +180,7 @@ class RequestBuilder:
     def tokenize(self, body: TokenizeBody) -> list[int]:
         self.check_model(body.model)
         if body.messages is not None:
-            told = Conversation([message.plain() for message in body.messages])
-            return self._llm.tokenizer.encode(self.render(told), add_special_tokens=False)
+            return self._llm.tokenizer.encode(self.render(body.told(body.messages)), add_special_tokens=False)
         text = body.content if body.prompt is None else body.prompt
         adds_special = body.prompt is not None if body.add_special is None else body.add_special
         return self._llm.tokenizer.encode(text or "", add_special_tokens=adds_special)
@@ -298,7 +297,7 @@ class RequestBuilder:
     def render(self, told: Conversation) -> str:
         """A conversation as the model reads it, up to where the answer begins."""
         tokenizer = self._llm.tokenizer
-        tools = told.tools if told.choice != "none" else []
+        tools = told.tools if told.choice.mode != "none" else []
         messages = told.messages
         if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
             form = tokenizer.chat.calls

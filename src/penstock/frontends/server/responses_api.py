@@ -11,6 +11,7 @@ from penstock.frontends.server.bodies import BlockBody, ResponseFormat
 from penstock.frontends.server.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    Choice,
     Conversation,
     Function,
     ToolChoice,
@@ -25,11 +26,6 @@ from penstock.frontends.server.parts import Part, Unsupported, at_most, wrong
 
 class _Tool(Function):
     type: Literal["function"]
-
-
-class _Choice(Part):
-    type: Literal["function"]
-    name: str
 
 
 class _Reasoning(Part):
@@ -64,7 +60,7 @@ class ResponsesBody(BlockBody):
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1), at_most(MAX_MESSAGES)]
     instructions: str | None = None
     tools: Annotated[list[_Tool] | None, known_tools("function"), at_most(MAX_TOOLS)] = None
-    tool_choice: ToolChoice | _Choice | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
     text: _Text | None = None
@@ -81,18 +77,15 @@ class ResponsesBody(BlockBody):
             _add(item, messages)
         if not messages:
             raise wrong("input", "give a message at least")
-        choice = self.tool_choice
         return Conversation(
             messages,
             [tool.plain() for tool in self.tools or ()],
-            choice.name if isinstance(choice, _Choice) else choice or "auto",
-            isinstance(choice, _Choice),
+            self.tool_choice or Choice(),
             self.parallel_tool_calls is not False,
             thinking(None if self.reasoning is None else self.reasoning.effort, None),
         )
 
     def about(self) -> dict[str, Any]:
-        choice = self.tool_choice
         tools = [
             {"type": "function", **tool.plain()["function"], "strict": True} for tool in self.tools or ()
         ]
@@ -106,7 +99,7 @@ class ResponsesBody(BlockBody):
             "store": False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": {"type": "text"}},
-            "tool_choice": choice.model_dump() if isinstance(choice, _Choice) else choice or "auto",
+            "tool_choice": (self.tool_choice or Choice()).given,
             "tools": tools,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
