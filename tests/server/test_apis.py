@@ -321,6 +321,31 @@ def test_what_messages_refuse(server: Running, fields: Any) -> None:
     assert reply.json["error"]["type"] == "invalid_request_error"
 
 
+def test_a_tool_that_comes_later_leaves_the_prompt_s_beginning_alone(server: Running) -> None:
+    search = {"name": "search", "description": "look " * 50, "input_schema": {"type": "object"}}
+    mail = {**ANTHROPIC_TOOLS[1], "defer_loading": True}
+    asked: dict[str, Any] = {"tools": [mail, search], "messages": [{"role": "user", "content": "find it"}]}
+    called = {"type": "tool_use", "id": "a", "name": "search", "input": {}}
+    found = [{"type": "tool_reference", "tool_name": "mail"}] * 2
+    result = {"type": "tool_result", "tool_use_id": "a", "content": found}
+    history = [{"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
+    later = {**asked, "messages": [*asked["messages"], *history]}
+    force = {"tool_choice": {"type": "tool", "name": "mail"}, "max_tokens": 60}
+
+    def count(body: dict[str, Any]) -> int:
+        return int(server.ask("POST", "/v1/messages/count_tokens", body).json["input_tokens"])
+
+    assert count(asked) == count({**asked, "tools": [search]})
+    assert count(later) > count({**later, "tools": [search]}) + len(json.dumps(mail["input_schema"]))
+    assert server.ask("POST", "/v1/messages", {**asked, **force}).status == 400
+    server.ask("POST", "/v1/messages", {**asked, "max_tokens": 1})
+    reply = server.ask("POST", "/v1/messages", {**later, **force})
+    assert reply.json["usage"]["cache_read_input_tokens"] >= count(asked) - 64
+    assert count(asked | {"messages": asked["messages"] + history[:1]}) < count(later)
+    twice = server.ask("POST", "/v1/messages", {**asked, "tools": [mail, mail, search], "max_tokens": 1})
+    assert twice.json["error"]["param"] == "tools"
+
+
 def test_tools_of_anthropic_s_own_are_told(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     own = {"type": "bash_20250124", "name": "bash"}

@@ -124,7 +124,8 @@ def test_some_of_the_tools_may_be_called(told: Running) -> None:
     plain = told.chat(tools=TOOLS, max_tokens=1).json["usage"]["prompt_tokens"]
     with scripted(told.service.llm, f"<tool_call>\n{json.dumps(call)}"):
         for mode, names in (("auto", ["mail"]), ("required", ["mail"]), ("auto", ["mail", "weather"])):
-            choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named(*names)}}
+            allowed = {"mode": mode, "tools": named(*names)}
+            choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
             reply = told.chat(tools=TOOLS, tool_choice=choice, max_tokens=400, temperature=1.0, seed=2)
             assert reply.json["usage"]["prompt_tokens"] == plain
             for called in reply.json["choices"][0]["message"].get("tool_calls", []):
@@ -134,7 +135,7 @@ def test_some_of_the_tools_may_be_called(told: Running) -> None:
         choice = {"type": "allowed_tools", "mode": "required", "tools": named("mail")}
         reply = told.chat(tools=TOOLS, tool_choice=choice, max_tokens=400, seed=2)
         assert not reply.json["choices"][0]["message"]["content"]
-    for wrong in (
+    refused: list[Any] = [
         {"type": "allowed_tools"},
         {"type": "allowed_tools", "mode": "none", "tools": named("mail")},
         {"type": "allowed_tools", "mode": "auto", "tools": []},
@@ -143,7 +144,8 @@ def test_some_of_the_tools_may_be_called(told: Running) -> None:
         {"type": "custom", "custom": {"name": "mail"}},
         {"type": "function"},
         5,
-    ):
+    ]
+    for wrong in refused:
         reply = told.chat(tools=TOOLS, tool_choice=wrong)
         assert (reply.status, reply.error["param"]) == (400, "tool_choice"), reply.body
 

@@ -202,9 +202,10 @@ class Conversation:
     variables: dict[str, Any] = field(default_factory=dict)
     continues: bool = False  # the last message, which is the beginning of the answer
     adds_prompt: bool = True  # the answer's beginning, as the template has it
+    more_tools: list[dict[str, Any]] = field(default_factory=list)  # that messages tell of
 
     def __post_init__(self) -> None:
-        names = [tool["function"]["name"] for tool in self.tools]
+        names = [tool["function"]["name"] for tool in (*self.tools, *self.more_tools)]
         if len(set(names)) < len(names):
             raise wrong("tools", "tools have names of their own")
         for name in self.choice.names or ():

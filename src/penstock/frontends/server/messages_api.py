@@ -1,6 +1,7 @@
 """Anthropic's API: `/v1/messages`, and the tokens that one would have."""
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
@@ -32,6 +33,7 @@ class _Tool(Part):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: Literal["custom"] | None = None
+    defer_loading: bool | None = None  # the model is told of it where a result refers to it
 
     def plain(self) -> dict[str, Any]:
         return Function(name=self.name, description=self.description, parameters=self.input_schema).plain()
@@ -55,8 +57,9 @@ class _Message(Part):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[dict[str, Any]], at_most(MAX_ENTRIES)]
 
-    def plain(self) -> list[dict[str, Any]]:
-        """A message for each result of a tool, then one for the rest."""
+    def plain(self, tell: Callable[[str], str]) -> list[dict[str, Any]]:
+        """A message for each result of a tool, then one for the rest. `tell` is what a result says of a tool that it
+        refers to."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results: list[dict[str, Any]] = []
@@ -70,9 +73,10 @@ class _Message(Part):
                     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
                     message.setdefault("tool_calls", []).append(call)
                 case {"type": "tool_result", "tool_use_id": str(call_id)}:
-                    content = block.get("content") or ""
-                    text = text_of(content)
-                    results.append({"role": "tool", "tool_call_id": call_id, "content": text})
+                    content = block.get("content") or ("error" if block.get("is_error") else "")
+                    if isinstance(content, list):
+                        content = [_told(part, tell) for part in content]
+                    results.append({"role": "tool", "tool_call_id": call_id, "content": text_of(content)})
                 case {"type": "thinking", "thinking": str(text)}:
                     message["reasoning_content"] = message.get("reasoning_content", "") + text
                 case {"type": "redacted_thinking"}:
@@ -86,6 +90,13 @@ class _Message(Part):
         if texts or not results:
             results.append({**message, "content": "\n".join(texts)})
         return results
+
+
+def _told(part: Any, tell: Callable[[str], str]) -> Any:
+    match part:
+        case {"type": "tool_reference", "tool_name": str(name)}:
+            return {"type": "text", "text": tell(name)}
+    return part
 
 
 class _Thinking(Part):
@@ -130,7 +141,20 @@ class MessagesBody(BlockBody):
 
     def conversation(self) -> Conversation:
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        for message in (plain for each in self.messages for plain in each.plain()):
+        tools = {tool.name: tool.plain() for tool in self.tools or ()}
+        if len(tools) < len(self.tools or ()):
+            raise wrong("tools", "tools have names of their own")
+        hidden = {tool.name for tool in self.tools or () if tool.defer_loading}
+        later: dict[str, dict[str, Any]] = {}
+
+        def tell(name: str) -> str:
+            """Where it is first referred to: the prompt's beginning, which the cache knows, stays as it was."""
+            if name not in hidden or name in later:
+                return name
+            later[name] = tools[name]
+            return json.dumps(tools[name]["function"], ensure_ascii=False)
+
+        for message in (plain for each in self.messages for plain in each.plain(tell)):
             # Templates know one system message, the first.
             is_late = message["role"] == "system" and messages
             messages.append({**message, "role": "user"} if is_late else message)
@@ -141,12 +165,13 @@ class MessagesBody(BlockBody):
         continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
         return Conversation(
             messages,
-            [tool.plain() for tool in self.tools or ()],
+            [tool for name, tool in tools.items() if name not in hidden],
             Choice() if choice is None else choice.choice(),
             choice is None or not choice.disable_parallel_tool_use,
             thinking(effort, None),
             continues,
             not continues,
+            [*later.values()],
         )
 
 

@@ -114,7 +114,8 @@ class RequestBuilder:
             parser = partial(TurnParser, None, thoughts, is_thinking=is_thinking)
             return _Held(wanted, frozenset(shown), parser)
         form = tokenizer.chat.calls
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in told.tools}
+        tools = (tool["function"] for tool in (*told.tools, *told.more_tools))
+        schemas = {tool["name"]: tool["parameters"] for tool in tools}
         if told.choice.names is not None:
             schemas = {name: schemas[name] for name in told.choice.names}
         parser = partial(TurnParser, form, thoughts, is_thinking=is_thinking, schemas=schemas)
