@@ -153,6 +153,50 @@ def test_a_choice_of_tools_is_told_as_it_was_given(server: Running) -> None:
             assert {call["name"] for call in calls} <= {"mail"}
 
 
+def test_what_was_cut_is_not_called_complete(server: Running, thinking: Running) -> None:
+    asked = {"input": "hello", "tools": OPENAI_TOOLS, "max_output_tokens": 60}
+    with scripted(server.service.llm, SAID):
+        whole = server.ask("POST", "/v1/responses", asked).json["output"]
+        events = named_events(server.ask("POST", "/v1/responses", {**asked, "stream": True}))
+    assert [item["status"] for item in whole] == ["incomplete"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in done] == ["completed", "incomplete"]
+    assert events[-1]["response"]["output"] == done
+    with scripted(
+        thinking.service.llm, "so be it"
+    ):  # and of thoughts alone there is no text, streamed or not
+        whole = thinking.ask("POST", "/v1/responses", {**asked, "max_output_tokens": 5}).json["output"]
+        message = thinking.ask(
+            "POST", "/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+        )
+    assert [item["type"] for item in whole] == ["reasoning"]
+    assert [block["type"] for block in message.json["content"]] == ["thinking"]
+
+
+def test_a_response_tells_what_it_was_asked_for(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for given, told in (
+        (
+            {"type": "json_schema", "name": "x", "schema": schema},
+            {"name": "x", "schema": schema, "strict": True},
+        ),
+        ({"type": "json_object"}, {}),
+        ({"type": "text"}, {}),
+    ):
+        asked = {"input": "x", "max_output_tokens": 2, "text": {"format": given}, "metadata": {"a": 5}}
+        reply = server.ask("POST", "/v1/responses", asked).json
+        assert reply["text"]["format"] == {"type": given["type"], **told}
+        assert Response.model_validate(reply, strict=True).metadata == {"a": "5"}
+
+
+def test_thoughts_that_were_told_in_any_way(server: Running) -> None:
+    text = {"type": "reasoning_text", "text": "a"}
+    for content, status in (([text], 200), ("a", 200), (5, 200), (None, 200), ([5], 400)):
+        item = {"type": "reasoning", "id": "x", "summary": [], "content": content}
+        asked = {"input": [{"role": "user", "content": "x"}, item], "max_output_tokens": 2}
+        assert server.ask("POST", "/v1/responses", asked).status == status
+
+
 @pytest.mark.parametrize(
     "fields",
     [

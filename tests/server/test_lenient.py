@@ -4,13 +4,17 @@ meaning are refused."""
 import json
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from penstock.engine.llm import LLM
 from penstock.frontends.server.parts import MAX_IGNORED
-from tests.server.running import NAME, Running
+from penstock.frontends.server.settings import ServerSettings
+from tests.byte_models import byte_backend, model_of_bytes
+from tests.server.running import NAME, Running, running
 
 USER = {"role": "user", "content": "hello"}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
@@ -71,6 +75,7 @@ def test_it_is_logged_once_and_counted(server: Running, caplog: pytest.LogCaptur
         ({"audio": {}}, "audio", "sound"),
         ({"web_search_options": {}}, "web_search_options", "web"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "tags"),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "cutting"),
         ({"topP": 1}, "topP", "top_p"),
         ({"seeds": 1}, "seeds", "seed"),
         ({"tool": []}, "tool", "tools"),
@@ -166,6 +171,25 @@ def test_texts_and_ids_in_a_row(server: Running, llm: LLM) -> None:
     answer = server.completion(prompt=["hello", mixed], **GREEDY).json
     assert [choice["text"] for choice in answer["choices"]] == [alone["text"]] * 2
     assert server.completion(prompt=mixed, **GREEDY).json["choices"][0]["text"] == alone["text"]
+
+
+def test_the_tokens_that_begin_a_text_may_be_left_away(tmp_path: Path) -> None:
+    folder = model_of_bytes("llama", tmp_path / NAME)
+    backend, first = byte_backend().from_str(byte_backend().to_str()), "Ā"
+    begins = [(first, backend.token_to_id(first))]
+    backend.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=begins)
+    backend.save(str(folder / "tokenizer.json"))
+    with running(LLM(folder, dtype="float32", threads=1), ServerSettings(NAME)) as server:
+        for prompt, adds, count in (
+            ("abc", None, 4),
+            ("abc", True, 4),
+            ("abc", False, 3),
+            ([1, "bc"], True, 3),
+        ):
+            reply = server.completion(prompt=prompt, add_special_tokens=adds)
+            assert reply.json["usage"]["prompt_tokens"] == count
+        reply = server.completion(prompt=["a", "b"], add_special_tokens=False)
+        assert reply.json["usage"]["prompt_tokens"] == 2
 
 
 def test_usage_in_every_chunk(server: Running) -> None:

@@ -293,6 +293,26 @@ def test_thoughts(tmp_path: Path) -> None:
         assert forced["choices"][0]["message"]["content"].startswith("{")
 
 
+def test_an_answer_goes_on_where_its_message_ends_and_not_behind(told: Running) -> None:
+    """What the template writes behind a message may read the same."""
+    for begun in ("n", "a <|end", "<|end|> e  "):
+        body = {"messages": [USER, {"role": "assistant", "content": begun}], "continue_final_message": True}
+        prompt = told.ask("POST", "/apply-template", body).json["prompt"]
+        assert prompt.endswith(f"<|assistant|>{begun.rstrip()}"), prompt
+    body = {"messages": [USER, {"role": "assistant", "content": " \n"}], "continue_final_message": True}
+    assert told.chat(**body).error["param"] == "continue_final_message"
+    assert told.ask("POST", "/v1/messages", {**body, "max_tokens": 1}).status == 200
+
+
+def test_a_call_that_was_cut_leaves_no_text(told: Running) -> None:
+    with scripted(told.service.llm, f"I look.\n{HERMES[1]}"):
+        for most in (25, 60):
+            [answer] = told.chat(tools=TOOLS, max_tokens=most).json["choices"]
+            assert (answer["message"]["content"], answer["finish_reason"]) == ("I look.", "length")
+            streamed, _ = joined(told.chat(tools=TOOLS, max_tokens=most, stream=True))
+            assert streamed["content"] == "I look."
+
+
 def test_an_answer_goes_on_from_its_beginning(server: Running, llm: LLM) -> None:
     begun = {"role": "assistant", "content": "Once upon"}
     reply = server.chat(messages=[USER, begun], continue_final_message=True, temperature=0, max_tokens=8)

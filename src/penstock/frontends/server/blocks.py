@@ -30,6 +30,7 @@ class Change:
     what: Literal["open", "add", "close", "wait"]
     block: Block
     text: str = ""
+    is_last: bool = False
 
 
 def blocks_of(turn: Turn) -> list[Block]:
@@ -41,7 +42,7 @@ def blocks_of(turn: Turn) -> list[Block]:
 
     if turn.thought:
         add("thought", turn.thought)
-    if turn.text or not turn.whole_calls:
+    if turn.text or not (turn.thought or turn.whole_calls):
         add("text", turn.text)
     for call in turn.whole_calls:
         add("call", call.arguments, call.name, call.id)
@@ -85,7 +86,7 @@ class BlockAnswer(Answer):
         if block is None:
             block = nothing
             yield Change("open", block)
-        yield Change("close", block)
+        yield Change("close", block, is_last=True)
 
     def _status(self) -> str:
         return "completed" if self._reasons[0] == "stop" else "incomplete"

@@ -60,6 +60,7 @@ _IN_BODIES: Unsupported = {
     "service_tier": ("service tiers", ("auto", "default")),
     "best_of": ("choosing among answers; give n and choose", (1,)),
     "use_beam_search": ("beam search", (False,)),
+    "truncate_prompt_tokens": ("cutting prompts", (-1,)),
     "suffix": ("filling in before a suffix", ("",)),
     "chat_template": ("templates of a request's own", ()),
     "documents": ("documents beside messages; put them into a message", ([],)),
@@ -348,6 +349,7 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, BeforeValidator(_no_limit)] = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None  # those that begin a text
 
     @property
     def num_logprobs(self) -> int | None:
@@ -413,7 +415,9 @@ class TemplateBody(Body):
     continue_final_message: bool | None = None
 
     def told(self, messages: Messages) -> Conversation:
-        if self.continue_final_message and (self.add_generation_prompt or not messages[-1].content):
+        if self.continue_final_message and (
+            self.add_generation_prompt or not (messages[-1].content or "").strip()
+        ):
             raise wrong(
                 "continue_final_message", "it needs a last message with text, and no add_generation_prompt"
             )

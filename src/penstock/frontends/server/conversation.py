@@ -26,6 +26,10 @@ _IN_MESSAGES: Unsupported = {
 }
 
 
+# What OpenAI's APIs call parts that are text.
+_TEXTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text"}
+
+
 def _role(value: object) -> object:
     if value == "function":
         raise ValueError("messages of functions are OpenAI's old form: use the role tool")
@@ -43,7 +47,7 @@ def text_of(content: object) -> str:
 
 def _text_part(part: object) -> str:
     match part:
-        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+        case {"type": str(kind), "text": str(text)} if kind in _TEXTS:
             return text
         case {"type": "refusal", "refusal": str(text)}:
             return text

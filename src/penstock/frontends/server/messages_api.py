@@ -33,6 +33,8 @@ class _Tool(Part):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: Literal["custom"] | None = None
+    strict: bool | None = None  # the schema is always kept to
+    cache_control: dict[str, Any] | None = None  # what was read is in the cache
     defer_loading: bool | None = None  # the model is told of it where a result refers to it
 
     def plain(self) -> dict[str, Any]:
@@ -162,7 +164,7 @@ class MessagesBody(BlockBody):
         effort = self.output_config.effort if self.output_config is not None else None
         if self.thinking is not None:
             effort = "none" if self.thinking.type == "disabled" else effort
-        continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+        continues = last["role"] == "assistant" and "tool_calls" not in last and bool(last["content"].strip())
         return Conversation(
             messages,
             [tool for name, tool in tools.items() if name not in hidden],

@@ -317,7 +317,8 @@ class Answer:
                 case Finished():
                     if event.reason == "cancelled":
                         raise cancelled()
-                    pieces = parser.push(event.text) + parser.finish()
+                    is_cut = event.reason == "length" or event.stop is not None
+                    pieces = parser.push(event.text) + parser.finish(is_cut=is_cut)
                     self._num_cached[index] = event.usage.cached_tokens
                     self._reasons[index] = event.reason
                     self._ends[index] = event

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from penstock.engine.events import AnswerFormat, TokenGenerated
+from penstock.engine.events import AnswerFormat, JsonFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
 from penstock.frontends.server.bodies import BlockBody, ResponseFormat
 from penstock.frontends.server.conversation import (
@@ -92,18 +92,28 @@ class ResponsesBody(BlockBody):
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_tokens,
-            "metadata": self.metadata or {},
+            "metadata": {key: str(value) for key, value in (self.metadata or {}).items()},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
             "store": False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": self._given_format()},
             "tool_choice": (self.tool_choice or Choice()).given,
             "tools": tools,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
         }
+
+    def _given_format(self) -> dict[str, Any]:
+        given = self.text and self.text.format
+        match given and given.answer_format():
+            case JsonFormat(None):
+                return {"type": "json_object"}
+            case JsonFormat(schema):
+                assert given
+                return {"type": "json_schema", "name": given.name or "", "schema": schema, "strict": True}
+        return {"type": "text"}
 
 
 def _add(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
@@ -122,12 +132,10 @@ def _add(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
         case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text_of(output or " ")})
         case {"type": "reasoning"}:
-            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-            texts = [
-                part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
-            ]
-            if texts:
-                messages.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(texts)})
+            lists = [item[name] for name in ("content", "summary") if isinstance(item.get(name), list)]
+            if parts := [part for each in lists for part in each]:
+                told = {"role": "assistant", "content": "", "reasoning_content": text_of(parts)}
+                messages.append(told)
         case {"role": str(role), "content": content} if item.get("type", "message") == "message":
             text = text_of(content)
             if (
@@ -148,7 +156,8 @@ class ResponsesAnswer(BlockAnswer):
     prefix = "resp_"
 
     def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
-        items = [_item(block, "completed") for block in blocks_of(self._turns[0])]
+        *whole, last = blocks_of(self._turns[0])
+        items = [*(_item(block, "completed") for block in whole), _item(last, self._status())]
         return self._response(self._status(), items)
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -182,13 +191,8 @@ class ResponsesAnswer(BlockAnswer):
                 yield event(f"{_NAMES[block.kind]}.done", **done)
                 if block.kind != "call":
                     yield event("content_part.done", **part, part=_part(block))
-                items.append(_item(block, "completed"))
+                items.append(_item(block, self._status() if change.is_last else "completed"))
                 yield event("output_item.done", output_index=block.index, item=items[-1])
-        if self._status() == "incomplete" and items:
-            items[-1] = {
-                **items[-1],
-                **({} if items[-1]["type"] == "reasoning" else {"status": "incomplete"}),
-            }
         yield event(self._status(), response=self._response(self._status(), items))
 
     def _error(self, error: ApiError) -> dict[str, Any]:
@@ -236,7 +240,7 @@ def _part(block: Block) -> dict[str, Any]:
 
 def _item(block: Block, status: str) -> dict[str, Any]:
     """As it is when it opens, and when it is done."""
-    parts = [_part(block)] if status == "completed" else []
+    parts = [] if status == "in_progress" else [_part(block)]
     match block.kind:
         case "thought":
             return {"type": "reasoning", "id": block.id, "summary": [], "content": parts}
