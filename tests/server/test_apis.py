@@ -386,7 +386,7 @@ def test_a_tool_that_comes_later_leaves_the_prompt_s_beginning_alone(server: Run
     reply = server.ask("POST", "/v1/messages", {**later, **force})
     assert reply.json["usage"]["cache_read_input_tokens"] >= count(asked) - 64
     assert count(asked | {"messages": asked["messages"] + history[:1]}) < count(later)
-    twice = server.ask("POST", "/v1/messages", {**asked, "tools": [mail, mail, search], "max_tokens": 1})
+    twice = server.ask("POST", "/v1/messages", {**asked, "tools": [mail, search, search], "max_tokens": 1})
     assert twice.json["error"]["param"] == "tools"
 
 
@@ -394,7 +394,8 @@ def test_tools_of_anthropic_s_own_are_told(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     own = {"type": "bash_20250124", "name": "bash"}
     custom = {"type": "custom", "name": "f", "input_schema": {"type": "object"}}
-    reply = server.ask("POST", "/v1/messages", {**body, "tools": [own, custom]})
+    cached = {"cache_control": {"type": "ephemeral"}}
+    reply = server.ask("POST", "/v1/messages", {**body, "tools": [own, {**custom, **cached}], **cached})
     assert (reply.status, reply.headers["x-penstock-ignored"]) == (200, "tools.bash_20250124")
 
 

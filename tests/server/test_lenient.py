@@ -76,6 +76,8 @@ def test_it_is_logged_once_and_counted(server: Running, caplog: pytest.LogCaptur
         ({"web_search_options": {}}, "web_search_options", "web"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "tags"),
         ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "cutting"),
+        ({"echo": True}, "echo", "completions"),
+        ({"add_special_tokens": True}, "add_special_tokens", "template"),
         ({"topP": 1}, "topP", "top_p"),
         ({"seeds": 1}, "seeds", "seed"),
         ({"tool": []}, "tool", "tools"),

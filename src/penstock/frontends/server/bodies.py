@@ -60,6 +60,9 @@ _IN_BODIES: Unsupported = {
     "service_tier": ("service tiers", ("auto", "default")),
     "best_of": ("choosing among answers; give n and choose", (1,)),
     "use_beam_search": ("beam search", (False,)),
+    "echo": ("repeating the prompt but in completions", (False,)),
+    "add_special_tokens": ("tokens beside a template's", (False,)),
+    "prompt_embeds": ("prompts that are vectors", ()),
     "truncate_prompt_tokens": ("cutting prompts", (-1,)),
     "suffix": ("filling in before a suffix", ("",)),
     "chat_template": ("templates of a request's own", ()),
@@ -181,6 +184,10 @@ class ResponseFormat(Part):
     json_schema: JsonSchema | None = None
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     grammar: str | None = None
+    # What OpenAI's newer API has beside the schema.
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
@@ -300,10 +307,14 @@ class GenerationBody(Body):
         """The same for the prompt's own tokens."""
         return self.prompt_logprobs
 
+    def given_format(self) -> ResponseFormat | None:
+        """What the API itself calls a format."""
+        return self.response_format
+
     def answer_format(self) -> AnswerFormat | None:
         """What the answer is held to, by whatever name."""
         return _only_one(
-            ("response_format", self.response_format, ResponseFormat.answer_format),
+            ("response_format", self.given_format(), ResponseFormat.answer_format),
             ("structured_outputs", self.structured_outputs, StructuredOutputs.answer_format),
             ("guided_json", self.guided_json, JsonFormat),
             ("guided_regex", self.guided_regex, Grammar.regex),

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from penstock.engine.events import AnswerFormat, JsonFormat, TokenGenerated
+from penstock.engine.events import TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
-from penstock.frontends.server.bodies import BlockBody
+from penstock.frontends.server.bodies import BlockBody, ResponseFormat
 from penstock.frontends.server.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -107,14 +107,9 @@ class _Thinking(Part):
     display: str | None = None
 
 
-class _OutputFormat(Part):
-    type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
-
 class _OutputConfig(Part):
     effort: str | None = None
-    format: _OutputFormat | None = None
+    format: ResponseFormat | None = None
 
 
 def _system(value: object) -> object:
@@ -133,28 +128,27 @@ class MessagesBody(BlockBody):
     system: Annotated[str | None, BeforeValidator(_system)] = None
     tools: Annotated[list[_Tool] | None, known_tools("custom"), at_most(MAX_TOOLS)] = None
     tool_choice: _Choice | None = None
+    cache_control: dict[str, Any] | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    output_format: _OutputFormat | None = None  # an older name
+    output_format: ResponseFormat | None = None  # an older name
 
-    def answer_format(self) -> AnswerFormat | None:
-        wanted = (self.output_config and self.output_config.format) or self.output_format
-        return super().answer_format() if wanted is None else JsonFormat(wanted.schema_)
+    def given_format(self) -> ResponseFormat | None:
+        return (
+            (self.output_config and self.output_config.format) or self.output_format or self.response_format
+        )
 
     def conversation(self) -> Conversation:
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        tools = {tool.name: tool.plain() for tool in self.tools or ()}
-        if len(tools) < len(self.tools or ()):
-            raise wrong("tools", "tools have names of their own")
-        hidden = {tool.name for tool in self.tools or () if tool.defer_loading}
-        later: dict[str, dict[str, Any]] = {}
+        hidden = {tool.name: tool.plain() for tool in self.tools or () if tool.defer_loading}
+        later: list[dict[str, Any]] = []
 
         def tell(name: str) -> str:
             """Where it is first referred to: the prompt's beginning, which the cache knows, stays as it was."""
-            if name not in hidden or name in later:
+            if name not in hidden:
                 return name
-            later[name] = tools[name]
-            return json.dumps(tools[name]["function"], ensure_ascii=False)
+            later.append(hidden.pop(name))
+            return json.dumps(later[-1]["function"], ensure_ascii=False)
 
         for message in (plain for each in self.messages for plain in each.plain(tell)):
             # Templates know one system message, the first.
@@ -167,13 +161,13 @@ class MessagesBody(BlockBody):
         continues = last["role"] == "assistant" and "tool_calls" not in last and bool(last["content"].strip())
         return Conversation(
             messages,
-            [tool for name, tool in tools.items() if name not in hidden],
+            [tool.plain() for tool in self.tools or () if not tool.defer_loading],
             Choice() if choice is None else choice.choice(),
             choice is None or not choice.disable_parallel_tool_use,
             thinking(effort, None),
             continues,
             not continues,
-            [*later.values()],
+            later,
         )
 
 

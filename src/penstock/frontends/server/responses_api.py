@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from penstock.engine.events import AnswerFormat, JsonFormat, TokenGenerated
+from penstock.engine.events import JsonFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
 from penstock.frontends.server.bodies import BlockBody, ResponseFormat
 from penstock.frontends.server.conversation import (
@@ -32,16 +32,8 @@ class _Reasoning(Part):
     effort: str | None = None
 
 
-class _Format(ResponseFormat):
-    """Here a schema's name is beside it."""
-
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
 class _Text(Part):
-    format: _Format | None = None
+    format: ResponseFormat | None = None
 
 
 _REFUSED: Unsupported = {
@@ -65,10 +57,8 @@ class ResponsesBody(BlockBody):
     reasoning: _Reasoning | None = None
     text: _Text | None = None
 
-    def answer_format(self) -> AnswerFormat | None:
-        if self.text is not None and self.text.format is not None:
-            return self.text.format.answer_format()
-        return super().answer_format()
+    def given_format(self) -> ResponseFormat | None:
+        return (self.text and self.text.format) or self.response_format
 
     def conversation(self) -> Conversation:
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -98,21 +88,21 @@ class ResponsesBody(BlockBody):
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
             "store": False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "text": {"format": self._given_format()},
+            "text": {"format": self._told_format()},
             "tool_choice": (self.tool_choice or Choice()).given,
             "tools": tools,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
         }
 
-    def _given_format(self) -> dict[str, Any]:
-        given = self.text and self.text.format
+    def _told_format(self) -> dict[str, Any]:
+        given = self.given_format()
         match given and given.answer_format():
             case JsonFormat(None):
                 return {"type": "json_object"}
             case JsonFormat(schema):
-                assert given
-                return {"type": "json_schema", "name": given.name or "", "schema": schema, "strict": True}
+                name = (given and given.name) or ""
+                return {"type": "json_schema", "name": name, "schema": schema, "strict": True}
         return {"type": "text"}
 
 
