@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penstock.engine.llm import LLM
+from penstock.frontends.server import responses
 from penstock.frontends.server.settings import ServerSettings
 from tests.models.call_templates import MAIL, TEMPLATES, THINKING, WEATHER
 from tests.server.running import NAME, Reply, Running, running
@@ -171,6 +173,36 @@ def test_what_was_cut_is_not_called_complete(server: Running, thinking: Running)
         )
     assert [item["type"] for item in whole] == ["reasoning"]
     assert [block["type"] for block in message.json["content"]] == ["thinking"]
+
+
+def test_what_takes_long_is_no_silence(
+    tmp_path: Path, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt, and a call in a format whose calls are told only when they are whole."""
+    monkeypatch.setattr(responses, "SILENT_S", 0.0)
+    template, call, _ = TEMPLATES["gemma4"]
+    long = "x" * 3000
+    llm = LLM(with_template(tmp_path, template), dtype="float32", threads=1)
+    asked: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": [{"role": "user", "content": long}], "tools": [WEATHER]},
+        "responses": {"input": long, "tools": OPENAI_TOOLS[:1], "cache_salt": "1"},
+        "messages": {"messages": [{"role": "user", "content": long}], "tools": ANTHROPIC_TOOLS[:1]},
+    }
+    with running(llm, ServerSettings(NAME)) as gemma, scripted(llm, call):
+        for path, body in asked.items():
+            limit = {"max_output_tokens" if path == "responses" else "max_tokens": 300, "stream": True}
+            reply = gemma.ask("POST", f"/v1/{path}", body | limit)
+            assert reply.body.count(b"data: ") > len(call) / 2
+            assert b"K\\\\u00f6ln" in reply.body
+            if path == "messages":
+                for event in named_events(reply):
+                    if event["type"] != "ping":
+                        TypeAdapter(anthropic.types.RawMessageStreamEvent).validate_python(event, strict=True)
+            elif path == "responses":
+                for event in named_events(reply):
+                    TypeAdapter(ResponseStreamEvent).validate_python(event, strict=True)
+                assert [item["type"] for item in event["response"]["output"]] == ["function_call"]
+                assert reply.body.count(b"event: response.in_progress") > 3
 
 
 def test_a_response_tells_what_it_was_asked_for(server: Running) -> None:

@@ -25,9 +25,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Change:
-    """A block opens, has text added, or closes; or nothing but time has passed."""
+    """A block opens, has text added, or closes; or more of the prompt was read, or nothing was said for long."""
 
-    what: Literal["open", "add", "close", "wait"]
+    what: Literal["open", "add", "close", "wait", "silence"]
     block: Block
     text: str = ""
     is_last: bool = False
@@ -62,6 +62,9 @@ class BlockAnswer(Answer):
                 yield Change("wait", nothing)
             for piece in pieces:
                 match piece:
+                    case Text(""):
+                        yield Change("silence", nothing) if block is None else Change("add", block)
+                        continue
                     case Thought(text):
                         kind: Kind = "thought"
                     case Text(text):

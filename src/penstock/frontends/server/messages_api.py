@@ -187,7 +187,7 @@ class MessagesAnswer(BlockAnswer):
                 stop = {"stop_reason": None, "stop_sequence": None}
                 message = {**self._message(), "content": [], **stop, "usage": self._usage()}
                 yield {"type": "message_start", "message": message}
-            if change.what == "wait":
+            if change.what in ("wait", "silence"):
                 yield {"type": "ping"}
             elif change.what == "open":
                 yield {

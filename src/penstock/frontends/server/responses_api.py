@@ -165,7 +165,9 @@ class ResponsesAnswer(BlockAnswer):
             block = change.block
             place = {"item_id": block.id, "output_index": block.index}
             part = {**place, "content_index": 0}
-            if change.what == "open":
+            if change.what == "silence":
+                yield event("in_progress", response=self._response("in_progress", []))
+            elif change.what == "open":
                 yield event("output_item.added", output_index=block.index, item=_item(block, "in_progress"))
                 if block.kind != "call":
                     yield event("content_part.added", **part, part=_part(block))
