@@ -205,6 +205,36 @@ def test_what_takes_long_is_no_silence(
                 assert reply.body.count(b"event: response.in_progress") > 3
 
 
+def test_tools_of_a_namespace_have_its_name_before_theirs(server: Running) -> None:
+    """As Codex has those of its MCP servers."""
+    space = {
+        "type": "namespace",
+        "name": "post",
+        "description": "",
+        "tools": [OPENAI_TOOLS[1], {"type": "custom"}],
+    }
+    asked: dict[str, Any] = {"tools": [OPENAI_TOOLS[0], space], "max_output_tokens": 300}
+    user = {"role": "user", "content": "x"}
+    call = {"name": "post__mail", "arguments": {"text": "x", "urgent": True}}
+    with scripted(server.service.llm, f"<tool_call>\n{json.dumps(call)}\n</tool_call>"):
+        whole = server.ask("POST", "/v1/responses", {**asked, "input": [user]})
+        events = named_events(server.ask("POST", "/v1/responses", {**asked, "input": [user], "stream": True}))
+    [item] = whole.json["output"]
+    assert (item["name"], item["namespace"], whole.headers["x-penstock-ignored"]) == (
+        "mail",
+        "post",
+        "tools.custom",
+    )
+    Response.model_validate(whole.json, strict=True)
+    [streamed] = events[-1]["response"]["output"]
+    assert (streamed["name"], streamed["namespace"]) == ("mail", "post")
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event, strict=True)
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "sent"}
+    second = server.ask("POST", "/v1/responses", {**asked, "input": [user, item, result]}).json["usage"]
+    assert second["input_tokens_details"]["cached_tokens"] > whole.json["usage"]["input_tokens"] - 64
+
+
 def test_a_response_tells_what_it_was_asked_for(server: Running) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     for given, told in (

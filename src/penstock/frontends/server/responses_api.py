@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from penstock.engine.events import JsonFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
@@ -26,6 +26,36 @@ from penstock.frontends.server.parts import Part, Unsupported, at_most, wrong
 
 class _Tool(Function):
     type: Literal["function"]
+    namespace: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        tool = super().plain()
+        tool["function"]["name"] = _called(self.namespace, self.name)
+        return tool
+
+    def told(self) -> dict[str, Any]:
+        """As an answer tells of it."""
+        tool = {"type": "function", **self.plain()["function"], "strict": True, "name": self.name}
+        return tool | ({"namespace": self.namespace} if self.namespace else {})
+
+
+def _called(namespace: object, name: str) -> str:
+    """What the model calls a tool of a namespace."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _flat(value: object) -> object:
+    """Tools without the namespaces that they are in, which their names tell."""
+    if not isinstance(value, list):
+        return value
+    tools: list[Any] = []
+    for each in value:
+        match each:
+            case {"type": "namespace", "name": str(space), "tools": list(inner)}:
+                tools += [{**tool, "namespace": space} if isinstance(tool, dict) else tool for tool in inner]
+            case _:
+                tools.append(each)
+    return tools
 
 
 class _Reasoning(Part):
@@ -51,7 +81,9 @@ class ResponsesBody(BlockBody):
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1), at_most(MAX_MESSAGES)]
     instructions: str | None = None
-    tools: Annotated[list[_Tool] | None, known_tools("function"), at_most(MAX_TOOLS)] = None
+    tools: Annotated[
+        list[_Tool] | None, known_tools("function"), at_most(MAX_TOOLS), BeforeValidator(_flat)
+    ] = None
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
@@ -76,9 +108,6 @@ class ResponsesBody(BlockBody):
         )
 
     def about(self) -> dict[str, Any]:
-        tools = [
-            {"type": "function", **tool.plain()["function"], "strict": True} for tool in self.tools or ()
-        ]
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_tokens,
@@ -90,7 +119,7 @@ class ResponsesBody(BlockBody):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": self._told_format()},
             "tool_choice": (self.tool_choice or Choice()).given,
-            "tools": tools,
+            "tools": [tool.told() for tool in self.tools or ()],
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
         }
@@ -116,7 +145,7 @@ def _add(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
 
     match item:
         case {"type": "function_call", "name": str(name), "call_id": str(call_id), "arguments": given}:
-            function = {"name": name, "arguments": arguments_of(given)}
+            function = {"name": _called(item.get("namespace"), name), "arguments": arguments_of(given)}
             call = {"id": call_id, "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
@@ -147,7 +176,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
         *whole, last = blocks_of(self._turns[0])
-        items = [*(_item(block, "completed") for block in whole), _item(last, self._status())]
+        items = [*(self._item(block, "completed") for block in whole), self._item(last, self._status())]
         return self._response(self._status(), items)
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -168,7 +197,9 @@ class ResponsesAnswer(BlockAnswer):
             if change.what == "silence":
                 yield event("in_progress", response=self._response("in_progress", []))
             elif change.what == "open":
-                yield event("output_item.added", output_index=block.index, item=_item(block, "in_progress"))
+                yield event(
+                    "output_item.added", output_index=block.index, item=self._item(block, "in_progress")
+                )
                 if block.kind != "call":
                     yield event("content_part.added", **part, part=_part(block))
             elif change.what == "add":
@@ -177,15 +208,25 @@ class ResponsesAnswer(BlockAnswer):
                 yield event(f"{_NAMES[block.kind]}.delta", **where, delta=change.text, **more)
             elif change.what == "close":
                 if block.kind == "call":
-                    done = {**place, "arguments": block.text, "name": block.name}
+                    done = {**place, "arguments": block.text, "name": self._names(block)["name"]}
                 else:
                     done = {**part, "text": block.text, **({"logprobs": []} if block.kind == "text" else {})}
                 yield event(f"{_NAMES[block.kind]}.done", **done)
                 if block.kind != "call":
                     yield event("content_part.done", **part, part=_part(block))
-                items.append(_item(block, self._status() if change.is_last else "completed"))
+                items.append(self._item(block, self._status() if change.is_last else "completed"))
                 yield event("output_item.done", output_index=block.index, item=items[-1])
         yield event(self._status(), response=self._response(self._status(), items))
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        return _item(block, status) | (self._names(block) if block.kind == "call" else {})
+
+    def _names(self, block: Block) -> dict[str, Any]:
+        """A called tool's name and namespace, as the client has them."""
+        for tool in self._prepared.about["tools"]:
+            if _called(tool.get("namespace"), tool["name"]) == block.name:
+                return {name: tool[name] for name in ("name", "namespace") if name in tool}
+        return {"name": block.name}
 
     def _error(self, error: ApiError) -> dict[str, Any]:
         said = error.content["error"]
