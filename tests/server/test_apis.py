@@ -5,6 +5,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -14,6 +15,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from penstock.engine.llm import LLM
+from penstock.frontends.server import responses
 from penstock.frontends.server.settings import ServerSettings
 from tests.models.call_templates import MAIL, TEMPLATES, THINKING, WEATHER
 from tests.server.running import NAME, Reply, Running, running
@@ -137,6 +139,124 @@ def test_a_loop_by_openai_s_responses(server: Running) -> None:
         "incomplete",
         "max_output_tokens",
     )
+
+
+def test_a_choice_of_tools_is_told_as_it_was_given(server: Running) -> None:
+    mail = {"type": "function", "name": "mail"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [mail]}
+    for choice in ("auto", "required", mail, allowed):
+        asked = {"input": "hello", "tools": OPENAI_TOOLS, "tool_choice": choice, "max_output_tokens": 300}
+        with scripted(server.service.llm, str(TEMPLATES["hermes"][2])):
+            reply = server.ask("POST", "/v1/responses", asked)
+        assert reply.json["tool_choice"] == choice
+        Response.model_validate(reply.json, strict=True)
+        if isinstance(choice, dict):
+            calls = [item for item in reply.json["output"] if item["type"] == "function_call"]
+            assert {call["name"] for call in calls} <= {"mail"}
+
+
+def test_what_was_cut_is_not_called_complete(server: Running, thinking: Running) -> None:
+    asked = {"input": "hello", "tools": OPENAI_TOOLS, "max_output_tokens": 60}
+    with scripted(server.service.llm, SAID):
+        whole = server.ask("POST", "/v1/responses", asked).json["output"]
+        events = named_events(server.ask("POST", "/v1/responses", {**asked, "stream": True}))
+    assert [item["status"] for item in whole] == ["incomplete"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert [item["status"] for item in done] == ["completed", "incomplete"]
+    assert events[-1]["response"]["output"] == done
+    with scripted(
+        thinking.service.llm, "so be it"
+    ):  # and of thoughts alone there is no text, streamed or not
+        whole = thinking.ask("POST", "/v1/responses", {**asked, "max_output_tokens": 5}).json["output"]
+        message = thinking.ask(
+            "POST", "/v1/messages", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 5}
+        )
+    assert [item["type"] for item in whole] == ["reasoning"]
+    assert [block["type"] for block in message.json["content"]] == ["thinking"]
+
+
+def test_what_takes_long_is_no_silence(
+    tmp_path: Path, server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt, and a call in a format whose calls are told only when they are whole."""
+    monkeypatch.setattr(responses, "SILENT_S", 0.0)
+    template, call, _ = TEMPLATES["gemma4"]
+    long = "x" * 3000
+    llm = LLM(with_template(tmp_path, template), dtype="float32", threads=1)
+    asked: dict[str, dict[str, Any]] = {
+        "chat/completions": {"messages": [{"role": "user", "content": long}], "tools": [WEATHER]},
+        "responses": {"input": long, "tools": OPENAI_TOOLS[:1], "cache_salt": "1"},
+        "messages": {"messages": [{"role": "user", "content": long}], "tools": ANTHROPIC_TOOLS[:1]},
+    }
+    with running(llm, ServerSettings(NAME)) as gemma, scripted(llm, call):
+        for path, body in asked.items():
+            limit = {"max_output_tokens" if path == "responses" else "max_tokens": 300, "stream": True}
+            reply = gemma.ask("POST", f"/v1/{path}", body | limit)
+            assert reply.body.count(b"data: ") > len(call) / 2
+            assert b"K\\\\u00f6ln" in reply.body
+            if path == "messages":
+                for event in named_events(reply):
+                    if event["type"] != "ping":
+                        TypeAdapter(anthropic.types.RawMessageStreamEvent).validate_python(event, strict=True)
+            elif path == "responses":
+                for event in named_events(reply):
+                    TypeAdapter(ResponseStreamEvent).validate_python(event, strict=True)
+                assert [item["type"] for item in event["response"]["output"]] == ["function_call"]
+                assert reply.body.count(b"event: response.in_progress") > 3
+
+
+def test_tools_of_a_namespace_have_its_name_before_theirs(server: Running) -> None:
+    """As Codex has those of its MCP servers."""
+    space = {
+        "type": "namespace",
+        "name": "post",
+        "description": "",
+        "tools": [OPENAI_TOOLS[1], {"type": "custom"}],
+    }
+    asked: dict[str, Any] = {"tools": [OPENAI_TOOLS[0], space], "max_output_tokens": 300}
+    user = {"role": "user", "content": "x"}
+    call = {"name": "post__mail", "arguments": {"text": "x", "urgent": True}}
+    with scripted(server.service.llm, f"<tool_call>\n{json.dumps(call)}\n</tool_call>"):
+        whole = server.ask("POST", "/v1/responses", {**asked, "input": [user]})
+        events = named_events(server.ask("POST", "/v1/responses", {**asked, "input": [user], "stream": True}))
+    [item] = whole.json["output"]
+    assert (item["name"], item["namespace"], whole.headers["x-penstock-ignored"]) == (
+        "mail",
+        "post",
+        "tools.custom",
+    )
+    Response.model_validate(whole.json, strict=True)
+    [streamed] = events[-1]["response"]["output"]
+    assert (streamed["name"], streamed["namespace"]) == ("mail", "post")
+    for event in events:
+        TypeAdapter(ResponseStreamEvent).validate_python(event, strict=True)
+    result = {"type": "function_call_output", "call_id": item["call_id"], "output": "sent"}
+    second = server.ask("POST", "/v1/responses", {**asked, "input": [user, item, result]}).json["usage"]
+    assert second["input_tokens_details"]["cached_tokens"] > whole.json["usage"]["input_tokens"] - 64
+
+
+def test_a_response_tells_what_it_was_asked_for(server: Running) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for given, told in (
+        (
+            {"type": "json_schema", "name": "x", "schema": schema},
+            {"name": "x", "schema": schema, "strict": True},
+        ),
+        ({"type": "json_object"}, {}),
+        ({"type": "text"}, {}),
+    ):
+        asked = {"input": "x", "max_output_tokens": 2, "text": {"format": given}, "metadata": {"a": 5}}
+        reply = server.ask("POST", "/v1/responses", asked).json
+        assert reply["text"]["format"] == {"type": given["type"], **told}
+        assert Response.model_validate(reply, strict=True).metadata == {"a": "5"}
+
+
+def test_thoughts_that_were_told_in_any_way(server: Running) -> None:
+    text = {"type": "reasoning_text", "text": "a"}
+    for content, status in (([text], 200), ("a", 200), (5, 200), (None, 200), ([5], 400)):
+        item = {"type": "reasoning", "id": "x", "summary": [], "content": content}
+        asked = {"input": [{"role": "user", "content": "x"}, item], "max_output_tokens": 2}
+        assert server.ask("POST", "/v1/responses", asked).status == status
 
 
 @pytest.mark.parametrize(
@@ -307,11 +427,37 @@ def test_what_messages_refuse(server: Running, fields: Any) -> None:
     assert reply.json["error"]["type"] == "invalid_request_error"
 
 
+def test_a_tool_that_comes_later_leaves_the_prompt_s_beginning_alone(server: Running) -> None:
+    search = {"name": "search", "description": "look " * 50, "input_schema": {"type": "object"}}
+    mail = {**ANTHROPIC_TOOLS[1], "defer_loading": True}
+    asked: dict[str, Any] = {"tools": [mail, search], "messages": [{"role": "user", "content": "find it"}]}
+    called = {"type": "tool_use", "id": "a", "name": "search", "input": {}}
+    found = [{"type": "tool_reference", "tool_name": "mail"}] * 2
+    result = {"type": "tool_result", "tool_use_id": "a", "content": found}
+    history = [{"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
+    later = {**asked, "messages": [*asked["messages"], *history]}
+    force = {"tool_choice": {"type": "tool", "name": "mail"}, "max_tokens": 60}
+
+    def count(body: dict[str, Any]) -> int:
+        return int(server.ask("POST", "/v1/messages/count_tokens", body).json["input_tokens"])
+
+    assert count(asked) == count({**asked, "tools": [search]})
+    assert count(later) > count({**later, "tools": [search]}) + len(json.dumps(mail["input_schema"]))
+    assert server.ask("POST", "/v1/messages", {**asked, **force}).status == 400
+    server.ask("POST", "/v1/messages", {**asked, "max_tokens": 1})
+    reply = server.ask("POST", "/v1/messages", {**later, **force})
+    assert reply.json["usage"]["cache_read_input_tokens"] >= count(asked) - 64
+    assert count(asked | {"messages": asked["messages"] + history[:1]}) < count(later)
+    twice = server.ask("POST", "/v1/messages", {**asked, "tools": [mail, search, search], "max_tokens": 1})
+    assert twice.json["error"]["param"] == "tools"
+
+
 def test_tools_of_anthropic_s_own_are_told(server: Running) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2}
     own = {"type": "bash_20250124", "name": "bash"}
     custom = {"type": "custom", "name": "f", "input_schema": {"type": "object"}}
-    reply = server.ask("POST", "/v1/messages", {**body, "tools": [own, custom]})
+    cached = {"cache_control": {"type": "ephemeral"}}
+    reply = server.ask("POST", "/v1/messages", {**body, "tools": [own, {**custom, **cached}], **cached})
     assert (reply.status, reply.headers["x-penstock-ignored"]) == (200, "tools.bash_20250124")
 
 

@@ -4,13 +4,17 @@ meaning are refused."""
 import json
 import logging
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import processors
 
 from penstock.engine.llm import LLM
 from penstock.frontends.server.parts import MAX_IGNORED
-from tests.server.running import NAME, Running
+from penstock.frontends.server.settings import ServerSettings
+from tests.byte_models import byte_backend, model_of_bytes
+from tests.server.running import NAME, Running, running
 
 USER = {"role": "user", "content": "hello"}
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 6}
@@ -71,6 +75,9 @@ def test_it_is_logged_once_and_counted(server: Running, caplog: pytest.LogCaptur
         ({"audio": {}}, "audio", "sound"),
         ({"web_search_options": {}}, "web_search_options", "web"),
         ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag", "tags"),
+        ({"truncate_prompt_tokens": 3}, "truncate_prompt_tokens", "cutting"),
+        ({"echo": True}, "echo", "completions"),
+        ({"add_special_tokens": True}, "add_special_tokens", "template"),
         ({"topP": 1}, "topP", "top_p"),
         ({"seeds": 1}, "seeds", "seed"),
         ({"tool": []}, "tool", "tools"),
@@ -168,6 +175,25 @@ def test_texts_and_ids_in_a_row(server: Running, llm: LLM) -> None:
     assert server.completion(prompt=mixed, **GREEDY).json["choices"][0]["text"] == alone["text"]
 
 
+def test_the_tokens_that_begin_a_text_may_be_left_away(tmp_path: Path) -> None:
+    folder = model_of_bytes("llama", tmp_path / NAME)
+    backend, first = byte_backend().from_str(byte_backend().to_str()), "Ā"
+    begins = [(first, backend.token_to_id(first))]
+    backend.post_processor = processors.TemplateProcessing(single=f"{first} $A", special_tokens=begins)
+    backend.save(str(folder / "tokenizer.json"))
+    with running(LLM(folder, dtype="float32", threads=1), ServerSettings(NAME)) as server:
+        for prompt, adds, count in (
+            ("abc", None, 4),
+            ("abc", True, 4),
+            ("abc", False, 3),
+            ([1, "bc"], True, 3),
+        ):
+            reply = server.completion(prompt=prompt, add_special_tokens=adds)
+            assert reply.json["usage"]["prompt_tokens"] == count
+        reply = server.completion(prompt=["a", "b"], add_special_tokens=False)
+        assert reply.json["usage"]["prompt_tokens"] == 2
+
+
 def test_usage_in_every_chunk(server: Running) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     *chunks, last, _ = server.chat(stream=True, stream_options=options, **GREEDY).events
@@ -259,6 +285,17 @@ def test_answers_are_held_to_every_form_of_grammar(server: Running, fields: Any,
 )
 def test_formats_that_contradict_or_are_none(server: Running, fields: Any) -> None:
     assert server.chat(**fields).status == 400
+
+
+def test_a_format_that_nothing_holds_to_is_told(server: Running, strict: Running) -> None:
+    schema = {"type": "object", "properties": {"format": {"type": "string", "format": "regex"}}}
+    fields = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    reply = server.chat(**fields)
+    assert (reply.status, reply.headers["x-penstock-ignored"]) == (200, "format.regex")
+    reply = strict.chat(**fields)
+    assert (reply.status, reply.error["param"]) == (400, "format")
+    schema["properties"]["format"]["format"] = "date"  # type: ignore[index]
+    assert strict.chat(**fields).status == 200
 
 
 def test_tokens_and_back(server: Running, llm: LLM) -> None:

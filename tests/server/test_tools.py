@@ -114,6 +114,58 @@ def test_choices_of_tools(told: Running) -> None:
         assert (answer["finish_reason"], answer["message"].get("tool_calls")) == ("length", None)
 
 
+def named(*names: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+def test_some_of_the_tools_may_be_called(told: Running) -> None:
+    """The prompt has all of them, so that the cache knows it."""
+    call = {"name": "weather", "arguments": {"city": "K"}}
+    plain = told.chat(tools=TOOLS, max_tokens=1).json["usage"]["prompt_tokens"]
+    with scripted(told.service.llm, f"<tool_call>\n{json.dumps(call)}"):
+        for mode, names in (("auto", ["mail"]), ("required", ["mail"]), ("auto", ["mail", "weather"])):
+            allowed = {"mode": mode, "tools": named(*names)}
+            choice: Any = {"type": "allowed_tools", "allowed_tools": allowed}
+            reply = told.chat(tools=TOOLS, tool_choice=choice, max_tokens=400, temperature=1.0, seed=2)
+            assert reply.json["usage"]["prompt_tokens"] == plain
+            for called in reply.json["choices"][0]["message"].get("tool_calls", []):
+                assert called["function"]["name"] in names
+            assert reply.json["choices"][0]["message"]["content"] is None or mode == "auto"
+    with scripted(told.service.llm, "Hello there."):
+        choice = {"type": "allowed_tools", "mode": "required", "tools": named("mail")}
+        reply = told.chat(tools=TOOLS, tool_choice=choice, max_tokens=400, seed=2)
+        assert not reply.json["choices"][0]["message"]["content"]
+    refused: list[Any] = [
+        {"type": "allowed_tools"},
+        {"type": "allowed_tools", "mode": "none", "tools": named("mail")},
+        {"type": "allowed_tools", "mode": "auto", "tools": []},
+        {"type": "allowed_tools", "mode": "auto", "tools": named("nothing")},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]},
+        {"type": "custom", "custom": {"name": "mail"}},
+        {"type": "function"},
+        5,
+    ]
+    for wrong in refused:
+        reply = told.chat(tools=TOOLS, tool_choice=wrong)
+        assert (reply.status, reply.error["param"]) == (400, "tool_choice"), reply.body
+
+
+def test_a_chat_s_tokens_are_those_that_it_is_charged_for(told: Running) -> None:
+    several: list[dict[str, Any]] = [
+        {},
+        {"tools": TOOLS},
+        {"tools": TOOLS, "tool_choice": "none"},
+        {"messages": [USER, {"role": "assistant", "content": "Once"}], "continue_final_message": True},
+        {"add_generation_prompt": False},
+    ]
+    for fields in several:
+        asked = {"messages": [USER], **fields}
+        count = told.ask("POST", "/tokenize", asked).json["count"]
+        assert count == told.chat(max_tokens=1, **asked).json["usage"]["prompt_tokens"]
+    reply = told.ask("POST", "/tokenize", {"messages": [USER], "tools": [WEATHER, WEATHER]})
+    assert reply.error["param"] == "tools"
+
+
 def test_results_go_back_in_messages(told: Running) -> None:
     with scripted(told.service.llm, HERMES[1]):
         first = told.chat(tools=TOOLS, max_tokens=400)
@@ -239,6 +291,26 @@ def test_thoughts(tmp_path: Path) -> None:
             assert message["content"] == "so be it"[:8]
         forced = server.chat(response_format={"type": "json_object"}, max_tokens=40, seed=1).json
         assert forced["choices"][0]["message"]["content"].startswith("{")
+
+
+def test_an_answer_goes_on_where_its_message_ends_and_not_behind(told: Running) -> None:
+    """What the template writes behind a message may read the same."""
+    for begun in ("n", "a <|end", "<|end|> e  "):
+        body = {"messages": [USER, {"role": "assistant", "content": begun}], "continue_final_message": True}
+        prompt = told.ask("POST", "/apply-template", body).json["prompt"]
+        assert prompt.endswith(f"<|assistant|>{begun.rstrip()}"), prompt
+    body = {"messages": [USER, {"role": "assistant", "content": " \n"}], "continue_final_message": True}
+    assert told.chat(**body).error["param"] == "continue_final_message"
+    assert told.ask("POST", "/v1/messages", {**body, "max_tokens": 1}).status == 200
+
+
+def test_a_call_that_was_cut_leaves_no_text(told: Running) -> None:
+    with scripted(told.service.llm, f"I look.\n{HERMES[1]}"):
+        for most in (25, 60):
+            [answer] = told.chat(tools=TOOLS, max_tokens=most).json["choices"]
+            assert (answer["message"]["content"], answer["finish_reason"]) == ("I look.", "length")
+            streamed, _ = joined(told.chat(tools=TOOLS, max_tokens=most, stream=True))
+            assert streamed["content"] == "I look."
 
 
 def test_an_answer_goes_on_from_its_beginning(server: Running, llm: LLM) -> None:

@@ -54,6 +54,26 @@ def test_calls_are_found_wherever_the_text_is_cut(family: str, num_calls: int) -
         assert calls_of(turn) == CALLS[:num_calls]
 
 
+def test_a_call_that_was_cut_is_no_text() -> None:
+    for family in ("hermes", "coder", "nemo", "small"):
+        form, answer = format_of(family), TEMPLATES[family][1]
+        for end in range(len(form.trigger), len(answer)):
+            parser = TurnParser(form, schemas=SCHEMAS)
+            turn = Turn()
+            for piece in (*parser.push(f"I look.\n{answer[:end]}"), *parser.finish(is_cut=True)):
+                turn.add(piece)
+            assert turn.text == "I look.", answer[:end]
+
+
+def test_a_text_among_tagged_arguments_comes_as_it_is_written() -> None:
+    form, answer = format_of("coder"), str(TEMPLATES["coder"][2])
+    parser, told = TurnParser(form, schemas=SCHEMAS), ""
+    for letter in answer[: answer.index("urgent") - 30]:
+        for piece in parser.push(letter):
+            told += piece.text if isinstance(piece, CallArguments) else ""
+    assert '{"text": "a \\"b\\" }]{' in told
+
+
 @pytest.mark.parametrize("family", TEMPLATES)
 def test_what_was_cut_is_no_call(family: str) -> None:
     form, answer = format_of(family), TEMPLATES[family][1]

@@ -3,7 +3,7 @@ that text; what compiles it is `constraint.py`."""
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -43,6 +43,10 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 # An object that says one of these says itself what else it may have.
 _OPENS = ("additionalProperties", "unevaluatedProperties", "patternProperties")
 _JOINS = ("anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef")
+# Formats that texts are held to. Others only say what is meant, as all do in JSON Schema unless one asks for more.
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
+)
 # Of literals: a text as Python writes it, and what bounds a number.
 _PYTHON_TEXT = r"""/"([^"\\\x00-\x1f]|\\[nrt"'\\])*"/ | /'([^'\\\x00-\x1f]|\\[nrt"'\\])*'/"""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
@@ -386,28 +390,45 @@ def _parts(schema: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return parts
 
 
-def _joins(schema: dict[str, Any]) -> bool:
-    """Whether some object may have to hold to several schemas at once: then no part can say what it has not."""
-    stack: list[Any] = [schema]
+def _schemas(schema: Any) -> Iterator[dict[str, Any]]:
+    """Itself, and those in it."""
+    stack = [schema]
     while stack:
         node = stack.pop()
         if isinstance(node, dict):
-            if "allOf" in node or ("properties" in node and any(name in node for name in _JOINS)):
-                return True
+            yield node
             stack += [inner for _, inners in _parts(node) for inner in inners]
-    return False
+
+
+def _joins(schema: dict[str, Any]) -> bool:
+    """Whether some object may have to hold to several schemas at once: then no part can say what it has not."""
+    return any(
+        "allOf" in node or ("properties" in node and any(name in node for name in _JOINS))
+        for node in _schemas(schema)
+    )
+
+
+def unknown_formats(schema: Any) -> list[str]:
+    """Formats that its texts are not held to."""
+    found = (node["format"] for node in _schemas(schema) if _has_unknown_format(node))
+    return list(dict.fromkeys(found))
+
+
+def _has_unknown_format(schema: Mapping[str, Any]) -> bool:
+    return isinstance(schema.get("format"), str) and schema["format"] not in FORMATS
 
 
 def _closed(schema: Any, *, closes: bool, drops: Sequence[str]) -> Any:
-    """A copy in which objects that list properties have no others, unless they say so; without what only people
-    read."""
+    """A copy in which objects that list properties have no others, unless they say so; without what nothing is
+    held to."""
     if not isinstance(schema, dict):
         return schema
 
     def inner(part: Any) -> Any:
         return _closed(part, closes=closes, drops=drops)
 
-    copy = {name: value for name, value in schema.items() if name not in drops}
+    dropped = (*drops, "format") if _has_unknown_format(schema) else drops
+    copy = {name: value for name, value in schema.items() if name not in dropped}
     for name in {*_ONE, *_LISTS, *_NAMED} & copy.keys():
         value = copy[name]
         if name in _NAMED and isinstance(value, dict):

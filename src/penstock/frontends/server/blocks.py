@@ -25,11 +25,12 @@ class Block:
 
 @dataclass(frozen=True)
 class Change:
-    """A block opens, has text added, or closes; or nothing but time has passed."""
+    """A block opens, has text added, or closes; or more of the prompt was read, or nothing was said for long."""
 
-    what: Literal["open", "add", "close", "wait"]
+    what: Literal["open", "add", "close", "wait", "silence"]
     block: Block
     text: str = ""
+    is_last: bool = False
 
 
 def blocks_of(turn: Turn) -> list[Block]:
@@ -41,7 +42,7 @@ def blocks_of(turn: Turn) -> list[Block]:
 
     if turn.thought:
         add("thought", turn.thought)
-    if turn.text or not turn.whole_calls:
+    if turn.text or not (turn.thought or turn.whole_calls):
         add("text", turn.text)
     for call in turn.whole_calls:
         add("call", call.arguments, call.name, call.id)
@@ -61,6 +62,9 @@ class BlockAnswer(Answer):
                 yield Change("wait", nothing)
             for piece in pieces:
                 match piece:
+                    case Text(""):
+                        yield Change("silence", nothing) if block is None else Change("add", block)
+                        continue
                     case Thought(text):
                         kind: Kind = "thought"
                     case Text(text):
@@ -85,7 +89,7 @@ class BlockAnswer(Answer):
         if block is None:
             block = nothing
             yield Change("open", block)
-        yield Change("close", block)
+        yield Change("close", block, is_last=True)
 
     def _status(self) -> str:
         return "completed" if self._reasons[0] == "stop" else "incomplete"

@@ -9,15 +9,17 @@ from pydantic import (
     BeforeValidator,
     Field,
     PlainValidator,
+    ValidationInfo,
     model_validator,
 )
 from pydantic_core import PydanticCustomError, from_json
 
 from penstock.engine.events import AnswerFormat, Grammar, JsonFormat
+from penstock.engine.grammar import unknown_formats
 from penstock.errors import SettingError, assigned
 from penstock.frontends.server.conversation import (
     MAX_TOOLS,
-    ChosenTool,
+    Choice,
     Conversation,
     Messages,
     Tool,
@@ -25,7 +27,16 @@ from penstock.frontends.server.conversation import (
     known_tools,
     thinking,
 )
-from penstock.frontends.server.parts import MAX_ENTRIES, MAX_INT, Body, Part, Unsupported, at_most, wrong
+from penstock.frontends.server.parts import (
+    MAX_ENTRIES,
+    MAX_INT,
+    STRICT,
+    Body,
+    Part,
+    Unsupported,
+    at_most,
+    wrong,
+)
 
 MAX_SEED = 2**63 - 1
 MAX_CHOICES = 128
@@ -49,6 +60,10 @@ _IN_BODIES: Unsupported = {
     "service_tier": ("service tiers", ("auto", "default")),
     "best_of": ("choosing among answers; give n and choose", (1,)),
     "use_beam_search": ("beam search", (False,)),
+    "echo": ("repeating the prompt but in completions", (False,)),
+    "add_special_tokens": ("tokens beside a template's", (False,)),
+    "prompt_embeds": ("prompts that are vectors", ()),
+    "truncate_prompt_tokens": ("cutting prompts", (-1,)),
     "suffix": ("filling in before a suffix", ("",)),
     "chat_template": ("templates of a request's own", ()),
     "documents": ("documents beside messages; put them into a message", ([],)),
@@ -169,6 +184,10 @@ class ResponseFormat(Part):
     json_schema: JsonSchema | None = None
     schema_: Annotated[Schema | None, Field(alias="schema")] = None
     grammar: str | None = None
+    # What OpenAI's newer API has beside the schema.
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Self:
@@ -288,10 +307,14 @@ class GenerationBody(Body):
         """The same for the prompt's own tokens."""
         return self.prompt_logprobs
 
+    def given_format(self) -> ResponseFormat | None:
+        """What the API itself calls a format."""
+        return self.response_format
+
     def answer_format(self) -> AnswerFormat | None:
         """What the answer is held to, by whatever name."""
         return _only_one(
-            ("response_format", self.response_format, ResponseFormat.answer_format),
+            ("response_format", self.given_format(), ResponseFormat.answer_format),
             ("structured_outputs", self.structured_outputs, StructuredOutputs.answer_format),
             ("guided_json", self.guided_json, JsonFormat),
             ("guided_regex", self.guided_regex, Grammar.regex),
@@ -307,7 +330,7 @@ class GenerationBody(Body):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @model_validator(mode="after")
-    def _agrees_with_itself(self) -> Self:
+    def _agrees_with_itself(self, info: ValidationInfo) -> Self:
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise wrong(
@@ -315,7 +338,11 @@ class GenerationBody(Body):
                 f"max_tokens={self.max_tokens} contradicts max_completion_tokens={self.max_completion_tokens}: "
                 "give one of them",
             )
-        self.answer_format()
+        wanted, ignored = self.answer_format(), info.context or STRICT
+        for name in unknown_formats(wanted.schema) if isinstance(wanted, JsonFormat) else ():
+            if ignored.is_strict:
+                raise wrong("format", f"the schema's format {name[:40]!r} is not known")
+            ignored.add(f"format.{name}")
         for name in ("stream_options", "return_progress"):
             if getattr(self, name) and not self.stream:
                 raise wrong(name, f"{name} is accepted only with 'stream': true")
@@ -333,6 +360,7 @@ class CompletionBody(GenerationBody):
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     max_tokens: Annotated[Annotated[int, Field(ge=0, le=MAX_INT)] | None, BeforeValidator(_no_limit)] = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None  # those that begin a text
 
     @property
     def num_logprobs(self) -> int | None:
@@ -385,20 +413,45 @@ class BlockBody(TalkBody):
     without = frozenset({"n", "prompt_logprobs", "return_token_ids", "return_progress", "stream_options"})
 
 
-class ChatBody(TalkBody):
-    prompt_param = "messages"
+class TemplateBody(Body):
+    """What a chat's template is given besides messages."""
 
-    messages: Messages
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool] | None, known_tools("function"), at_most(MAX_TOOLS)] = None
-    tool_choice: ToolChoice | ChosenTool | None = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     enable_thinking: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_ENTRIES)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+
+    def told(self, messages: Messages) -> Conversation:
+        if self.continue_final_message and (
+            self.add_generation_prompt or not (messages[-1].content or "").strip()
+        ):
+            raise wrong(
+                "continue_final_message", "it needs a last message with text, and no add_generation_prompt"
+            )
+        variables = self.chat_template_kwargs
+        if self.enable_thinking is not None:
+            variables = {"enable_thinking": self.enable_thinking, **(variables or {})}
+        return Conversation(
+            [message.plain() for message in messages],
+            [tool.function.plain() for tool in self.tools or ()],
+            self.tool_choice or Choice(),
+            self.parallel_tool_calls is not False,
+            thinking(self.reasoning_effort, variables),
+            bool(self.continue_final_message),
+            self.add_generation_prompt is not False and not self.continue_final_message,
+        )
+
+
+class ChatBody(TemplateBody, TalkBody):
+    prompt_param = "messages"
+
+    messages: Messages
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -408,29 +461,13 @@ class ChatBody(TalkBody):
     def _has_logprobs(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise wrong("top_logprobs", "top_logprobs is accepted only with 'logprobs': true")
-        if self.continue_final_message and (self.add_generation_prompt or not self.messages[-1].content):
-            raise wrong(
-                "continue_final_message", "it needs a last message with text, and no add_generation_prompt"
-            )
         return self
 
     def conversation(self) -> Conversation:
-        choice, variables = self.tool_choice, self.chat_template_kwargs
-        if self.enable_thinking is not None:
-            variables = {"enable_thinking": self.enable_thinking, **(variables or {})}
-        return Conversation(
-            [message.plain() for message in self.messages],
-            [tool.function.plain() for tool in self.tools or ()],
-            choice.function.name if isinstance(choice, ChosenTool) else choice or "auto",
-            isinstance(choice, ChosenTool),
-            self.parallel_tool_calls is not False,
-            thinking(self.reasoning_effort, variables),
-            bool(self.continue_final_message),
-            self.add_generation_prompt is not False and not self.continue_final_message,
-        )
+        return self.told(self.messages)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(TemplateBody):
     """One of a text, a completion's prompt and a chat's messages. `add_special` is whether the tokenizer adds the
     tokens that begin a text: for a prompt it does, for other text not."""
 
@@ -458,6 +495,8 @@ class TokenizeBody(Body):
             raise wrong(
                 "add_special", "add_special is not accepted with messages: the model's template has them"
             )
+        if self.messages is not None:
+            self.told(self.messages)
         return self
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import (
     BeforeValidator,
     Field,
+    PlainValidator,
     ValidationInfo,
     model_validator,
 )
@@ -23,6 +24,10 @@ _IN_MESSAGES: Unsupported = {
     "refusal": ("refusals", ()),
     "annotations": ("annotations", ([],)),
 }
+
+
+# What OpenAI's APIs call parts that are text.
+_TEXTS = {"text", "input_text", "output_text", "summary_text", "reasoning_text"}
 
 
 def _role(value: object) -> object:
@@ -42,7 +47,7 @@ def text_of(content: object) -> str:
 
 def _text_part(part: object) -> str:
     match part:
-        case {"type": "text" | "input_text" | "output_text", "text": str(text)}:
+        case {"type": str(kind), "text": str(text)} if kind in _TEXTS:
             return text
         case {"type": "refusal", "refusal": str(text)}:
             return text
@@ -146,42 +151,71 @@ def known_tools(own_kind: str) -> BeforeValidator:
     return BeforeValidator(known)
 
 
+@dataclass(frozen=True)
+class Choice:
+    """Which tools may be called: none, any, or one at least; all of them, or those of some names."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    names: tuple[str, ...] | None = None
+    is_one: bool = False  # one call, and no more
+    given: Any = "auto"  # as the client said it
+
+
+def _choice(value: Any) -> Choice | None:
+    """In the shape of OpenAI's chat, or of its newer API."""
+    match value:
+        case None:
+            return None
+        case "none" | "auto" | "required" as mode:
+            return Choice(mode, given=mode)
+        case "any":  # as Mistral's API calls it
+            return Choice("required", given="required")
+        case {"type": "function"}:
+            return Choice("required", (_chosen(value),), is_one=True, given=value)
+        case {"type": "allowed_tools"}:
+            match value.get("allowed_tools", value):
+                case {"mode": "auto" | "required" as mode, "tools": [_, *_] as tools} if (
+                    len(tools) <= MAX_TOOLS
+                ):
+                    return Choice(mode, tuple(map(_chosen, tools)), given=value)
+            raise ValueError("allowed_tools has a mode, 'auto' or 'required', and a list of tools")
+    raise ValueError("give 'none', 'auto', 'required', a function, or allowed_tools")
+
+
+def _chosen(value: object) -> str:
+    match value:
+        case {"type": "function", "function": {"name": str(name)}} | {"type": "function", "name": str(name)}:
+            return name
+    raise ValueError("a tool is named by {'type': 'function', ...} with its name")
+
+
 ToolChoice = Annotated[
-    Literal["none", "auto", "required"],
-    BeforeValidator(lambda value: "required" if value == "any" else value),  # as Mistral's API calls it
+    Choice | None, PlainValidator(_choice, json_schema_input_type=str | dict[str, Any] | None)
 ]
-
-
-class ChosenFunction(Part):
-    name: str
-
-
-class ChosenTool(Part):
-    type: Literal["function"]
-    function: ChosenFunction
 
 
 @dataclass(frozen=True)
 class Conversation:
     """What a template is given, whatever the API: messages, tools as OpenAI's chat has them, and which of these may
-    be called: none, any, one at least, or the one of a name."""
+    be called."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
-    choice: str = "auto"
-    is_named: bool = False  # `choice` is a tool's name
+    choice: Choice = Choice()
     is_parallel: bool = True
     variables: dict[str, Any] = field(default_factory=dict)
     continues: bool = False  # the last message, which is the beginning of the answer
     adds_prompt: bool = True  # the answer's beginning, as the template has it
+    more_tools: list[dict[str, Any]] = field(default_factory=list)  # that messages tell of
 
     def __post_init__(self) -> None:
-        names = [tool["function"]["name"] for tool in self.tools]
+        names = [tool["function"]["name"] for tool in (*self.tools, *self.more_tools)]
         if len(set(names)) < len(names):
             raise wrong("tools", "tools have names of their own")
-        if self.is_named and self.choice not in names:
-            raise wrong("tool_choice", f"there is no tool {self.choice[:100]!r} among tools")
-        if self.choice == "required" and not names:
+        for name in self.choice.names or ():
+            if name not in names:
+                raise wrong("tool_choice", f"there is no tool {name[:100]!r} among tools")
+        if self.choice.mode == "required" and not names:
             raise wrong("tool_choice", "tool_choice 'required' needs tools")
 
 

@@ -1,16 +1,18 @@
 """Anthropic's API: `/v1/messages`, and the tokens that one would have."""
 
-from collections.abc import AsyncIterator
+import json
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from penstock.engine.events import AnswerFormat, JsonFormat, TokenGenerated
+from penstock.engine.events import TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
-from penstock.frontends.server.bodies import BlockBody
+from penstock.frontends.server.bodies import BlockBody, ResponseFormat
 from penstock.frontends.server.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    Choice,
     Conversation,
     Function,
     Name,
@@ -31,6 +33,9 @@ class _Tool(Part):
     description: str | None = None
     input_schema: dict[str, Any] | None = None
     type: Literal["custom"] | None = None
+    strict: bool | None = None  # the schema is always kept to
+    cache_control: dict[str, Any] | None = None  # what was read is in the cache
+    defer_loading: bool | None = None  # the model is told of it where a result refers to it
 
     def plain(self) -> dict[str, Any]:
         return Function(name=self.name, description=self.description, parameters=self.input_schema).plain()
@@ -41,13 +46,22 @@ class _Choice(Part):
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
+    def choice(self) -> Choice:
+        match self.type:
+            case "tool":
+                return Choice("required", (self.name or "",), is_one=True)
+            case "any":
+                return Choice("required")
+        return Choice(self.type)
+
 
 class _Message(Part):
     role: Literal["user", "assistant", "system"]
     content: str | Annotated[list[dict[str, Any]], at_most(MAX_ENTRIES)]
 
-    def plain(self) -> list[dict[str, Any]]:
-        """A message for each result of a tool, then one for the rest."""
+    def plain(self, tell: Callable[[str], str]) -> list[dict[str, Any]]:
+        """A message for each result of a tool, then one for the rest. `tell` is what a result says of a tool that it
+        refers to."""
         if isinstance(self.content, str):
             return [{"role": self.role, "content": self.content}]
         results: list[dict[str, Any]] = []
@@ -61,9 +75,10 @@ class _Message(Part):
                     call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": given}}
                     message.setdefault("tool_calls", []).append(call)
                 case {"type": "tool_result", "tool_use_id": str(call_id)}:
-                    content = block.get("content") or ""
-                    text = text_of(content)
-                    results.append({"role": "tool", "tool_call_id": call_id, "content": text})
+                    content = block.get("content") or ("error" if block.get("is_error") else "")
+                    if isinstance(content, list):
+                        content = [_told(part, tell) for part in content]
+                    results.append({"role": "tool", "tool_call_id": call_id, "content": text_of(content)})
                 case {"type": "thinking", "thinking": str(text)}:
                     message["reasoning_content"] = message.get("reasoning_content", "") + text
                 case {"type": "redacted_thinking"}:
@@ -79,20 +94,22 @@ class _Message(Part):
         return results
 
 
+def _told(part: Any, tell: Callable[[str], str]) -> Any:
+    match part:
+        case {"type": "tool_reference", "tool_name": str(name)}:
+            return {"type": "text", "text": tell(name)}
+    return part
+
+
 class _Thinking(Part):
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
     display: str | None = None
 
 
-class _OutputFormat(Part):
-    type: Literal["json_schema"]
-    schema_: Annotated[dict[str, Any], Field(alias="schema")]
-
-
 class _OutputConfig(Part):
     effort: str | None = None
-    format: _OutputFormat | None = None
+    format: ResponseFormat | None = None
 
 
 def _system(value: object) -> object:
@@ -111,35 +128,46 @@ class MessagesBody(BlockBody):
     system: Annotated[str | None, BeforeValidator(_system)] = None
     tools: Annotated[list[_Tool] | None, known_tools("custom"), at_most(MAX_TOOLS)] = None
     tool_choice: _Choice | None = None
+    cache_control: dict[str, Any] | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig | None = None
-    output_format: _OutputFormat | None = None  # an older name
+    output_format: ResponseFormat | None = None  # an older name
 
-    def answer_format(self) -> AnswerFormat | None:
-        wanted = (self.output_config and self.output_config.format) or self.output_format
-        return super().answer_format() if wanted is None else JsonFormat(wanted.schema_)
+    def given_format(self) -> ResponseFormat | None:
+        return (
+            (self.output_config and self.output_config.format) or self.output_format or self.response_format
+        )
 
     def conversation(self) -> Conversation:
         messages = [{"role": "system", "content": self.system}] if self.system else []
-        for message in (plain for each in self.messages for plain in each.plain()):
+        hidden = {tool.name: tool.plain() for tool in self.tools or () if tool.defer_loading}
+        later: list[dict[str, Any]] = []
+
+        def tell(name: str) -> str:
+            """Where it is first referred to: the prompt's beginning, which the cache knows, stays as it was."""
+            if name not in hidden:
+                return name
+            later.append(hidden.pop(name))
+            return json.dumps(later[-1]["function"], ensure_ascii=False)
+
+        for message in (plain for each in self.messages for plain in each.plain(tell)):
             # Templates know one system message, the first.
             is_late = message["role"] == "system" and messages
             messages.append({**message, "role": "user"} if is_late else message)
         choice, last = self.tool_choice, messages[-1]
-        names = {"any": "required", "tool": (choice and choice.name) or ""}
         effort = self.output_config.effort if self.output_config is not None else None
         if self.thinking is not None:
             effort = "none" if self.thinking.type == "disabled" else effort
-        continues = last["role"] == "assistant" and bool(last["content"]) and "tool_calls" not in last
+        continues = last["role"] == "assistant" and "tool_calls" not in last and bool(last["content"].strip())
         return Conversation(
             messages,
-            [tool.plain() for tool in self.tools or ()],
-            "auto" if choice is None else names.get(choice.type, choice.type),
-            choice is not None and choice.type == "tool",
+            [tool.plain() for tool in self.tools or () if not tool.defer_loading],
+            Choice() if choice is None else choice.choice(),
             choice is None or not choice.disable_parallel_tool_use,
             thinking(effort, None),
             continues,
             not continues,
+            later,
         )
 
 
@@ -159,7 +187,7 @@ class MessagesAnswer(BlockAnswer):
                 stop = {"stop_reason": None, "stop_sequence": None}
                 message = {**self._message(), "content": [], **stop, "usage": self._usage()}
                 yield {"type": "message_start", "message": message}
-            if change.what == "wait":
+            if change.what in ("wait", "silence"):
                 yield {"type": "ping"}
             elif change.what == "open":
                 yield {

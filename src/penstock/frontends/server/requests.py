@@ -38,6 +38,8 @@ _CUT_TOKENS = 64
 # OpenAI's own defaults, where they differ from Penstock's.
 _TEMPERATURE = 1.0
 _COMPLETION_TOKENS = 16
+# Stands where a message ends that is gone on with.
+_CONTINUED = "PENSTOCK-GOES-ON-HERE"
 
 
 @dataclass(frozen=True)
@@ -108,22 +110,23 @@ class RequestBuilder:
         is_thinking = thoughts is not None and not told.continues and thoughts.is_open_after(prompt)
         marks = () if thoughts is None else (thoughts.opening, thoughts.closing)
         shown = {part for mark in marks for part in tokenizer.split_special(mark) if isinstance(part, int)}
-        if not told.tools or told.choice == "none":
+        if not told.tools or told.choice.mode == "none":
             if wanted is not None and thoughts is not None and is_thinking:
                 wanted = after_thoughts(wanted, thoughts, tokenizer)
             parser = partial(TurnParser, None, thoughts, is_thinking=is_thinking)
             return _Held(wanted, frozenset(shown), parser)
         form = tokenizer.chat.calls
-        schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in told.tools}
+        tools = (tool["function"] for tool in (*told.tools, *told.more_tools))
+        schemas = {tool["name"]: tool["parameters"] for tool in tools}
+        if told.choice.names is not None:
+            schemas = {name: schemas[name] for name in told.choice.names}
         parser = partial(TurnParser, form, thoughts, is_thinking=is_thinking, schemas=schemas)
-        is_required = told.is_named or told.choice == "required"
+        is_required = told.choice.mode == "required"
         try:
-            rules = CallGrammar(
-                form, {told.choice: schemas[told.choice]} if told.is_named else schemas, tokenizer
-            )
+            rules = CallGrammar(form, schemas, tokenizer)
             grammar = rules.grammar(
                 is_required=is_required,
-                is_parallel=told.is_parallel and not told.is_named,
+                is_parallel=told.is_parallel and not told.choice.is_one,
                 thoughts=thoughts,
                 is_thinking=is_thinking,
                 text=wanted,
@@ -159,14 +162,14 @@ class RequestBuilder:
         self, body: CompletionBody, tenant: str | None, prompts: Sequence[Prompt], default_tokens: int | None
     ) -> PreparedRequest:
         def encode() -> list[Sequence[int]]:
-            return [self._encode_parts(prompt) for prompt in prompts]
+            return [self._encode_parts(prompt, body.add_special_tokens is not False) for prompt in prompts]
 
         return self._prepare(body, tenant, len(prompts), encode, default_tokens)
 
     def embeddings(self, body: "EmbeddingBody", tenant: str | None) -> PreparedRequest:
         self.check_model(body.model, is_needed=True)
         self._check_number(len(body.input), 1, body.prompt_param)
-        prompts = [self._encode_parts(prompt) for prompt in body.input]
+        prompts = [self._encode_parts(prompt, True) for prompt in body.input]
         for prompt in prompts:
             self._check_length(len(prompt))
         requests = tuple(
@@ -180,8 +183,7 @@ class RequestBuilder:
     def tokenize(self, body: TokenizeBody) -> list[int]:
         self.check_model(body.model)
         if body.messages is not None:
-            told = Conversation([message.plain() for message in body.messages])
-            return self._llm.tokenizer.encode(self.render(told), add_special_tokens=False)
+            return self._llm.tokenizer.encode(self.render(body.told(body.messages)), add_special_tokens=False)
         text = body.content if body.prompt is None else body.prompt
         adds_special = body.prompt is not None if body.add_special is None else body.add_special
         return self._llm.tokenizer.encode(text or "", add_special_tokens=adds_special)
@@ -298,8 +300,11 @@ class RequestBuilder:
     def render(self, told: Conversation) -> str:
         """A conversation as the model reads it, up to where the answer begins."""
         tokenizer = self._llm.tokenizer
-        tools = told.tools if told.choice != "none" else []
+        tools = told.tools if told.choice.mode != "none" else []
         messages = told.messages
+        if told.continues:  # a mark tells where it ends: what a template writes behind it may look the same
+            last = {**messages[-1], "content": messages[-1]["content"].rstrip() + _CONTINUED}
+            messages = [*messages[:-1], last]
         if tools or any("tool_calls" in message or message["role"] == "tool" for message in messages):
             form = tokenizer.chat.calls
             messages = written(messages, form, tools)
@@ -307,21 +312,22 @@ class RequestBuilder:
         text = tokenizer.render_chat(
             messages, add_generation_prompt=told.adds_prompt, tools=tools, variables=told.variables
         )
-        if told.continues:
-            last = messages[-1]["content"].rstrip()
-            before, found, _ = text.rpartition(last)
-            text = before + found if found else text
-        return text
+        before, is_found, _ = text.rpartition(_CONTINUED) if told.continues else ("", "", "")
+        return before if is_found else text
 
-    def _encode_parts(self, prompt: Prompt) -> Sequence[int]:
+    def _encode_parts(self, prompt: Prompt, adds_special: bool) -> Sequence[int]:
         """A text, ids, or texts and ids in a row, which begins as a text does where its first part is one."""
         if isinstance(prompt, str):
-            return self._encode(prompt, adds_special=True)
+            return self._encode(prompt, adds_special=adds_special)
         if set(map(type, prompt)) == {int}:
             return cast(list[int], prompt)
         tokens: list[int] = []
         for index, part in enumerate(prompt):
-            tokens += [part] if isinstance(part, int) else self._encode(part, adds_special=not index)
+            tokens += (
+                [part]
+                if isinstance(part, int)
+                else self._encode(part, adds_special=adds_special and not index)
+            )
         return tokens
 
     def _encode(self, text: str, *, adds_special: bool) -> list[int]:

@@ -45,6 +45,9 @@ from penstock.plan.progress import Progress
 FINGERPRINT = f"penstock-{__version__}"
 # What stands for a probability of 0, since JSON has no infinity.
 LEAST_LOGPROB = -9999.0
+# While a long prompt is read, or a call written that is told when it is whole, something is sent so often: clients
+# give up on silence.
+SILENT_S = 10.0
 # The live page is one origin's: nothing inline, nothing from elsewhere, in nobody's frame.
 SAFE_HEADERS = {
     "Content-Security-Policy": (
@@ -302,7 +305,9 @@ class Answer:
         return b""
 
     async def _parts(self) -> AsyncIterator[tuple[int, Event, list[Piece]]]:
-        """Each event with the index of its choice, and the parts of the answer that are known by it."""
+        """Each event with the index of its choice, and the parts of the answer that are known by it. Where none has
+        been for long, there is one of no text."""
+        told_at = time.monotonic()
         async for index, event in self._events:
             parser, pieces = self._parsers[index], list[Piece]()
             match event:
@@ -317,12 +322,15 @@ class Answer:
                 case Finished():
                     if event.reason == "cancelled":
                         raise cancelled()
-                    pieces = parser.push(event.text) + parser.finish()
+                    is_cut = event.reason == "length" or event.stop is not None
+                    pieces = parser.push(event.text) + parser.finish(is_cut=is_cut)
                     self._num_cached[index] = event.usage.cached_tokens
                     self._reasons[index] = event.reason
                     self._ends[index] = event
                 case Failed():
                     raise as_failure(event.error)
+            if pieces or time.monotonic() - told_at > SILENT_S:
+                pieces, told_at = pieces or [Text("")], time.monotonic()
             for piece in pieces:
                 self._turns[index].add(piece)
             yield index, event, pieces

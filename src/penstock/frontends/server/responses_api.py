@@ -3,14 +3,15 @@
 from collections.abc import AsyncIterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from penstock.engine.events import AnswerFormat, TokenGenerated
+from penstock.engine.events import JsonFormat, TokenGenerated
 from penstock.frontends.server.blocks import Block, BlockAnswer, blocks_of
 from penstock.frontends.server.bodies import BlockBody, ResponseFormat
 from penstock.frontends.server.conversation import (
     MAX_MESSAGES,
     MAX_TOOLS,
+    Choice,
     Conversation,
     Function,
     ToolChoice,
@@ -25,27 +26,44 @@ from penstock.frontends.server.parts import Part, Unsupported, at_most, wrong
 
 class _Tool(Function):
     type: Literal["function"]
+    namespace: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        tool = super().plain()
+        tool["function"]["name"] = _called(self.namespace, self.name)
+        return tool
+
+    def told(self) -> dict[str, Any]:
+        """As an answer tells of it."""
+        tool = {"type": "function", **self.plain()["function"], "strict": True, "name": self.name}
+        return tool | ({"namespace": self.namespace} if self.namespace else {})
 
 
-class _Choice(Part):
-    type: Literal["function"]
-    name: str
+def _called(namespace: object, name: str) -> str:
+    """What the model calls a tool of a namespace."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def _flat(value: object) -> object:
+    """Tools without the namespaces that they are in, which their names tell."""
+    if not isinstance(value, list):
+        return value
+    tools: list[Any] = []
+    for each in value:
+        match each:
+            case {"type": "namespace", "name": str(space), "tools": list(inner)}:
+                tools += [{**tool, "namespace": space} if isinstance(tool, dict) else tool for tool in inner]
+            case _:
+                tools.append(each)
+    return tools
 
 
 class _Reasoning(Part):
     effort: str | None = None
 
 
-class _Format(ResponseFormat):
-    """Here a schema's name is beside it."""
-
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-
-
 class _Text(Part):
-    format: _Format | None = None
+    format: ResponseFormat | None = None
 
 
 _REFUSED: Unsupported = {
@@ -63,16 +81,16 @@ class ResponsesBody(BlockBody):
 
     input: str | Annotated[list[dict[str, Any]], Field(min_length=1), at_most(MAX_MESSAGES)]
     instructions: str | None = None
-    tools: Annotated[list[_Tool] | None, known_tools("function"), at_most(MAX_TOOLS)] = None
-    tool_choice: ToolChoice | _Choice | None = None
+    tools: Annotated[
+        list[_Tool] | None, known_tools("function"), at_most(MAX_TOOLS), BeforeValidator(_flat)
+    ] = None
+    tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     reasoning: _Reasoning | None = None
     text: _Text | None = None
 
-    def answer_format(self) -> AnswerFormat | None:
-        if self.text is not None and self.text.format is not None:
-            return self.text.format.answer_format()
-        return super().answer_format()
+    def given_format(self) -> ResponseFormat | None:
+        return (self.text and self.text.format) or self.response_format
 
     def conversation(self) -> Conversation:
         messages = [{"role": "system", "content": self.instructions}] if self.instructions else []
@@ -81,36 +99,40 @@ class ResponsesBody(BlockBody):
             _add(item, messages)
         if not messages:
             raise wrong("input", "give a message at least")
-        choice = self.tool_choice
         return Conversation(
             messages,
             [tool.plain() for tool in self.tools or ()],
-            choice.name if isinstance(choice, _Choice) else choice or "auto",
-            isinstance(choice, _Choice),
+            self.tool_choice or Choice(),
             self.parallel_tool_calls is not False,
             thinking(None if self.reasoning is None else self.reasoning.effort, None),
         )
 
     def about(self) -> dict[str, Any]:
-        choice = self.tool_choice
-        tools = [
-            {"type": "function", **tool.plain()["function"], "strict": True} for tool in self.tools or ()
-        ]
         return {
             "instructions": self.instructions,
             "max_output_tokens": self.max_tokens,
-            "metadata": self.metadata or {},
+            "metadata": {key: str(value) for key, value in (self.metadata or {}).items()},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": self.reasoning and self.reasoning.effort, "summary": None},
             "store": False,
             "temperature": 1.0 if self.temperature is None else self.temperature,
-            "text": {"format": {"type": "text"}},
-            "tool_choice": choice.model_dump() if isinstance(choice, _Choice) else choice or "auto",
-            "tools": tools,
+            "text": {"format": self._told_format()},
+            "tool_choice": (self.tool_choice or Choice()).given,
+            "tools": [tool.told() for tool in self.tools or ()],
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
         }
+
+    def _told_format(self) -> dict[str, Any]:
+        given = self.given_format()
+        match given and given.answer_format():
+            case JsonFormat(None):
+                return {"type": "json_object"}
+            case JsonFormat(schema):
+                name = (given and given.name) or ""
+                return {"type": "json_schema", "name": name, "schema": schema, "strict": True}
+        return {"type": "text"}
 
 
 def _add(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
@@ -123,18 +145,16 @@ def _add(item: dict[str, Any], messages: list[dict[str, Any]]) -> None:
 
     match item:
         case {"type": "function_call", "name": str(name), "call_id": str(call_id), "arguments": given}:
-            function = {"name": name, "arguments": arguments_of(given)}
+            function = {"name": _called(item.get("namespace"), name), "arguments": arguments_of(given)}
             call = {"id": call_id, "type": "function", "function": function}
             assistant().setdefault("tool_calls", []).append(call)
         case {"type": "function_call_output", "call_id": str(call_id), "output": output}:
             messages.append({"role": "tool", "tool_call_id": call_id, "content": text_of(output or " ")})
         case {"type": "reasoning"}:
-            parts = [*(item.get("content") or ()), *(item.get("summary") or ())]
-            texts = [
-                part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)
-            ]
-            if texts:
-                messages.append({"role": "assistant", "content": "", "reasoning_content": "\n".join(texts)})
+            lists = [item[name] for name in ("content", "summary") if isinstance(item.get(name), list)]
+            if parts := [part for each in lists for part in each]:
+                told = {"role": "assistant", "content": "", "reasoning_content": text_of(parts)}
+                messages.append(told)
         case {"role": str(role), "content": content} if item.get("type", "message") == "message":
             text = text_of(content)
             if (
@@ -155,7 +175,8 @@ class ResponsesAnswer(BlockAnswer):
     prefix = "resp_"
 
     def _content(self, tokens: list[list[TokenGenerated]]) -> dict[str, Any]:
-        items = [_item(block, "completed") for block in blocks_of(self._turns[0])]
+        *whole, last = blocks_of(self._turns[0])
+        items = [*(self._item(block, "completed") for block in whole), self._item(last, self._status())]
         return self._response(self._status(), items)
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
@@ -173,8 +194,12 @@ class ResponsesAnswer(BlockAnswer):
             block = change.block
             place = {"item_id": block.id, "output_index": block.index}
             part = {**place, "content_index": 0}
-            if change.what == "open":
-                yield event("output_item.added", output_index=block.index, item=_item(block, "in_progress"))
+            if change.what == "silence":
+                yield event("in_progress", response=self._response("in_progress", []))
+            elif change.what == "open":
+                yield event(
+                    "output_item.added", output_index=block.index, item=self._item(block, "in_progress")
+                )
                 if block.kind != "call":
                     yield event("content_part.added", **part, part=_part(block))
             elif change.what == "add":
@@ -183,20 +208,25 @@ class ResponsesAnswer(BlockAnswer):
                 yield event(f"{_NAMES[block.kind]}.delta", **where, delta=change.text, **more)
             elif change.what == "close":
                 if block.kind == "call":
-                    done = {**place, "arguments": block.text, "name": block.name}
+                    done = {**place, "arguments": block.text, "name": self._names(block)["name"]}
                 else:
                     done = {**part, "text": block.text, **({"logprobs": []} if block.kind == "text" else {})}
                 yield event(f"{_NAMES[block.kind]}.done", **done)
                 if block.kind != "call":
                     yield event("content_part.done", **part, part=_part(block))
-                items.append(_item(block, "completed"))
+                items.append(self._item(block, self._status() if change.is_last else "completed"))
                 yield event("output_item.done", output_index=block.index, item=items[-1])
-        if self._status() == "incomplete" and items:
-            items[-1] = {
-                **items[-1],
-                **({} if items[-1]["type"] == "reasoning" else {"status": "incomplete"}),
-            }
         yield event(self._status(), response=self._response(self._status(), items))
+
+    def _item(self, block: Block, status: str) -> dict[str, Any]:
+        return _item(block, status) | (self._names(block) if block.kind == "call" else {})
+
+    def _names(self, block: Block) -> dict[str, Any]:
+        """A called tool's name and namespace, as the client has them."""
+        for tool in self._prepared.about["tools"]:
+            if _called(tool.get("namespace"), tool["name"]) == block.name:
+                return {name: tool[name] for name in ("name", "namespace") if name in tool}
+        return {"name": block.name}
 
     def _error(self, error: ApiError) -> dict[str, Any]:
         said = error.content["error"]
@@ -243,7 +273,7 @@ def _part(block: Block) -> dict[str, Any]:
 
 def _item(block: Block, status: str) -> dict[str, Any]:
     """As it is when it opens, and when it is done."""
-    parts = [_part(block)] if status == "completed" else []
+    parts = [] if status == "in_progress" else [_part(block)]
     match block.kind:
         case "thought":
             return {"type": "reasoning", "id": block.id, "summary": [], "content": parts}

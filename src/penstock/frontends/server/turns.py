@@ -119,6 +119,7 @@ class TurnParser:
         self._num_values = 0  # of the call at hand, where values come one by one
         self._key: str | None = None  # of the value at hand
         self._searched = 0  # where its end may begin in what is left
+        self._is_told = False  # its beginning is
         self._scan = _Scan(None)
         self._written = ""  # of the call at hand, its arguments
         self._is_over = False  # no more text comes
@@ -143,9 +144,11 @@ class TurnParser:
         self._left += text
         return [*self._pieces()]
 
-    def finish(self) -> list[Piece]:
-        """What is left when no more will come."""
+    def finish(self, *, is_cut: bool = False) -> list[Piece]:
+        """What is left when no more will come. Of a call that was cut before its name was known, nothing is."""
         self._is_over = True
+        if is_cut and self._state == self._call and self._form is not None and self._form.trigger:
+            self._left = ""
         return [*self._pieces()]
 
     def _pieces(self) -> Iterator[Piece]:
@@ -216,6 +219,7 @@ class TurnParser:
             yield CallBegun(self._num_calls, new_id("call"), found["name"])
             self._tool = found["name"]
             self._scan, self._num_values, self._key, self._written = _Scan(self._form.literals), 0, None, ""
+            self._is_told = False
             self._state = self._arguments if self._form.tags is None else self._values
         elif self._is_over or not is_known or len(self._left) > len(pattern.pattern) + _MAX_NAME:
             text, self._left = self._left, ""
@@ -258,18 +262,33 @@ class TurnParser:
                 yield CallArguments(self._num_calls, "}" if self._num_values else "{}")
                 yield from self._end()
             return
-        mark = tags.end.strip()
+        # White space of the marks is not the value's; the rest of it is.
+        mark, before = tags.end.strip(), tags.value[len(tags.value.rstrip()) :]
+        after = tags.end[: len(tags.end) - len(tags.end.lstrip())]
         place = self._left.find(mark, self._searched)
-        if place < 0:
+        is_text, is_whole = self._kind(self._key) == "string", place >= 0
+        if is_whole:
+            text, self._left = self._left[:place].removesuffix(after), self._left[place + len(mark) :]
+        elif is_text:  # it may be a whole file: it is told as it comes
+            place = len(self._left) - max(overlap(self._left, after + mark), overlap(self._left, mark))
+            if place <= (0 if self._is_told else len(before)):
+                return
+            text, self._left = self._left[:place], self._left[place:]
+        else:
             self._searched = max(len(self._left) - len(mark) + 1, 0)
             return
-        text, self._left = self._left[:place], self._left[place + len(mark) :]
-        # White space of the marks is not the value's; the rest of it is.
-        text = text.removeprefix(tags.value[len(tags.value.rstrip()) :])
-        text = text.removesuffix(tags.end[: len(tags.end) - len(tags.end.lstrip())])
-        opening = ", " if self._num_values else "{"
-        told = f"{opening}{json.dumps(self._key)}: {json.dumps(self._typed(self._key, text))}"
-        self._num_values, self._key = self._num_values + 1, None
+        told = ""
+        if not self._is_told:
+            told = f"{', ' if self._num_values else '{'}{json.dumps(self._key)}: "
+            text = text.removeprefix(before)
+        if is_text:
+            quotes = ("" if self._is_told else '"', '"' if is_whole else "")
+            told += json.dumps(text)[1:-1].join(quotes)
+        else:
+            told += json.dumps(self._typed(self._key, text))
+        self._is_told = not is_whole
+        if is_whole:
+            self._num_values, self._key = self._num_values + 1, None
         yield CallArguments(self._num_calls, told)
 
     def _kind(self, key: str) -> Any:
