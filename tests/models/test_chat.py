@@ -35,6 +35,7 @@ TEMPLATES = [
     "{{ messages[1].content | replace('a', 'o') | indent(4) }}{{ ['a', 'b'] | join(', ') }}{{ 'x'.join('abc') }}",
     "{{ strftime_now('%Y %Z') }} {{ dict(a=1) }} {{ messages[1:] | map(attribute='role') | join }}",
     "{% set ns = namespace(self=1, b=messages) %}{{ ns.self }}{{ ns.b[1].content }}{{ '\\ud800' | length }}",
+    "{{ messages[0].content | striptags }}",  # by a module that is imported late
 ]
 
 
