@@ -319,6 +319,30 @@ def test_after_a_pause_the_last_steps_stay(browser: Browser, site: Site) -> None
         assert pixels_drawn(page) > blank + 100  # steps of a fast machine are thin
 
 
+def test_labels_of_the_axis_do_not_overlap(browser: Browser, site: Site) -> None:
+    with opened(browser, site, viewport=PHONE) as page:
+        connection(page, "live")
+        page.evaluate(
+            """() => {
+                const kind = CanvasRenderingContext2D.prototype;
+                const {clearRect, fillText} = kind;
+                kind.clearRect = function (...all) { window.drawn = []; clearRect.apply(this, all); };
+                kind.fillText = function (text, x, y) {
+                    const wide = this.measureText(text).width;
+                    const part = {left: 0, center: 0.5, right: 1}[this.textAlign];
+                    window.drawn.push([y, x - part * wide, x + (1 - part) * wide]);
+                    fillText.call(this, text, x, y);
+                };
+            }"""
+        )
+        site.submit(CHUNK, 5)
+        expect(page.locator("#step-detail")).to_have_text(re.compile("^Nothing runs; the last step was"))
+        drawn = page.evaluate("window.drawn")
+        axis = sorted(ends for y, *ends in drawn if y == max(drawn)[0])
+        assert len(axis) > 2
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(axis))
+
+
 def test_steps_that_were_missed_count_and_are_no_wait(browser: Browser, llm: LLM) -> None:
     """The server tells of its last steps alone, and there were more while nobody looked."""
     held = Held()
