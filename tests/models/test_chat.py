@@ -148,6 +148,12 @@ def test_a_template_without_bounds_is_an_error_and_not_a_hang(
     assert peak_bytes() - before < 256 << 20
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit may be none")
+def test_its_memory_has_a_limit_of_its_own() -> None:
+    with pytest.raises(ModelFileError, match="more than 512 MiB of memory"):
+        ChatTemplate("{{ ('a' * 10**9) | length }}", {}).render(MESSAGES)
+
+
 def test_a_process_stays_and_is_replaced_where_it_died() -> None:
     def process_of(template: str = "x") -> int:
         ChatTemplate(template, {}).render(MESSAGES)
