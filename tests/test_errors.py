@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.errors import PenstockError, SettingError
+from penstock.errors import ModelFileError, PenstockError, SettingError
 from penstock.files import replace_json
+from penstock.models.reading import first_line
 
 
 def typed(setting: str, value: object) -> str:
@@ -67,6 +68,19 @@ def test_what_is_no_settings_fault_is_a_message_alone() -> None:
     error = SettingError("the request has ended")
     assert (error.setting, error.value, error.accepted) == (None, None, "")
     assert str(error) == error.message(typed) == "the request has ended"
+
+
+def test_what_a_model_file_says_is_short_and_harmless() -> None:
+    """Names in files are of any length, and may hold what a terminal obeys."""
+    long = str(ModelFileError(f"/a/model.gguf is damaged: {'x' * 10**6} is there twice"))
+    assert long.startswith("/a/model.gguf is damaged: xxx")
+    assert long.endswith("xxx is there twice")
+    assert len(long) < 1500
+    assert str(ModelFileError("x" * 1200)) == "x" * 1200
+    assert (
+        first_line(ValueError("\x1b[2Jred\x00\x07\nmore"))
+        == "\N{REPLACEMENT CHARACTER}[2Jred" + 2 * "\N{REPLACEMENT CHARACTER}"
+    )
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 # How a message names a setting and its value: `top_p=2` in Python, `--top-p 2` on the command line.
 SettingName = Callable[[str, object], str]
 _NO_SETTING = object()
+_MOST_MESSAGE = 1200
 
 
 class PenstockError(Exception):
@@ -77,7 +78,14 @@ class ContextLengthError(PromptError):
 
 
 class ModelError(PenstockError):
-    """A model that cannot be found or used: no such file, an unknown family, weights that do not fit."""
+    """A model that cannot be found or used: no such file, an unknown family, weights that do not fit. Names in a file
+    may be of any length: of a long message the middle is left out."""
+
+    def __init__(self, message: str) -> None:
+        is_long = len(message) > _MOST_MESSAGE
+        super().__init__(
+            f"{message[: _MOST_MESSAGE // 2]} ... {message[-_MOST_MESSAGE // 2 :]}" if is_long else message
+        )
 
 
 class ModelFileError(ModelError):

@@ -2,10 +2,11 @@
 
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock import LLM, SamplingParams
@@ -219,6 +220,24 @@ def test_a_value_of_another_type_is_refused_by_name(name: str, llm: LLM) -> None
         with pytest.raises(PenstockError) as refused:
             llm.generate(**given)
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", [each.name for each in fields(SamplingParams)])
+def test_sampling_of_another_type_is_refused_by_name(name: str) -> None:
+    wrong: Any
+    for wrong in (b"bytes", {1}, object(), [b"x"], [True], [None], np.ones(2), "\ud800"):
+        with pytest.raises(SettingError, match=name):
+            SamplingParams(**{name: wrong})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"reuse_tokens": 10**30}, {"chunk": np.ones(2)}, {"cache_dir": "\ud800"}, {"cache_dir": "a\0b"}],
+    ids=lambda given: next(iter(given)),
+)
+def test_settings_that_no_machine_has_are_refused(smollm2_path: Path, given: dict[str, Any]) -> None:
+    with pytest.raises(PenstockError):
+        LLM(smollm2_path, **given)
 
 
 def test_a_model_and_settings_of_another_type_are_refused_by_name() -> None:

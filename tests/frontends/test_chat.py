@@ -75,6 +75,9 @@ def test_documents_and_saved_conversations(tiny_model: Path, tmp_path: Path) -> 
     [
         ("/file nowhere.txt", "no such file"),
         ("/load nowhere.json", "cannot be read"),
+        ("/file", "/file needs the path of a file"),
+        ("/save ", "/save needs the path of a file"),
+        ("/load", "/load needs the path of a file"),
         ("/save /nowhere/x.json", "cannot be written"),
         ("/zorp", "/help"),
         (b"hello \xff", "not UTF-8 text"),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.cache import BLOCK_TOKENS
+from penstock.frontends import answer as answers
 from penstock.frontends.display import LineDisplay
 from penstock.plan.settings import KERNELS_VARIABLE
 from tests.byte_models import CONTEXT
@@ -313,6 +314,17 @@ def test_what_is_no_schema_is_refused(generate: Generate, given: str) -> None:
     done = generate("--prompt", "hello", "--json-schema", given)
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr.splitlines()[-1].startswith("penstock: --json-schema ")
+
+
+@pytest.mark.parametrize("option", ["--json-schema", "--grammar"])
+def test_a_file_without_an_end_is_not_read_to_it(
+    generate: Generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(answers, "MAX_TEXT_BYTES", 1000)
+    (tmp_path / "large").write_text(" " * 1001)
+    done = generate("--prompt", "hello", option, str(tmp_path / "large"))
+    assert (done.exit_code, done.stdout) == (2, "")
+    assert "it has more than 1000 bytes" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -255,10 +255,11 @@ def test_a_model_that_cannot_be_read(tmp_path: Path, content: str | None, said: 
     assert error.count("\n") == 1
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    status, _, error = run("--model", tmp_path / "nowhere", "--prompt-tokens", 10)
+@pytest.mark.parametrize("name", ["nowhere", "x" * 3000], ids=len)
+def test_a_model_that_is_not_there(tmp_path: Path, name: str) -> None:
+    status, _, error = run("--model", tmp_path / name, "--prompt-tokens", 10)
     assert status == 3
-    assert "no such file or folder" in error
+    assert "there is no model" in error
 
 
 def test_a_picture(tmp_path: Path) -> None:

@@ -110,6 +110,20 @@ def test_a_failure_is_remembered_until_the_sources_change(
     assert sources.num_calls == 3
 
 
+@pytest.mark.parametrize("program", ["exit 0", "printf '\\377'", "exit 1", "sleep 60", "exec cat"])
+def test_what_is_no_compiler_is_one_line_and_not_waited_for(
+    sources: Sources, monkeypatch: pytest.MonkeyPatch, program: str
+) -> None:
+    """Neither one that makes nothing, nor one that does not even tell its version."""
+    sources.write(GOOD)
+    sources.compiler.write_text(f"#!/bin/sh\n{program}\n")
+    monkeypatch.setattr(build, "_LONGEST_VERSION_S", 0.5)
+    for _ in range(2):
+        with pytest.raises(NativeUnavailableError, match=re.escape(str(sources.compiler))) as told:
+            library()
+        assert "\n" not in str(told.value)
+
+
 def test_a_library_that_came_with_the_package_needs_no_compiler_and_is_of_its_sources(
     sources: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:

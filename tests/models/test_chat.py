@@ -35,6 +35,7 @@ TEMPLATES = [
     "{{ messages[1].content | replace('a', 'o') | indent(4) }}{{ ['a', 'b'] | join(', ') }}{{ 'x'.join('abc') }}",
     "{{ strftime_now('%Y %Z') }} {{ dict(a=1) }} {{ messages[1:] | map(attribute='role') | join }}",
     "{% set ns = namespace(self=1, b=messages) %}{{ ns.self }}{{ ns.b[1].content }}{{ '\\ud800' | length }}",
+    "{{ messages[0].content | striptags }}",  # by a module that is imported late
 ]
 
 
@@ -145,6 +146,12 @@ def test_a_template_without_bounds_is_an_error_and_not_a_hang(
         ChatTemplate(template, {}).render(MESSAGES)
     assert time.monotonic() - started < 10
     assert peak_bytes() - before < 256 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the limit may be none")
+def test_its_memory_has_a_limit_of_its_own() -> None:
+    with pytest.raises(ModelFileError, match="more than 512 MiB of memory"):
+        ChatTemplate("{{ ('a' * 10**9) | length }}", {}).render(MESSAGES)
 
 
 def test_a_process_stays_and_is_replaced_where_it_died() -> None:

@@ -95,7 +95,11 @@ def damaged_folders(folder: Path, _: bytes) -> Path:
         (damaged / name).unlink()
         if name == "model.safetensors":
             at = rng.randrange(2000)
-            content = content[:at] + rng.choice([b"0", b"9", b"[", b'"', b"\xff", b"{}"]) + content[at + 1 :]
+            end = rng.choice([at, len(content), len(content), len(content)])  # cut short, now and then
+            at = rng.choice([at, at, at, 0, 7])  # of the header's length, too
+            content = (
+                content[:at] + rng.choice([b"0", b"9", b"[", b'"', b"\xff", b"{}"]) + content[at + 1 : end]
+            )
         elif name == "tokenizer.json" and rng.random() < 0.5:
             part = rng.choice(["normalizer", "pre_tokenizer", "post_processor", "decoder"])
             content = json.dumps({**json.loads(content), part: rng.choice(STEPS)}).encode()

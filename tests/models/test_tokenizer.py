@@ -386,7 +386,10 @@ def test_a_tokenizer_that_multiplies_is_refused(tmp_path: Path, part: str, conte
         folder_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("pattern", [r"\s+$", "a+$", r"(\s|\n)+x", "(1+)+$", r"[^z]*\.x"])
+@pytest.mark.parametrize(
+    "pattern",
+    [r"\s+$", "a+$", "q+$", r"(\s|\n)+x", "(1+)+$", r"[^z]*\.x", "|".join(map(chr, range(256, 2300)))],
+)
 @pytest.mark.parametrize("part", ["normalizer", "pre_tokenizer"])
 def test_a_regular_expression_that_is_slow_for_long_texts_is_refused(
     tmp_path: Path, part: str, pattern: str
@@ -414,6 +417,21 @@ def test_a_model_that_multiplies_is_refused(tmp_path: Path, model: dict[str, Any
     state = json.loads(byte_level_backend().to_str())
     (tmp_path / "tokenizer.json").write_text(json.dumps({**state, "model": {**state["model"], **model}}))
     with pytest.raises(ModelFileError, match=next(iter(model))):
+        folder_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip"])
+@pytest.mark.parametrize("is_described", [False, True])
+def test_white_space_that_takes_more_of_it_is_refused(tmp_path: Path, flag: str, is_described: bool) -> None:
+    """Wherever it is described: each such token would look at all white space around it."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    token = {"content": "\n ", **flags, flag: True}
+    state = json.loads(byte_level_backend().to_str())
+    added = [] if is_described else [{"id": 300, **token}]
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**state, "added_tokens": added}))
+    if is_described:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": {"300": token}}))
+    with pytest.raises(ModelFileError, match="white space"):
         folder_tokenizer(tmp_path)
 
 

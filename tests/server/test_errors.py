@@ -247,9 +247,11 @@ def test_wrong_paths_and_methods(server: Running) -> None:
         ("GET", "/docs", 404, "not_found"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),
         ("DELETE", "/v1/models/tiny", 405, "method_not_allowed"),
+        ("GET", "/" + "a" * 50_000, 404, "not_found"),
     ):
         reply = server.ask(method, path)
         assert (reply.status, reply.error["code"]) == (status, code), path
+        assert len(reply.body) < 1000
 
 
 def test_a_full_queue_says_when_to_try_again(llm: LLM) -> None:

@@ -309,14 +309,70 @@ def test_the_step_that_runs_grows(browser: Browser, llm: LLM, monkeypatch: pytes
 def test_after_a_pause_the_last_steps_stay(browser: Browser, site: Site) -> None:
     with opened(browser, site, complaints="willReadFrequently") as page:
         connection(page, "live")
-        page.get_by_role("button", name="2 s").click()
+        page.get_by_role("button", name="10 s").click()  # where several steps share a pixel
         blank = pixels_drawn(page)
-        site.submit(2 * CHUNK, 60)
+        site.submit(2 * CHUNK, 600)
         expect(page.locator("#step-detail")).to_have_text(
             re.compile(r"^Nothing runs; the last step was [5-9]\.\d s ago\.")
         )
-        assert colours_drawn(page)["decode"] == 0  # dimmed
+        assert pixels_drawn(page, saturation=100) == 0  # dimmed
         assert pixels_drawn(page) > blank + 100  # steps of a fast machine are thin
+
+
+def test_labels_of_the_axis_do_not_overlap(browser: Browser, site: Site) -> None:
+    with opened(browser, site, viewport=PHONE) as page:
+        connection(page, "live")
+        page.evaluate(
+            """() => {
+                const kind = CanvasRenderingContext2D.prototype;
+                const {clearRect, fillText} = kind;
+                kind.clearRect = function (...all) { window.drawn = []; clearRect.apply(this, all); };
+                kind.fillText = function (text, x, y) {
+                    const wide = this.measureText(text).width;
+                    const part = {left: 0, center: 0.5, right: 1}[this.textAlign];
+                    window.drawn.push([y, x - part * wide, x + (1 - part) * wide]);
+                    fillText.call(this, text, x, y);
+                };
+            }"""
+        )
+        site.submit(CHUNK, 5)
+        expect(page.locator("#step-detail")).to_have_text(re.compile("^Nothing runs; the last step was"))
+        drawn = page.evaluate("window.drawn")
+        axis = sorted(ends for y, *ends in drawn if y == max(drawn)[0])
+        assert len(axis) > 2
+        assert all(before[1] < after[0] for before, after in itertools.pairwise(axis))
+
+
+def test_steps_that_were_missed_count_and_are_no_wait(browser: Browser, llm: LLM) -> None:
+    """The server tells of its last steps alone, and there were more while nobody looked."""
+    held = Held()
+    trouble = "willReadFrequently|Failed to load resource"
+    with serving(llm, telemetry=held) as site, opened(browser, site, complaints=trouble) as page:
+        connection(page, "live")
+        held.let(20)
+        site.submit(10, 3000)
+        expect(page.locator("#timeline")).to_have_attribute("aria-valuemax", "19")
+        page.route("**/status*", lambda route: route.abort())
+        connection(page, "no answer")
+        held.let(2000)
+        wait_for(lambda: held.num_tokens()["generated"] >= 2000)
+        page.unroute("**/status*")
+        connection(page, "live")
+        shown = float(page.locator("#write-rate").inner_text().replace(",", ""))
+        assert shown * site.service.status().uptime_s > 1000
+        page.locator("#timeline").focus()
+        page.keyboard.press("End")  # time stands still
+        sunken = page.evaluate(
+            """() => {
+                const canvas = document.getElementById("timeline");
+                const ground = getComputedStyle(canvas).getPropertyValue("--sunken").trim();
+                const row = Math.floor(Math.min((canvas.height - 30) / 4, 48) / 2);
+                const {data} = canvas.getContext("2d").getImageData(0, row, canvas.width, 1);
+                const at = (x) => "#" + [0, 1, 2].map((i) => data[4 * x + i].toString(16).padStart(2, "0")).join("");
+                return [...Array(canvas.width).keys()].filter((x) => at(x) === ground).length;
+            }"""
+        )
+        assert sunken > 30
 
 
 def test_estimates_are_smoothed(browser: Browser, site: Site) -> None:
@@ -353,19 +409,20 @@ def test_a_busy_machine_is_told(browser: Browser, llm: LLM) -> None:
         )
 
 
-def pixels_drawn(page: Page) -> int:
+def pixels_drawn(page: Page, saturation: int = 60) -> int:
     """How many pixels of the timeline have a colour that is neither of a grid line nor of text."""
     drawn: int = page.evaluate(
-        """() => {
+        """(saturation) => {
             const canvas = document.getElementById("timeline");
             const {data} = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
             let drawn = 0;
             for (let at = 0; at < data.length; at += 4) {
                 const parts = [data[at], data[at + 1], data[at + 2]];
-                if (data[at + 3] && Math.max(...parts) - Math.min(...parts) > 60) drawn += 1;
+                if (data[at + 3] && Math.max(...parts) - Math.min(...parts) > saturation) drawn += 1;
             }
             return drawn;
-        }"""
+        }""",
+        saturation,
     )
     return drawn
 

@@ -382,12 +382,13 @@ def test_a_port_in_use_is_known_before_the_model_is_read(tmp_path: Path) -> None
     assert f"--port {port} is not accepted on 127.0.0.1" in result.stderr
 
 
-def test_a_model_that_is_not_there_is_status_3(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["no", "x" * 3000], ids=len)
+def test_a_model_that_is_not_there_is_status_3(tmp_path: Path, name: str) -> None:
     from typer.testing import CliRunner
 
     from penstock.frontends.cli import app
 
-    result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path / "no"), "--port", "0"])
+    result = CliRunner().invoke(app, ["serve", "--model", str(tmp_path / name), "--port", "0"])
     assert result.exit_code == 3
     assert result.stderr.count("\n") == 1
     assert result.stdout == ""

@@ -1,6 +1,7 @@
 """The tensors in which a model keeps what it has read: keys and values over the blocks of a pool, by group of layers,
 and recurrent states over the slots of another."""
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 @contextmanager
 def _fitting(what: str, num_bytes: int, device: torch.device | str) -> Iterator[None]:
     try:
+        if num_bytes > sys.maxsize:  # no library has numbers for it
+            raise MemoryError
         yield
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise CacheFullError(

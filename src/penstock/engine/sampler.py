@@ -66,6 +66,8 @@ class SamplingParams:
             if not allowed:
                 raise SettingError("allowed_token_ids", [], "at least one token id, or None")
             object.__setattr__(self, "allowed_token_ids", allowed)
+        if not isinstance(self.bad_sequences, Sequence):
+            raise SettingError("bad_sequences", ..., "a list of lists of token ids")
         bad = tuple(_checked_ids("bad_sequences", each) for each in self.bad_sequences)
         if not all(bad):
             raise SettingError("bad_sequences", [], "sequences of at least one token id")
@@ -91,7 +93,8 @@ class SamplingParams:
 
 
 def _checked_ids(name: str, ids: object) -> tuple[int, ...]:
-    if not isinstance(ids, Sequence) or not all(_is_int(token, 2**31) for token in ids):
+    is_bytes = isinstance(ids, bytes | bytearray)  # which are integers in a row
+    if is_bytes or not isinstance(ids, Sequence) or not all(_is_int(token, 2**31) for token in ids):
         raise SettingError(name, ..., "a list of token ids")
     return tuple(ids)
 

@@ -110,7 +110,7 @@ def read_sequences(texts: Sequence[str]) -> tuple[tuple[int, ...], ...]:
 def read_schema(text: str) -> dict[str, Any]:
     """A JSON schema, or the file that holds one."""
     try:
-        schema = json.loads(text if text.lstrip().startswith("{") else Path(text).expanduser().read_text())
+        schema = json.loads(text if text.lstrip().startswith("{") else read_bytes(Path(text).expanduser()))
         if isinstance(schema, dict):
             return schema
         because = "it is no object"
@@ -126,7 +126,7 @@ def read_grammar(text: str) -> str:
     if "\n" in text or ":" in text:
         return text
     try:
-        return Path(text).expanduser().read_text()
+        return read_bytes(Path(text).expanduser()).decode()
     except (OSError, ValueError, RuntimeError) as error:
         because = getattr(error, "strerror", None) or str(error)
         raise SettingError(

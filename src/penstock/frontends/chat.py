@@ -143,13 +143,15 @@ class Talk:
 
     def take(self, line: str, llm: "LLM", display: "Display", **request: Any) -> None:
         """A command, or a message, which is answered. What goes wrong is told, and the chat goes on."""
-        from penstock.errors import PenstockError
+        from penstock.errors import PenstockError, PromptError
         from penstock.frontends.answer import answer, check_text
 
         command, _, rest = line.strip().partition(" ")
         try:
             check_text("the message", line)
             if command in _COMMANDS:
+                if not rest.strip() and f"{command} PATH" in HELP:
+                    raise PromptError(f"{command} needs the path of a file")
                 with contextlib.suppress(KeyboardInterrupt):  # of a file that has no end, say
                     _COMMANDS[command](self, rest.strip(), display)
                 return

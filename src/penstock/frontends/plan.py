@@ -241,12 +241,12 @@ def read_model(model: str) -> PlannedModel:
     """What is known of a folder, a config.json, a GGUF file or a Hugging Face name; weights are not needed."""
     from penstock.models.hf.folder import has_quantised, read_folder_config
 
-    path = Path(model).expanduser()
-    if path.is_dir() and not has_quantised(path):
+    path = Path(os.path.expanduser(model))  # pathlib's own questions fail for a name that no file can have
+    if os.path.isdir(path) and not has_quantised(path):
         return PlannedModel(read_folder_config(path))
-    if path.is_file() and path.suffix == ".json":
+    if os.path.isfile(path) and path.suffix == ".json":
         return PlannedModel(_read_config_file(path))
-    if not path.exists() and (config := _from_hugging_face(model)):
+    if not os.path.exists(path) and (config := _from_hugging_face(model)):
         return PlannedModel(_read_config_file(config))
     from penstock.models.hub import resolve_model
     from penstock.models.opened import open_weights

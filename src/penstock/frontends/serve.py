@@ -1,6 +1,7 @@
 """The command `penstock serve`."""
 
 import math
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -219,7 +220,7 @@ class ServerPlan:
             )
         name = given["served_name"]
         if name is None:
-            name = Path(model).resolve().name if Path(model).exists() else model
+            name = Path(model).resolve().name if os.path.exists(model) else model
         settings = ServerSettings(
             model_name=name,
             host=given["host"],

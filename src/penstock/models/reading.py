@@ -14,8 +14,11 @@ from penstock.plan.model import DeltaNetConfig, ExpertsConfig
 
 
 def first_line(error: BaseException) -> str:
-    """What an error of another library says, short enough for a message of ours."""
-    return shortened((str(error).strip().splitlines() or [type(error).__name__])[0])
+    """What an error of another library says, short enough for a message of ours; no terminal obeys it."""
+    line = shortened((str(error).strip().splitlines() or [type(error).__name__])[0])
+    return "".join(
+        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in line
+    )
 
 
 def shortened(text: str, limit: int = 300) -> str:

@@ -54,7 +54,7 @@ _DEVICE = re.compile(r"auto|cpu|mps|cuda(:(0|[1-9][0-9]{0,2}))?", re.ASCII)
 
 def _tokens(value: object, name: str) -> int | None:
     """A number of tokens; None is automatic."""
-    if value == "auto":
+    if isinstance(value, str) and value == "auto":
         return None
     number = int(value) if isinstance(value, str) and _NUMBER.fullmatch(value) else value
     if isinstance(number, int) and not isinstance(number, bool) and number >= 0:
@@ -96,10 +96,14 @@ def _threads_text(value: object, name: str) -> int:
 
 
 def _folder(value: object, name: str) -> Path:
+    accepted = "the path of a folder, which need not exist"
     if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
-        raise SettingError(name, value, "the path of a folder, which need not exist")
+        raise SettingError(name, value, accepted)
     try:
+        os.fsencode(value)
         return Path(value).expanduser()
+    except UnicodeEncodeError:
+        raise SettingError(name, value, accepted) from None
     except RuntimeError:  # pathlib's answer where there is no such home folder
         because = "no such user has a home folder"
         raise SettingError(name, str(value), "another path", because=because) from None

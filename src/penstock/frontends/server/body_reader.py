@@ -226,7 +226,7 @@ class BodyReader:
 
 
 def _check_encoding(request: Request) -> None:
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    encoding = ", ".join(request.headers.getlist("content-encoding")).strip().lower()
     if encoding not in ("", "identity"):
         raise ApiError(
             415,

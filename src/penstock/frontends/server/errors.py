@@ -22,6 +22,7 @@ from penstock.errors import (
     SettingError,
     assigned,
 )
+from penstock.models.reading import shortened
 
 # When to try again if the queue is full: by then some request will usually have ended.
 RETRY_AFTER_S = 1
@@ -125,7 +126,7 @@ def client_gone() -> ApiError:
 
 def as_http_error(method: str, path: str, error: HTTPException) -> ApiError:
     """What to answer for a path, or a method, that there is not."""
-    headers = error.headers
+    headers, path = error.headers, shortened(path)
     if error.status_code == 405:
         allowed = (headers or {}).get("Allow", "another method")
         message = f"{method} {path} is not accepted: use {allowed}"

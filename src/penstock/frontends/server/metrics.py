@@ -348,7 +348,11 @@ class Telemetry:
 
     def num_failed(self) -> int:
         """Requests that ended by an error."""
-        return int(self._registry.get_sample_value("penstock_errors_total") or 0)
+        return self._count("errors")
+
+    def num_tokens(self) -> dict[str, int]:
+        """Tokens so far: of prompts that were read, repeats included, and of answers."""
+        return {"read": self._count("prompt_tokens"), "generated": self._count("generated_tokens")}
 
     def refusals(self) -> dict[str, int]:
         """How many answers were errors, by status."""
@@ -357,6 +361,9 @@ class Telemetry:
             one.labels["status"]: int(one.value) for one in family.samples if one.name.endswith("_total")
         }
         return {status: number for status, number in counted.items() if number}
+
+    def _count(self, name: str) -> int:
+        return int(self._registry.get_sample_value(f"penstock_{name}_total") or 0)
 
     def render(self, status: ServiceStatus) -> bytes:
         """The text that Prometheus scrapes, of type `CONTENT_TYPE`."""

@@ -96,6 +96,7 @@ def _status(service: Service, telemetry: Telemetry, steps_after: int) -> dict[st
         "steps": [_step(record, number, times_of) for record in status.steps if record.index > steps_after],
         "in_flight": [_step(record, number, times_of) for record in status.in_flight],
         "pace": {"ratio": ratio, "is_slow": ratio is not None and ratio >= SLOW},
+        "tokens": telemetry.num_tokens(),
         "errors": {"failed": telemetry.num_failed(), "refused": telemetry.refusals()},
         "cache": asdict(status.cache),
         "reuse": asdict(status.reuse),

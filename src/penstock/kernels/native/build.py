@@ -60,6 +60,7 @@ _MAY_USE_TILES = (158, 0x1023, 18)
 _LONGEST_BUILD_S = 300.0
 _LONGEST_RETRY_S = 3600.0
 _LONGEST_WAIT_S = 60.0  # for another process that compiles
+_LONGEST_VERSION_S = 10.0
 _RETRY = "python -m penstock.kernels.native.build"
 # Runs a command in a process group that ends, compilers under the command included, when standard input does: that is
 # a pipe, whose other end a parent holds for as long as it lives.
@@ -139,9 +140,13 @@ def _compiler() -> str:
 
 
 def _version(compiler: str) -> str:
+    command, limit_s = [compiler, "--version"], _LONGEST_VERSION_S
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, check=True, timeout=limit_s
+        )
+        return done.stdout.decode(errors="replace")
+    except (OSError, subprocess.SubprocessError) as error:
         raise NativeUnavailableError(f"the compiler {compiler} cannot be run: {error}") from error
 
 
@@ -221,7 +226,7 @@ def _compile(
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 return f"compiling them with {compiler[0]} took more than {longest_s:g} s"
-        if status != 0:
+        if status != 0 or not out.is_file():
             lines = [line for line in said.read_text(errors="replace").splitlines() if "error" in line]
             return f"compiling them with {compiler[0]} failed: {lines[0] if lines else 'it said nothing'}"
         os.replace(out, path)

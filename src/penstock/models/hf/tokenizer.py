@@ -28,9 +28,10 @@ _MAX_GROWTH, _MAX_REPEATS, _MAX_AROUND, _MAX_STEPS, _MAX_AFFIX = 64, 2, 1000, 64
 _PARTS = ("normalizer", "pre_tokenizer", "decoder")
 _LISTS = ("normalizers", "pretokenizers", "processors", "decoders")
 _MAX_WORD = 1000  # of WordPiece, which takes the square of it
-# Runs of characters that regular expressions are tried on: those of real files take 2 ms for one, what grows with the
-# square of a text 200.
+# Runs of characters that regular expressions are tried on, beside those they name: those of real files take 2 ms for
+# one, what grows with the square of a text 200.
 _RUNS, _RUN_LENGTH, _MOST_RUN_S = " \n1aA.中", 10_000, 0.05
+_MAX_PATTERN = 2048  # characters; real ones have 300
 
 
 def folder_tokenizer(path: Path, vocab_size: int | None = None) -> Tokenizer:
@@ -57,6 +58,13 @@ def _folder_tokenizer(path: Path, vocab_size: int | None) -> Tokenizer:
     named = [token for token in (*found.values(), *extra) if token.content not in texts]
     _add_tokens(backend, [*described, *named], vocab_size)
     backend.encode_special_tokens = config.boolean("split_special_tokens", False)
+    for token in backend.get_added_tokens_decoder().values():
+        if (
+            token.lstrip or token.rstrip
+        ) and token.content.isspace():  # each would look at all white space again
+            raise ModelFileError(
+                f"{path}: a token of white space that takes the white space around it is absurd"
+            )
 
     names = {role: token.content for role, token in found.items()}
     eos = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
@@ -202,8 +210,10 @@ def _check_patterns(content: dict[str, Any]) -> None:
     for step in (step for part in _PARTS for step in _steps(content.get(part))):
         match step:
             case {"pattern": {"Regex": str(pattern)}}:
+                if len(pattern) > _MAX_PATTERN:
+                    raise ValueError(f"its regular expression {shortened(pattern)} is absurdly long")
                 split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "removed")
-                for character in _RUNS:
+                for character in dict.fromkeys(_RUNS + pattern):
                     began_s = time.thread_time()
                     split.pre_tokenize_str(character * _RUN_LENGTH + "\0" + pattern)
                     if time.thread_time() - began_s > _MOST_RUN_S:

@@ -6,6 +6,7 @@ prompt's text, R where the template refuses the messages, F where it fails.
 """
 
 import contextlib
+import html  # noqa: F401  # of `striptags`, which imports it when it is used, and by then no file can be opened
 import json
 import signal
 import struct

@@ -5,6 +5,7 @@ import { chunkWords, memoryWords, targetWords } from "./sizes.js";
 
 // Rates are means over so many seconds of the past.
 const RATE_S = 5;
+const samples = []; // of all tokens so far, by the server's clock
 
 const byId = (id) => document.getElementById(id);
 
@@ -13,8 +14,8 @@ function write(id, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-export function showFigures(status, steps) {
-  showNow(status, steps);
+export function showFigures(status) {
+  showNow(status);
   showCache(status.cache);
   showReuse(status.reuse);
   showLatency("first-token", status.latency.first_token);
@@ -24,23 +25,19 @@ export function showFigures(status, steps) {
   showSettings(status);
 }
 
-function showNow(status, steps) {
+function showNow(status) {
   write("running", count(status.num_running));
   write("running-of", `of ${count(status.settings.max_running)}`);
   write("waiting", count(status.num_waiting));
   write("waiting-of", `of ${count(status.settings.max_waiting)}`);
   showErrors(status.errors);
-  const span = Math.min(RATE_S, status.uptime_s);
-  let [read, written] = [0, 0];
-  for (const step of steps) {
-    if (step.start_s + step.seconds < status.uptime_s - span) continue;
-    for (const { kind, start, end } of step.spans) {
-      if (kind === "chunk") read += end - start;
-      if (kind === "decode") written += 1;
-    }
-  }
-  write("read-rate", rate(read / span));
-  write("write-rate", rate(written / span));
+  const now = { at: status.uptime_s, ...status.tokens };
+  if (samples.length && now.at < samples.at(-1).at) samples.length = 0; // another server by now
+  samples.push(now);
+  while (samples.length > 2 && samples[1].at <= now.at - RATE_S) samples.shift();
+  const passed = now.at - samples[0].at || 1;
+  write("read-rate", rate((now.read - samples[0].read) / passed));
+  write("write-rate", rate((now.generated - samples[0].generated) / passed));
 }
 
 function showErrors({ failed, refused }) {

@@ -33,7 +33,7 @@ const connection = new Connection({
     ended.update(status.ended, requests);
     byId("requests-hint").hidden = requests.rows.size + ended.rows.size === 0;
     explain.update(status.requests);
-    showFigures(status, timeline.steps);
+    showFigures(status);
     stages.update(status.stages, status.uptime_s);
     attempt.update(status.model);
     showPace(status.pace, timeline.isPaused);

@@ -42,6 +42,8 @@ export class Timeline {
 
   update(steps, running, now) {
     for (const step of [...steps, ...running]) step.lanes = step.spans.map((span) => this.people.known.get(span.request_id));
+    // The server tells of its last steps alone: of quick ones, or while nobody looked, there were others before them.
+    if (steps.length && this.steps.length) steps[0].isAfterGap = steps[0].index > this.steps.at(-1).index + 1;
     this.steps.push(...steps);
     this.running = running;
     [this.now, this.toldAt] = [now, performance.now()];
@@ -210,20 +212,23 @@ export class Timeline {
       const wide = snapped(Math.min(step.start_s + step.seconds, right)) - from;
       return { from, wide: Math.max(wide - (wide > 3 ? 1 : 0), 1 / ratio) };
     };
+    let before = left;
     for (const step of seen) {
       const { from, wide } = place(step);
+      const begun = step.isAfterGap ? Math.max(snapped(before), this.margin) : from;
       context.fillStyle = colour("sunken");
-      context.fillRect(from, 0, wide, bottom);
+      context.fillRect(begun, 0, from + wide - begun, bottom);
+      before = step.start_s + step.seconds;
     }
     this.drawLives(context, colour("muted"), seen, place, lane);
     if (this.margin === NAMES) drawNames(context, colour("muted"), seen, lane);
-    const alpha = this.isPaused && this.frozen === null ? DIMMED : 1;
+    const isDimmed = this.isPaused && this.frozen === null;
     for (const step of seen) {
       const { from, wide } = place(step);
       const isRunning = this.running.includes(step);
       context.fillStyle = colour("sunken");
       if (isRunning) context.fillRect(from, 0, wide, bottom); // nothing is to be seen through it
-      context.globalAlpha = isRunning ? RUNNING : alpha;
+      context.globalAlpha = isRunning ? RUNNING : 1;
       step.spans.forEach((span, at) => drawSpan(context, colour, span, step.lanes[at], from, wide, lane));
       if (step.stalls_decodes) {
         context.fillStyle = colour("stall");
@@ -231,7 +236,17 @@ export class Timeline {
         context.fillRect(from, bottom + 3, wide, step.num_held_decodes ? 5 : 2);
       }
     }
+    if (isDimmed) { // all at once: thin blocks may share a pixel
+      context.globalAlpha = 1 - DIMMED;
+      context.fillStyle = colour("surface");
+      context.fillRect(this.margin, 0, width - this.margin, bottom + STALL);
+    }
     context.globalAlpha = 1;
+    for (const step of seen) {
+      const { from, wide } = place(step);
+      context.fillStyle = colour(isDimmed || this.running.includes(step) ? "ink" : "surface");
+      step.spans.forEach((span, at) => drawLabel(context, span, step.lanes[at], from, wide, lane));
+    }
     if (this.chosen && seen.includes(this.chosen)) {
       const { from, wide } = place(this.chosen);
       context.strokeStyle = colour("ink");
@@ -242,17 +257,22 @@ export class Timeline {
 
   // A thin line from a request's first span to its last: where it has no block, it waits for its turn.
   drawLives(context, colour, seen, place, lane) {
-    const lives = new Map();
+    const lives = [];
+    let last = new Map(); // by request
     for (const step of seen) {
       const { from, wide } = place(step);
+      if (step.isAfterGap) last = new Map();
       step.spans.forEach((span, at) => {
-        const life = lives.get(span.request_id) ?? { from, lane: step.lanes[at] };
-        lives.set(span.request_id, { ...life, to: from + wide });
+        if (!last.has(span.request_id)) {
+          last.set(span.request_id, { from, lane: step.lanes[at] });
+          lives.push(last.get(span.request_id));
+        }
+        last.get(span.request_id).to = from + wide;
       });
     }
     context.fillStyle = colour;
     context.globalAlpha = 0.55;
-    for (const life of lives.values()) context.fillRect(life.from, (life.lane + 0.5) * lane - 0.5, life.to - life.from, 1);
+    for (const life of lives) context.fillRect(life.from, (life.lane + 0.5) * lane - 0.5, life.to - life.from, 1);
     context.globalAlpha = 1;
   }
 
@@ -260,16 +280,21 @@ export class Timeline {
     const every = this.seconds / 5;
     context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     context.textBaseline = "alphabetic";
-    for (let mark = 0; mark <= 5; mark++) {
+    context.textAlign = "left";
+    let free = width; // to the right there are labels
+    for (let mark = 5; mark >= 0; mark--) {
       const x = this.margin + mark * every * perSecond;
       context.fillStyle = colour("line");
       context.fillRect(Math.round(x), 0, 1, height - AXIS + 2);
       const ago = this.seconds - mark * every;
       const now = this.isPaused ? `last step ${about(this.idleSeconds)} ago` : "now";
       const label = ago > 0 ? `−${+ago.toFixed(1)} s` : this.frozen === null ? now : "held";
+      const wide = context.measureText(label).width;
+      const from = mark === 5 ? width - 1 - wide : mark === 0 ? this.margin : x - wide / 2;
+      if (from + wide > free) continue;
       context.fillStyle = colour("muted");
-      context.textAlign = mark === 0 ? "left" : mark === 5 ? "right" : "center";
-      context.fillText(label, mark === 5 ? width - 1 : mark === 0 ? this.margin : x, height - 4);
+      context.fillText(label, from, height - 4);
+      free = from - 6;
     }
   }
 }
@@ -285,11 +310,12 @@ function drawNames(context, colour, seen, lane) {
   });
 }
 
+const height = (span, lane) => Math.max((lane - 2) * (span.kind === "decode" ? 0.5 : 0.86), 1.5);
+
 function drawSpan(context, colour, span, inLane, from, wide, lane) {
-  const isDecode = span.kind === "decode";
-  const tall = Math.max((lane - 2) * (isDecode ? 0.5 : 0.86), 1.5);
+  const tall = height(span, lane);
   const top = (inLane + 0.5) * lane - tall / 2;
-  context.fillStyle = colour(isDecode ? "decode" : "chunk");
+  context.fillStyle = colour(span.kind === "decode" ? "decode" : "chunk");
   if (span.kind === "replay") {
     const alpha = context.globalAlpha;
     context.globalAlpha = 0.35 * alpha;
@@ -300,12 +326,13 @@ function drawSpan(context, colour, span, inLane, from, wide, lane) {
   } else {
     rounded(context, from, top, wide, tall);
   }
+}
+
+function drawLabel(context, span, inLane, from, wide, lane) {
+  if (span.kind === "decode" || height(span, lane) < 14) return;
   const label = count(span.end - span.start);
-  if (!isDecode && tall >= 14 && wide > context.measureText(label).width + 8) {
-    context.fillStyle = colour(context.globalAlpha === 1 ? "surface" : "ink");
-    context.textAlign = "center";
-    context.fillText(label, from + wide / 2, top + tall / 2 + 4);
-  }
+  const free = wide - context.measureText(label).width;
+  if (free > 8) context.fillText(label, from + free / 2, (inLane + 0.5) * lane + 4);
 }
 
 function rounded(context, x, y, wide, tall) {
