@@ -266,7 +266,8 @@ struct Work {
                                   : zero_words();
                 transpose(rows, turned);
                 auto* to = &tiles[row / (V * LANES)].query[d];
-                for (int i = 0; i < std::min(LANES, NUM_WORDS - d); ++i) store_words(to[i] + row % (V * LANES), turned[i]);
+                for (int i = 0; i < std::min(LANES, NUM_WORDS - d); ++i)
+                    store_words(to[i] + row % (V * LANES), turned[i]);
             }
     }
 
@@ -302,11 +303,12 @@ struct Work {
             const int count = std::min(LANES, item.num_rows - first_row - at);
             for (int d = 0; d < E; d += LANES) {
                 Words values[LANES], turned[LANES];
-                for (int i = 0; i < LANES; ++i) values[i] = as_words(over(load_floats(&total.values[d + i][at]), weight));
+                for (int i = 0; i < LANES; ++i)
+                    values[i] = as_words(over(load_floats(&total.values[d + i][at]), weight));
                 transpose(values, turned);
                 for (int i = 0; i < count; ++i)
-                    T::store(static_cast<value*>(heads.out) + offset(first_row + at + i, heads.out_stride, E) + d, 0xffff,
-                             as_floats(turned[i]));
+                    T::store(static_cast<value*>(heads.out) + offset(first_row + at + i, heads.out_stride, E) + d,
+                             0xffff, as_floats(turned[i]));
             }
         }
     }
@@ -407,7 +409,7 @@ template <class T, int D, int E>
 void attend(const Heads& heads, const std::vector<const Span*>& spans, const Place* places, int num_threads) {
     std::vector<Item> items;
     int num_tiles = MOST_TILES;
-    const auto is_even = [&] {  // by tokens and vectors of queries: whether no item has too much for threads to end together
+    const auto is_even = [&] {  // whether no item has so many tokens and queries that threads would not end together
         int64_t total = 0, largest = 0;
         items = cut(heads, spans, places, num_tiles * WIDE * LANES);
         for (const Item& item : items) {
