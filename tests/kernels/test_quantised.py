@@ -103,7 +103,7 @@ def weight_of(products: NativeProducts, form: BlockForm) -> tuple[QuantisedWeigh
 def most_few_rows(form: BlockForm) -> int:
     """Up to how many rows quants are multiplied as they are."""
     is_wide = NativeKernels().instructions not in ("avx2", "neon")
-    return 32 if form in FOUR_BITS or (is_wide and form is not Q8_0) else 8
+    return 32 if form in FOUR_BITS or (is_wide and form is not Q8_0) else 16 if is_wide else 8
 
 
 def random_rows(num_rows: int, width: int = NUM_IN) -> Tensor:

@@ -16,7 +16,7 @@ namespace penstock {
 namespace {
 
 constexpr int WIDE = 2;       // vectors of queries that are taken together, where there are enough
-constexpr int MOST_TILES = 2; // such pairs of vectors that share the reading of a block
+constexpr int MOST_TILES = 4; // such pairs of vectors that share the reading of a block
 
 // 64 tokens of one KV head: keys as they are, values in words of STEP tokens.
 template <class T, int D, int E>
@@ -249,17 +249,26 @@ struct Work {
     }
 
     void load(Tile<T, D, E, V>* tiles) const {
+        constexpr int NUM_WORDS = D / T::STEP;
         for (int row = 0; row < num_tiles() * V * LANES; ++row) {
-            auto& tile = tiles[row / (V * LANES)];
-            const int lane = row % (V * LANES);
-            uint32_t words[D / T::STEP] = {};
-            if (row < item.num_rows)
-                T::copy(static_cast<const value*>(heads.queries) + offset(row, heads.query_stride, D), D, words);
-            for (int d = 0; d < D / T::STEP; ++d) tile.query[d][lane] = words[d];
             const int64_t own = position(std::min(row, item.num_rows - 1));
-            tile.first_seen[lane] = heads.first_seen(own);
-            tile.end_seen[lane] = own + 1;
+            tiles[row / (V * LANES)].first_seen[row % (V * LANES)] = heads.first_seen(own);
+            tiles[row / (V * LANES)].end_seen[row % (V * LANES)] = own + 1;
         }
+        for (int row = 0; row < num_tiles() * V * LANES; row += LANES)
+            for (int d = 0; d < NUM_WORDS; d += LANES) {
+                Words rows[LANES], turned[LANES];
+                for (int i = 0; i < LANES; ++i)
+                    rows[i] = row + i < item.num_rows
+                                  ? T::words(static_cast<const value*>(heads.queries) +
+                                                 offset(row + i, heads.query_stride, D) + d * T::STEP,
+                                             first_lanes(NUM_WORDS - d))
+                                  : zero_words();
+                transpose(rows, turned);
+                auto* to = &tiles[row / (V * LANES)].query[d];
+                for (int i = 0; i < std::min(LANES, NUM_WORDS - d); ++i)
+                    store_words(to[i] + row % (V * LANES), turned[i]);
+            }
     }
 
     // What lanes from a row on have seen before the first token: nothing, or their heads' sinks.
@@ -281,21 +290,26 @@ struct Work {
         for (int first = std::max(segment * SEGMENT, first_block()); first < end; first += BLOCK) {
             const int count = std::min(BLOCK, end - first);
             read_block<T, D, E>(heads, item.places, item.kv_head, first - item.span->first_token, count, block);
-            for (int t = 0; t < num_tiles(); ++t) see_block(block, first, count, how, tiles[t]);
+            for (int t = 0; t < num_tiles(); ++t) {
+                const int own = position(std::min((t + 1) * V * LANES, item.num_rows) - 1) + 1 - first;  // that it sees
+                if (own > 0) see_block(block, first, std::min(count, own), how, tiles[t]);
+            }
         }
     }
 
     void store(int first_row, const Seen<E, V * LANES>& total) const {
-        alignas(64) value turned[E][V * LANES];
         for (int at = 0; at < V * LANES; at += LANES) {
             const Floats weight = load_floats(&total.weight[at]);
-            for (int d = 0; d < E; ++d)
-                T::store(&turned[d][at], 0xffff, over(load_floats(&total.values[d][at]), weight));
-        }
-        const int end = std::min(item.num_rows, first_row + V * LANES);
-        for (int row = first_row; row < end; ++row) {
-            value* out = static_cast<value*>(heads.out) + offset(row, heads.out_stride, E);
-            for (int d = 0; d < E; ++d) out[d] = turned[d][row - first_row];
+            const int count = std::min(LANES, item.num_rows - first_row - at);
+            for (int d = 0; d < E; d += LANES) {
+                Words values[LANES], turned[LANES];
+                for (int i = 0; i < LANES; ++i)
+                    values[i] = as_words(over(load_floats(&total.values[d + i][at]), weight));
+                transpose(values, turned);
+                for (int i = 0; i < count; ++i)
+                    T::store(static_cast<value*>(heads.out) + offset(first_row + at + i, heads.out_stride, E) + d,
+                             0xffff, as_floats(turned[i]));
+            }
         }
     }
 
@@ -393,17 +407,22 @@ std::vector<Item> cut(const Heads& heads, const std::vector<const Span*>& spans,
 
 template <class T, int D, int E>
 void attend(const Heads& heads, const std::vector<const Span*>& spans, const Place* places, int num_threads) {
-    const std::vector<Item> items = cut(heads, spans, places, MOST_TILES * WIDE * LANES);
-    // How much there is to do, by tokens and vectors of queries.
-    int64_t total = 0, largest = 0;
-    for (const Item& item : items) {
-        const Work<T, D, E, 1> work{heads, item};
-        const int64_t size = int64_t(work.num_tiles()) * (work.num_tokens() - work.first_block());
-        total += size;
-        largest = std::max(largest, size);
-    }
-    if (largest * 4 * std::abs(num_threads) > total && std::abs(num_threads) > 1)
-        return attend_by_segment<T, D, E>(heads, cut(heads, spans, places, WIDE * LANES), num_threads);
+    std::vector<Item> items;
+    int num_tiles = MOST_TILES;
+    const auto is_even = [&] {  // whether no item has so many tokens and queries that threads would not end together
+        int64_t total = 0, largest = 0;
+        items = cut(heads, spans, places, num_tiles * WIDE * LANES);
+        for (const Item& item : items) {
+            const Work<T, D, E, 1> work{heads, item};
+            const int64_t size = int64_t(work.num_tiles()) * (work.num_tokens() - work.first_block());
+            total += size;
+            largest = std::max(largest, size);
+        }
+        return largest * 4 * std::abs(num_threads) <= total || std::abs(num_threads) == 1;
+    };
+    while (!is_even())
+        if ((num_tiles /= 2) == 1)
+            return attend_by_segment<T, D, E>(heads, cut(heads, spans, places, WIDE * LANES), num_threads);
     // The last of a span see the most: they go first, so that threads end together.
     for_pieces(items.size(), num_threads, [&](int64_t piece) {
         const Item& item = items[items.size() - 1 - piece];

@@ -122,6 +122,13 @@ inline void transpose(const Words* rows, Words* out) {
 #define PENSTOCK_HAS_PAIRS 1  // of bfloat16, which one instruction multiplies and adds
 
 inline Floats dot_of_pairs(Floats sum, Words a, Words b) { return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b); }
+// To nearest even at the upper 16 bits; what is too small for a float's own exponent becomes zero.
+inline Floats rounded_to_upper_half(Floats x) {
+    return as_floats(shifted_left(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+}
+inline void store_first_rounded(uint16_t* to, Mask lanes, Floats x) {
+    _mm256_mask_storeu_epi16(to, lanes, (__m256i)_mm512_cvtneps_pbh(x));
+}
 inline Words load_first_words(const void* from, Mask lanes) { return _mm512_maskz_loadu_epi32(lanes, from); }
 // Lane by lane, both rounded.
 inline Words pairs_of(Floats first, Floats second) {

@@ -54,7 +54,7 @@ struct Form {
     static constexpr Values KIND = Kind;
     // Up to so many rows, where any way will do, quants are multiplied as they are. For 8 bits that takes two products;
     // 5 and 6 bits take many instructions, which pay where many rows share them.
-    static constexpr int MOST_ROWS = Bits <= 4 || (Bits < 8 && SUM_VECTORS >= 16) ? 32 : 8;
+    static constexpr int MOST_ROWS = Bits <= 4 || (Bits < 8 && SUM_VECTORS >= 16) ? 32 : SUM_VECTORS >= 16 ? 16 : 8;
     static constexpr int LOW_BITS = Bits == 8 ? 8 : Bits == 2 ? 2 : 4, EXTRA_BITS = Bits - LOW_BITS;
     static constexpr int VECTOR_BYTES = LANES * BLOCK * LOW_BITS / 8;  // the lowest bits of 16 outputs
     static constexpr int LOADS = VECTOR_BYTES / 64;
@@ -581,7 +581,9 @@ void to_words(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) 
 
 // Few rows
 
-constexpr int MOST_FEW = SUM_VECTORS / VECTORS < 4 ? SUM_VECTORS / VECTORS : 4;
+// Rows that share the reading of a panel, as many as registers hold the sums of; quants of 8 bits take more of those.
+template <class F>
+constexpr int MOST_FEW = F::BITS == 8 ? std::min(6, SUM_VECTORS / VECTORS) : SUM_VECTORS / VECTORS;
 
 // Whether a group's sum is multiplied, too: with the minimum, or with the zero. No form has both.
 template <class F>
@@ -591,6 +593,7 @@ template <class F, int R>
 inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_t* const* x,
                          const float* const* group_sums, const Quants<F>& quants, Floats (*out)[VECTORS]) {
     Floats totals[R][VECTORS];
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECTORS; ++v) totals[r][v] = zeros();
     constexpr int GROUP_LOADS = F::LOADS / F::GROUPS;
@@ -600,6 +603,7 @@ inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_
 #pragma GCC unroll 2
         for (int g = 0; g < F::GROUPS; ++g) {
             Floats sums[R][VECTORS];
+#pragma GCC unroll 8
             for (int r = 0; r < R; ++r)
                 for (int v = 0; v < VECTORS; ++v) sums[r][v] = zeros();
 #pragma GCC unroll 8
@@ -611,7 +615,7 @@ inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_
                     Words values[VECTORS];
                     for (int v = 0; v < VECTORS; ++v) values[v] = quants.part(loads[v], load, j);
                     const int64_t word = (b * BLOCK + load * 2 * F::LOAD_PAIRS) / T::STEP + quants.word(j);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
                     for (int r = 0; r < R; ++r) {
                         const Words own = same_words(x[r][word]);
                         for (int v = 0; v < VECTORS; ++v) sums[r][v] = T::dot(sums[r][v], values[v], own);
@@ -621,10 +625,12 @@ inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_
 #pragma GCC unroll 2
             for (int v = 0; v < VECTORS; ++v) {
                 const Floats scale = shared.scale(block, g, v);
+#pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) totals[r][v] = fma(scale, sums[r][v], totals[r][v]);
                 if constexpr (TAKES_SUMS<F>) {
                     const Floats minimum =
                         F::HAS_MINIMUM ? shared.minimum(block, g, v) : times(scale, same(-Quants<F>::ZERO));
+#pragma GCC unroll 8
                     for (int r = 0; r < R; ++r)
                         totals[r][v] = fma(minimum, same(group_sums[r][b * F::GROUPS + g]),
                                                        totals[r][v]);
@@ -632,6 +638,7 @@ inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_
             }
         }
     }
+#pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
         for (int v = 0; v < VECTORS; ++v) out[r][v] = totals[r][v];
 }
@@ -673,16 +680,17 @@ void few_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, cons
     const int64_t num_blocks = blocks_of(weight), row_sums = TAKES_SUMS<F> ? num_blocks * F::GROUPS : 0;
     const auto quants = Quants<F>::make();
     const uint8_t* blocks = weight.panels + panel * F::panel_bytes(num_blocks);
-    for (int64_t first = 0; first < rows.num_rows; first += MOST_FEW) {
-        const int count = std::min<int64_t>(MOST_FEW, rows.num_rows - first);
-        const uint32_t* x[MOST_FEW];
-        const float* own_sums[MOST_FEW];
+    constexpr int MOST = MOST_FEW<F>;
+    for (int64_t first = 0; first < rows.num_rows; first += MOST) {
+        const int count = std::min<int64_t>(MOST, rows.num_rows - first);
+        const uint32_t* x[MOST];
+        const float* own_sums[MOST];
         for (int r = 0; r < count; ++r) {
             x[r] = inputs.row(first + r);
             own_sums[r] = sums.data() + (first + r) * row_sums;
         }
-        Floats out[MOST_FEW][VECTORS];
-        multiply_few_of<F>(count, std::make_integer_sequence<int, MOST_FEW>{})(blocks, num_blocks, x, own_sums, quants,
+        Floats out[MOST][VECTORS];
+        multiply_few_of<F>(count, std::make_integer_sequence<int, MOST>{})(blocks, num_blocks, x, own_sums, quants,
                                                                               out);
         for (int r = 0; r < count; ++r)
             for (int v = 0; v < VECTORS; ++v)

@@ -56,12 +56,14 @@ inline Floats tanh_of(Floats x) {
     return chosen(is_less(size, same(0.625f)), near, as_floats(either(as_words(far), sign)));
 }
 
+#ifndef PENSTOCK_HAS_PAIRS
 // Each lane's bits, rounded to nearest even at the upper 16.
 inline Words rounded_to_upper_half(Floats x) {
     const Words bits = as_words(x);
     const Words is_odd = both(shifted_right(bits, 16), same_words(1));
     return sum_of_words(bits, sum_of_words(is_odd, same_words(0x7fff)));
 }
+#endif
 
 // Values of a dtype in memory, as floats in a vector. `load` and `store` take the first lanes that a mask has.
 struct Float32 {
@@ -76,12 +78,17 @@ struct Bfloat16 {
     static Floats load(const value* from, Mask lanes) {
         return as_floats(shifted_left(load_first_halves(from, lanes), 16));
     }
+#ifdef PENSTOCK_HAS_PAIRS
+    static void store(value* to, Mask lanes, Floats x) { store_first_rounded(to, lanes, x); }
+    static Floats rounded(Floats x) { return rounded_to_upper_half(x); }
+#else
     static void store(value* to, Mask lanes, Floats x) {
         store_first_halves(to, lanes, shifted_right(rounded_to_upper_half(x), 16));
     }
     static Floats rounded(Floats x) {
         return as_floats(both(rounded_to_upper_half(x), same_words(0xffff0000)));
     }
+#endif
 };
 
 // How values lie where they are multiplied: STEP of them in a word of 32 bits, which one instruction multiplies with
