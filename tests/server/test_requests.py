@@ -11,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from starlette.datastructures import Headers
 
 from penstock.engine.llm import LLM
 from penstock.engine.sampler import SamplingParams
@@ -110,7 +111,7 @@ class Client:
     def __init__(self, body: bytes) -> None:
         self._messages = [{"type": "http.request", "body": body, "more_body": False}]
         self.has_gone = asyncio.Event()
-        self.headers: dict[str, str] = {}
+        self.headers = Headers()
 
     async def receive(self) -> dict[str, Any]:
         if self._messages:
