@@ -110,7 +110,11 @@ def _checked(token: int, largest: float) -> Choice | Exception:
 
 
 def _largest(logits: Tensor, samplers: Sequence[Sampler]) -> Tensor:
-    largest = logits.max(dim=-1, keepdim=True)  # of a row with not-a-number in it, that
+    """The first of the largest; of a row with not-a-number in it, that."""
+    if logits.is_cpu:  # where numpy looks at a vector at a time
+        tokens = torch.from_numpy(logits.numpy().argmax(axis=-1))[:, None]
+        return _with_largest(tokens, logits.gather(1, tokens))
+    largest = logits.max(dim=-1, keepdim=True)
     return _with_largest(largest.indices, largest.values)
 
 
