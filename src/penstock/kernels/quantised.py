@@ -62,7 +62,8 @@ BLOCK_FORMS = {
     form.name: form
     for form in (Q4_1, Q4_0, Q8_0, Q4_K, Q5_K, Q6_K, MXFP4, Q5_0, Q5_1, Q2_K, Q3_K, IQ4_NL, IQ4_XS)
 }
-HOST_FORMS = (MXFP4, Q5_1, Q2_K, IQ4_XS)  # which a processor alone keeps
+# Which a processor alone keeps: on a GPU they become bfloat16.
+HOST_FORMS = tuple(form for form in BLOCK_FORMS.values() if form.device_bits == 16)
 # 8-bit floats, which a GPU alone keeps: a scale of float32 and 32 of them. A row has one scale, or each 128 inputs.
 F8_ROW = BlockForm("F8_ROW", 6, 32, 36, 16.0, 8.0)
 F8_BLOCK = BlockForm("F8_BLOCK", 7, 32, 36, 16.0, 8.25)

@@ -16,8 +16,7 @@ from penstock.models.reading import reading
 
 # Large enough for the disk, small enough to stay in a CPU's cache between the read and the conversion.
 SLICE_BYTES = 4 << 20
-
-
+# The name of the first of several files.
 _PART = re.compile(r"(.*-)00001(-of-)([0-9]{5})(\.gguf)")
 
 
