@@ -63,6 +63,7 @@ TINY = replace(
         WINDOWS: (PrefillCase(WINDOWED, 256, 64),),
     },
     decodes=(DecodeCase(BIG, 1, 20), DecodeCase(BIG, 5, 20), DecodeCase(LITTLE, 3, 20)),
+    strict=(DecodeCase(BIG, 3, 20),),
     decode_steps=4,
     profiles=(PrefillCase(BIG, 200, 64), PrefillCase(BIG, 200, 0)),
     mixed=MixedCase(BIG, 64, 128, num_decodes=3, decode_past=20),

@@ -118,6 +118,13 @@ def test_decodes() -> None:
     ]
 
 
+def test_strict_decodes() -> None:
+    label = "8B, decode, batch 3, after 20 tokens, "
+    by_name = {figure.name.removeprefix(label): figure.values for figure in measured("strict").figures}
+    ratios = tuple(a / b for a, b in zip(by_name["strict"], by_name["plain"], strict=True))
+    assert by_name["strict over plain"] == pytest.approx(ratios)
+
+
 def test_mixed_steps() -> None:
     label = "8B, step of 64 tokens after 128, "
     by_name = {

@@ -9,7 +9,19 @@ from penstock.measure.random_weights import FAMILIES
 # Sections, in the order in which they run.
 LARGE, SMALL, HYBRID, WINDOWS = "8b", "0.6b", "hybrid", "windows"
 EXPERTS = "experts"
-_OTHERS = ("decode", "memory", "start", "bits", "tiles", "mixed", "stages", "weights", "profile", "sweep")
+_OTHERS = (
+    "decode",
+    "strict",
+    "memory",
+    "start",
+    "bits",
+    "tiles",
+    "mixed",
+    "stages",
+    "weights",
+    "profile",
+    "sweep",
+)
 SECTIONS = (LARGE, SMALL, HYBRID, EXPERTS, WINDOWS, *_OTHERS)
 # Models of published shapes, by what they are called in the results.
 BIG, LITTLE, MIXED_LAYERS, WINDOWED = "8B", "0.6B", "9B hybrid", "Gemma 3 4B"
@@ -94,6 +106,7 @@ class Plan:
     swept_peer_chunks: tuple[int, ...]  # of a sweep, those that transformers reads too
     stages: tuple[PrefillCase, ...] = ()  # through two stages on the one card
     expert_decodes: tuple[DecodeCase, ...] = ()
+    strict: tuple[DecodeCase, ...] = ()  # strict decodes beside others
     deep: PrefillCase | None = None  # a model with as many layers as were published; without transformers
     weights: tuple[PrefillCase | DecodeCase, ...] = ()  # in each form
     forms: tuple[str, ...] = (FLOATS, FOUR_BITS, GROUPED_FOUR)
@@ -180,6 +193,9 @@ PLAN = Plan(
     expert_decodes=(
         DecodeCase(SPARSE, 1, 128),
         *(DecodeCase(DEEP_SPARSE, count, 128) for count in (1, 8, 32)),
+    ),
+    strict=tuple(
+        DecodeCase(model, count, 512) for model in (BIG, LITTLE, MIXED_LAYERS) for count in (1, 8, 32, 64)
     ),
     deep=PrefillCase(DEEP_SPARSE, SHORT, CHUNK),
     weights=(

@@ -26,6 +26,7 @@ from penstock.plan.policy import ScheduleConfig
 _WARM_UP_STEPS = _STEPS_IN_A_ROW = 10
 # Rounds of mixed steps for each repeat that is asked for: a step is short.
 _MIXED_ROUNDS, _MIXED_WARM_UPS = 4, 3
+STRICT = "strict"
 
 
 class Requests(Stepwise):
@@ -40,6 +41,7 @@ class Requests(Stepwise):
         *,
         step_tokens: int | None = None,
         looks_ahead: bool | None = None,
+        strict: bool = False,
     ) -> None:
         """`num_tokens` is what their prompts and answers take together."""
         grid = STATE_GRID if subject.model.config.has_state else 1
@@ -47,7 +49,9 @@ class Requests(Stepwise):
             chunk_size=chunk, step_tokens=step_tokens, max_running=num_requests, grid=grid
         )
         space = subject.space(num_tokens + num_requests * BLOCK_TOKENS, num_requests)
-        super().__init__(subject.model, subject.canon, space, schedule, looks_ahead=looks_ahead)
+        super().__init__(
+            subject.model, subject.canon, space, schedule, looks_ahead=looks_ahead, strict=strict
+        )
 
     def add_prompt(
         self, name: str, prompt: Sequence[int], max_tokens: int, *, needs_logits: bool = False
@@ -134,12 +138,48 @@ def time_decodes(job: Job, subject: Subject, case: DecodeCase) -> list[float]:
     for _ in range(_WARM_UP_STEPS):
         step()
 
+    return [job.milliseconds(_in_a_row(step)) / _STEPS_IN_A_ROW for _ in range(_num_rows(job))]
+
+
+def _in_a_row(step: Callable[[], object]) -> Callable[[], None]:
     def some() -> None:
         for _ in range(_STEPS_IN_A_ROW):
             step()
 
-    num_rows = -(-job.plan.decode_steps // _STEPS_IN_A_ROW)
-    return [job.milliseconds(some) / _STEPS_IN_A_ROW for _ in range(num_rows)]
+    return some
+
+
+def _num_rows(job: Job) -> int:
+    return -(-job.plan.decode_steps // _STEPS_IN_A_ROW)
+
+
+def measure_strict(job: Job, errors: list[str]) -> None:
+    """Decodes whose bits do not depend on what runs beside them, in turns with those of the same requests whose bits
+    may."""
+    for model in dict.fromkeys(case.model for case in job.plan.strict):
+        subject = job.subject(model)
+        for case in job.plan.strict:
+            if case.model == model:
+                with job.attempt(case.label, errors):
+                    _measure_strict(job, subject, case)
+
+
+def _measure_strict(job: Job, subject: Subject, case: DecodeCase) -> None:
+    num_steps = _WARM_UP_STEPS + job.plan.decode_steps + _STEPS_IN_A_ROW
+    given = (job, subject, case.model, case.num_sequences, case.past, num_steps)
+    requests = {name: _decoding(*given, strict=name == STRICT) for name in (STRICT, "plain")}
+    for _ in range(_WARM_UP_STEPS):
+        for each in requests.values():
+            each.step()
+    turns = {name: _in_a_row(each.step) for name, each in requests.items()}
+    rows = job.time_turns(turns, dict.fromkeys(turns, _num_rows(job)))
+    for name, values in rows.items():
+        job.figure(f"{case.label}, {name}", "ms", [value / _STEPS_IN_A_ROW for value in values])
+    job.figure(strict_label(case), "x", over(rows[STRICT], rows["plain"]))
+
+
+def strict_label(case: DecodeCase) -> str:
+    return f"{case.label}, strict over plain"
 
 
 def _decoding(
@@ -152,6 +192,7 @@ def _decoding(
     chunk: int = CHUNK,
     other_tokens: int = 0,
     looks_ahead: bool | None = None,
+    strict: bool = False,
 ) -> Requests:
     """Requests that all decode, and will for so many steps; with room for another, of `other_tokens`, in steps of no
     more tokens than its chunk."""
@@ -163,6 +204,7 @@ def _decoding(
         num_sequences * (past + max_tokens) + other_tokens,
         step_tokens=chunk if other_tokens else None,
         looks_ahead=looks_ahead,
+        strict=strict,
     )
     requests.begin_decodes(job.prompt(model, num_sequences * past), num_sequences, max_tokens)
     return requests
