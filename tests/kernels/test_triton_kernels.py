@@ -95,7 +95,7 @@ def test_placed_heads(kernels: Kernels, dtype: torch.dtype, norm: str, heads: He
 
 
 @dtypes
-@pytest.mark.parametrize("num_rows", [1, 3, 16, 17])
+@pytest.mark.parametrize("num_rows", [1, 3, 16, 17, 40])
 @pytest.mark.parametrize(("num_out", "num_in", "has_bias"), [(40, 96, True), (33, 300, False)])
 def test_products_of_few_rows(
     kernels: Kernels, dtype: torch.dtype, num_rows: int, num_out: int, num_in: int, has_bias: bool

@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.cuda import delta, fla
 from penstock.kernels.cuda.experts import CudaExperts
-from penstock.kernels.cuda.launch import KeptKernel, precision, shared_bytes
+from penstock.kernels.cuda.launch import KeptKernel, num_multiprocessors, precision, shared_bytes
 from penstock.kernels.cuda.launch_sizes import least_rows
 from penstock.kernels.cuda.past import attend_past, prepare_past
 from penstock.kernels.cuda.quantised import GpuProducts
@@ -80,8 +80,11 @@ _LARGEST_HEAD = 512
 _LEAST_BLOCKS = 2
 # The matrix units take no fewer rows.
 _LEAST_ROWS = 16
-# What a program has of the weight in a product of few rows, and how many such blocks are on their way.
-_FEW_ROWS_OUTPUTS, _FEW_ROWS_BLOCK, _FEW_ROWS_STAGES = 64, 128, 5
+# What a program has of the weight in a product of few rows, and how many such blocks are on their way. Of more than
+# these rows it may have half as many outputs, where all programs then run at once.
+_FEW_ROWS_OUTPUTS, _FEW_ROWS_BLOCK, _FEW_ROWS_STAGES = 64, 128, 6
+_BY_OUTPUTS = 32
+_FLOAT32_OUTPUTS, _FLOAT32_BLOCK = 16, 64
 _WIDTH_BLOCK = 1024
 _HEADS_TOGETHER = 16
 
@@ -131,6 +134,9 @@ class CudaKernels(TorchKernels):
     ) -> Tensor:
         if isinstance(weight, QuantisedWeight):
             return self.quantised.linear(x, weight, bias, is_canonical)
+        # In float32 the bits of few rows are those of any other few, but not those of many.
+        if not is_canonical and x.dtype == torch.float32 and self._has_few(x, weight):
+            return _few_rows_product(x, weight, bias)
         return super().linear(x, weight, bias, is_canonical=is_canonical)
 
     def unpacked_bytes(self, weight: Weight) -> int:
@@ -152,9 +158,12 @@ class CudaKernels(TorchKernels):
         return embedding[token_ids]
 
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if len(x) <= self.few_rows and x.dtype == torch.bfloat16 and weight.is_contiguous():
+        if x.dtype == torch.bfloat16 and self._has_few(x, weight):
             return _few_rows_product(x, weight, bias)
         return torch.nn.functional.linear(x, weight, bias)
+
+    def _has_few(self, x: Tensor, weight: Tensor) -> bool:
+        return len(x) <= self.few_rows and weight.is_contiguous()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dim() != 2 or x.stride(1) != 1:
@@ -399,10 +408,16 @@ def _score_scale(scoring: Scoring) -> float:
 def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, (num_out, num_in) = len(x), weight.shape
-    size = least_rows(num_rows)
-    bytes_per_stage = (_FEW_ROWS_OUTPUTS + size) * _FEW_ROWS_BLOCK * x.element_size()
+    size, is_by_rows = least_rows(num_rows), False
+    if x.dtype == torch.float32:
+        outputs, block = _FLOAT32_OUTPUTS, _FLOAT32_BLOCK
+    else:
+        outputs, block = _FEW_ROWS_OUTPUTS, _FEW_ROWS_BLOCK
+        is_by_rows = num_rows > _BY_OUTPUTS and num_out * 2 <= outputs * num_multiprocessors(x.device)
+        outputs = outputs // 2 if is_by_rows else outputs
+    bytes_per_stage = (outputs + size) * block * x.element_size()
     out = x.new_empty(num_rows, num_out)
-    few_rows_kernel[(triton.cdiv(num_out, _FEW_ROWS_OUTPUTS),)](
+    few_rows_kernel[(triton.cdiv(num_out, outputs),)](
         x,
         weight,
         bias,
@@ -412,10 +427,12 @@ def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         num_out,
         num_in,
         HAS_BIAS=bias is not None,
-        IS_WHOLE=num_in % _FEW_ROWS_BLOCK == 0,
+        IS_WHOLE=num_in % block == 0,
         ROWS=size,
-        OUTPUTS=_FEW_ROWS_OUTPUTS,
-        BLOCK=_FEW_ROWS_BLOCK,
+        OUTPUTS=outputs,
+        BLOCK=block,
+        BY_ROWS=is_by_rows,
+        PRECISION=precision(x),
         num_warps=4,
         num_stages=max(min(_FEW_ROWS_STAGES, shared_bytes(x.device) // bytes_per_stage), 1),
     )

@@ -10,7 +10,7 @@ from triton.runtime import driver
 
 from penstock.kernels.device import device_kind
 
-_HOPPER_SHARED_BYTES = 232_448
+_HOPPER_SHARED_BYTES, _HOPPER_MULTIPROCESSORS = 232_448, 132
 
 
 class KeptKernel:
@@ -41,10 +41,20 @@ class KeptKernel:
 @cache
 def shared_bytes(device: torch.device) -> int:
     """What a program may have of a multiprocessor's memory."""
+    return _property(device, "max_shared_mem", _HOPPER_SHARED_BYTES)
+
+
+@cache
+def num_multiprocessors(device: torch.device) -> int:
+    return _property(device, "multiprocessor_count", _HOPPER_MULTIPROCESSORS)
+
+
+def _property(device: torch.device, name: str, of_hopper: int) -> int:
+    """Of a GPU; where kernels are interpreted, of Hopper's."""
     if device_kind(device).capability is None:
-        return _HOPPER_SHARED_BYTES
+        return of_hopper
     index = torch.cuda.current_device() if device.index is None else device.index
-    return int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return int(driver.active.utils.get_device_properties(index)[name])
 
 
 def precision(x: Tensor) -> str:

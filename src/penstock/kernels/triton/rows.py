@@ -206,25 +206,37 @@ def few_rows_kernel(
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    BY_ROWS: tl.constexpr,  # rows are the matrix units' first operand: then there may be few outputs
+    PRECISION: tl.constexpr,
 ):
     """Some outputs of a product of a few rows: as fast as the weight can be read. An output is one sum from the first
     input to the last, whatever the sizes here: so are those of large products, whose bits it has."""
-    row, output = tl.arange(0, ROWS), tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    ROW: tl.constexpr = 0 if BY_ROWS else 1
+    row = tl.expand_dims(tl.arange(0, ROWS), 1 - ROW)
+    output = tl.expand_dims(tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), ROW)
     columns = tl.arange(0, BLOCK)
+    is_row, row_at = row < num_rows, x + row.to(tl.int64) * x_stride
     # What lies beyond the last is that once more.
-    row_at = tl.minimum(row, num_rows - 1)[None, :].to(tl.int64) * x_stride
-    output_at = tl.minimum(output, num_out - 1)[:, None].to(tl.int64) * num_in
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
+    output_at = weight + tl.minimum(output, num_out - 1).to(tl.int64) * num_in
+    if BY_ROWS:
+        total = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    else:
+        total = tl.zeros([OUTPUTS, ROWS], tl.float32)
     for start in range(0, num_in, BLOCK):
-        at = start + columns
+        of_row = tl.expand_dims(start + columns, ROW)
+        of_output = tl.expand_dims(start + columns, 1 - ROW)
+        # Rows that are not there are not read: those of one, once more for each, take a tenth of the time.
         if IS_WHOLE:
-            part, own = tl.load(weight + output_at + at[None, :]), tl.load(x + row_at + at[:, None])
+            part = tl.load(output_at + of_output)
+            own = tl.load(row_at + of_row, mask=is_row, other=0.0)
         else:
-            is_in = at < num_in
-            part = tl.load(weight + output_at + at[None, :], mask=is_in[None, :], other=0.0)
-            own = tl.load(x + row_at + at[:, None], mask=is_in[:, None], other=0.0)
-        total = tl.dot(part, own, total)
+            part = tl.load(output_at + of_output, mask=of_output < num_in, other=0.0)
+            own = tl.load(row_at + of_row, mask=is_row & (of_row < num_in), other=0.0)
+        if BY_ROWS:
+            total = tl.dot(own, part, total, input_precision=PRECISION)
+        else:
+            total = tl.dot(part, own, total, input_precision=PRECISION)
     if HAS_BIAS:
-        total += tl.load(bias + output, mask=output < num_out, other=0.0).to(tl.float32)[:, None]
-    to = out + row[None, :].to(tl.int64) * num_out + output[:, None]
-    tl.store(to, total.to(out.dtype.element_ty), mask=(row < num_rows)[None, :] & (output < num_out)[:, None])
+        total += tl.load(bias + output, mask=output < num_out, other=0.0).to(tl.float32)
+    to = out + row.to(tl.int64) * num_out + output
+    tl.store(to, total.to(out.dtype.element_ty), mask=is_row & (output < num_out))
