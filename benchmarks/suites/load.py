@@ -27,6 +27,16 @@ READY, FIRST = "ready", "first after ready, over later ones"
 Request = tuple[float | None, int, int]  # when it arrives (None: when all before it run), prompt, answer
 _ENGINES = {OURS: "benchmarks.load_engine:Penstock", VLLM: "benchmarks.workers.load_engines:Vllm"}
 _REPEATS, _LOAD_S = 5, 24.0
+# Nothing is fetched or reported, and its processes talk to each other on this machine.
+_VLLM_ENV = {
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
 # Ours over vLLM's, by how a figure's name ends: the most of times, the least of rates.
 _TOKENS_S, _REQUESTS_S = "tokens/s", "requests/s"
 _GAP, _FIRST_TOKEN, _NEXT, _WHOLE = "gap while it is read", "first token", "next token", "whole request"
@@ -241,7 +251,7 @@ def _start(
     name: str, options: argparse.Namespace, settings: Mapping[str, Any], budget: int, size: Size, bench: Bench
 ) -> Child:
     started = time.perf_counter()
-    env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    env = dict(_VLLM_ENV) if name == VLLM else {}
     if name == VLLM and options.vllm is not None:
         env["PYTHONPATH"] = str(options.vllm)
     child = Child(_ENGINES[name], name, env=env)
