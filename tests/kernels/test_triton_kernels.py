@@ -23,6 +23,7 @@ from tests.kernels.parity import (
     Heads,
     Rows,
     Subject,
+    attend,
     check_activation,
     check_attention,
     check_beside,
@@ -232,6 +233,28 @@ BATCHES = {
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=list(BATCHES))
 def test_attention(kernels: Kernels, dtype: torch.dtype, batch: list[Rows]) -> None:
     check_attention(Subject(kernels, dtype), HEADS, batch)
+
+
+@dtypes
+@pytest.mark.parametrize("most_programs", [1, 9])
+@pytest.mark.parametrize("scoring", list(HEADS.scorings(torch.device("cpu"))))
+def test_parts_of_a_past_have_the_bits_that_they_have_in_programs_of_their_own(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    most_programs: int,
+    scoring: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    subject, found = Subject(kernels, dtype), HEADS.scorings(torch.device("cpu"))[scoring]
+    # Parts of two blocks, of which the last may have one, or some tokens.
+    batch = [
+        Rows(end - 1, end, tuple(range(-(-end // BLOCK_TOKENS))), is_prompt=False) for end in (1, 400, 640)
+    ]
+    kv = random_kv(subject, HEADS, 10)
+    queries = subject.normal(len(batch), HEADS.num_heads, HEADS.head_dim)
+    apart = attend(subject, queries, batch, kv, scoring=found)
+    monkeypatch.setattr("penstock.kernels.cuda.kernels._MOST_PROGRAMS", most_programs)
+    assert torch.equal(attend(subject, queries, batch, kv, scoring=found), apart)
 
 
 @dtypes

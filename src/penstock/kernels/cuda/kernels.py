@@ -78,6 +78,8 @@ _LARGE_HEAD = 256
 _LARGEST_HEAD = 512
 # A program has no fewer blocks of a past than these, unless there are no more.
 _LEAST_BLOCKS = 2
+# Nor are there many more programs than these: each takes its time to begin, even one that finds nothing to do.
+_MOST_PROGRAMS = 2048
 # The matrix units take no fewer rows.
 _LEAST_ROWS = 16
 # What a program has of the weight in a product of few rows, and how many such blocks are on their way. Of more than
@@ -345,7 +347,8 @@ class CudaKernels(TorchKernels):
         if scoring.window:
             most_blocks = min(most_blocks, triton.cdiv(scoring.window, BLOCK_TOKENS) + 1)
         num_splits = min(triton.cdiv(most_blocks, _LEAST_BLOCKS), SPLITS)
-        decode_attention_kernel[(num_rows, num_kv_heads, num_splits)](
+        num_each = triton.cdiv(num_rows * num_kv_heads * num_splits, _MOST_PROGRAMS)
+        decode_attention_kernel[(num_rows, num_kv_heads, triton.cdiv(num_splits, num_each))](
             queries,
             work.rows,
             kv.keys,
@@ -357,6 +360,7 @@ class CudaKernels(TorchKernels):
             _score_scale(scoring),
             queries.stride(0),
             work.tables.stride(0),
+            num_each,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,

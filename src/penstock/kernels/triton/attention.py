@@ -206,7 +206,7 @@ def _first_block(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     return first
 
 
-@triton.jit(do_not_specialize=["table_stride"])
+@triton.jit(do_not_specialize=["table_stride", "num_each"])
 def decode_attention_kernel(
     queries,  # [..., heads, head_dim]
     rows,  # which of them each is
@@ -219,6 +219,7 @@ def decode_attention_kernel(
     scale,  # for powers of two, or for parts of the cap
     query_stride,
     table_stride,
+    num_each,  # parts that a program has
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -233,11 +234,11 @@ def decode_attention_kernel(
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """A part of a row's past, for the query heads of one KV head."""
+    """Some parts of a row's past, one after the other, for the query heads of one KV head."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2)
+    split = tl.program_id(2) * num_each
     length = tl.load(lengths + row)
     num_blocks = (length + BLOCK - 1) // BLOCK
     before = _first_block(length, WINDOW, BLOCK)
@@ -245,7 +246,7 @@ def decode_attention_kernel(
     first = before + split * size
     if first >= num_blocks:
         return
-    last = tl.minimum(first + size, num_blocks)
+    last = tl.minimum(first + num_each * size, num_blocks)
     group = tl.arange(0, GROUP_ROWS)
     is_own = group < GROUP
     columns = tl.arange(0, COLUMNS)
@@ -265,6 +266,7 @@ def decode_attention_kernel(
     total = tl.zeros([GROUP_ROWS], tl.float32)
     sums = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
     tokens = tl.arange(0, BLOCK)
+    num_left = size  # blocks of the part at hand
     for block in range(first, last):
         place = tl.load(tables + row * table_stride + block).to(tl.int64)
         is_there = block * BLOCK + tokens < length
@@ -279,10 +281,17 @@ def decode_attention_kernel(
         largest, total, sums = _see(
             query, key, value, is_there[None, :], largest, total, sums, scale, SOFT_CAP, PRECISION
         )
-    part = (row * NUM_HEADS + heads) * SPLITS + split
-    own_part = part_out + part[:, None] * VALUE_DIM + value_columns[None, :]
-    tl.store(own_part, sums / total[:, None], mask=is_own[:, None] & in_value[None, :])
-    tl.store(part_lse + part, largest + tl.log2(total), mask=is_own)
+        num_left -= 1
+        if num_left == 0 or block + 1 == last:
+            part = (row * NUM_HEADS + heads) * SPLITS + split
+            own_part = part_out + part[:, None] * VALUE_DIM + value_columns[None, :]
+            tl.store(own_part, sums / total[:, None], mask=is_own[:, None] & in_value[None, :])
+            tl.store(part_lse + part, largest + tl.log2(total), mask=is_own)
+            largest = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
+            total = tl.zeros([GROUP_ROWS], tl.float32)
+            sums = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
+            num_left = size
+            split += 1
 
 
 @triton.jit
