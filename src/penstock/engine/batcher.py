@@ -290,8 +290,9 @@ class Batcher:
 
     def new_sequence(self, request: GenerationRequest) -> SequenceCache:
         """An empty cache for a request."""
+        num_tokens = len(request.token_ids) + request.max_tokens
         return self.space.new_sequence(
-            is_long=self._config.is_long(len(request.token_ids) + request.max_tokens)
+            is_long=self._config.is_long(num_tokens), num_tokens=len(request.token_ids)
         )
 
     def add(self, job: Job) -> None:
