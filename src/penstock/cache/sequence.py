@@ -34,7 +34,7 @@ class SequenceBlocks:
     """
 
     def __init__(self, pool: BlockPool, num_tokens: int = 0) -> None:
-        """Of a sequence that is expected to have so many tokens, if that is known: it lies in one place where it can."""
+        """Of a sequence that is expected to have so many tokens, if that is known: it lies in one place if it can."""
         self._pool = pool
         self._num_expected = _num_blocks_for(num_tokens)
         self._extents: tuple[Extent, ...] = ()
@@ -323,6 +323,17 @@ class SequenceCache:
             raise
         self._steps.append(_Step(start, ends[-1]))
         return step
+
+    def make_room(self, end: int) -> None:
+        """Have room for tokens up to `end`, beyond those of the steps in flight."""
+        for blocks in self.kv_groups:
+            blocks.reserve(end)
+
+    def extend(self, end: int) -> None:
+        """The one step in flight has gone on, and ends there."""
+        (step,) = self._steps
+        self.make_room(end)
+        self._steps[0] = _Step(step.start, end)
 
     def adopt(self, blocks: Sequence[Sequence[int]], slot: int | None) -> None:
         """Go on with the tokens in these full blocks, as many of each K/V group, and with the state after them. Of a
