@@ -130,13 +130,13 @@ def test_mixed_steps() -> None:
     by_name = {
         figure.name.removeprefix(label): figure.values for figure in measured("mixed", repeats=2).figures
     }
-    both, chunk = by_name["3 decodes among them"], by_name["of a prompt"]
+    both, chunk = by_name["3 decodes beside them"], by_name["of a prompt"]
     decodes = by_name["3 decodes alone"]
     assert len(both) == len(chunk) == len(decodes) == 8
-    assert by_name["3 decodes among them, over none"] == tuple(
+    assert by_name["3 decodes beside them, over none"] == tuple(
         a / b for a, b in zip(both, chunk, strict=True)
     )
-    assert by_name["3 decodes among them, over both apart"] == tuple(
+    assert by_name["3 decodes beside them, over both apart"] == tuple(
         one / (first + second) for one, first, second in zip(both, chunk, decodes, strict=True)
     )
 

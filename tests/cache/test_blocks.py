@@ -132,6 +132,30 @@ def test_sequences_that_grow_in_turns_keep_few_extents(num_sequences: int) -> No
     assert max(moves) <= 3  # one move per block, 63, if new places were packed tightly
 
 
+@pytest.mark.parametrize("num_sequences", [2, 5, 16])
+def test_where_it_is_known_how_far_they_grow_each_lies_in_one_place(num_sequences: int) -> None:
+    pool = BlockPool(100 * num_sequences)
+    ends = [pool.allocate(4, num_later=60)[-1].end for _ in range(num_sequences)]
+    for num_later in range(56, -4, -4):
+        for index, end in enumerate(ends):
+            assert pool.allocate(4, after=end, num_later=num_later) == [Extent(end, end + 4)]
+            ends[index] = end + 4
+    pool.check_integrity()
+    # Others begin behind what is still to come, and no further once nothing is.
+    (behind,) = pool.allocate(1)
+    assert behind.start == ends[-1] + 16
+    # What is given back was nobody's room.
+    pool.release([Extent(ends[-1] - 64, ends[-1]), behind])
+    (again,) = pool.allocate(1)
+    assert again.start == (ends[-2] + 16 if num_sequences > 1 else 0)
+
+
+def test_one_that_has_to_move_goes_where_all_of_it_has_room() -> None:
+    pool = pool_with(layout("xx" + 100 * "." + "x" + 300 * "."))
+    assert pool.allocate(10, after=2) == [Extent(2, 12)]
+    assert pool.allocate(10, after=1, num_later=50) == [Extent(28, 38)]
+
+
 @settings(deadline=None)
 @given(occupied=occupancies, excess=st.integers(1, 10))
 def test_a_failed_allocation_changes_nothing(occupied: list[bool], excess: int) -> None:

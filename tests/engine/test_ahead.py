@@ -1,15 +1,19 @@
 """Decodes that are launched before they are planned: used where they are what comes, and forgotten where not."""
 
 import gc
+import random
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.cache.tensors import CacheTensors
+from penstock.engine.batcher import Batcher
 from penstock.engine.job import Job
 from penstock.engine.sampling import Choice
 from penstock.engine.status import StepRecord
@@ -18,8 +22,9 @@ from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.step import Span
-from tests.engine.batching import Wish, new_batcher, new_job, serve
+from penstock.plan.sizing import shape_of_spans
+from penstock.plan.step import Span, SpanKind
+from tests.engine.batching import Sharing, Wish, new_batcher, new_job, serve, serve_with
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
 
 WISHES = [Wish(tuple(random_prompt(66 + index, seed=index)), 40) for index in range(3)]
@@ -166,12 +171,12 @@ def test_what_is_expected_and_never_comes_keeps_no_cache(model: Decoder) -> None
     for _ in range(3):
         assert batcher.step() is not None
     expected = batcher._runner._lookahead._expected
-    ahead = batcher._runner._lookahead._ahead
+    inputs = batcher._runner._lookahead._inputs  # of what was launched ahead, which the step has gone on with
     assert expected is None
-    assert ahead is not None
-    batch = build_batch(ahead.inputs, canon=RowLaw(512))
+    assert inputs
+    batch = build_batch(inputs, canon=RowLaw(512))
     model.prepare(batch, batcher.space.tensors)
-    del batcher, ahead
+    del batcher, inputs
     gc.collect()
     assert tensors() is None
     assert batch.num_tokens == 1
@@ -233,3 +238,164 @@ def test_a_run_that_is_dropped_is_gone_at_once(model: Decoder, monkeypatch: pyte
         assert dropped() is None
     finally:
         gc.enable()
+
+
+def steps_of(batcher: Batcher, monkeypatch: pytest.MonkeyPatch) -> list[StepRecord]:
+    """Grows by each step that was settled."""
+    records: list[StepRecord] = []
+    settle = batcher.settle
+
+    def noted(step: Step, outcome: StepOutcome) -> StepRecord | None:
+        record = settle(step, outcome)
+        if record is not None:
+            records.append(record)
+        return record
+
+    monkeypatch.setattr(batcher, "settle", noted)
+    return records
+
+
+def is_beginning(one: list[int], other: list[int]) -> bool:
+    return one[: len(other)] == other[: len(one)]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("seed", range(6))
+def test_decodes_that_go_on_leave_what_single_steps_do(
+    family: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes, ends, is cancelled or preempted meanwhile, and where steps fail or the cache is lost."""
+    chance = random.Random(seed)
+    model = load_model(make_oracle(family).folder)
+    wishes = [
+        Wish(
+            tuple(random_prompt(chance.randint(1, 140), seed=100 * seed + index)),
+            chance.randint(1, 150),
+            arrives=chance.choice([0, 0, 0, 40, 90]),
+            cancelled=chance.randint(20, 160) if chance.random() < 0.3 else None,
+        )
+        for index in range(5)
+    ]
+    disturbed = {"fails": chance.sample(range(170), 3), "rewinds": chance.sample(range(170), 2)}
+    schedule = replace(SCHEDULE, max_running=chance.choice([2, 4, 8]))
+    cache_tokens = chance.choice([384, 1024, 4096])
+    plain = serve(model, wishes, schedule, cache_tokens=cache_tokens, strict=True)
+    batcher = new_batcher(model, schedule, cache_tokens, strict=True, looks_ahead=True)
+    records = steps_of(batcher, monkeypatch)
+    ours = serve_with(batcher, wishes, **disturbed)
+    for job, other, wish in zip(ours, plain, wishes, strict=True):
+        # A step that is undone makes one that is cancelled end some tokens sooner.
+        same = is_beginning if wish.cancelled else list.__eq__
+        assert same(job.generated, other.generated)
+        assert job.outcome == other.outcome or wish.cancelled
+    assert sum(record.is_repeated for record in records) > len(records) // 4
+    # What is told of a step is what it ran, as if it had been planned.
+    reach: dict[str, int] = {}
+    for record in records:
+        for span in record.spans:
+            assert span.start <= reach.get(span.request_id, 0)  # it goes on, or reads again what it lost
+            reach[span.request_id] = span.end
+        of_spans = shape_of_spans((span.kind, span.start, span.end) for span in list(record.spans))
+        assert record.shape == of_spans
+        assert record.num_decodes == sum(span.kind is SpanKind.DECODE for span in list(record.spans))
+
+
+def test_nothing_is_planned_or_reserved_for_decodes_that_go_on(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for a block, where one begins; and the books are right whenever somebody looks."""
+    batcher = new_batcher(model, SCHEDULE, 1024, strict=False, looks_ahead=True)
+    jobs = [new_job(batcher, str(index), wish) for index, wish in enumerate(WISHES)]
+    for job in jobs:
+        batcher.add(job)
+    while not all(job.num_generated for job in jobs):
+        batcher.step()
+    batcher.step()
+    said: list[str] = []
+
+    def telling(owner: object, name: str) -> None:
+        work = getattr(owner, name)
+
+        def listening(*given: Any, **named: Any) -> Any:
+            said.append(name)
+            return work(*given, **named)
+
+        monkeypatch.setattr(owner, name, listening)
+
+    telling(batcher._scheduler, "schedule")
+    telling(SequenceCache, "reserve")
+    for _ in range(20):
+        record = batcher.step()
+        assert record is not None
+        assert record.is_repeated
+        batcher.check_integrity()
+        status = batcher.status()
+        assert [each.num_generated for each in status.requests] == [job.num_generated for job in jobs]
+        assert {each.phase for each in status.requests} == {"decode"}
+        (running,) = status.in_flight
+        assert [span.end for span in running.spans] == [len(job.tokens) for job in jobs]
+    assert not said
+    # Somebody comes: what was launched is used, then all is planned.
+    batcher.add(new_job(batcher, "late", WISHES[0]))
+    assert batcher.step() is not None
+    assert not said
+    record = batcher.step()
+    assert record is not None
+    assert said == ["schedule", *4 * ["reserve"]]
+    assert record.num_chunk_tokens == len(WISHES[0].prompt)
+    assert [job.cache.num_tokens for job in jobs] == [len(job.tokens) - 1 for job in jobs]
+
+
+def test_a_pass_that_fails_undoes_none_before_it(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is begun anew, and only if it fails again it is somebody's fault."""
+    batcher = new_batcher(model, SCHEDULE, 1024, strict=False, looks_ahead=True)
+    jobs = [new_job(batcher, str(index), wish) for index, wish in enumerate(WISHES[:2])]
+    plain = serve(model, WISHES[:2], SCHEDULE)
+    for job in jobs:
+        batcher.add(job)
+    while jobs[1].num_generated < 9:
+        batcher.step()
+    finish = batcher._runner.finish
+    failed: list[int] = []
+
+    def fails_once(step: Step, *given: Any) -> StepOutcome:
+        if failed:
+            return finish(step, *given)
+        failed.append(step.num_before)
+        return StepOutcome(error=RuntimeError("as the test wants it"))
+
+    monkeypatch.setattr(batcher._runner, "finish", fails_once)
+    before = [len(job.tokens) for job in jobs]
+    assert batcher.step() is None
+    assert failed[0] > 0
+    assert [len(job.tokens) for job in jobs] == before
+    assert not batcher.num_in_flight
+    batcher.check_integrity()
+    while batcher.has_work:
+        batcher.step()
+    assert [job.generated for job in jobs] == [job.generated for job in plain]
+
+
+def test_where_no_block_is_left_a_step_does_not_go_on(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step after it preempts the newest."""
+    wishes = [Wish(tuple(random_prompt(60, seed=index)), 80) for index in range(2)]
+    plain = serve(model, wishes, SCHEDULE)
+    batcher = new_batcher(model, SCHEDULE, 4 * BLOCK_TOKENS, strict=False, looks_ahead=True)
+    records = steps_of(batcher, monkeypatch)
+    jobs = serve_with(batcher, wishes)
+    assert [job.generated for job in jobs] == [job.generated for job in plain]
+    assert sum(job.num_preemptions for job in jobs) > 0
+    assert any(record.is_repeated for record in records)
+
+
+def test_where_blocks_are_found_by_others_they_are_when_a_step_ends(model: Decoder) -> None:
+    """What decodes of one step after the other filled is told, and told rightly."""
+    prompt = WISHES[0].prompt
+    batcher = new_batcher(model, SCHEDULE, 4096, strict=False, looks_ahead=True, sharing=Sharing())
+    (first,) = serve_with(batcher, [Wish(prompt, 150)])
+    again = Wish((*prompt, *first.generated[:130]), 20)
+    (second,) = serve_with(batcher, [again])
+    assert second.num_cached == (len(again.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert second.generated == first.generated[130:150]

@@ -1,21 +1,27 @@
 """Decodes that are recorded, on a processor: what a graph is told of a pass. Triton's interpreter runs the kernels,
 and a graph that runs again is the same code again, on the same tensors."""
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from penstock.cache import BLOCK_TOKENS, BlockPool, Extent, SequenceBlocks, SequenceCache
 from penstock.engine.graphs import decode as decode_graphs
 from penstock.engine.graphs import passes as graphs
+from penstock.engine.step import SpanInput, build_batch
 from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
 from penstock.models.loading import load_decoder
 from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
+from penstock.plan.step import Span
 from tests.engine import batching
 from tests.engine.batching import RecordingJob, Wish, serve
 from tests.kernels.triton_interpreter import interpreted_kernels
@@ -129,17 +135,59 @@ def test_a_pass_that_was_prepared_is_staged_once(
     model: Decoder, recorded: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged: list[object] = []
-    stage = decode_graphs.DecodeGraph._stage
+    stage = decode_graphs.DecodeLayout.of
 
-    def counted(self: decode_graphs.DecodeGraph, batch: object) -> object:
+    def counted(self: decode_graphs.DecodeLayout, batch: object) -> object:
         staged.append(batch)
         return stage(self, batch)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(decode_graphs.DecodeGraph, "_stage", counted)
+    monkeypatch.setattr(decode_graphs.DecodeLayout, "of", counted)
     serve(model, WISHES[:1], SCHEDULE, looks_ahead=True)
-    # One token comes with the prompt. The pass after the last one was made ready, too, and never came.
+    # One token comes with the prompt. Those that follow the second pass are that, a token further each time.
     assert sum(graph.num_runs for graph in recorded) == 4
-    assert len({id(batch) for batch in staged}) == len(staged) == 5
+    assert len({id(batch) for batch in staged}) == len(staged) == 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_a_following_pass_is_told_is_what_it_would_be_if_it_were_built(seed: int) -> None:
+    """With blocks here and there, of sequences that begin one at different times, and blocks that are gone."""
+    chance = random.Random(seed)
+    pools = [BlockPool(60), BlockPool(60)]
+    for pool in pools:
+        blocks = [*range(0, 60, chance.choice([2, 3]))]
+        (whole,) = pool.allocate(60)
+        pool.release([Extent(block, block + 1) for block in blocks])
+        assert whole == Extent(0, 60)
+    caches = [SequenceCache(pools, windows=[0, 100]) for _ in range(3)]
+    for cache in caches:
+        num_tokens = chance.randint(1, 200)
+        cache.reserve(0, [num_tokens])
+        cache.commit(num_tokens)
+        cache.slide()
+    layout = decode_graphs.DecodeLayout(4, 2, 5)
+
+    def told() -> tuple[NDArray[np.int64], list[tuple[SequenceBlocks, ...]]]:
+        inputs = []
+        for cache in caches:
+            start = cache.num_tokens
+            cache.reserve(start, [start + 1])
+            span = Span(start, start + 1)
+            inputs.append(SpanInput(span, (0,), cache.kv_groups, is_prompt=False, wants_logits=True))
+            cache.commit(start + 1)
+        return layout.of(build_batch(inputs, canon=RowLaw(TILE))), [item.kv_groups for item in inputs]
+
+    first, blocks_of_rows = told()
+    following = decode_graphs.FollowingDecodes(None, layout, first, blocks_of_rows, 1000)
+    num_passes = 0
+    while max(cache.num_tokens for cache in caches) < 5 * BLOCK_TOKENS:
+        for cache in caches:
+            cache.make_room(cache.num_tokens + 1)
+        assert following.advance()
+        num_passes += 1
+        expected, _ = told()
+        np.testing.assert_array_equal(following.told, expected)
+    assert num_passes > BLOCK_TOKENS
+    assert not following.advance()  # the table has no place for another block
 
 
 class ReplayedPiece:

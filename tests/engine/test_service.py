@@ -381,9 +381,9 @@ def test_an_overlap_is_refused(tmp_path: Path) -> None:
 
 
 class Gpu:
-    """What a service asks a device with memory of its own, where decodes take the place of prompt tokens."""
+    """What a service asks a device with memory of its own."""
 
-    decodes_fill_chunks = has_own_memory = True
+    has_own_memory = True
 
     def free_bytes(self) -> None:
         return None
@@ -393,15 +393,16 @@ class Gpu:
     def release(self) -> None: ...
 
 
-@pytest.mark.parametrize(("max_running", "step_tokens"), [(31, 128), (32, 128), (33, None)])
-def test_where_decodes_fill_chunks_a_step_has_no_more_tokens_than_a_chunk(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, max_running: int, step_tokens: int | None
+@pytest.mark.parametrize("max_running", [1, 32, 200])
+def test_decodes_come_on_top_of_a_chunk_unless_a_step_is_bounded(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, max_running: int
 ) -> None:
-    """Unless that would leave prompts too little."""
+    """A chunk that made room for them would leave the grid on which attention runs: on a GPU, too."""
     schedule = ScheduleConfig(chunk_size=128, max_running=max_running)
-    assert _resolve_schedule(schedule, llm).step_tokens is None
     monkeypatch.setattr(LLM, "device_kind", Gpu())
-    assert _resolve_schedule(schedule, llm).step_tokens == step_tokens
+    found = _resolve_schedule(schedule, llm)
+    assert found.step_tokens is None
+    assert found.chunk_budget(max_running - 1) == 128
     asked = replace(schedule, step_tokens=500)
     assert _resolve_schedule(asked, llm).step_tokens == 500
 

@@ -1,16 +1,25 @@
 """Events for coroutines: of several requests at once, all of which run or none."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
 
-from penstock.engine.events import Event, Failed, Finished, GenerationRequest, JsonFormat, TokenGenerated
+from penstock.engine.events import (
+    Event,
+    Failed,
+    Finished,
+    GenerationRequest,
+    JsonFormat,
+    PromptProgress,
+    TokenGenerated,
+)
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
-from penstock.engine.streams import EventStream
+from penstock.engine.streams import EventStream, _mailboxes
 from penstock.errors import PromptError, ServiceClosedError, SettingError
+from penstock.plan.progress import Progress
 from tests.byte_models import model_of_bytes
 from tests.oracle import random_prompt
 
@@ -107,3 +116,36 @@ def test_a_stream_that_fails_ends_whatever_the_service_does(service: Service) ->
     [only] = asyncio.run(run())
     assert isinstance(only, Failed)
     assert str(only.error) == "over"
+
+
+def test_a_loop_is_woken_once_for_all_that_came_meanwhile(service: Service) -> None:
+    """However many streams there are: what each would wake it for is work that the engine's thread waits for."""
+
+    async def run() -> tuple[list[object], list[list[tuple[int, Event]]]]:
+        loop = asyncio.get_running_loop()
+        woken: list[object] = []
+        wake = loop.call_soon_threadsafe
+
+        def counted(work: Callable[..., object], *args: object) -> asyncio.Handle:
+            woken.append(work)
+            return wake(work, *args)
+
+        streams = [EventStream(service) for _ in range(3)]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(loop, "call_soon_threadsafe", counted)
+            for number in range(4):
+                for stream in streams:
+                    stream._deliver(number, PromptProgress(Progress(number, 4, 1, 4, 0.0, None)))
+            before = list(woken)
+            await asyncio.sleep(0)
+            streams[0]._deliver(4, Failed(PromptError("the end")))
+        found = [[stream._events.get_nowait() for _ in range(4)] for stream in streams]
+        await asyncio.sleep(0)
+        assert isinstance(streams[0]._events.get_nowait()[1], Failed)
+        assert len(woken) == len(before) + 1
+        return before, found
+
+    woken, found = asyncio.run(run())
+    assert len(woken) == 1
+    assert [[index for index, _ in each] for each in found] == [[0, 1, 2, 3]] * 3
+    assert not _mailboxes  # nor is a loop kept that is gone

@@ -60,7 +60,7 @@ NUMBERS = {
     "30.0": "stages.pipeline._WRITE_S",
     "300": "constraint._MAX_REASON",
     "32": "stages.control._MAC_BYTES stages.control._NONCE_BYTES",
-    "4": "constraint.NUM_QUEUED service._FEW_DECODES",
+    "4": "constraint.NUM_QUEUED",
     "4096": "cache_choice._RECORDED_GRID stages.control._MOST_TOKEN_BYTES",
     "4194304": "fingerprint._SLICE_BYTES",
     "5": "batcher.MOST_LOSSES graphs.decode._COLUMNS",

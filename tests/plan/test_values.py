@@ -58,7 +58,8 @@ NUMBERS = {
     """,
     "1e-12": "step_time.LEAST_GAIN",
     "2": """
-        activation._BUSIEST memory.peak_memory_estimate.dtype_bytes model.DeltaNetConfig.num_gates
+        activation._BUSIEST batch_scheduler._TOKENS_AFTER memory.peak_memory_estimate.dtype_bytes
+        model.DeltaNetConfig.num_gates
         model.ExpertsConfig.group_best model.ExpertsShape.group_best
         pipeline.PartCosts.of_model.dtype_bytes prefill.PrefillScheduler.memory_savings.dtype_bytes
         stage_settings.StagesSetting.cut.dtype_bytes step.Workspace.num_threads

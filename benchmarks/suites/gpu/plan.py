@@ -61,7 +61,7 @@ class DecodeCase:
 
 @dataclass(frozen=True)
 class MixedCase:
-    """A step of so many tokens of a prompt, after a past, of which some make room for sequences that decode."""
+    """A step of so many tokens of a prompt, after a past, with sequences beside it that decode."""
 
     model: str
     chunk: int

@@ -39,15 +39,12 @@ class Requests(Stepwise):
         num_requests: int,
         num_tokens: int,
         *,
-        step_tokens: int | None = None,
         looks_ahead: bool | None = None,
         strict: bool = False,
     ) -> None:
         """`num_tokens` is what their prompts and answers take together."""
         grid = STATE_GRID if subject.model.config.has_state else 1
-        schedule = ScheduleConfig(
-            chunk_size=chunk, step_tokens=step_tokens, max_running=num_requests, grid=grid
-        )
+        schedule = ScheduleConfig(chunk_size=chunk, max_running=num_requests, grid=grid)
         space = subject.space(num_tokens + num_requests * BLOCK_TOKENS, num_requests)
         super().__init__(
             subject.model, subject.canon, space, schedule, looks_ahead=looks_ahead, strict=strict
@@ -194,15 +191,13 @@ def _decoding(
     looks_ahead: bool | None = None,
     strict: bool = False,
 ) -> Requests:
-    """Requests that all decode, and will for so many steps; with room for another, of `other_tokens`, in steps of no
-    more tokens than its chunk."""
+    """Requests that all decode, and will for so many steps; with room for another, of `other_tokens`."""
     max_tokens = tokens_to_last(num_steps, num_sequences, past, chunk)
     requests = Requests(
         subject,
         chunk,
         num_sequences + (other_tokens > 0),
         num_sequences * (past + max_tokens) + other_tokens,
-        step_tokens=chunk if other_tokens else None,
         looks_ahead=looks_ahead,
         strict=strict,
     )
@@ -211,12 +206,12 @@ def _decoding(
 
 
 def measure_mixed(job: Job, errors: list[str]) -> None:
-    """A step with both, one of as many tokens of a prompt, the decodes alone, taking turns. None is committed: each
-    is run again and again where it stands."""
+    """A chunk with decodes beside it, without, and the decodes alone, taking turns. No step is committed: each is run
+    again and again where it stands."""
     case = job.plan.mixed
     subject = job.subject(case.model)
     # So many steps while the prompt is read up to there, then the one that is measured.
-    num_steps = -(-case.past // (case.chunk - case.num_decodes)) + 2
+    num_steps = -(-case.past // case.chunk) + 2
     # Tokens of a prompt whose end is not in the chunk that is measured, wherever that begins, and of the answer.
     num_read = case.past + 2 * case.chunk + 2
     given = (job, subject, case.model, case.num_decodes, case.decode_past, num_steps)
@@ -225,11 +220,10 @@ def measure_mixed(job: Job, errors: list[str]) -> None:
     chunk = Requests(subject, case.chunk, 1, num_read)
     for requests in (both, chunk):
         reader = requests.add_prompt("reading", job.prompt(case.model, num_read - 1), 1)
-        # As near to that past as steps end: those that make room for decodes read less.
-        while reader.cache.num_tokens < case.past - case.chunk // 2:
+        while reader.cache.num_tokens < case.past:
             requests.step()
     turns = {
-        "both": _again(both, case.chunk),
+        "both": _again(both, case.chunk + case.num_decodes),
         "chunk": _again(chunk, case.chunk),
         "decodes": _again(decodes, case.num_decodes),
     }
@@ -240,9 +234,9 @@ def measure_mixed(job: Job, errors: list[str]) -> None:
     apart = [first + second for first, second in zip(times["chunk"], times["decodes"], strict=True)]
     job.figure(f"{case.label}, of a prompt", "ms", times["chunk"])
     job.figure(f"{decoding} alone", "ms", times["decodes"])
-    job.figure(f"{decoding} among them", "ms", times["both"])
-    job.figure(f"{decoding} among them, over none", "x", over(times["both"], times["chunk"]))
-    job.figure(f"{decoding} among them, over both apart", "x", over(times["both"], apart))
+    job.figure(f"{decoding} beside them", "ms", times["both"])
+    job.figure(f"{decoding} beside them, over none", "x", over(times["both"], times["chunk"]))
+    job.figure(f"{decoding} beside them, over both apart", "x", over(times["both"], apart))
 
 
 def _again(requests: Requests, num_tokens: int) -> Callable[[], object]:

@@ -54,6 +54,8 @@ class BlockPool:
         self._num_idle = 0
         # Kept at some time since they were last free: there may be owners that count on what is in them.
         self._published: set[int] = set()
+        # By the block behind a sequence's last: those that it is still to get, where that is known.
+        self._awaited: dict[int, int] = {}
         self.reclaim: Callable[[int], None] | None = None
         self.on_idle: Callable[[Sequence[int]], None] | None = None
 
@@ -90,13 +92,14 @@ class BlockPool:
         """Whether an owner may write over what it has in this block: nobody else counts on that."""
         return block not in self._published or (block not in self._kept and self._references[block] == 1)
 
-    def allocate(self, num_blocks: int, after: int | None = None) -> list[Extent]:
+    def allocate(self, num_blocks: int, after: int | None = None, num_later: int = 0) -> list[Extent]:
         """Take `num_blocks` blocks with one reference each, in as few extents as the free space allows.
 
         All or nothing: raises CacheFullError and changes nothing if there are not enough. Idle blocks are given up
         only if the free ones do not suffice. `after` is the end of the sequence's last extent: free blocks that begin
         there are taken first, so that the extent grows in place. The extents come in the order of use; the last one
-        is where the sequence will grow.
+        is where the sequence will grow, by `num_later` blocks if that is known: they find room there, where there is
+        a run for all of them, and others begin behind it.
         """
         if num_blocks < 0:
             raise ValueError(f"cannot allocate {num_blocks} blocks")
@@ -116,9 +119,13 @@ class BlockPool:
             self._take(taken[-1])
             wanted -= len(taken[-1])
         while wanted:
-            taken.append(self._find_place(wanted, moving=after is not None))
+            taken.append(self._find_place(wanted, num_later, moving=after is not None))
             self._take(taken[-1])
             wanted -= len(taken[-1])
+        if taken:
+            self._awaited.pop(after or 0, None)
+            if num_later > _ROOM_BLOCKS:
+                self._awaited[taken[-1].end] = num_later
         return taken
 
     def retain(self, extents: Iterable[Extent]) -> None:
@@ -210,7 +217,7 @@ class BlockPool:
         if not 0 <= block < self.num_blocks:
             raise ValueError(f"block {block} lies outside the pool's {self.num_blocks} blocks")
 
-    def _find_place(self, wanted: int, moving: bool) -> Extent:
+    def _find_place(self, wanted: int, num_later: int, moving: bool) -> Extent:
         """Where the next extent of `wanted` blocks goes: a part of one free run, or all of the largest run.
 
         A sequence may outgrow what it asked for, and so may its neighbour, so a place leaves room for both:
@@ -221,19 +228,27 @@ class BlockPool:
 
         A new sequence takes the smallest run with room, or else the smallest that holds it, so that large
         runs stay whole for long prompts. One that moves on because it could not grow in place takes the
-        middle of the largest run: two that grow side by side would otherwise leapfrog, an extent each time.
+        middle of the largest run: two that grow side by side would otherwise leapfrog, an extent each time. Where
+        it is known how far it will grow, it takes the smallest run that holds all of it, too.
         """
         runs = [run for run in self._runs if len(run) >= wanted]
         if not runs:
             return max(self._runs, key=len)
-        if moving:
+        room = max(num_later, _ROOM_BLOCKS)
+        roomy = [run for run in runs if len(run) >= wanted + room + self._room_before(run)]
+        if moving and not (num_later and roomy):
             run = max(runs, key=len)
             before = (len(run) - wanted) // 2 if run.start else 0
         else:
-            roomy = [run for run in runs if len(run) >= wanted + _ROOM_BLOCKS + _room_before(run)]
+            if not roomy:
+                roomy = [run for run in runs if len(run) >= wanted + _ROOM_BLOCKS + self._room_before(run)]
             run = min(roomy or runs, key=len)
-            before = _room_before(run) if roomy else 0
+            before = self._room_before(run) if roomy else 0
         return Extent(run.start + before, run.start + before + wanted)
+
+    def _room_before(self, run: Extent) -> int:
+        """The room to leave at the start of a run. No sequence ends at block 0."""
+        return self._awaited.get(run.start, _ROOM_BLOCKS) if run.start else 0
 
     def _run_starting_at(self, block: int) -> Extent | None:
         index = bisect_left(self._runs, block, key=_start_of)
@@ -251,6 +266,7 @@ class BlockPool:
 
     def _give_back(self, run: Extent) -> None:
         start, end = run.start, run.end
+        self._awaited.pop(end, None)
         first = last = bisect_left(self._runs, start, key=_start_of)
         if first > 0 and self._runs[first - 1].end == start:
             first -= 1
@@ -268,11 +284,6 @@ class BlockPool:
                 raise ValueError(f"{extent} lies outside the pool's {self.num_blocks} blocks")
             blocks.extend(range(extent.start, extent.end))
         return blocks
-
-
-def _room_before(run: Extent) -> int:
-    """The room to leave at the start of a run. No sequence ends at block 0."""
-    return _ROOM_BLOCKS if run.start else 0
 
 
 def extents_of(blocks: Iterable[int]) -> list[Extent]:

@@ -33,8 +33,10 @@ class SequenceBlocks:
     adopted; since a step writes behind the length only, they stay as they are.
     """
 
-    def __init__(self, pool: BlockPool) -> None:
+    def __init__(self, pool: BlockPool, num_tokens: int = 0) -> None:
+        """Of a sequence that is expected to have so many tokens, if that is known: it lies in one place if it can."""
         self._pool = pool
+        self._num_expected = _num_blocks_for(num_tokens)
         self._extents: tuple[Extent, ...] = ()
         self._num_gone = 0
         self._num_blocks = 0  # those that are gone, and of the extents
@@ -69,10 +71,12 @@ class SequenceBlocks:
 
     def reserve(self, num_tokens: int) -> None:
         """Make room for at least `num_tokens` tokens in total, or raise CacheFullError and change nothing."""
-        missing = _num_blocks_for(num_tokens) - self.num_blocks
-        if missing > 0:
+        wanted = _num_blocks_for(num_tokens)
+        if wanted > self._num_blocks:
             after = self._extents[-1].end if self._extents else None
-            self._set_extents((*self._extents, *self._pool.allocate(missing, after)))
+            num_later = max(self._num_expected - wanted, 0)
+            taken = self._pool.allocate(wanted - self._num_blocks, after, num_later)
+            self._set_extents((*self._extents, *taken))
 
     def adopt(self, blocks: Sequence[int]) -> None:
         """Go on with the tokens in these blocks, which are in use or idle and full. All or nothing.
@@ -257,12 +261,17 @@ class SequenceCache:
         windows: Sequence[int] = (),
         *,
         is_long: bool = False,
+        num_tokens: int = 0,
     ) -> None:
         """`windows` are the groups', 0 for all tokens; none has one where there are none. Keys of `is_long` sequences
-        are other than those of the same tokens in others (`ModelConfig.is_long`)."""
+        are other than those of the same tokens in others (`ModelConfig.is_long`). `num_tokens` is how long it is
+        expected to become, if that is known."""
         self.is_long = is_long
-        self.kv_groups = tuple(map(SequenceBlocks, pools))
         self._windows = tuple(windows) or (0,) * len(pools)
+        self.kv_groups = tuple(
+            SequenceBlocks(pool, 0 if window else num_tokens)
+            for pool, window in zip(pools, self._windows, strict=True)
+        )
         self.state = None if slots is None else SequenceState(slots)
         self._steps: deque[_Step] = deque()  # in flight, the oldest first
 
@@ -314,6 +323,17 @@ class SequenceCache:
             raise
         self._steps.append(_Step(start, ends[-1]))
         return step
+
+    def make_room(self, end: int) -> None:
+        """Have room for tokens up to `end`, beyond those of the steps in flight."""
+        for blocks in self.kv_groups:
+            blocks.reserve(end)
+
+    def extend(self, end: int) -> None:
+        """The one step in flight has gone on, and ends there."""
+        (step,) = self._steps
+        self.make_room(end)
+        self._steps[0] = _Step(step.start, end)
 
     def adopt(self, blocks: Sequence[Sequence[int]], slot: int | None) -> None:
         """Go on with the tokens in these full blocks, as many of each K/V group, and with the state after them. Of a

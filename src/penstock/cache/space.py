@@ -73,6 +73,7 @@ class CacheSpace:
         whole = (pool for group, pool in groups if not group.spec.window)
         return has_slots and all(pool.num_available * BLOCK_TOKENS >= num_tokens for pool in whole)
 
-    def new_sequence(self, *, is_long: bool = False) -> SequenceCache:
+    def new_sequence(self, *, is_long: bool = False, num_tokens: int = 0) -> SequenceCache:
+        """Of so many tokens in the end, if that is known."""
         windows = [group.spec.window for group in self.tensors.kv_groups]
-        return SequenceCache(self.pools, self.slots, windows, is_long=is_long)
+        return SequenceCache(self.pools, self.slots, windows, is_long=is_long, num_tokens=num_tokens)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from penstock.engine.sampling import Choice
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
 from penstock.engine.step import Launched, SpanInput, Step, StepOutcome, StepRunner
 from penstock.errors import (
+    CacheFullError,
     MemoryExhaustedError,
     PenstockError,
     RequestFailedError,
@@ -86,8 +87,7 @@ def steps_in_flight(model: Decoder, stages: "Pipeline | None" = None) -> int:
     return device_kind(model.device).steps_in_flight if stages is None else stages.depth
 
 
-@dataclass(frozen=True)
-class Notice:
+class Notice(NamedTuple):
     """Something to be told once the step is over. An error in it is the job's, where there is one."""
 
     tell: Callable[[], None]
@@ -170,6 +170,9 @@ class Batcher:
         self._threads = model.threads
         self._lock = nullcontext() if lock is None else lock
         self._raises = raises
+        # Whether a step of decodes goes on with what was launched ahead, and is committed once it ends.
+        self._repeats = looks_ahead and self._waits_for_tokens and not raises
+        self._rooms: dict[int, list[Job]] = {}  # of a step that goes on: by where in a block it began
         self._flight: deque[_InFlight] = deque()  # the oldest first
         self._settled_s = 0.0  # when the last step was
         # Chunks of the last ones.
@@ -267,12 +270,15 @@ class Batcher:
         return self._finish(step, self._runner.launch(step))
 
     def settle(self, step: Step, outcome: StepOutcome) -> StepRecord | None:
-        """Commit the oldest step in flight; or undo it, and those after it, if it failed."""
-        if outcome.error is not None:
+        """Commit the oldest step in flight, or let it go on with the next token of each; or undo it, and those after
+        it, if it failed."""
+        if outcome.error is None:
+            return self._commit(step, outcome)
+        if step.num_before:  # it went on: what failed is begun anew, by itself
+            self._commit_before(step)
+        else:
             self._recover(step.plan, outcome.error)
-            return None
-        self._flight.popleft()
-        return self._commit(step, outcome)
+        return None
 
     @property
     def has_work(self) -> bool:
@@ -290,8 +296,9 @@ class Batcher:
 
     def new_sequence(self, request: GenerationRequest) -> SequenceCache:
         """An empty cache for a request."""
+        num_tokens = len(request.token_ids) + request.max_tokens
         return self.space.new_sequence(
-            is_long=self._config.is_long(len(request.token_ids) + request.max_tokens)
+            is_long=self._config.is_long(num_tokens), num_tokens=len(request.token_ids)
         )
 
     def add(self, job: Job) -> None:
@@ -480,6 +487,9 @@ class Batcher:
                 ends += job.prefix.states_to_keep(span.start, span.end, num_free)
             ends = sorted(set(ends))
         state = job.cache.reserve(span.start, ends)
+        if self._repeats and not is_chunk and span.end % BLOCK_TOKENS == 0:
+            with suppress(CacheFullError):  # the step after it, which may go on from it, will see
+                job.cache.make_room(span.end + 1)
         tokens = job.tokens[span.start : span.end]
         cache = job.cache
         rows = job.rows if is_chunk else None
@@ -491,13 +501,80 @@ class Batcher:
         seconds = now - max(step.started_s, self._settled_s)
         self._settled_s = now
         ended: dict[RequestId, FinishReason | Exception] = {}
+        # Of decodes, and each goes on, as far as is plain; a replay is a step of its own.
+        may_go_on = step.num_before or not step.plan.num_chunk_tokens
+        if self._repeats and self._runner.is_ahead and may_go_on:
+            self._take_all(outcome.choices, now, ended)
+            if not ended and self._has_room_to_go_on(step):
+                return self._go_on(step, now, seconds)
+            self._book(step)
+        else:
+            self._book(step)
+            self._tell_all(step, outcome, now, seconds, ended)
+        self._flight.popleft()
+        self._scheduler.commit(step.plan, ended, seconds, step.num_before)
+        for request_id, how in ended.items():
+            self._end(self._jobs[request_id], how)
+        return self._record(step, seconds, outcome.issued)
+
+    def _book(self, step: Step, num_more: int | None = None) -> None:
+        """The tokens of a step are in the caches, those of so many passes after its first, too."""
+        num_more = step.num_before if num_more is None else num_more
+        for planned in step.plan.spans:
+            job, span = self._jobs[planned.request_id], planned.span
+            if num_more:
+                job.cache.extend(span.end + num_more)
+            job.cache.commit(span.end + num_more)
+            if job.prefix is not None:
+                is_chunk = planned.kind is SpanKind.CHUNK
+                job.prefix.note(job.tokens, span.start, is_chunk=is_chunk)
+            job.cache.slide(planned.resumes_at)
+
+    def _commit_before(self, step: Step) -> None:
+        """End a step that went on before the pass that it is at."""
+        num_more = step.num_before - 1
+        self._book(step, num_more)
+        self._flight.popleft()
+        self._scheduler.commit(step.plan, num_before=num_more)
+
+    def _go_on(self, step: Step, now: float, seconds: float) -> StepRecord:
+        """The step's decodes go on with what was launched ahead, and their books are done later, all at once: nothing
+        is planned, reserved or built for a token that is like the one before it."""
+        self._scheduler.repeat(step.plan, step.num_before, seconds)
+        record = self._record(step, seconds)
+        self._flight[0] = _InFlight(step.again(record, now), self._runner.go_on())
+        self.num_begun += 1
+        return record
+
+    def _has_room_to_go_on(self, step: Step) -> bool:
+        """Whether each sequence has room for the token after that which was launched ahead: made here, where a block
+        begins."""
+        if not step.num_before:
+            self._rooms.clear()
+            for planned in step.plan.spans:
+                job = self._jobs[planned.request_id]
+                self._rooms.setdefault(planned.span.end % BLOCK_TOKENS, []).append(job)
+        num_more = step.num_before + 1
+        try:
+            for job in self._rooms.get(-num_more % BLOCK_TOKENS, ()):
+                job.cache.make_room(len(job.tokens) + 1)
+        except CacheFullError:
+            return False
+        return True
+
+    def _tell_all(
+        self,
+        step: Step,
+        outcome: StepOutcome,
+        now: float,
+        seconds: float,
+        ended: dict[RequestId, FinishReason | Exception],
+    ) -> None:
+        """What a step gave each of its requests; which of them ended."""
+        taken: dict[RequestId, Choice | Exception] = {}
         for planned in step.plan.spans:
             job, span = self._jobs[planned.request_id], planned.span
             is_chunk = planned.kind is SpanKind.CHUNK
-            job.cache.commit(span.end)
-            if job.prefix is not None:
-                job.prefix.note(job.tokens, span.start, is_chunk=is_chunk)
-            job.cache.slide(planned.resumes_at)
             if job.wants_cancel:
                 if not job.cache.num_in_flight:
                     ended[job.id] = "cancelled"
@@ -508,32 +585,47 @@ class Batcher:
                     self._tell(job, event)
                 if job.rows is not None and (event := job.take_rows(outcome.rows[job.id], span.end)):
                     self._tell(job, event)
-            if planned.samples and (reason := self._take(job, outcome.choices[job.id], now)) is not None:
-                ended[job.id] = reason
-        self._scheduler.commit(step.plan, ended, seconds)
-        for request_id, how in ended.items():
-            self._end(self._jobs[request_id], how)
-        record = step.record(self._num_steps, step.started_s - self._began_s, seconds, outcome.issued)
+            if planned.samples:
+                taken[job.id] = outcome.choices[job.id]
+        self._take_all(taken, now, ended)
+
+    def _record(self, step: Step, seconds: float, issued: int | None = None) -> StepRecord:
+        record = step.record(self._num_steps, step.started_s - self._began_s, seconds, issued)
         self._num_steps += 1
         self._steps.append(record)
         for observer in self._observers:
             self._observe(partial(observer.on_step, record))
         return record
 
-    def _take(self, job: Job, choice: Choice | Exception, now: float) -> FinishReason | Exception | None:
-        """The end of the request that its choice brings, if it does."""
-        if isinstance(choice, Exception):
-            return choice
-        gap_s, is_first = job.gap_s(now), job.num_generated == 0
-        try:
-            event, reason = job.take(choice, now)
-        except Exception as error:
-            return error
-        if event is not None:
-            for observer in self._observers:
-                self._observe(partial(observer.on_token, job.id, gap_s, is_first=is_first))
-            self._tell(job, event)
-        return reason
+    def _take_all(
+        self,
+        choices: Mapping[RequestId, Choice | Exception],
+        now: float,
+        ended: dict[RequestId, FinishReason | Exception],
+    ) -> None:
+        """Each request's choice is its token; which of them end by it, or were cancelled meanwhile."""
+        gaps: list[tuple[RequestId, float, bool]] = []
+        for request_id, choice in choices.items():
+            job = self._jobs[request_id]
+            if job.wants_cancel:
+                ended[request_id] = "cancelled"
+                continue
+            if isinstance(choice, Exception):
+                ended[request_id] = choice
+                continue
+            gap_s, is_first = job.gap_s(now), job.num_generated == 0
+            try:
+                event, reason = job.take(choice, now)
+            except Exception as error:
+                ended[request_id] = error
+                continue
+            if event is not None:
+                gaps.append((request_id, gap_s, is_first))
+                self._tell(job, event)
+            if reason is not None:
+                ended[request_id] = reason
+        for observer in self._observers if gaps else ():
+            self._observe(partial(_tell_gaps, observer, gaps))
 
     def _recover(self, plan: StepPlan, error: Exception) -> None:
         """Undo the step that failed. Out of memory makes chunks smaller, as long as they can be; anything else is
@@ -568,6 +660,8 @@ class Batcher:
     def _abort_all(self, undo: Callable[[StepPlan], bool | None]) -> bool | None:
         """Undo all steps in flight: every request stands where it stood before the oldest. What was cancelled
         meanwhile ends."""
+        if self._flight and (oldest := self._flight[0].step).num_before:
+            self._commit_before(oldest)
         plans = [begun.step.plan for begun in self._flight]
         self._flight.clear()
         for request_id in dict.fromkeys(span.request_id for plan in plans for span in plan.spans):
@@ -601,6 +695,11 @@ class Batcher:
 
     def _observe(self, tell: Callable[[], None]) -> None:
         self.notices.append(Notice(tell))
+
+
+def _tell_gaps(observer: Observer, gaps: Sequence[tuple[RequestId, float, bool]]) -> None:
+    for request_id, gap_s, is_first in gaps:
+        observer.on_token(request_id, gap_s, is_first=is_first)
 
 
 def _as_failure(error: Exception) -> PenstockError:

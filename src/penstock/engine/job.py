@@ -54,6 +54,8 @@ class Job:
         self.cache = cache
         self.tokens = list(request.token_ids)
         self.num_prompt = len(self.tokens)
+        self._least_tokens = self.num_prompt + request.sampling.min_tokens
+        self._most_tokens = self.num_prompt + request.max_tokens
         self.listener = listener
         self.wants_cancel = False
         self._num_losses = self._done_at_loss = 0
@@ -134,7 +136,7 @@ class Job:
 
     def goes_on(self, token: int) -> bool:
         """Whether a token that was chosen is plainly not the last."""
-        is_last = self.num_generated + 1 >= self.request.max_tokens or token in self._eos_ids
+        is_last = len(self.tokens) + 1 >= self._most_tokens or token in self._eos_ids
         return not (is_last or self.wants_cancel or self._is_held)
 
     def lies_on(self, grid: int) -> bool:
@@ -168,7 +170,7 @@ class Job:
 
     def take(self, choice: Choice, now: float) -> tuple[Event | None, FinishReason | None]:
         """The chosen token is the request's: what to tell of it, and whether it is the last."""
-        if not self.request.max_tokens:
+        if len(self.tokens) >= self._most_tokens:  # no answer is wanted
             return None, "length"
         token = choice.token
         self.tokens.append(token)
@@ -182,12 +184,13 @@ class Job:
         if self._decoder is not None and (not is_end or self.request.includes_stop):
             text = self._decoder.push(token)
             # No stop string is looked for in what has to come.
-            text = text if self.num_generated < self.request.sampling.min_tokens else self._stops.push(text)
+            if len(self.tokens) >= self._least_tokens:
+                text = self._stops.push(text)
         is_whole = self._constraint is not None and self._constraint.is_finished
         reason: FinishReason | None = None
         if is_end or self._stops.found is not None or is_whole:
             reason = "stop"
-        elif self.num_generated >= self.request.max_tokens:
+        elif len(self.tokens) >= self._most_tokens:
             reason = "length"
         return TokenGenerated(token, text, choice.logprobs), reason
 

@@ -137,6 +137,9 @@ class Sampler:
     def __init__(self, params: SamplingParams, ends: Collection[int] = ()) -> None:
         """`ends` are tokens that end an answer, beside those of the parameters."""
         self.params = params
+        penalties = (params.repetition_penalty - 1.0, params.presence_penalty, params.frequency_penalty)
+        # Whether logits are changed before a choice, by a bias or by the tokens so far.
+        self.is_adjusted = bool(params.logit_bias) or params.forbids or any(penalties)
         self._ends = torch.tensor([*{*ends, *params.stop_token_ids}], dtype=torch.long)
         self._generator = torch.Generator()
         if params.seed is None:
@@ -146,13 +149,6 @@ class Sampler:
         self._seen, self._generated = _Counts(), _Counts()
         self._bias_tokens = torch.tensor(list(params.logit_bias), dtype=torch.long)
         self._bias_values = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
-
-    @property
-    def is_adjusted(self) -> bool:
-        """Whether logits are changed before a choice, by a bias or by the tokens so far."""
-        params = self.params
-        penalties = (params.repetition_penalty - 1.0, params.presence_penalty, params.frequency_penalty)
-        return bool(params.logit_bias) or params.forbids or any(penalties)
 
     def random_number(self) -> float:
         """The next one, from 0 up to 1: what a draw is decided by."""

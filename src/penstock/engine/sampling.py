@@ -3,6 +3,7 @@ together, and come to the host in one copy."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, Protocol
 
 import torch
@@ -58,12 +59,14 @@ def sample_rows(
     """A choice for each row of logits [rows, vocab], float32; or the error that there was in making it. `meanwhile`
     is done while the device computes, before the host waits for it."""
     can_draw = device_kind(logits.device).draws
-    ways = [_way_of(row, can_draw) for row in rows]
+    ways: dict[_Way, list[int]] = {}
+    for place, row in enumerate(rows):
+        ways.setdefault(_way_of(row, can_draw), []).append(place)
     choices: dict[int, Choice | Exception] = {}
     places: list[int] = []
     found: list[Tensor] = []
     for way, choose in _TOGETHER.items():
-        if own := [place for place, other in enumerate(ways) if other == way]:
+        if own := ways.get(way):
             places += own
             found.append(choose(_rows_of(logits, own), [rows[place].sampler for place in own]))
     meanwhile()
@@ -71,8 +74,8 @@ def sample_rows(
         on_host = (torch.cat(found, dim=1) if len(found) > 1 else found[0]).cpu()
         largest = on_host[1].view(torch.float32).tolist()
         for place, token, value in zip(places, on_host[0].tolist(), largest, strict=True):
-            choices[place] = _checked(token, value)
-    alone = [place for place, way in enumerate(ways) if way == "alone"]
+            choices[place] = Choice(token, None) if isfinite(value) else _none_of(value)
+    alone = ways.get("alone", [])
     is_on_host = logits.is_cpu
     copied = logits if is_on_host or not alone else logits[alone].cpu()
     for index, place in enumerate(alone):
@@ -98,12 +101,13 @@ def _rows_of(logits: Tensor, places: list[int]) -> Tensor:
     return logits if len(places) == len(logits) else logits[places]
 
 
-def _checked(token: int, largest: float) -> Choice | Exception:
+def _none_of(largest: float) -> Exception:
+    """Why no token was chosen from a row."""
     try:
         require_finite(largest)
     except Exception as error:
         return error
-    return Choice(token, None)
+    raise AssertionError(f"a token can be chosen where the largest logit is {largest}")
 
 
 # Each way gives [2, rows] in int32: the token, and the bits of the row's largest logit.

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
     pass
 
 _log = logging.getLogger("penstock.engine")
-# A chunk has room for decodes where it has so many tokens for each request that may run.
-_FEW_DECODES = 4
 # From one look for a stage that is gone to the next.
 _RETRY_S = 0.5
 
@@ -349,10 +347,6 @@ def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConf
             chunk_size=llm.most_chunk, grid=llm.chunk.grid, auto_chunk=llm.chunk.is_auto
         )
     check_schedule(llm.size, schedule)
-    if llm.device_kind.decodes_fill_chunks and schedule.step_tokens is None:
-        # A few rows more than a chunk has cost a product as much as 256: decodes take their place.
-        has_room = schedule.chunk_size >= _FEW_DECODES * schedule.max_running
-        schedule = replace(schedule, step_tokens=schedule.chunk_size) if has_room else schedule
     return schedule if schedule.grid >= llm.chunk.grid else replace(schedule, grid=llm.chunk.grid)
 
 

@@ -1,11 +1,13 @@
 """What can be seen of a running service: its requests, its last steps, its cache."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, overload
 
 from penstock.kernels.interface import KernelsReport
 from penstock.plan.batch_scheduler import RequestPhase
-from penstock.plan.step import RequestId, SpanKind
+from penstock.plan.sizing import repeated, shape_of_spans
+from penstock.plan.step import RequestId, SpanKind, StepShape
 
 Outcome = Literal["stop", "length", "cancelled", "error"]
 
@@ -35,24 +37,69 @@ class SpanRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LaterSpans(Sequence[SpanRecord]):
+    """Decodes, each so many tokens further than in the step that they are repeated from: made when they are asked
+    for."""
+
+    first: Sequence[SpanRecord]
+    shape_of_first: StepShape
+    num_later: int
+
+    @property
+    def shape(self) -> StepShape:
+        return repeated(self.shape_of_first, self.num_later)
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    @overload
+    def __getitem__(self, index: int) -> SpanRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[SpanRecord]: ...
+
+    def __getitem__(self, index: int | slice) -> SpanRecord | Sequence[SpanRecord]:
+        found = self.first[index]
+        return self._later(found) if isinstance(found, SpanRecord) else tuple(map(self._later, found))
+
+    def _later(self, span: SpanRecord) -> SpanRecord:
+        return SpanRecord(span.request_id, span.kind, span.start + self.num_later, span.end + self.num_later)
+
+
+@dataclass(frozen=True, slots=True)
 class StepRecord:
     """A step that was committed, or runs. `start_s` counts from the service's start."""
 
     index: int
     start_s: float
     seconds: float
-    spans: tuple[SpanRecord, ...]
+    spans: Sequence[SpanRecord]
     num_held_decodes: int  # running requests with a token to decode that this step left out
     preempted: tuple[RequestId, ...] = ()
     issued: int | None = None  # its number among those that several stages ran
 
     @property
+    def is_repeated(self) -> bool:
+        """Whether it has the decodes of the step before, each a token further, and nothing else."""
+        return isinstance(self.spans, LaterSpans)
+
+    @property
+    def shape(self) -> StepShape:
+        if isinstance(self.spans, LaterSpans):
+            return self.spans.shape
+        return shape_of_spans((span.kind, span.start, span.end) for span in self.spans)
+
+    @property
     def num_chunk_tokens(self) -> int:
+        if self.is_repeated:
+            return 0
         return sum(span.end - span.start for span in self.spans if span.kind is not SpanKind.DECODE)
 
     @property
     def num_decodes(self) -> int:
-        return sum(span.kind is SpanKind.DECODE for span in self.spans)
+        return (
+            len(self.spans) if self.is_repeated else sum(span.kind is SpanKind.DECODE for span in self.spans)
+        )
 
     @property
     def stalls_decodes(self) -> bool:

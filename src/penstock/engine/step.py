@@ -18,7 +18,7 @@ from penstock.engine.graphs import record_passes
 from penstock.engine.job import Job
 from penstock.engine.prompt_rows import PromptRows
 from penstock.engine.sampling import Choice, sample_rows
-from penstock.engine.status import SpanRecord, StepRecord
+from penstock.engine.status import LaterSpans, SpanRecord, StepRecord
 from penstock.errors import StageLostError, is_out_of_memory
 from penstock.kernels.device import device_kind
 from penstock.kernels.spans import (
@@ -30,7 +30,7 @@ from penstock.kernels.spans import (
     WrittenPlaces,
 )
 from penstock.layers.forward_batch import ForwardBatch
-from penstock.models.decoder import Decoder
+from penstock.models.decoder import Decoder, FollowingPasses
 from penstock.plan.grids import JOINED_TOKENS, RowLaw
 from penstock.plan.sizing import SizeDecision
 from penstock.plan.step import PlannedSpan, RequestId, Span, SpanKind, StepPlan
@@ -178,6 +178,7 @@ class PassAhead:
     tokens: tuple[int, ...]
     extents: tuple[tuple[tuple[Extent, ...], ...], ...]
     logits: Tensor
+    batch: ForwardBatch
 
     def is_of(self, inputs: Sequence[SpanInput]) -> bool:
         """Whether it is the pass that these inputs want."""
@@ -209,7 +210,7 @@ class ExpectedPass:
         except Exception:  # if it is more than a moment's, the step itself meets it
             return None
         assert logits is not None  # of a decode they are always wanted
-        return PassAhead(self.inputs, tuple(tokens), self.extents, logits)
+        return PassAhead(self.inputs, tuple(tokens), self.extents, logits, self.batch)
 
 
 def expect(
@@ -245,7 +246,10 @@ class LookAhead:
 
     Nothing depends on it. Where the next step is not the one that was expected, what was launched is forgotten: it
     wrote keys and values behind the end of each sequence, where whatever comes next writes again. A model with
-    recurrent state has no slot to write to by then, so nothing is launched for it."""
+    recurrent state has no slot to write to by then, so nothing is launched for it.
+
+    Where a step goes on with what was launched ahead, and again (`go_on`), the passes are over the same sequences:
+    a graph is told only what differs from one to the next."""
 
     def __init__(
         self,
@@ -259,12 +263,22 @@ class LookAhead:
         self._tensors = space.tensors
         self._build = build
         self._is_on = is_wanted and space.slots is None
-        self._expected: ExpectedPass | None = None
-        self._ahead: PassAhead | None = None
+        self._expected: ExpectedPass | FollowingPasses | None = None
+        self._ahead: PassAhead | Tensor | None = None  # the logits alone, of a following pass
+        self._inputs: Sequence[SpanInput] = ()  # of the pass that a step went on with
+        self._following: FollowingPasses | None = None
 
     def expect_after(self, inputs: Sequence[SpanInput]) -> None:
         """Make ready what follows these, while they are computed."""
         self._expected = expect(inputs, self._prepared) if self._is_on else None
+
+    def expect_next(self) -> None:
+        """Make ready what follows the pass that the step went on with, while that is computed."""
+        following = self._following
+        if following is None:
+            self.expect_after(self._inputs)
+        elif following.advance():
+            self._expected = following
 
     def _prepared(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
         batch = self._build(inputs)
@@ -274,13 +288,32 @@ class LookAhead:
     def launch(self, tokens: Sequence[int]) -> None:
         """What is expected, with the tokens that were chosen."""
         expected, self._expected = self._expected, None
-        if expected is not None:
+        if isinstance(expected, ExpectedPass):
             self._ahead = expected.launch(tokens, lambda batch: self._model.forward(batch, self._tensors))
+        elif expected is not None:
+            self._ahead = expected.launch(tokens)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether something was launched."""
+        return self._ahead is not None
+
+    def go_on(self) -> Tensor:
+        """The logits of what was launched, which is of the step at hand: it goes on."""
+        ahead, self._ahead = self._ahead, None
+        assert ahead is not None
+        if isinstance(ahead, Tensor):
+            return ahead
+        self._inputs = ahead.inputs
+        self._following = self._model.follow(
+            ahead.batch, self._tensors, [item.kv_groups for item in ahead.inputs]
+        )
+        return ahead.logits
 
     def take(self, inputs: Sequence[SpanInput]) -> Tensor | None:
         """The logits of these, where they are what was launched; all that was expected is forgotten in any case."""
-        ahead, self._ahead, self._expected = self._ahead, None, None
-        return ahead.logits if ahead is not None and ahead.is_of(inputs) else None
+        ahead, self._ahead, self._expected, self._following = self._ahead, None, None, None
+        return ahead.logits if isinstance(ahead, PassAhead) and ahead.is_of(inputs) else None
 
 
 @dataclass(frozen=True)
@@ -294,9 +327,18 @@ class Step:
     decision: SizeDecision | None = None
     predicted_s: float | None = None
     predicted_bytes: int | None = None
+    num_before: int = 0  # passes that its decodes have gone on from, whose tokens are not committed yet
+    first: StepRecord | None = None  # of those
+
+    def again(self, first: StepRecord, now: float) -> "Step":
+        """It goes on: the same decodes, each a token further."""
+        return replace(self, num_before=self.num_before + 1, first=self.first or first, started_s=now)
 
     def record(self, index: int, start_s: float, seconds: float, issued: int | None = None) -> StepRecord:
         """What is kept of it once it is committed, and what is seen of it while it runs."""
+        if self.first is not None:
+            later = LaterSpans(self.first.spans, self.first.shape, self.num_before)
+            return StepRecord(index, start_s, seconds, later, self.plan.num_held_decodes)
         return StepRecord(
             index=index,
             start_s=start_s,
@@ -493,13 +535,28 @@ class StepRunner:
                 if launched.wait is not None:
                     launched.wait()
                 return StepOutcome(rows=rows, issued=launched.issued)
-            choices = sample_rows(logits, jobs, lambda: self._lookahead.expect_after(step.inputs))
+            choices = sample_rows(logits, jobs, partial(self._expect_after, step))
         except Exception as error:
             return StepOutcome(error=self._recoverable(error))
         if self._keeps_logits:
             self.logits = logits
         chosen = {job.id: choice for job, choice in zip(jobs, choices, strict=True)}
         return StepOutcome(chosen, rows, issued=launched.issued)
+
+    def _expect_after(self, step: Step) -> None:
+        if step.num_before:
+            self._lookahead.expect_next()
+        else:
+            self._lookahead.expect_after(step.inputs)
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether the pass after the last was launched, too."""
+        return self._lookahead.is_ahead
+
+    def go_on(self) -> Launched:
+        """That pass, which the step at hand goes on with."""
+        return Launched(self._lookahead.go_on())
 
     def launch_next(self, jobs: Sequence[Job], outcome: StepOutcome) -> None:
         """Launch the step that follows the one in which these jobs sampled, all that it had, if it is plain that they

@@ -3,15 +3,45 @@
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Self
+from weakref import WeakKeyDictionary
 
 from penstock.engine.events import Event, Failed, Finished, GenerationRequest
 from penstock.engine.service import Service
 from penstock.errors import PenstockError
 from penstock.plan.step import RequestId
+
+
+class _Mailbox:
+    """What other threads have for the queues of one event loop, which is woken once for all that came meanwhile."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[asyncio.Queue[tuple[int, Event]], tuple[int, Event]]] = deque()
+        self._is_waking = False
+
+    def put(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        queue: asyncio.Queue[tuple[int, Event]],
+        item: tuple[int, Event],
+    ) -> None:
+        self._items.append((queue, item))
+        if not self._is_waking:
+            self._is_waking = True
+            loop.call_soon_threadsafe(self._empty)
+
+    def _empty(self) -> None:
+        self._is_waking = False  # what comes from now on may come too late for this time
+        while self._items:
+            queue, item = self._items.popleft()
+            queue.put_nowait(item)
+
+
+_mailboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, _Mailbox] = WeakKeyDictionary()
 
 
 class EventStream:
@@ -23,6 +53,7 @@ class EventStream:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._loop = asyncio.get_running_loop()
+        self._mailbox = _mailboxes.setdefault(self._loop, _Mailbox())
         self._events: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
         self._lock = threading.Lock()
         self._ids: list[RequestId] = []
@@ -83,4 +114,4 @@ class EventStream:
     def _deliver(self, index: int, event: Event) -> None:
         # On the engine's thread, which may outlive the loop by a step.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._events.put_nowait, (index, event))
+            self._mailbox.put(self._loop, self._events, (index, event))

@@ -36,7 +36,6 @@ class DeviceKind:
     copies_pinned = False  # it fetches pinned memory while the host goes on
     steps_in_flight = 1  # that are launched before the host waits for the first
     default_chunk = DEFAULT_CHUNK_SIZE
-    decodes_fill_chunks = False  # a few rows more than a chunk cost as much as 256: decodes take its place
     probes_every_count = False  # products are tried with every number of rows that they will run with
 
     def __init__(self, device: torch.device) -> None:
@@ -159,7 +158,6 @@ class _Cuda(DeviceKind):
     copies_pinned = True
     steps_in_flight = 2
     default_chunk = GPU_CHUNK_SIZE
-    decodes_fill_chunks = True
     probes_every_count = True
     num_threads = 0
 

@@ -1,6 +1,6 @@
 """The decoder that all families share. What differs between them is in `ModelConfig`."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import Protocol
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from penstock.cache import SequenceBlocks
 from penstock.cache.tensors import CacheSpec, CacheTensors, KVSpec, RecurrentSpec
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels
@@ -74,6 +75,16 @@ class RecordedPass(Protocol):
         """What `Decoder.forward` gives."""
 
 
+class FollowingPasses(Protocol):
+    """Passes over the same decodes, each a token further than the one before."""
+
+    def advance(self) -> bool:
+        """Make the next one ready, for which there is room in the cache. False: it is not one of them any more."""
+
+    def launch(self, tokens: Sequence[int]) -> Tensor | None:
+        """Start it, with its tokens: its logits. None where it could not be."""
+
+
 class RecordedPasses(Protocol):
     """Passes of a decoder that run in another way than layer by layer."""
 
@@ -82,6 +93,11 @@ class RecordedPasses(Protocol):
 
     def prepare(self, batch: ForwardBatch, caches: CacheTensors) -> None:
         """Make what is recorded ready for a batch of decodes, whose tokens may still change."""
+
+    def follow(
+        self, batch: ForwardBatch, caches: CacheTensors, blocks: Sequence[tuple[SequenceBlocks, ...]]
+    ) -> FollowingPasses | None:
+        """The passes after this one over decodes, of sequences with these blocks; None where it is not recorded."""
 
 
 class Decoder:
@@ -241,6 +257,13 @@ class Decoder:
         `batch`. Nothing is launched."""
         if self.recorded is not None:
             self.recorded.prepare(batch, caches)
+
+    def follow(
+        self, batch: ForwardBatch, caches: CacheTensors, blocks: Sequence[tuple[SequenceBlocks, ...]]
+    ) -> FollowingPasses | None:
+        """The passes that follow one over decodes of sequences with these blocks, each a token further, where they
+        are recorded."""
+        return None if self.recorded is None else self.recorded.follow(batch, caches, blocks)
 
     @torch.inference_mode()
     def forward(

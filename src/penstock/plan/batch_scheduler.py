@@ -30,6 +30,8 @@ from penstock.plan.step import PlannedSpan, Preemption, RequestId, Span, SpanKin
 
 RequestPhase = Literal["waiting", "prompt", "decode"]
 
+# That a decode may have room for beside its own.
+_TOKENS_AFTER = 2
 _by_arrival = attrgetter("arrival")
 _by_turn = attrgetter("turn", "arrival")
 
@@ -123,6 +125,7 @@ class BatchScheduler:
         self._num_arrived = 0
         self._num_issued = 0
         self._num_committed = 0
+        self._num_repeated = 0  # passes of the oldest step in flight that are not committed yet
         self._flight: deque[_Issued] = deque()
         self._turns = Turns(config)
 
@@ -261,11 +264,24 @@ class BatchScheduler:
                 self._admit(1)
         return None
 
+    def repeat(self, plan: StepPlan, num_before: int, seconds: float | None = None) -> None:
+        """The oldest step in flight, of decodes alone, ran, in so many seconds, and goes on with the token after.
+        So many passes were before this one. Its tokens are committed with those of its last pass."""
+        self._check_oldest(plan)
+        self._num_committed += 1
+        self._num_repeated = num_before + 1
+        self._budget.count(plan, seconds, num_before)
+
     def commit(
-        self, plan: StepPlan, finished: Collection[RequestId] = (), seconds: float | None = None
+        self,
+        plan: StepPlan,
+        finished: Collection[RequestId] = (),
+        seconds: float | None = None,
+        num_before: int = 0,
     ) -> None:
         """The oldest step in flight ran, in so many seconds: its tokens are in the cache, and where it samples one
-        more token is known. Those that are finished by it are forgotten."""
+        more token is known; of one that was repeated, those of the passes before, too. Those that are finished by it
+        are forgotten."""
         self._check_oldest(plan)
         if finished:
             self._check_finished(plan, finished)
@@ -273,7 +289,7 @@ class BatchScheduler:
             request = self._requests[planned.request_id]
             if (
                 planned.samples
-                and planned.span.end >= request.most_run
+                and planned.span.end + num_before >= request.most_run
                 and planned.request_id not in finished
             ):
                 raise StepOrderError(
@@ -282,12 +298,17 @@ class BatchScheduler:
                 )
         self._flight.popleft()
         self._num_committed += 1
-        self._budget.count(plan, seconds)
+        self._num_repeated = 0
+        self._budget.count(plan, seconds, num_before)
         for planned in plan.spans:
             request = self._requests[planned.request_id]
             if planned.samples:
                 request.num_steps_at_token = self._num_committed
-            request.stand_at(planned.span.end, request.num_issued, request.num_tokens + planned.samples)
+            request.stand_at(
+                planned.span.end + num_before,
+                request.num_issued + num_before,
+                request.num_tokens + num_before + planned.samples,
+            )
         for request_id in set(finished):
             self._forget(self._requests[request_id])
 
@@ -339,7 +360,16 @@ class BatchScheduler:
                 assert planned.span.start <= ends[planned.request_id] < planned.span.end
                 ends[planned.request_id] = planned.span.end
         assert ends == {request.id: request.num_issued for request in requests}
-        num_held, num_free = sum(request.num_held for request in requests), self.num_free_blocks
+        # A decode may have room for the tokens that follow it.
+        nums_after = [
+            self._num_repeated + _TOKENS_AFTER if request.num_issued >= request.num_prompt else 0
+            for request in requests
+        ]
+        num_held = sum(
+            self.limits.blocks_for(request.num_issued + num_after)
+            for request, num_after in zip(requests, nums_after, strict=True)
+        )
+        num_free = self.num_free_blocks
         assert max(self.limits.num_blocks - num_held, 0) <= num_free <= self.limits.num_blocks
 
     def _admit(self, max_running: int) -> None:

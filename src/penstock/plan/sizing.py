@@ -286,6 +286,11 @@ def shape_of(plan: StepPlan) -> StepShape:
     return shape_of_spans(kinds, num_logits=sum(planned.samples for planned in plan.spans))
 
 
+def repeated(decodes: StepShape, num_before: int) -> StepShape:
+    """The step that follows so many of these decodes, the first included: each is as many tokens further."""
+    return replace(decodes, decode_pasts=decodes.decode_pasts + num_before * decodes.num_decodes)
+
+
 def shape_of_spans(spans: Iterable[tuple[SpanKind, int, int]], *, num_logits: int = 0) -> StepShape:
     """What a step of spans [start, end) runs. Tokens of a replay run as decodes do."""
     num_tokens = token_pasts = longest_past = num_decodes = decode_pasts = 0
@@ -363,6 +368,7 @@ class StepBudget:
         self._num_shrunk_left = 0
         self._clock_s = 0.0  # seconds of all committed steps
         self._arrived_s: dict[RequestId, float] = {}  # on that clock
+        self._counted: tuple[StepPlan, StepShape] | None = None  # the last step, which may be repeated
         self.decision: SizeDecision | None = None  # of the last step, if it reads
 
     def arrive(self, request_id: RequestId) -> None:
@@ -408,8 +414,8 @@ class StepBudget:
         self._num_shrunk_left = SHRUNK_STEPS
         return True
 
-    def count(self, plan: StepPlan, seconds: float | None) -> None:
-        """A step was committed, in so many seconds if they are known."""
+    def count(self, plan: StepPlan, seconds: float | None, num_before: int = 0) -> None:
+        """A step ran, in so many seconds if they are known; or once more, after so many passes."""
         if self._num_shrunk_left:
             self._num_shrunk_left -= 1
             if self._num_shrunk_left == 0:
@@ -417,7 +423,9 @@ class StepBudget:
         if seconds is not None:
             self._clock_s += seconds
             if self._sizer is not None:
-                self._sizer.record(shape_of(plan), seconds)
+                if self._counted is None or self._counted[0] is not plan:
+                    self._counted = plan, shape_of(plan)
+                self._sizer.record(repeated(self._counted[1], num_before), seconds)
 
     def _question(
         self,

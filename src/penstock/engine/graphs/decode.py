@@ -1,11 +1,15 @@
 """Decodes alone as one graph, from tokens to logits."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from penstock.cache import BLOCK_TOKENS
+from penstock.cache import BLOCK_TOKENS, SequenceBlocks
 from penstock.cache.tensors import CacheTensors
 from penstock.engine.graphs.recording import Recorder
 from penstock.kernels.cuda.work import (
@@ -24,6 +28,7 @@ _NOTHING_STAGED: tuple[ForwardBatch | None, NDArray[np.int64]] = (None, np.zeros
 # What a graph is told of each row: token, position, tokens seen, slots read and written; then its place and its
 # blocks in each K/V group.
 _COLUMNS = 5
+_Array = TypeVar("_Array", Tensor, NDArray[np.int64])
 
 
 def is_decode(batch: ForwardBatch) -> bool:
@@ -44,20 +49,17 @@ class DecodeGraph:
         is_canonical: bool,
         recorder: Recorder,
     ) -> None:
-        self._num_rows = num_rows
         self._staged = _NOTHING_STAGED
         self._end = min(model.config.max_position, caches.kv.num_blocks * BLOCK_TOKENS)
         # The graph reads these tables: they are kept even when longer ones are made.
         self._tables = model.rotary_tables(self._end)
         num_groups = len(caches.kv_groups)
-        self._num_columns = _COLUMNS + num_groups
-        size = num_rows * (self._num_columns + num_groups * num_blocks)
-        self._inputs = torch.zeros(size, dtype=torch.int64, device=model.device)
-        columns = self._inputs[: self._num_columns * num_rows].view(self._num_columns, num_rows)
+        self._layout = DecodeLayout(num_rows, num_groups, num_blocks)
+        self._inputs = torch.zeros(self._layout.size, dtype=torch.int64, device=model.device)
+        columns, tables = self._layout.parts(self._inputs)
         tokens, positions, lengths, read, write, *places = columns
         columns[3:] = -1
         rows = torch.arange(num_rows, device=model.device)
-        tables = self._inputs[self._num_columns * num_rows :].view(num_groups, num_rows, -1)
         works = [static_decodes(rows, lengths, table, num_blocks) for table in tables]
         groups = [
             GroupWork(static_places(place), work, work) for place, work in zip(places, works, strict=True)
@@ -90,22 +92,60 @@ class DecodeGraph:
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Do all for a pass that does not take its tokens."""
-        self._staged = (batch, self._stage(batch))
+        self._staged = (batch, self._layout.of(batch))
 
     def run(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> Tensor:
-        (prepared, staged), self._staged = self._staged, _NOTHING_STAGED
-        if prepared is not batch:
-            staged = self._stage(batch)
-        staged[: batch.num_tokens] = batch.token_ids[: batch.num_tokens]
+        return self.launch(self._told(batch), batch.token_ids[: batch.num_tokens])
+
+    def _told(self, batch: ForwardBatch) -> NDArray[np.int64]:
+        if self._staged[0] is not batch:
+            self.prepare(batch)
+        return self._staged[1]
+
+    def launch(self, staged: NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
+        """With all that it is told, and tokens."""
+        staged[: len(tokens)] = tokens
         device_kind(self._inputs.device).fill(self._inputs, staged)
         self._graph.replay()
-        return self._logits[: batch.num_tokens].clone()  # the next pass writes over them
+        return self._logits[: len(tokens)].clone()  # the next pass writes over them
 
-    def _stage(self, batch: ForwardBatch) -> NDArray[np.int64]:
-        """All that the graph is told, but for tokens."""
-        num_rows, num_all = batch.num_tokens, self._num_rows
-        staged = np.zeros(len(self._inputs), dtype=np.int64)
-        columns = staged[: self._num_columns * num_all].reshape(-1, num_all)
+    def follow(
+        self, batch: ForwardBatch, blocks: Sequence[tuple[SequenceBlocks, ...]]
+    ) -> "FollowingDecodes | None":
+        """A model with recurrent state has slots of its own for each pass."""
+        if batch.states.rows:
+            return None
+        told, self._staged = self._told(batch), _NOTHING_STAGED
+        return FollowingDecodes(self, self._layout, told, blocks, self._end)
+
+
+@dataclass(frozen=True)
+class DecodeLayout:
+    """What a graph is told of so many rows, as one array: columns, then the blocks of each row in each K/V group."""
+
+    num_rows: int
+    num_groups: int
+    num_blocks: int
+
+    @property
+    def num_columns(self) -> int:
+        return _COLUMNS + self.num_groups
+
+    @property
+    def size(self) -> int:
+        return self.num_rows * (self.num_columns + self.num_groups * self.num_blocks)
+
+    def parts(self, told: _Array) -> tuple[_Array, _Array]:
+        """Columns [columns, rows] and tables [groups, rows, blocks]."""
+        end = self.num_columns * self.num_rows
+        columns = told[:end].reshape(self.num_columns, self.num_rows)
+        return columns, told[end:].reshape(self.num_groups, self.num_rows, self.num_blocks)
+
+    def of(self, batch: ForwardBatch) -> NDArray[np.int64]:
+        """All of a batch, but for tokens."""
+        num_rows = batch.num_tokens
+        told = np.zeros(self.size, dtype=np.int64)
+        columns, tables = self.parts(told)
         _, positions, lengths, *slots = columns[:_COLUMNS]
         positions[:num_rows] = batch.positions[:num_rows]
         lengths[:num_rows] = positions[:num_rows] + 1
@@ -114,10 +154,55 @@ class DecodeGraph:
             slots, ([rows.read for rows in states], [rows.write for rows in states]), strict=True
         ):
             slot[: len(given)], slot[len(given) :] = given, -1
-        tables = staged[columns.size :].reshape(len(batch.groups), num_all, -1)
         for group, places, table in zip(batch.groups, columns[_COLUMNS:], tables, strict=True):
             places[:num_rows], places[num_rows:] = row_places(group.places), -1
             for index, span in enumerate(group.all_layers.spans):
-                starts = block_starts(span)
+                starts = block_starts(span.places, span.first_token)
                 table[index, : len(starts)] = starts
-        return staged
+        return told
+
+
+class FollowingDecodes:
+    """What a graph is told of pass after pass over the same rows: only where a block begins is it more than one token
+    further."""
+
+    def __init__(
+        self,
+        graph: DecodeGraph | None,
+        layout: DecodeLayout,
+        told: NDArray[np.int64],
+        blocks: Sequence[tuple[SequenceBlocks, ...]],
+        end: int,
+    ) -> None:
+        """`told` is of the pass before the first of them. No token's position reaches `end`."""
+        self._graph = graph
+        self.told = told
+        self._blocks = blocks
+        self._most = min(end, layout.num_blocks * BLOCK_TOKENS)
+        columns, self._tables = layout.parts(told)
+        rows = columns[:, : len(blocks)]
+        self._positions, self._lengths, self._places = rows[1], rows[2], rows[_COLUMNS:]
+        self._longest = int(self._lengths.max())
+
+    def advance(self) -> bool:
+        if self._longest >= self._most:
+            return False
+        self._longest += 1
+        for numbers in (self._positions, self._lengths, self._places):
+            numbers += 1
+        for row in np.flatnonzero(self._positions % BLOCK_TOKENS == 0).tolist():
+            position = int(self._positions[row])
+            for group, own in enumerate(self._blocks[row]):
+                first_token = own.num_gone * BLOCK_TOKENS
+                starts = block_starts(own.locate(first_token, position + 1), first_token)
+                self._tables[group, row, : len(starts)] = starts
+                self._places[group, row] = starts[-1]
+        return True
+
+    @torch.inference_mode()
+    def launch(self, tokens: Sequence[int]) -> Tensor | None:
+        assert self._graph is not None
+        try:
+            return self._graph.launch(self.told, tokens)
+        except Exception:  # if it is more than a moment's, the step itself meets it
+            return None

@@ -6,15 +6,15 @@ Which kernels run, and on what shapes, is as without graphs, and so are the bits
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
 
-from penstock.cache import BLOCK_TOKENS
+from penstock.cache import BLOCK_TOKENS, SequenceBlocks
 from penstock.cache.tensors import CacheTensors
 from penstock.engine.graphs.chunk import ChunkGraphs, ChunkLayout, chunk_layout
-from penstock.engine.graphs.decode import DecodeGraph, is_decode
+from penstock.engine.graphs.decode import DecodeGraph, FollowingDecodes, is_decode
 from penstock.engine.graphs.recording import Recorder
 from penstock.errors import is_out_of_memory
 from penstock.layers.forward_batch import ForwardBatch
@@ -52,6 +52,13 @@ class PassGraphs:
         if model is not None:
             self._over(caches).prepare(batch, model)
 
+    def follow(
+        self, batch: ForwardBatch, caches: CacheTensors, blocks: Sequence[tuple[SequenceBlocks, ...]]
+    ) -> FollowingDecodes | None:
+        """The passes after a batch of decodes, each a token further."""
+        model = self._model()
+        return None if model is None else self._over(caches).follow(batch, model, blocks)
+
     def _over(self, caches: CacheTensors) -> "_CacheGraphs":
         if caches not in self._of_cache:
             self._of_cache[caches] = _CacheGraphs(caches)
@@ -84,6 +91,14 @@ class _CacheGraphs:
         assert caches is not None
         if is_decode(batch) and (graph := self._decode(batch, model, caches)) is not None:
             graph.prepare(batch)
+
+    def follow(
+        self, batch: ForwardBatch, model: Decoder, blocks: Sequence[tuple[SequenceBlocks, ...]]
+    ) -> FollowingDecodes | None:
+        caches = self._caches()
+        assert caches is not None
+        graph = self._decode(batch, model, caches) if is_decode(batch) else None
+        return None if graph is None else graph.follow(batch, blocks)
 
     def _decode(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> DecodeGraph | None:
         # What is padded keeps its rows: only of few does the number not matter to their bits.

@@ -18,7 +18,6 @@ from prometheus_client.registry import Collector
 
 from penstock.engine.batcher import ENDED_EXPLAINED
 from penstock.engine.status import Outcome, RequestSummary, ServiceStatus, StepRecord
-from penstock.plan.sizing import shape_of_spans
 from penstock.plan.step import RequestId, SpanKind
 from penstock.plan.step_time import StepTimeModel
 
@@ -200,9 +199,7 @@ class StepPace:
             return sum(measured for measured, _ in self._recent) / expected if expected else None
 
     def _judge(self) -> None:
-        shapes = [
-            shape_of_spans((span.kind, span.start, span.end) for span in step.spans) for step in self._new
-        ]
+        shapes = [step.shape for step in self._new]
         for step, shape in zip(self._new, shapes, strict=True):
             expected = self._fastest.predict(shape) if self._num_judged >= LEAST_STEPS else None
             if expected:
@@ -310,6 +307,8 @@ class Telemetry:
 
     def on_step(self, record: StepRecord) -> None:
         self.pace.add(record)
+        if record.is_repeated:
+            return
         for span in record.spans:
             self.numbers.of(span.request_id)
             if span.kind is SpanKind.CHUNK:

@@ -16,7 +16,14 @@ from torch import Tensor
 from penstock.cache import TokenRange
 from penstock.cache.tensors import KV
 from penstock.kernels.device import device_kind
-from penstock.kernels.spans import AttendedSpan, AttentionWork, StateWork, WrittenPlaces, part_of
+from penstock.kernels.spans import (
+    AttendedSpan,
+    AttentionWork,
+    Places,
+    StateWork,
+    WrittenPlaces,
+    part_of,
+)
 from penstock.plan.grids import BLOCK_TOKENS, GPU_TILE
 
 
@@ -110,7 +117,7 @@ def device_attention(work: AttentionWork, device: torch.device) -> DeviceAttenti
     chunks: list[ChunkWork] = []
     decodes: list[tuple[int, int, NDArray[np.int64]]] = []
     for span in work.spans:
-        starts = block_starts(span)
+        starts = block_starts(span.places, span.first_token)
         if span.is_prompt:
             chunks.append(_chunk(span, starts, device))
         else:
@@ -208,9 +215,9 @@ def _decodes(decodes: Sequence[tuple[int, int, NDArray[np.int64]]], device: torc
     return DecodeWork(whole[:, 0].contiguous(), whole[:, 1].contiguous(), whole[:, 2:], width)
 
 
-def block_starts(span: AttendedSpan) -> NDArray[np.int64]:
+def block_starts(places: Places, first_token: int) -> NDArray[np.int64]:
     """Where the blocks of a sequence begin; places are whole blocks, but for the last. Those that are gone, which are
     not read, begin as if they lay before the others, perhaps below 0."""
-    gone = span.places[0].start - np.arange(span.first_token, 0, -BLOCK_TOKENS, dtype=np.int64)
-    starts = [np.arange(place.start, place.end, BLOCK_TOKENS, dtype=np.int64) for place in span.places]
+    gone = places[0].start - np.arange(first_token, 0, -BLOCK_TOKENS, dtype=np.int64)
+    starts = [np.arange(place.start, place.end, BLOCK_TOKENS, dtype=np.int64) for place in places]
     return np.concatenate([gone, *starts])
