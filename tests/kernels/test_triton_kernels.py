@@ -236,12 +236,12 @@ def test_attention(kernels: Kernels, dtype: torch.dtype, batch: list[Rows]) -> N
 
 
 @dtypes
-@pytest.mark.parametrize("most_programs", [1, 9])
+@pytest.mark.parametrize("num_each", [2, 8])
 @pytest.mark.parametrize("scoring", list(HEADS.scorings(torch.device("cpu"))))
 def test_parts_of_a_past_have_the_bits_that_they_have_in_programs_of_their_own(
     kernels: Kernels,
     dtype: torch.dtype,
-    most_programs: int,
+    num_each: int,
     scoring: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -253,7 +253,8 @@ def test_parts_of_a_past_have_the_bits_that_they_have_in_programs_of_their_own(
     kv = random_kv(subject, HEADS, 10)
     queries = subject.normal(len(batch), HEADS.num_heads, HEADS.head_dim)
     apart = attend(subject, queries, batch, kv, scoring=found)
-    monkeypatch.setattr("penstock.kernels.cuda.kernels._MOST_PROGRAMS", most_programs)
+    monkeypatch.setattr("penstock.kernels.cuda.kernels._MANY_PROGRAMS", 1)
+    monkeypatch.setattr("penstock.kernels.cuda.kernels._PARTS_EACH", num_each)
     assert torch.equal(attend(subject, queries, batch, kv, scoring=found), apart)
 
 

@@ -78,8 +78,9 @@ _LARGE_HEAD = 256
 _LARGEST_HEAD = 512
 # A program has no fewer blocks of a past than these, unless there are no more.
 _LEAST_BLOCKS = 2
-# Nor are there many more programs than these: each takes its time to begin, even one that finds nothing to do.
-_MOST_PROGRAMS = 2048
+# Where there were to be so many programs, each has several parts of a past: beginning one takes its time, even if it
+# finds nothing to do. Of fewer programs, some would end late.
+_MANY_PROGRAMS, _PARTS_EACH = 32_768, 8
 # The matrix units take no fewer rows.
 _LEAST_ROWS = 16
 # What a program has of the weight in a product of few rows, and how many such blocks are on their way. Of more than
@@ -347,7 +348,7 @@ class CudaKernels(TorchKernels):
         if scoring.window:
             most_blocks = min(most_blocks, triton.cdiv(scoring.window, BLOCK_TOKENS) + 1)
         num_splits = min(triton.cdiv(most_blocks, _LEAST_BLOCKS), SPLITS)
-        num_each = triton.cdiv(num_rows * num_kv_heads * num_splits, _MOST_PROGRAMS)
+        num_each = _PARTS_EACH if num_rows * num_kv_heads * num_splits >= _MANY_PROGRAMS else 1
         decode_attention_kernel[(num_rows, num_kv_heads, triton.cdiv(num_splits, num_each))](
             queries,
             work.rows,
@@ -360,7 +361,6 @@ class CudaKernels(TorchKernels):
             _score_scale(scoring),
             queries.stride(0),
             work.tables.stride(0),
-            num_each,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HEAD_DIM=head_dim,
@@ -369,6 +369,7 @@ class CudaKernels(TorchKernels):
             VALUE_COLUMNS=triton.next_power_of_2(value_dim),
             SPLITS=SPLITS,
             LEAST_BLOCKS=_LEAST_BLOCKS,
+            NUM_EACH=num_each,
             WINDOW=scoring.window,
             SOFT_CAP=scoring.soft_cap,
             GROUP_ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),

@@ -206,7 +206,16 @@ def _first_block(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     return first
 
 
-@triton.jit(do_not_specialize=["table_stride", "num_each"])
+@triton.jit
+def _store_part(
+    part_out, part_lse, part, largest, total, sums, columns, is_own, in_value, VALUE_DIM: tl.constexpr
+):
+    own_part = part_out + part[:, None] * VALUE_DIM + columns[None, :]
+    tl.store(own_part, sums / total[:, None], mask=is_own[:, None] & in_value[None, :])
+    tl.store(part_lse + part, largest + tl.log2(total), mask=is_own)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
 def decode_attention_kernel(
     queries,  # [..., heads, head_dim]
     rows,  # which of them each is
@@ -219,7 +228,6 @@ def decode_attention_kernel(
     scale,  # for powers of two, or for parts of the cap
     query_stride,
     table_stride,
-    num_each,  # parts that a program has
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -228,6 +236,7 @@ def decode_attention_kernel(
     VALUE_COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr,
+    NUM_EACH: tl.constexpr,  # parts that a program has
     WINDOW: tl.constexpr,  # tokens that a query sees up to its own; 0: all
     SOFT_CAP: tl.constexpr,  # 0: none
     GROUP_ROWS: tl.constexpr,
@@ -238,7 +247,7 @@ def decode_attention_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2) * num_each
+    split = tl.program_id(2) * NUM_EACH
     length = tl.load(lengths + row)
     num_blocks = (length + BLOCK - 1) // BLOCK
     before = _first_block(length, WINDOW, BLOCK)
@@ -246,7 +255,7 @@ def decode_attention_kernel(
     first = before + split * size
     if first >= num_blocks:
         return
-    last = tl.minimum(first + num_each * size, num_blocks)
+    last = tl.minimum(first + NUM_EACH * size, num_blocks)
     group = tl.arange(0, GROUP_ROWS)
     is_own = group < GROUP
     columns = tl.arange(0, COLUMNS)
@@ -266,6 +275,7 @@ def decode_attention_kernel(
     total = tl.zeros([GROUP_ROWS], tl.float32)
     sums = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
     tokens = tl.arange(0, BLOCK)
+    first_part = (row * NUM_HEADS + heads) * SPLITS
     num_left = size  # blocks of the part at hand
     for block in range(first, last):
         place = tl.load(tables + row * table_stride + block).to(tl.int64)
@@ -281,17 +291,38 @@ def decode_attention_kernel(
         largest, total, sums = _see(
             query, key, value, is_there[None, :], largest, total, sums, scale, SOFT_CAP, PRECISION
         )
-        num_left -= 1
-        if num_left == 0 or block + 1 == last:
-            part = (row * NUM_HEADS + heads) * SPLITS + split
-            own_part = part_out + part[:, None] * VALUE_DIM + value_columns[None, :]
-            tl.store(own_part, sums / total[:, None], mask=is_own[:, None] & in_value[None, :])
-            tl.store(part_lse + part, largest + tl.log2(total), mask=is_own)
-            largest = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
-            total = tl.zeros([GROUP_ROWS], tl.float32)
-            sums = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
-            num_left = size
-            split += 1
+        if NUM_EACH > 1:
+            num_left -= 1
+            if num_left == 0 and block + 1 < last:
+                _store_part(
+                    part_out,
+                    part_lse,
+                    first_part + split,
+                    largest,
+                    total,
+                    sums,
+                    value_columns,
+                    is_own,
+                    in_value,
+                    VALUE_DIM,
+                )
+                largest = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
+                total = tl.zeros([GROUP_ROWS], tl.float32)
+                sums = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
+                num_left = size
+                split += 1
+    _store_part(
+        part_out,
+        part_lse,
+        first_part + split,
+        largest,
+        total,
+        sums,
+        value_columns,
+        is_own,
+        in_value,
+        VALUE_DIM,
+    )
 
 
 @triton.jit
