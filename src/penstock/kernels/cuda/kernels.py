@@ -248,10 +248,10 @@ class CudaKernels(TorchKernels):
     ) -> None:
         """The same into `out` [rows, heads, value_dim], whose rows that see nothing stay as they are."""
         found, side = device_attention(work, queries.device), SideStream(queries.device)
-        is_long = any(chunk.tiles[-1].tile_start >= LONG_PAST for chunk in found.chunks)
+        has_long = any(chunk.tiles[-1].tile_start >= LONG_PAST for chunk in found.chunks)
         try:
             if found.decodes is not None:
-                with side.fork(is_long):
+                with side.fork(has_long and not scoring.window):
                     self._attend_decodes(queries, found.decodes, kv, scoring, out)
             for chunk in found.chunks:
                 self._attend_chunk(queries, chunk, kv, scoring, out, side)
@@ -271,7 +271,7 @@ class CudaKernels(TorchKernels):
         past = chunk.read_past(kv)
         for tile in chunk.tiles:
             own_past = past.first(tile.tile_start) if past is not None and tile.tile_start else None
-            # What is left of a tile takes as long as a few thousand queries would, and leaves most of a GPU idle.
+            # The rest of a tile takes as long as some hundreds of queries would, and leaves most of a GPU idle.
             is_rest = tile is not chunk.tiles[-1] and tile.first > tile.tile_start
             with side.fork(is_rest and tile.tile_start >= LONG_PAST):
                 self._attend_tile(queries[tile.rows], tile, own_past, kv, scoring, out[tile.rows])
