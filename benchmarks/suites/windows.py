@@ -69,6 +69,7 @@ def measure_share(
     for work in works.values():  # compiles, and makes plans
         work()
     for _, name in take_turns(rotated(works, repeats), dict.fromkeys(works, repeats).__getitem__):
+        works[name]()  # what lay idle between turns has cold caches
         started = time.perf_counter()
         works[name]()
         times[name].append(1e3 * (time.perf_counter() - started))

@@ -198,7 +198,10 @@ def test_a_chunk_has_the_bits_of_the_whole(case: HeadCase) -> None:
         3 * tile + 100,
     )
     successive = list(pairwise(edges))
-    check_cuts(subject, case.heads, edges[-1], [*successive, (100, 2 * tile + 100), (tile + 5, 3 * tile + 6)])
+    # The rest of a tile beside the next one.
+    long = [(5 * tile - 30, 5 * tile + 40), (4 * tile + 5, 6 * tile)]
+    several = [(100, 2 * tile + 100), (tile + 5, 3 * tile + 6), *long]
+    check_cuts(subject, case.heads, 6 * tile, [*successive, *several])
 
 
 @over(HEAD_CASES)
@@ -216,6 +219,8 @@ def test_rows_have_the_bits_that_they_have_alone(case: HeadCase) -> None:
     ]
     check_beside(subject, case.heads, batch, num_padding=5)
     check_beside(subject, case.heads, batch[::-1])
+    long = Rows(5 * tile - 30, 5 * tile + 40, tuple(range(400, 401 + 5 * blocks)))
+    check_beside(subject, case.heads, [long, *batch], num_padding=5)
 
 
 @over(HEAD_CASES)

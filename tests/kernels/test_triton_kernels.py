@@ -13,7 +13,7 @@ from torch import Tensor
 from penstock.cache import BLOCK_TOKENS
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import ALL_FORMS, FLOAT_FORMS
-from penstock.kernels.spans import AttendedSpan, AttentionWork
+from penstock.kernels.spans import AttendedSpan, AttentionWork, Scoring
 from penstock.plan.model import ExpertsConfig
 from tests.kernels.parity import (
     PLAIN,
@@ -23,7 +23,6 @@ from tests.kernels.parity import (
     Heads,
     Rows,
     Subject,
-    attend,
     check_activation,
     check_attention,
     check_beside,
@@ -236,29 +235,6 @@ def test_attention(kernels: Kernels, dtype: torch.dtype, batch: list[Rows]) -> N
 
 
 @dtypes
-@pytest.mark.parametrize("num_each", [2, 8])
-@pytest.mark.parametrize("scoring", list(HEADS.scorings(torch.device("cpu"))))
-def test_parts_of_a_past_have_the_bits_that_they_have_in_programs_of_their_own(
-    kernels: Kernels,
-    dtype: torch.dtype,
-    num_each: int,
-    scoring: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    subject, found = Subject(kernels, dtype), HEADS.scorings(torch.device("cpu"))[scoring]
-    # Parts of two blocks, of which the last may have one, or some tokens.
-    batch = [
-        Rows(end - 1, end, tuple(range(-(-end // BLOCK_TOKENS))), is_prompt=False) for end in (1, 400, 640)
-    ]
-    kv = random_kv(subject, HEADS, 10)
-    queries = subject.normal(len(batch), HEADS.num_heads, HEADS.head_dim)
-    apart = attend(subject, queries, batch, kv, scoring=found)
-    monkeypatch.setattr("penstock.kernels.cuda.kernels._MANY_PROGRAMS", 1)
-    monkeypatch.setattr("penstock.kernels.cuda.kernels._PARTS_EACH", num_each)
-    assert torch.equal(attend(subject, queries, batch, kv, scoring=found), apart)
-
-
-@dtypes
 @pytest.mark.parametrize(
     "heads", [Heads(3, 3, 64), Heads(8, 1, 128), Heads(2, 1, 256), Heads(4, 2, 80)], ids=str
 )
@@ -287,29 +263,27 @@ def test_keys_and_values_of_different_sizes(kernels: Kernels, dtype: torch.dtype
 
 @dtypes
 def test_heads_of_512(kernels: Kernels, dtype: torch.dtype) -> None:
-    heads, batch = Heads(2, 1, 512), [in_one_place(70, 90), in_one_place(80, 81, is_prompt=False)]
-    check_attention(Subject(kernels, dtype), heads, batch)
-    check_cuts(Subject(kernels, dtype), heads, 90, [(0, 70), (70, 90), (33, 40)])
+    heads, subject = Heads(2, 1, 512), Subject(kernels, dtype)
+    batch = [in_one_place(70, 90), in_one_place(80, 81, is_prompt=False), Rows(110, 150, (4, 2, 3))]
+    check_attention(subject, heads, batch)
+    check_cuts(subject, heads, 90, [(0, 70), (70, 90), (33, 40)])
+    window = Scoring(SCALE, window=40)
+    check_attention(subject, heads, batch, scoring=window)
+    check_cuts(subject, heads, 150, [(100, 120), (127, 150)], window)
 
 
 @dtypes
 @scorings
-@settings(max_examples=4)
-@given(data=st.data(), num_tokens=st.integers(65, LONGEST), long_window=st.sampled_from((1, 512)))
+@pytest.mark.parametrize("heads", [Heads(2, 1, 32), Heads(2, 2, 32)], ids=str)
+@settings(max_examples=2)
+@given(data=st.data(), num_tokens=st.integers(65, LONGEST))
 def test_a_chunk_has_the_bits_of_the_whole_behind_a_window_too(
-    kernels: Kernels,
-    dtype: torch.dtype,
-    scoring: str,
-    data: st.DataObject,
-    num_tokens: int,
-    long_window: int,
+    kernels: Kernels, dtype: torch.dtype, scoring: str, heads: Heads, data: st.DataObject, num_tokens: int
 ) -> None:
-    heads = Heads(2, 1, 32)
+    """Whether a program has two heads or one."""
     cuts = data.draw(st.lists(_cuts(num_tokens), min_size=1, max_size=3))
     found = heads.scorings(torch.device("cpu"))[scoring]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("penstock.kernels.cuda.kernels._LONG_WINDOW", long_window)
-        check_cuts(Subject(kernels, dtype), heads, num_tokens, cuts, found)
+    check_cuts(Subject(kernels, dtype), heads, num_tokens, cuts, found)
 
 
 @dtypes

@@ -135,5 +135,6 @@ def test_sizes_that_bits_and_files_depend_on_are_what_they_were() -> None:
         "SPLITS": 64,
         "HEADS_AND_PARTS": 32,
         "QUERY_BUCKETS": (64, 128, 256, 512),
+        "LONG_PAST": 4096,
         "PIECE_TOKENS": 4096,
     }

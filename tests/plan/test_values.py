@@ -83,7 +83,7 @@ NUMBERS = {
         step_time.REFIT_EVERY
     """,
     "4.0": "model.RotaryConfig.high_freq_factor",
-    "4096": "grids.PIECE_TOKENS stage_plan._MOST_CHUNKS stage_settings._USUAL_PAST",
+    "4096": "grids.LONG_PAST grids.PIECE_TOKENS stage_plan._MOST_CHUNKS stage_settings._USUAL_PAST",
     "5": "step_time.SAMPLES_PER_KIND",
     "512": """
         chunks.ChunkedPrefillConfig.chunk_size grids.DEFAULT_CHUNK_SIZE grids.TILE

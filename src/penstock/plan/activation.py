@@ -17,6 +17,7 @@ from penstock.plan.grids import (
     HEADS_AND_PARTS,
     JOINED_TOKENS,
     LANES,
+    LONG_PAST,
     MOST_STATE_BLOCKS,
     NORM_ROWS,
     PIECE_TOKENS,
@@ -265,22 +266,28 @@ def _attending(sizes: PassSizes) -> int:
 
 
 def _attending_on_gpu(sizes: PassSizes) -> int:
-    """The past of a tile: its queries filled up, what they attend to there and its logarithms, in parts. All else is
-    read in place."""
+    """The past of a tile, and of the rest of one beside it: queries filled up, what they attend to there and its
+    logarithms, in parts. All else is read in place."""
     step, num_heads = sizes.step, sizes.shape.num_heads
     tile = sizes.workspace.tile_size or step.num_prompt_tokens
     end = step.longest_past + step.num_prompt_tokens
     if not step.num_prompt_tokens or (sizes.workspace.tile_size and end <= tile):
         return 0
-    rows = min(step.num_prompt_tokens, tile)
-    largest = QUERY_BUCKETS[-1]
-    rows = next((size for size in QUERY_BUCKETS if rows <= size), rounded_up(rows, largest))
+    rest = -step.longest_past % tile if step.longest_past >= LONG_PAST else 0
+    rest = rest if rest < step.num_prompt_tokens else 0
+    rows = _filled(min(step.num_prompt_tokens - rest, tile)) + (_filled(rest) if rest else 0)
     parts = max(HEADS_AND_PARTS // num_heads, 1)
     joined = sizes.bytes(2 * sizes.kv, end) if sizes.workspace.joins_past else 0
     # There is no kernel for grouped heads in float32: keys and values are repeated for each.
     repeated = sizes.bytes(2 * sizes.query, end) if sizes.dtype_bytes >= FLOAT32 else 0
     pieces = sizes.bytes((1 + parts) * sizes.query, rows) + FLOAT32 * parts * num_heads * rows
     return joined + repeated + pieces
+
+
+def _filled(num_rows: int) -> int:
+    """Queries that cuDNN is given."""
+    largest = QUERY_BUCKETS[-1]
+    return next((size for size in QUERY_BUCKETS if num_rows <= size), rounded_up(num_rows, largest))
 
 
 def _decoding_on_gpu(sizes: PassSizes) -> int:

@@ -71,6 +71,9 @@ assert NATIVE_SEGMENT % NATIVE_BLOCK == BLOCK_TOKENS % NATIVE_BLOCK == 0
 # depend on others; heads times parts of a chunk's past, for 512 queries to give every multiprocessor something to do;
 # numbers of queries that cuDNN is given, which makes a plan for each that it meets.
 GPU_TILE, SPLITS, HEADS_AND_PARTS, QUERY_BUCKETS = 1024, 64, 32, (64, 128, 256, 512)
+# After so many tokens, the rest of a tile is attended at the same time as the next one: else it is over before the
+# host has said so.
+LONG_PAST = 4096
 assert GPU_TILE % BLOCK_TOKENS == 0
 # A span of a delta net runs in pieces of so many tokens, which bounds what it takes beside its inputs and outputs.
 PIECE_TOKENS = 64 * STATE_GRID

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -13,7 +14,13 @@ from torch import Tensor
 from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.cuda import delta, fla
 from penstock.kernels.cuda.experts import CudaExperts
-from penstock.kernels.cuda.launch import KeptKernel, num_multiprocessors, precision, shared_bytes
+from penstock.kernels.cuda.launch import (
+    KeptKernel,
+    SideStream,
+    num_multiprocessors,
+    precision,
+    shared_bytes,
+)
 from penstock.kernels.cuda.launch_sizes import least_rows
 from penstock.kernels.cuda.past import attend_past, prepare_past
 from penstock.kernels.cuda.quantised import GpuProducts
@@ -58,6 +65,7 @@ from penstock.plan.grids import (
     GPU_HEAD_ROWS,
     GPU_ROW_GRID,
     GPU_TILE,
+    LONG_PAST,
     SPLITS,
     RowLaw,
 )
@@ -66,21 +74,17 @@ from penstock.plan.step import KernelKind
 Group = TypeVar("Group", bound=GroupWork)
 
 _LOG2_E = 1.4426950408889634
-# Positions that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes
-# a minute.
+# Queries that one program of a tile's attention has. In float32 products are unrolled: compiling larger ones takes a
+# minute.
 _TILE_ROWS, _TILE_ROWS_FLOAT32 = 64, 16
-# Windows of so many tokens are walked by programs of twice the positions: they read keys and values half as often.
-# Of shorter windows they would compute more that is hidden.
+# Of shorter windows, programs of twice the positions would compute more that is hidden.
 _LONG_WINDOW = 512
-# Larger heads take twice the threads for half the positions: a program's sums lie in its registers.
+# Larger heads take twice the threads, and half a block at a time: a program's sums lie in its registers.
 _LARGE_HEAD = 256
 # More do not lie on a multiprocessor with what they are multiplied with.
 _LARGEST_HEAD = 512
 # A program has no fewer blocks of a past than these, unless there are no more.
 _LEAST_BLOCKS = 2
-# Where there were to be so many programs, each has several parts of a past: beginning one takes its time, even if it
-# finds nothing to do. Of fewer programs, some would end late.
-_MANY_PROGRAMS, _PARTS_EACH = 32_768, 8
 # The matrix units take no fewer rows.
 _LEAST_ROWS = 16
 # What a program has of the weight in a product of few rows, and how many such blocks are on their way. Of more than
@@ -258,16 +262,22 @@ class CudaKernels(TorchKernels):
         self, queries: Tensor, work: AttentionWork, kv: KV, scoring: Scoring, out: Tensor
     ) -> None:
         """The same into `out` [rows, heads, value_dim], whose rows that see nothing stay as they are."""
-        found = device_attention(work, queries.device)
-        for chunk in found.chunks:
-            self._attend_chunk(queries, chunk, kv, scoring, out)
-        if found.decodes is not None:
-            self._attend_decodes(queries, found.decodes, kv, scoring, out)
+        found, side = device_attention(work, queries.device), SideStream(queries.device)
+        has_long = any(chunk.tiles[-1].tile_start >= LONG_PAST for chunk in found.chunks)
+        try:
+            if found.decodes is not None:
+                with side.fork(has_long and not scoring.window):
+                    self._attend_decodes(queries, found.decodes, kv, scoring, out)
+            for chunk in found.chunks:
+                self._attend_chunk(queries, chunk, kv, scoring, out, side)
+        finally:
+            side.join()
 
-    def _attend_chunk(self, queries: Tensor, chunk: ChunkWork, kv: KV, scoring: Scoring, out: Tensor) -> None:
-        sizes = queries.shape[2], kv.values.shape[2]
-        if scoring.window or scoring.soft_cap or sizes[0] != sizes[1] or max(sizes) > _LARGE_HEAD:
-            # No library has such a past: it is a part of the tile, which begins at the first token.
+    def _attend_chunk(
+        self, queries: Tensor, chunk: ChunkWork, kv: KV, scoring: Scoring, out: Tensor, side: SideStream
+    ) -> None:
+        if not _has_library(queries.shape[2], kv.values.shape[2], scoring.window, scoring.soft_cap):
+            # The past is a part of the tile, which begins at the first token.
             first, last = chunk.tiles[0], chunk.tiles[-1]
             rows = slice(first.rows.start, last.rows.stop)
             whole = TileWork(rows, 0, first.first, last.end, chunk.table, chunk.is_contiguous)
@@ -276,7 +286,11 @@ class CudaKernels(TorchKernels):
         past = chunk.read_past(kv)
         for tile in chunk.tiles:
             own_past = past.first(tile.tile_start) if past is not None and tile.tile_start else None
-            self._attend_tile(queries[tile.rows], tile, own_past, kv, scoring, out[tile.rows])
+            # The rest of a tile takes as long as some hundreds of queries would, and leaves most of a GPU idle.
+            is_rest = tile is not chunk.tiles[-1] and tile.first > tile.tile_start
+            with side.fork(is_rest and tile.tile_start >= LONG_PAST):
+                self._attend_tile(queries[tile.rows], tile, own_past, kv, scoring, out[tile.rows])
+        side.join()  # before the memory of the past is used again
 
     def preparations(self, num_rows: int, num_heads: int, kv: KV, scale: float) -> Iterator[None]:
         tile_size = self.law.tile_size
@@ -293,10 +307,12 @@ class CudaKernels(TorchKernels):
         if past is not None:
             past_out, past_lse = attend_past(queries, past, scoring.scale)
             num_parts, past_strides, lse_strides = len(past_out), past_out.stride(), past_lse.stride()
-        size, num_warps = _tile_rows(queries, value_dim, scoring)
+        num_kv_heads = kv.keys.shape[1]
+        sizes = num_heads, num_kv_heads, head_dim, value_dim
+        program = _tile_program(queries.device, queries.dtype, *sizes, scoring.window, scoring.soft_cap)
         constants = {
             "NUM_HEADS": num_heads,
-            "NUM_KV_HEADS": kv.keys.shape[1],
+            "NUM_KV_HEADS": num_kv_heads,
             "HEAD_DIM": head_dim,
             "COLUMNS": triton.next_power_of_2(head_dim),
             "VALUE_DIM": value_dim,
@@ -306,14 +322,20 @@ class CudaKernels(TorchKernels):
             "WINDOW": scoring.window,
             "SOFT_CAP": scoring.soft_cap,
             "HAS_SINKS": scoring.sinks is not None,
-            "ROWS": size,
+            "HEADS": program.heads,
+            "POSITIONS": program.positions,
+            "TOKENS": program.tokens,
             "BLOCK": BLOCK_TOKENS,
             "PRECISION": precision(queries),
         }
         strides = (queries.stride(0), *past_strides[:3], *lse_strides[:2])
         _tile_attention.launch(
             (queries.device, queries.dtype, strides, *constants.values()),
-            (num_heads, triton.cdiv(tile.end, size) - tile.first // size, 1),
+            (
+                num_heads // program.heads,
+                triton.cdiv(tile.end, program.positions) - tile.first // program.positions,
+                1,
+            ),
             (
                 queries,
                 kv.keys,
@@ -330,8 +352,8 @@ class CudaKernels(TorchKernels):
                 *strides,
             ),
             constants,
-            num_warps=num_warps,
-            num_stages=_num_stages(queries),
+            num_warps=program.warps,
+            num_stages=program.stages,
         )
 
     def _attend_decodes(
@@ -348,8 +370,7 @@ class CudaKernels(TorchKernels):
         if scoring.window:
             most_blocks = min(most_blocks, triton.cdiv(scoring.window, BLOCK_TOKENS) + 1)
         num_splits = min(triton.cdiv(most_blocks, _LEAST_BLOCKS), SPLITS)
-        num_each = _PARTS_EACH if num_rows * num_kv_heads * num_splits >= _MANY_PROGRAMS else 1
-        decode_attention_kernel[(num_rows, num_kv_heads, triton.cdiv(num_splits, num_each))](
+        decode_attention_kernel[(num_rows, num_kv_heads, num_splits)](
             queries,
             work.rows,
             kv.keys,
@@ -369,14 +390,13 @@ class CudaKernels(TorchKernels):
             VALUE_COLUMNS=triton.next_power_of_2(value_dim),
             SPLITS=SPLITS,
             LEAST_BLOCKS=_LEAST_BLOCKS,
-            NUM_EACH=num_each,
             WINDOW=scoring.window,
             SOFT_CAP=scoring.soft_cap,
             GROUP_ROWS=max(_LEAST_ROWS, triton.next_power_of_2(num_heads // num_kv_heads)),
             BLOCK=BLOCK_TOKENS,
             PRECISION=precision(queries),
             num_warps=4,
-            num_stages=_num_stages(queries),
+            num_stages=_num_stages(queries.device, head_dim * queries.element_size()),
         )
         join_parts_kernel[(num_rows, num_heads)](
             part_out,
@@ -465,26 +485,59 @@ def _norm(
     )
 
 
-def _tile_rows(queries: Tensor, value_dim: int, scoring: Scoring) -> tuple[int, int]:
-    """Positions that one program of a tile's attention has, which follow from the layer alone, and its warps."""
-    largest = max(queries.shape[-1], value_dim)
-    if queries.dtype == torch.float32:
-        return _TILE_ROWS_FLOAT32, 8 if largest > _LARGE_HEAD else 4
+@dataclass(frozen=True)
+class TileProgram:
+    """What one program of a tile's attention has: heads with keys in common, positions, tokens that it takes at a
+    time, warps, and how often so many tokens are on their way."""
+
+    heads: int
+    positions: int
+    tokens: int
+    warps: int
+    stages: int
+
+
+@cache
+def _tile_program(
+    device: torch.device,
+    dtype: torch.dtype,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    value_dim: int,
+    window: int,
+    soft_cap: float,
+) -> TileProgram:
+    """Which follows from the layer alone: sums of programs of another shape may be rounded in another way."""
+    largest, stages = max(head_dim, value_dim), _num_stages(device, head_dim * dtype.itemsize)
+    if dtype == torch.float32:
+        return TileProgram(1, _TILE_ROWS_FLOAT32, BLOCK_TOKENS, 8 if largest > _LARGE_HEAD else 4, stages)
     if largest > _LARGE_HEAD:
-        return _TILE_ROWS // 2, 8
-    # Two blocks of keys and values have to have room beside so many queries.
-    room = shared_bytes(queries.device) - 2 * _TILE_ROWS * queries.shape[-1] * queries.element_size()
-    per_stage = BLOCK_TOKENS * (queries.shape[-1] + value_dim) * queries.element_size()
-    is_double = scoring.window >= _LONG_WINDOW and room > 2 * per_stage
-    return (2 * _TILE_ROWS, 8) if is_double else (_TILE_ROWS, 4)
+        wide = TileProgram(1, _TILE_ROWS, BLOCK_TOKENS // 2, 8, 2)
+        narrow = TileProgram(1, _TILE_ROWS // 2, BLOCK_TOKENS, 8, stages)
+    else:
+        # Where all of a long past is walked: keys and values are read half as often.
+        heads = 2 if num_heads // num_kv_heads % 2 == 0 else 1
+        wide = TileProgram(heads, 2 * _TILE_ROWS // heads, BLOCK_TOKENS, 8, stages)
+        narrow = TileProgram(1, _TILE_ROWS, BLOCK_TOKENS, 4, stages)
+        is_short = heads == 1 and 0 < window < _LONG_WINDOW
+        if is_short or _has_library(head_dim, value_dim, window, soft_cap):
+            return narrow
+    rows = wide.heads * wide.positions
+    held = rows * head_dim + wide.stages * wide.tokens * (head_dim + value_dim)
+    return wide if held * dtype.itemsize <= shared_bytes(device) else narrow
 
 
-def _num_stages(queries: Tensor) -> int:
+def _has_library(head_dim: int, value_dim: int, window: int, soft_cap: float) -> bool:
+    """For attention to the past."""
+    return not window and not soft_cap and head_dim == value_dim <= _LARGE_HEAD
+
+
+def _num_stages(device: torch.device, bytes_per_token: int) -> int:
     """Blocks of keys and values that a program has on their way: as many as its memory holds, and fewer where heads
     are large, so that a multiprocessor has room for several programs."""
-    bytes_per_token = queries.shape[-1] * queries.element_size()
     wanted = 3 if bytes_per_token <= 256 else 2 if bytes_per_token <= 512 else 1
     block_bytes = BLOCK_TOKENS * bytes_per_token
     # Beside the queries, keys and values for each.
-    held = (shared_bytes(queries.device) // block_bytes - 1) // 2
+    held = (shared_bytes(device) // block_bytes - 1) // 2
     return max(min(wanted, held), 1)

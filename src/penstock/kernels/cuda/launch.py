@@ -1,6 +1,7 @@
 """How kernels in Triton are launched, and what a program may have of a GPU."""
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -36,6 +37,38 @@ class KeptKernel:
             self._compiled[key] = self._kernel[grid](*args, **constants, **options)
         else:
             found[grid](*args, *constants.values())
+
+
+class SideStream:
+    """Where a GPU runs what is launched at the same time as what is launched after it, until they are joined."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_forked = False
+
+    @contextmanager
+    def fork(self, is_wanted: bool) -> Iterator[None]:
+        """What is launched within comes after all that was launched before. What it reads must not be given back
+        before `join`."""
+        if not is_wanted or device_kind(self._device).capability is None:  # the interpreter has none
+            yield
+            return
+        stream = _side_stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._is_forked = True
+        with torch.cuda.stream(stream):
+            yield
+
+    def join(self) -> None:
+        """What is launched from now on comes after all that."""
+        if self._is_forked:
+            torch.cuda.current_stream(self._device).wait_stream(_side_stream(self._device))
+            self._is_forked = False
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @cache

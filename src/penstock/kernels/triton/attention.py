@@ -8,49 +8,31 @@ window are not read.
 import triton
 import triton.language as tl
 
+# Where nothing was seen yet, that is the largest score: less than any, and not so little that nothing is less.
+LEAST = tl.constexpr(-1e30)
+
 
 @triton.jit
 def _scores(query, keys, scale, SOFT_CAP: tl.constexpr, PRECISION: tl.constexpr):
-    """Powers of two."""
-    scores = tl.dot(query, keys, input_precision=PRECISION) * scale
-    if SOFT_CAP > 0:  # they are parts of the cap
+    """And what makes them powers of two."""
+    scores = tl.dot(query, keys, input_precision=PRECISION)
+    if SOFT_CAP > 0:  # the scale makes them parts of the cap
+        scores = scores * scale
         shrunk = tl.exp2(tl.abs(scores) * -2.8853900817779268)
         capped = (1.0 - shrunk) / (1.0 + shrunk) * (SOFT_CAP * 1.4426950408889634)
         scores = tl.where(scores < 0, -capped, capped)
-    return scores
+        scale = 1.0
+    return scores, scale
 
 
 @triton.jit
-def _see(
-    query,
-    keys,
-    values,
-    seen,
-    largest,
-    total,
-    sums,
-    scale,
-    SOFT_CAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """One block more, of whose tokens only some are seen."""
-    scores = tl.where(seen, _scores(query, keys, scale, SOFT_CAP, PRECISION), -float("inf"))
-    now = tl.maximum(largest, tl.max(scores, axis=1))
-    # Where nothing was seen yet there is nothing to shrink.
-    against = tl.where(now == -float("inf"), 0.0, now)
-    weights = tl.exp2(scores - against[:, None])
-    shrink = tl.exp2(largest - against)
-    total = total * shrink + tl.sum(weights, axis=1)
-    sums = tl.dot(weights.to(values.dtype), values, sums * shrink[:, None], input_precision=PRECISION)
-    return now, total, sums
-
-
-@triton.jit
-def _places(table, first_place, block, tokens, IS_CONTIGUOUS: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a block's tokens."""
-    if IS_CONTIGUOUS:
-        return first_place + block * BLOCK + tokens
-    return tl.load(table + block).to(tl.int64) + tokens
+def _weights(scores, scale, largest, total):
+    """Of a block's tokens, 0 where a score is -inf; by how much what was summed before shrinks; the largest and the
+    total so far."""
+    now = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+    weights = tl.exp2(scores * scale - now[:, None])
+    shrink = tl.exp2(largest - now)
+    return weights, shrink, now, total * shrink + tl.sum(weights, axis=1)
 
 
 @triton.jit(do_not_specialize=["first", "end", "tile_start"])
@@ -84,116 +66,93 @@ def tile_attention_kernel(
     WINDOW: tl.constexpr,  # tokens that a query sees up to its own; 0: all
     SOFT_CAP: tl.constexpr,  # 0: none
     HAS_SINKS: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEADS: tl.constexpr,
+    POSITIONS: tl.constexpr,
+    TOKENS: tl.constexpr,  # of a block, or of a part of it
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Queries of ROWS positions, which begin on a multiple of that, of one head."""
+    """Queries of POSITIONS positions, which begin on a multiple of that, of HEADS heads that have their keys in
+    common."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    head = tl.program_id(0)
+    ROWS: tl.constexpr = HEADS * POSITIONS
     # The last see the most: those of all heads begin first, so that the short ones fill what is left at the end.
-    start = (first // ROWS + tl.num_programs(1) - 1 - tl.program_id(1)) * ROWS
-    positions = start + tl.arange(0, ROWS)
+    start = (first // POSITIONS + tl.num_programs(1) - 1 - tl.program_id(1)) * POSITIONS
+    row = tl.arange(0, ROWS)
+    heads = tl.program_id(0) * HEADS + row // POSITIONS
+    positions = start + row % POSITIONS
     rows = (positions - first).to(tl.int64)
     is_own = (positions >= first) & (positions < end)
     columns = tl.arange(0, COLUMNS)
     in_head = columns < HEAD_DIM
     value_columns = tl.arange(0, VALUE_COLUMNS)
     in_value = value_columns < VALUE_DIM
-    at = rows[:, None] * query_stride + head * HEAD_DIM + columns[None, :]
+    at = rows[:, None] * query_stride + heads[:, None] * HEAD_DIM + columns[None, :]
     query = tl.load(queries + at, mask=is_own[:, None] & in_head[None, :], other=0.0)
     if HAS_SINKS:
-        largest = tl.zeros([ROWS], tl.float32) + tl.load(sinks + head) * 1.4426950408889634
+        largest = tl.load(sinks + heads) * 1.4426950408889634
         total = tl.full([ROWS], 1.0, tl.float32)
     else:
-        largest = tl.full([ROWS], -float("inf"), tl.float32)
+        largest = tl.full([ROWS], LEAST, tl.float32)
         total = tl.zeros([ROWS], tl.float32)
     sums = tl.zeros([ROWS, VALUE_COLUMNS], tl.float32)
-    tokens = tl.arange(0, BLOCK)
+    tokens = tl.arange(0, TOKENS)
     KEY_STRIDE: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     VALUE_STRIDE: tl.constexpr = NUM_KV_HEADS * VALUE_DIM
-    own_key = head // GROUP * HEAD_DIM
-    own_value = head // GROUP * VALUE_DIM
-    place = tl.load(table).to(tl.int64)
-    # Which blocks need a mask depends on where the rows stand alone: their sums may be rounded in another way.
-    num_seen = (start - tile_start) // BLOCK
-    num_before = 0
+    kv_head = tl.program_id(0) * HEADS // GROUP
+    first_place = tl.load(table).to(tl.int64)
+    # Tokens come so many at a time. What all rows see lies between these two.
+    num_hidden = 0
+    num_seen = (start - tile_start) // TOKENS
+    first_step = 0
     if WINDOW:
-        # Blocks that not all rows see. What none of those here sees may be gone: it is not read.
-        num_before = tl.maximum(start - WINDOW + 1 - tile_start, 0) // BLOCK
-        num_hidden = tl.maximum(start + ROWS - WINDOW - tile_start + BLOCK - 1, 0) // BLOCK
-        num_hidden = tl.minimum(tl.maximum(num_hidden, num_before), num_seen)
-        for block in range(num_before, num_hidden):
-            token = tile_start + block * BLOCK + tokens
-            is_there = token > first - WINDOW
-            at_block = _places(table, place, block, tokens, IS_CONTIGUOUS, BLOCK)
-            key_offsets = at_block * KEY_STRIDE + own_key
-            value_offsets = at_block * VALUE_STRIDE + own_value
-            is_key = is_there[None, :] & in_head[:, None]
-            is_value = is_there[:, None] & in_value[None, :]
-            key = tl.load(keys + key_offsets[None, :] + columns[:, None], mask=is_key, other=0.0)
-            value = tl.load(
-                values + value_offsets[:, None] + value_columns[None, :], mask=is_value, other=0.0
-            )
-            seen = token[None, :] > positions[:, None] - WINDOW
-            largest, total, sums = _see(
-                query, key, value, seen, largest, total, sums, scale, SOFT_CAP, PRECISION
-            )
-        num_before = num_hidden
-    for block in range(num_before, num_seen):
-        at_block = _places(table, place, block, tokens, IS_CONTIGUOUS, BLOCK)
-        key_offsets = at_block * KEY_STRIDE + own_key
-        value_offsets = at_block * VALUE_STRIDE + own_value
-        if COLUMNS == HEAD_DIM:
-            key = tl.load(keys + key_offsets[None, :] + columns[:, None])
+        num_hidden = (start + POSITIONS - WINDOW - tile_start + TOKENS - 1) // TOKENS
+        # What none of those here sees may be gone: it is not read.
+        first_step = tl.maximum(tl.maximum(start, first) - WINDOW + 1 - tile_start, 0) // TOKENS
+    num_steps = (tl.minimum(start + POSITIONS, end) - tile_start + TOKENS - 1) // TOKENS
+    for step in range(first_step, num_steps):
+        behind = step * TOKENS  # the tile's start
+        token = tile_start + behind + tokens
+        if IS_CONTIGUOUS:
+            place = first_place + behind + tokens
         else:
-            key = tl.load(keys + key_offsets[None, :] + columns[:, None], mask=in_head[:, None], other=0.0)
-        if VALUE_COLUMNS == VALUE_DIM:
-            value = tl.load(values + value_offsets[:, None] + value_columns[None, :])
-        else:
-            value = tl.load(
-                values + value_offsets[:, None] + value_columns[None, :], mask=in_value[None, :], other=0.0
-            )
-        scores = _scores(query, key, scale, SOFT_CAP, PRECISION)
-        now = tl.maximum(largest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - now[:, None])
-        shrink = tl.exp2(largest - now)
-        total = total * shrink + tl.sum(weights, axis=1)
+            place = tl.load(table + behind // BLOCK).to(tl.int64) + behind % BLOCK + tokens
+        is_key = (token < end)[None, :]
+        is_value = (token < end)[:, None]
+        if COLUMNS != HEAD_DIM:
+            is_key = is_key & in_head[:, None]
+        if VALUE_COLUMNS != VALUE_DIM:
+            is_value = is_value & in_value[None, :]
+        own_keys = place * KEY_STRIDE + kv_head * HEAD_DIM
+        key = tl.load(keys + own_keys[None, :] + columns[:, None], mask=is_key, other=0.0)
+        scores, powers = _scores(query, key, scale, SOFT_CAP, PRECISION)
+        if (step < num_hidden) | (step >= num_seen):
+            seen = token[None, :] <= positions[:, None]
+            if WINDOW:
+                seen = seen & (token[None, :] > positions[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        weights, shrink, largest, total = _weights(scores, powers, largest, total)
+        # Loaded here, values are waited for here: they come while the scores are computed.
+        own_values = place * VALUE_STRIDE + kv_head * VALUE_DIM
+        value = tl.load(values + own_values[:, None] + value_columns[None, :], mask=is_value, other=0.0)
         sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision=PRECISION)
-        largest = now
-    num_blocks = (tl.minimum(start + ROWS, end) - tile_start + BLOCK - 1) // BLOCK
-    for block in range(num_seen, num_blocks):
-        token = tile_start + block * BLOCK + tokens
-        is_there = token < end
-        if WINDOW:  # as above, where the rows stand in several blocks
-            is_there = is_there & (token > first - WINDOW)
-        at_block = _places(table, place, block, tokens, IS_CONTIGUOUS, BLOCK)
-        key_offsets = at_block * KEY_STRIDE + own_key
-        value_offsets = at_block * VALUE_STRIDE + own_value
-        is_key = is_there[None, :] & in_head[:, None]
-        is_value = is_there[:, None] & in_value[None, :]
-        key = tl.load(keys + key_offsets[None, :] + columns[:, None], mask=is_key, other=0.0)
-        value = tl.load(values + value_offsets[:, None] + value_columns[None, :], mask=is_value, other=0.0)
-        seen = token[None, :] <= positions[:, None]
-        if WINDOW:
-            seen = seen & (token[None, :] > positions[:, None] - WINDOW)
-        largest, total, sums = _see(query, key, value, seen, largest, total, sums, scale, SOFT_CAP, PRECISION)
-    for part in tl.static_range(NUM_PARTS):
-        own_lse = past_lse + part * lse_part_stride + head * lse_stride
-        lse = tl.load(own_lse + rows, mask=is_own, other=0.0) * 1.4426950408889634
-        now = tl.maximum(largest, lse)
-        weight = tl.exp2(lse - now)
-        shrink = tl.exp2(largest - now)
-        own_past = past_out + part * past_part_stride + head * past_head_stride
-        past = rows[:, None] * past_stride + value_columns[None, :]
-        seen_before = tl.load(own_past + past, mask=is_own[:, None] & in_value[None, :], other=0.0).to(
-            tl.float32
-        )
-        total = total * shrink + weight
-        sums = sums * shrink[:, None] + seen_before * weight[:, None]
-        largest = now
+    if NUM_PARTS:  # one after the other: all at once would not fit into registers
+        for part in range(NUM_PARTS):
+            own_lse = past_lse + part * lse_part_stride + heads * lse_stride
+            lse = tl.load(own_lse + rows, mask=is_own, other=0.0) * 1.4426950408889634
+            now = tl.maximum(largest, lse)
+            weight = tl.exp2(lse - now)
+            shrink = tl.exp2(largest - now)
+            own_past = past_out + part * past_part_stride + heads[:, None] * past_head_stride
+            past = rows[:, None] * past_stride + value_columns[None, :]
+            seen_before = tl.load(own_past + past, mask=is_own[:, None] & in_value[None, :], other=0.0).to(
+                tl.float32
+            )
+            total = total * shrink + weight
+            sums = sums * shrink[:, None] + seen_before * weight[:, None]
+            largest = now
     result = (sums / total[:, None]).to(out.dtype.element_ty)
-    own = rows[:, None] * (NUM_HEADS * VALUE_DIM) + head * VALUE_DIM + value_columns[None, :]
+    own = rows[:, None] * (NUM_HEADS * VALUE_DIM) + heads[:, None] * VALUE_DIM + value_columns[None, :]
     tl.store(out + own, result, mask=is_own[:, None] & in_value[None, :])
 
 
@@ -204,15 +163,6 @@ def _first_block(length, WINDOW: tl.constexpr, BLOCK: tl.constexpr):
     if WINDOW:
         first = tl.maximum(length - WINDOW, 0) // BLOCK
     return first
-
-
-@triton.jit
-def _store_part(
-    part_out, part_lse, part, largest, total, sums, columns, is_own, in_value, VALUE_DIM: tl.constexpr
-):
-    own_part = part_out + part[:, None] * VALUE_DIM + columns[None, :]
-    tl.store(own_part, sums / total[:, None], mask=is_own[:, None] & in_value[None, :])
-    tl.store(part_lse + part, largest + tl.log2(total), mask=is_own)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -236,18 +186,17 @@ def decode_attention_kernel(
     VALUE_COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     LEAST_BLOCKS: tl.constexpr,
-    NUM_EACH: tl.constexpr,  # parts that a program has
     WINDOW: tl.constexpr,  # tokens that a query sees up to its own; 0: all
     SOFT_CAP: tl.constexpr,  # 0: none
     GROUP_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Some parts of a row's past, one after the other, for the query heads of one KV head."""
+    """A part of a row's past, for the query heads of one KV head."""
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
-    split = tl.program_id(2) * NUM_EACH
+    split = tl.program_id(2)
     length = tl.load(lengths + row)
     num_blocks = (length + BLOCK - 1) // BLOCK
     before = _first_block(length, WINDOW, BLOCK)
@@ -255,7 +204,7 @@ def decode_attention_kernel(
     first = before + split * size
     if first >= num_blocks:
         return
-    last = tl.minimum(first + NUM_EACH * size, num_blocks)
+    last = tl.minimum(first + size, num_blocks)
     group = tl.arange(0, GROUP_ROWS)
     is_own = group < GROUP
     columns = tl.arange(0, COLUMNS)
@@ -271,12 +220,10 @@ def decode_attention_kernel(
         mask=is_own[:, None] & in_head[None, :],
         other=0.0,
     )
-    largest = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
+    largest = tl.full([GROUP_ROWS], LEAST, tl.float32)
     total = tl.zeros([GROUP_ROWS], tl.float32)
     sums = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
     tokens = tl.arange(0, BLOCK)
-    first_part = (row * NUM_HEADS + heads) * SPLITS
-    num_left = size  # blocks of the part at hand
     for block in range(first, last):
         place = tl.load(tables + row * table_stride + block).to(tl.int64)
         is_there = block * BLOCK + tokens < length
@@ -287,42 +234,15 @@ def decode_attention_kernel(
         is_key = is_there[None, :] & in_head[:, None]
         is_value = is_there[:, None] & in_value[None, :]
         key = tl.load(keys + key_offsets[None, :] + columns[:, None], mask=is_key, other=0.0)
+        scores, powers = _scores(query, key, scale, SOFT_CAP, PRECISION)
+        scores = tl.where(is_there[None, :], scores, -float("inf"))
+        weights, shrink, largest, total = _weights(scores, powers, largest, total)
         value = tl.load(values + value_offsets[:, None] + value_columns[None, :], mask=is_value, other=0.0)
-        largest, total, sums = _see(
-            query, key, value, is_there[None, :], largest, total, sums, scale, SOFT_CAP, PRECISION
-        )
-        if NUM_EACH > 1:
-            num_left -= 1
-            if num_left == 0 and block + 1 < last:
-                _store_part(
-                    part_out,
-                    part_lse,
-                    first_part + split,
-                    largest,
-                    total,
-                    sums,
-                    value_columns,
-                    is_own,
-                    in_value,
-                    VALUE_DIM,
-                )
-                largest = tl.full([GROUP_ROWS], -float("inf"), tl.float32)
-                total = tl.zeros([GROUP_ROWS], tl.float32)
-                sums = tl.zeros([GROUP_ROWS, VALUE_COLUMNS], tl.float32)
-                num_left = size
-                split += 1
-    _store_part(
-        part_out,
-        part_lse,
-        first_part + split,
-        largest,
-        total,
-        sums,
-        value_columns,
-        is_own,
-        in_value,
-        VALUE_DIM,
-    )
+        sums = tl.dot(weights.to(value.dtype), value, sums * shrink[:, None], input_precision=PRECISION)
+    part = (row * NUM_HEADS + heads) * SPLITS + split
+    own_part = part_out + part[:, None] * VALUE_DIM + value_columns[None, :]
+    tl.store(own_part, sums / total[:, None], mask=is_own[:, None] & in_value[None, :])
+    tl.store(part_lse + part, largest + tl.log2(total), mask=is_own)
 
 
 @triton.jit
