@@ -175,15 +175,15 @@ def _unpack_q6_k(blocks: Tensor) -> _Unpacked:
 
 
 _LAYOUTS: Mapping[str, _Layout] = {
-    "Q4_0": _Layout(4, torch.float16, _unpack_q4_0),
+    "Q4_0": _Layout(4, torch.int16, _unpack_q4_0),
     "Q4_1": _Layout(4, torch.int32, _unpack_q4_1),
     "Q4_Z": _Layout(4, torch.int32, _unpack_q4_1),
-    "Q8_0": _Layout(8, torch.float16, _unpack_q8_0),
+    "Q8_0": _Layout(8, torch.int16, _unpack_q8_0),
     "Q4_K": _Layout(4, torch.int16, _unpack_q4_k, has_wholes=True),  # a scale and a minimum
     "Q5_K": _Layout(5, torch.int16, _unpack_q5_k, has_wholes=True),
     "Q6_K": _Layout(6, torch.int8, _unpack_q6_k, group=16, has_wholes=True),
-    "Q5_0": _Layout(8, torch.float16, _unpack_q5_0, like="Q8_0"),
-    "IQ4_NL": _Layout(8, torch.float16, _unpack_iq4_nl, like="Q8_0"),
+    "Q5_0": _Layout(8, torch.int16, _unpack_q5_0, like="Q8_0"),
+    "IQ4_NL": _Layout(8, torch.int16, _unpack_iq4_nl, like="Q8_0"),
     "Q3_K": _Layout(6, torch.int8, _unpack_q3_k, group=16, has_wholes=True, like="Q6_K"),
 }
 
@@ -237,6 +237,12 @@ def operand(weight: Weight) -> Operand:
 
 _NO_BLOCKS = {"BITS": 0, "GROUP": GROUP}
 _VALUES = Launch(16, 256, 1, 4)
+# Up to so many rows, quants are multiplied before they have their scales.
+_MOST_UNSCALED = 4
+_UNSCALED_OUTPUTS = 16  # of a program
+# Of a row alone, by its outputs at least: a program's warps, and whether each loads two parts at once. All programs
+# of a small product run at the same time.
+_ROW_WARPS = {5120: (4, True), 2048: (8, True), 0: (16, False)}
 # By the rows that a product has at most.
 _ROWS = {16: Launch(32, 256, 3, 2, least_programs=528), MOST_ROWS: Launch(64, 256, 3, 4)}
 
@@ -326,6 +332,8 @@ class GpuProducts:
         x = x if x.stride(1) == 1 else x.contiguous()
         if is_float:
             fp8.multiply_few(x, weight, bias, out)
+        elif num_rows <= _MOST_UNSCALED:
+            _multiply_unscaled(x, weight, bias, out)
         else:
             _multiply_rows(x, weight, bias, out)
         return out
@@ -335,10 +343,13 @@ class GpuProducts:
         return linear(x, self.rows(weight, None, x.dtype), bias)
 
 
-def _multiply_row(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
-    num_out, num_in = weight.shape
-    found = operand(weight)
-    block_row_kernel[(triton.cdiv(num_out, 16),)](
+def _multiply_unscaled(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
+    (num_out, num_in), found = weight.shape, operand(weight)
+    warps, is_double = 4, False
+    if len(x) == 1:
+        warps, is_double = next(own for least, own in _ROW_WARPS.items() if num_out >= least)
+    step = 8 * found.constants["GROUP"] * warps
+    block_row_kernel[(triton.cdiv(num_out, _UNSCALED_OUTPUTS),)](
         x,
         *found.tensors,
         bias,
@@ -349,18 +360,18 @@ def _multiply_row(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: 
         num_out,
         num_in,
         HAS_BIAS=bias is not None,
+        IS_WHOLE=num_in % step == 0,
         **found.constants,
         ROWS=int(triton.next_power_of_2(len(x))),
-        OUTPUTS=16,
-        WARPS=8,
-        DEPTH=1,
-        num_warps=8,
+        OUTPUTS=_UNSCALED_OUTPUTS,
+        WARPS=warps,
+        IS_DOUBLE=is_double and num_in % (2 * step) == 0,
+        num_warps=warps,
+        num_stages=1,  # the kernel itself says what is on its way
     )
 
 
 def _multiply_rows(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
-    if len(x) <= 4:
-        return _multiply_row(x, weight, bias, out)
     num_out, num_in = weight.shape
     launch = next(launch for most, launch in _ROWS.items() if len(x) <= most)
     grid, share_in = shared_out(launch, num_out, num_in)
@@ -382,6 +393,5 @@ def _multiply_rows(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out:
             ROWS=least_rows(len(x)),
             OUTPUTS=launch.outputs,
             STAGES=launch.stages,
-            METHOD=0,
             num_warps=launch.warps,
         )
