@@ -134,7 +134,7 @@ def test_products_with_quantised_weights(case: str) -> None:
     x, bias = random.normal(640, num_in), random.normal(num_out)
     exact = x.double() @ products.rows(weight, None, torch.float32).double().T + bias.double()
     many = products.linear(x, weight, bias, True)
-    for num_rows in (1, 2, 17, 32, 64):
+    for num_rows in (1, 2, 4, 5, 17, 32, 64):
         check_close(products.linear(x[:num_rows], weight, bias, False), exact[:num_rows], 0.01)
     check_close(many, exact, 0.04 if form in FLOAT_FORMS else 0.01)  # rows become 8-bit floats, too
     for num_rows in (192, 320, 512):

@@ -14,7 +14,7 @@ from penstock.kernels.cuda.delta import carry_states
 from penstock.kernels.cuda.fp8 import scale_rows
 from penstock.kernels.cuda.kernels import CudaKernels
 from penstock.kernels.elementwise import ACTIVATIONS
-from penstock.kernels.quantised import F8_BLOCK, F8_ROW, Q4_K, Q6_K
+from penstock.kernels.quantised import F8_BLOCK, F8_ROW, Q4_K, Q5_K, Q6_K, Q8_0
 from penstock.kernels.spans import (
     AttendedSpan,
     AttentionWork,
@@ -128,10 +128,10 @@ def quantised_experts() -> None:
 
 def weights() -> None:
     kernels = CudaKernels()
-    for form in (Q4_K, Q6_K, F8_BLOCK):
+    for form in (Q4_K, Q5_K, Q6_K, Q8_0, F8_BLOCK):
         weight = kernels.quantised.zeros(form, 4096, 4096, torch.device("cpu"))
         kernels.embed(torch.zeros(1, dtype=torch.int64), weight)
-        for num_rows in (1, 32):
+        for num_rows in (1, 4, 32):
             x = torch.zeros(num_rows, 4096, dtype=torch.bfloat16)
             kernels.linear(x, weight, is_canonical=False)
     scale_rows(torch.zeros(64, 4096, dtype=torch.bfloat16), 4096, 1)

@@ -10,6 +10,7 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 from torch import Tensor
 
+from penstock.kernels.cuda import quantised
 from penstock.kernels.cuda.experts import CudaExperts
 from penstock.kernels.quantised import (
     BLOCK_FORMS,
@@ -18,6 +19,8 @@ from penstock.kernels.quantised import (
     FLOAT8,
     FLOAT_FORMS,
     HOST_FORMS,
+    Q4_K,
+    Q8_0,
     BlockForm,
     QuantisedWeight,
     quantise,
@@ -92,7 +95,7 @@ def test_values_are_those_of_the_file(kernels: "CudaKernels", form: BlockForm) -
 
 
 @forms
-@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_rows", [1, 3, 5])
 def test_products_of_a_few_rows(kernels: "CudaKernels", form: BlockForm, num_rows: int) -> None:
     weight, values = weight_of(kernels, form)
     x = torch.randn(num_rows, 2 * NUM_IN).bfloat16()[:, :NUM_IN]
@@ -104,6 +107,29 @@ def test_products_of_a_few_rows(kernels: "CudaKernels", form: BlockForm, num_row
     check_close(wide[:, 3:-5], exact - bias.double(), MOST)
     assert not wide[:, :3].any()
     assert not wide[:, -5:].any()
+
+
+@pytest.mark.parametrize("form", GPU_FORMS, ids=lambda form: form.name)
+def test_products_of_a_row_however_it_is_shared(
+    kernels: "CudaKernels", form: BlockForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By warps that have as many inputs each, one part of them at a time or two, and by more than have any."""
+    weight, values = weight_of(kernels, form)
+    x = torch.randn(1, NUM_IN).bfloat16()
+    for warps, is_double in ((1, False), (1, True), (2, False), (16, False)):
+        monkeypatch.setattr(quantised, "_ROW_WARPS", {0: (warps, is_double)})
+        check_close(kernels.linear(x, weight, is_canonical=False), x.double() @ values.double().T, MOST)
+
+
+@pytest.mark.parametrize("form", [Q4_K, Q8_0], ids=lambda form: form.name)
+def test_rows_that_are_few_have_the_same_bits(kernels: "CudaKernels", form: BlockForm) -> None:
+    """Among as many as share a kernel."""
+    weight, _ = weight_of(kernels, form)
+    x = torch.randn(16, NUM_IN).bfloat16()
+    for counts in ((2, 3, 4), (5, 16)):
+        most = kernels.linear(x[: counts[-1]], weight, is_canonical=False)
+        for count in counts:
+            assert torch.equal(kernels.linear(x[:count], weight, is_canonical=False), most[:count])
 
 
 @pytest.mark.parametrize("form", [*GPU_FORMS, F8_BLOCK], ids=lambda form: form.name)

@@ -22,7 +22,7 @@ from penstock.kernels.quantised import (
     QuantisedWeight,
     Weight,
 )
-from penstock.kernels.triton.blocks import block_rows_kernel, block_values_kernel
+from penstock.kernels.triton.blocks import block_row_kernel, block_rows_kernel, block_values_kernel
 from penstock.plan.grids import GPU_HEAD_ROWS
 
 # Up to so many rows, blocks are multiplied as they lie; beyond, they are made values first.
@@ -46,7 +46,7 @@ class _Layout:
     """How a form lies in a GPU's memory, as `triton/blocks.py` reads it."""
 
     bits: int
-    factor_bytes: int  # of a group
+    factor: torch.dtype  # what a group's scale is made of
     unpack: Callable[[Tensor], _Unpacked]
     group: int = GROUP
     has_wholes: bool = False
@@ -54,8 +54,13 @@ class _Layout:
 
     @property
     def slots(self) -> int:
-        """Quants to a word, and groups to a part."""
-        return 4 if self.bits == 8 else 8
+        """Quants to a word, and groups to a tile."""
+        return 2 if self.bits == 8 else 4
+
+    @property
+    def part(self) -> int:
+        """Inputs to two tiles."""
+        return 2 * self.slots * self.group
 
     @property
     def high(self) -> torch.dtype | None:
@@ -64,19 +69,18 @@ class _Layout:
 
     def planes(self, num_out: int, num_in: int) -> list[tuple[torch.dtype, int]]:
         """Of each plane of a weight, in the order of `_Planes`, its dtype and how many numbers it has."""
-        num_parts = -(-num_in // (self.slots * self.group))
-        num_words = num_parts * self.group
+        num_parts = -(-num_in // self.part)
         counts = (
-            (torch.int32, num_words),
-            (self.high or torch.uint8, num_words if self.high else 0),
-            (torch.int32, num_parts * self.slots * self.factor_bytes // 4),
+            (torch.int16, num_parts * 2 * self.group),
+            (self.high or torch.uint8, num_parts * self.group if self.high else 0),
+            (self.factor, num_parts * 2 * self.slots),
             (torch.int32, -(-num_in // _WHOLE) if self.has_wholes else 0),
         )
         return [(dtype, num_out * count) for dtype, count in counts]
 
     @property
     def constants(self) -> dict[str, Any]:
-        return {"BITS": self.bits, "GROUP": self.group, "PER_WORD": 4 // self.factor_bytes}
+        return {"BITS": self.bits, "GROUP": self.group}
 
 
 def _aligned(dtype: torch.dtype, count: int) -> int:
@@ -171,16 +175,16 @@ def _unpack_q6_k(blocks: Tensor) -> _Unpacked:
 
 
 _LAYOUTS: Mapping[str, _Layout] = {
-    "Q4_0": _Layout(4, 2, _unpack_q4_0),
-    "Q4_1": _Layout(4, 4, _unpack_q4_1),
-    "Q4_Z": _Layout(4, 4, _unpack_q4_1),
-    "Q8_0": _Layout(8, 2, _unpack_q8_0),
-    "Q4_K": _Layout(4, 2, _unpack_q4_k, has_wholes=True),  # a scale and a minimum
-    "Q5_K": _Layout(5, 2, _unpack_q5_k, has_wholes=True),
-    "Q6_K": _Layout(6, 1, _unpack_q6_k, group=16, has_wholes=True),
-    "Q5_0": _Layout(8, 2, _unpack_q5_0, like="Q8_0"),
-    "IQ4_NL": _Layout(8, 2, _unpack_iq4_nl, like="Q8_0"),
-    "Q3_K": _Layout(6, 1, _unpack_q3_k, group=16, has_wholes=True, like="Q6_K"),
+    "Q4_0": _Layout(4, torch.int16, _unpack_q4_0),
+    "Q4_1": _Layout(4, torch.int32, _unpack_q4_1),
+    "Q4_Z": _Layout(4, torch.int32, _unpack_q4_1),
+    "Q8_0": _Layout(8, torch.int16, _unpack_q8_0),
+    "Q4_K": _Layout(4, torch.int16, _unpack_q4_k, has_wholes=True),  # a scale and a minimum
+    "Q5_K": _Layout(5, torch.int16, _unpack_q5_k, has_wholes=True),
+    "Q6_K": _Layout(6, torch.int8, _unpack_q6_k, group=16, has_wholes=True),
+    "Q5_0": _Layout(8, torch.int16, _unpack_q5_0, like="Q8_0"),
+    "IQ4_NL": _Layout(8, torch.int16, _unpack_iq4_nl, like="Q8_0"),
+    "Q3_K": _Layout(6, torch.int8, _unpack_q3_k, group=16, has_wholes=True, like="Q6_K"),
 }
 
 
@@ -231,8 +235,14 @@ def operand(weight: Weight) -> Operand:
     return Operand(_planes(weight), layout.constants | {"FORM": layout.like or name})
 
 
-_NO_BLOCKS = {"BITS": 0, "GROUP": GROUP, "PER_WORD": 1}
+_NO_BLOCKS = {"BITS": 0, "GROUP": GROUP}
 _VALUES = Launch(16, 256, 1, 4)
+# Up to so many rows, quants are multiplied before they have their scales.
+_MOST_UNSCALED = 4
+_UNSCALED_OUTPUTS = 16  # of a program
+# Of a row alone, by its outputs at least: a program's warps, and whether each loads two parts at once. All programs
+# of a small product run at the same time.
+_ROW_WARPS = {5120: (4, True), 2048: (8, True), 0: (16, False)}
 # By the rows that a product has at most.
 _ROWS = {16: Launch(32, 256, 3, 2, least_programs=528), MOST_ROWS: Launch(64, 256, 3, 4)}
 
@@ -266,18 +276,18 @@ class GpuProducts:
         layout, planes, device = _LAYOUTS[weight.form.name], _planes(weight), weight.panels.device
         outputs, blocks = outputs.to(device), blocks.to(device)
         found = layout.unpack(blocks.view(len(blocks), -1, weight.form.block_bytes))
-        num_rows, size = len(blocks), layout.slots * layout.group
-        # Parts are whole: what is left of the last one is zero, and so are its scales.
-        quants = _padded(found.quants.reshape(num_rows, -1), size)
-        quants = quants.view(num_rows, -1, layout.slots, layout.group)
-        low = quants if layout.bits == 8 else quants[:, :, ::2] & 15 | quants[:, :, 1::2] << 4
+        num_rows = len(blocks)
+        # Tiles are whole: what is left of the last two is zero, and so are its scales.
+        quants = _padded(found.quants.reshape(num_rows, -1), layout.part)
+        groups = quants.view(num_rows, -1, 2 * layout.slots, layout.group)
+        low = groups if layout.bits == 8 else groups[:, :, ::2] & 15 | groups[:, :, 1::2] << 4
+        low = low.view(num_rows, -1, 2, layout.group).transpose(2, 3)  # bytes of a word
         high = None
         if layout.high is not None:
-            num_bits = layout.bits - 4
-            shifts = torch.arange(0, num_bits * layout.slots, num_bits, device=device)[:, None]
-            high = ((quants >> 4).int() << shifts).sum(dim=2).to(layout.high)
-        factors = _padded(found.factors.reshape(num_rows, -1), layout.slots * layout.factor_bytes)
-        for plane, part in zip(planes, (low.transpose(2, 3), high, factors, found.wholes), strict=True):
+            shifts = torch.arange(0, 8 * (layout.bits - 4), layout.bits - 4, device=device)[:, None]
+            high = ((groups >> 4).int() << shifts).sum(dim=2).to(layout.high)
+        factors = _padded(found.factors.reshape(num_rows, -1), 2 * layout.slots * layout.factor.itemsize)
+        for plane, part in zip(planes, (low, high, factors, found.wholes), strict=True):
             if plane is not None and part is not None:
                 rows = part.contiguous().view(num_rows, -1).view(plane.dtype)
                 plane[outputs, : rows.shape[1]] = rows
@@ -289,7 +299,7 @@ class GpuProducts:
         num_rows = weight.shape[0] if outputs is None else len(outputs)
         out = torch.empty(num_rows, weight.shape[1], dtype=dtype, device=weight.panels.device)
         layout = _LAYOUTS[weight.form.name]
-        num_parts = triton.cdiv(weight.shape[1], layout.slots * layout.group)
+        num_parts = triton.cdiv(weight.shape[1], layout.part)
         found = operand(weight)
         block_values_kernel[(triton.cdiv(num_rows, _VALUES.outputs), num_parts)](
             *found.tensors,
@@ -322,6 +332,8 @@ class GpuProducts:
         x = x if x.stride(1) == 1 else x.contiguous()
         if is_float:
             fp8.multiply_few(x, weight, bias, out)
+        elif num_rows <= _MOST_UNSCALED:
+            _multiply_unscaled(x, weight, bias, out)
         else:
             _multiply_rows(x, weight, bias, out)
         return out
@@ -329,6 +341,34 @@ class GpuProducts:
     def _multiply(self, x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
         """With the weight's values, which take as much as they do in bfloat16 for that long."""
         return linear(x, self.rows(weight, None, x.dtype), bias)
+
+
+def _multiply_unscaled(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
+    (num_out, num_in), found = weight.shape, operand(weight)
+    warps, is_double = 4, False
+    if len(x) == 1:
+        warps, is_double = next(own for least, own in _ROW_WARPS.items() if num_out >= least)
+    step = 8 * found.constants["GROUP"] * warps
+    block_row_kernel[(triton.cdiv(num_out, _UNSCALED_OUTPUTS),)](
+        x,
+        *found.tensors,
+        bias,
+        out,
+        x.stride(0),
+        out.stride(0),
+        len(x),
+        num_out,
+        num_in,
+        HAS_BIAS=bias is not None,
+        IS_WHOLE=num_in % step == 0,
+        **found.constants,
+        ROWS=int(triton.next_power_of_2(len(x))),
+        OUTPUTS=_UNSCALED_OUTPUTS,
+        WARPS=warps,
+        IS_DOUBLE=is_double and num_in % (2 * step) == 0,
+        num_warps=warps,
+        num_stages=1,  # the kernel itself says what is on its way
+    )
 
 
 def _multiply_rows(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:

@@ -8,7 +8,7 @@ however many outputs and rows a program has.
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.blocks import load_factor, load_part, slot_values
+from penstock.kernels.triton.blocks import group_values, load_high, load_whole, load_words
 
 # Below every score; what was chosen, or is no expert, lies lower still.
 _LEAST = tl.constexpr(-3.0e38)
@@ -264,7 +264,6 @@ def expert_kernel(
     FORM: tl.constexpr,  # "": plain
     BITS: tl.constexpr,  # 0: not blocks
     GROUP: tl.constexpr,
-    PER_WORD: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,  # 128 where 8-bit floats have a scale for so many inputs
@@ -295,42 +294,60 @@ def expert_kernel(
         gated = tl.zeros(shape, tl.float32)
         zeros = tl.zeros(shape, tl.float32)
         if BITS:
-            SLOTS: tl.constexpr = 4 if BITS == 8 else 8
-            NUM_PARTS_IN: tl.constexpr = (NUM_IN + SLOTS * GROUP - 1) // (SLOTS * GROUP)
+            SLOTS: tl.constexpr = 2 if BITS == 8 else 4
+            SIZE: tl.constexpr = 2 * SLOTS * GROUP
+            NUM_PARTS_IN: tl.constexpr = (NUM_IN + SIZE - 1) // SIZE
             inner = tl.arange(0, GROUP)[None, :]
             group_at = x + row[:, None].to(tl.int64) * x_stride + inner
+            gated_output = own_output + NUM_OUT
             for part in range(NUM_PARTS_IN):
-                words, more, whole = load_part(
-                    weight, high, wholes, own_output, part, is_output, NUM_PARTS_IN, FORM, BITS, GROUP
-                )
+                whole = load_whole(wholes, own_output, part, NUM_IN, is_output, FORM, GROUP)
                 if IS_GATED:
-                    words_1, more_1, whole_1 = load_part(
-                        weight,
-                        high,
-                        wholes,
-                        own_output + NUM_OUT,
-                        part,
-                        is_output,
-                        NUM_PARTS_IN,
-                        FORM,
-                        BITS,
-                        GROUP,
-                    )
-                for j in tl.static_range(SLOTS):
-                    start = (part * SLOTS + j) * GROUP
-                    if NUM_IN % (SLOTS * GROUP):
-                        own = tl.load(group_at + start, mask=start + inner < NUM_IN, other=0.0)
-                    else:
-                        own = tl.load(group_at + start)
-                    factor = load_factor(scales, own_output, part, is_output, NUM_PARTS_IN, j, BITS, PER_WORD)
-                    values = slot_values(words, more, factor, whole, j, FORM, BITS, PER_WORD)
-                    total = _product(own, values.to(own.dtype), total, IS_SWAPPED, PRECISION)
+                    whole_1 = load_whole(wholes, gated_output, part, NUM_IN, is_output, FORM, GROUP)
+                for i in tl.static_range(2):
+                    tile = part * 2 + i
+                    words = load_words(weight, own_output, tile, NUM_PARTS_IN * 2, is_output, GROUP)
+                    more = load_high(high, own_output, part, NUM_PARTS_IN, is_output, words, BITS, GROUP)
                     if IS_GATED:
-                        factor = load_factor(
-                            scales, own_output + NUM_OUT, part, is_output, NUM_PARTS_IN, j, BITS, PER_WORD
+                        words_1 = load_words(weight, gated_output, tile, NUM_PARTS_IN * 2, is_output, GROUP)
+                        more_1 = load_high(
+                            high, gated_output, part, NUM_PARTS_IN, is_output, words_1, BITS, GROUP
                         )
-                        values = slot_values(words_1, more_1, factor, whole_1, j, FORM, BITS, PER_WORD)
-                        gated = _product(own, values.to(own.dtype), gated, IS_SWAPPED, PRECISION)
+                    for j in tl.static_range(SLOTS):
+                        start = part * SIZE + (i * SLOTS + j) * GROUP
+                        if NUM_IN % SIZE:
+                            own = tl.load(group_at + start, mask=start + inner < NUM_IN, other=0.0)
+                        else:
+                            own = tl.load(group_at + start)
+                        values = group_values(
+                            words,
+                            more,
+                            scales,
+                            own_output,
+                            part,
+                            NUM_PARTS_IN,
+                            whole,
+                            is_output,
+                            i * SLOTS + j,
+                            FORM,
+                            BITS,
+                        )
+                        total = _product(own, values.to(own.dtype), total, IS_SWAPPED, PRECISION)
+                        if IS_GATED:
+                            values = group_values(
+                                words_1,
+                                more_1,
+                                scales,
+                                gated_output,
+                                part,
+                                NUM_PARTS_IN,
+                                whole_1,
+                                is_output,
+                                i * SLOTS + j,
+                                FORM,
+                                BITS,
+                            )
+                            gated = _product(own, values.to(own.dtype), gated, IS_SWAPPED, PRECISION)
         else:
             for start in range(0, NUM_IN, BLOCK):
                 if IS_RAGGED:
