@@ -19,6 +19,7 @@ STRICT, PLAIN = "strict", "plain"
 COST, TURNS_COST = "processor time, strict over plain", "time, strict over plain"
 MOST_COST = 1.08
 _REPEATS, _WARM_UPS = 7, 1
+_SHORT_STEPS = 8  # of a turn without a chunk
 
 
 def _measure(options: argparse.Namespace, bench: Bench) -> None:
@@ -44,7 +45,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
 
 def _time_steps(llm: LLM, prompt: Sequence[int], options: argparse.Namespace, bench: Bench) -> None:
     specs = {
-        f"{decodes} decodes{f' beside a chunk of {chunk}' if chunk else ''}": StepSpec(
+        f"{decodes} decode{'s' * (decodes > 1)}{f' beside a chunk of {chunk}' if chunk else ''}": StepSpec(
             chunk, options.past if chunk else 0, decodes, options.past
         )
         for chunk in (0, *options.chunks)
@@ -54,13 +55,15 @@ def _time_steps(llm: LLM, prompt: Sequence[int], options: argparse.Namespace, be
     for name, spec in specs.items():
         repeats = (options.repeats or _REPEATS) + _WARM_UPS
         for index, way in take_turns(rotated((PLAIN, STRICT), repeats)):
+            num_steps = 1 if spec.num_tokens else _SHORT_STEPS
             started = time.process_time()
             with llm.model.threads:
-                seconds = timer.seconds(spec, strict=way == STRICT)
+                seconds = sum(timer.seconds(spec, strict=way == STRICT) for _ in range(num_steps))
             spent = time.process_time() - started
             if index >= _WARM_UPS:
-                for what, each in (("processor time", spent), ("time", seconds)):
-                    bench.results.add(what, name, "ms", 1e3 * each, system=way, round_index=index - _WARM_UPS)
+                for what, total in (("processor time", spent), ("time", seconds)):
+                    value = 1e3 * total / num_steps
+                    bench.results.add(what, name, "ms", value, system=way, round_index=index - _WARM_UPS)
         for label, what in ((COST, "processor time"), (TURNS_COST, "time")):
             bench.results.add_ratio(label, what, name, STRICT, PLAIN)
         bench.say(name)
@@ -94,7 +97,7 @@ STRICT_SUITE = Suite(
     "alone, as a service runs them by default.",
     _measure,
     _bars,
-    repeats=f"steps of each ({_REPEATS})",
+    repeats=f"turns of each ({_REPEATS})",
     takes=("--model", "--device", "--threads"),
     options={
         "--decodes": number((1, 4, 8, 16), "answers that have a token each"),

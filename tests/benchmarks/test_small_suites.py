@@ -59,7 +59,8 @@ def test_strict_steps_take_turns_with_plain_ones(tiny: Path, tmp_path: Path) -> 
     sizes = "--weights int8 --decodes 1,3 --chunks 40 --past 50 --requests 4 --request-tokens 3 --repeats 3"
     status, results = run(["strict", "--model", str(tiny), *sizes.split()], tmp_path / "strict.json")
     assert status in (0, 3)
-    steps = [f"{count} decodes{beside}" for beside in ("", " beside a chunk of 40") for count in (1, 3)]
+    beside = ("", " beside a chunk of 40")
+    steps = [decodes + each for each in beside for decodes in ("1 decode", "3 decodes")]
     for what in (strict.COST, strict.TURNS_COST):
         assert [figure.name for figure in results.of(RATIOS) if figure.system == what] == steps
     assert [(bar.name, bar.limit, bar.is_lower_limit) for bar in results.bars] == [
