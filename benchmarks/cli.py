@@ -41,6 +41,7 @@ SUITES = {
     "start": ("start:START", "how soon there is progress, and what a loaded model occupies"),
     "sweep": ("sweep:SWEEP", "chunk sizes against prompt lengths"),
     "serve": ("serve:SERVE", "many users at once"),
+    "strict": ("strict:STRICT_SUITE", "what it costs that answers do not depend on each other"),
     "targets": ("targets:TARGETS", "automatic chunks and latency targets against fixed chunks"),
     "cache": ("cache:CACHE", "prompts that were read before"),
     "tools": ("tools:TOOLS", "what tools in a request cost"),

@@ -9,7 +9,7 @@ import torch
 from benchmarks import models
 from benchmarks.harness import OURS, RATIOS
 from benchmarks.reading import FIRST_TOKEN, PREFILLING, TOTAL
-from benchmarks.suites import activations, decode, implementations, instructions, start, sweep, tools
+from benchmarks.suites import activations, decode, implementations, instructions, start, strict, sweep, tools
 from benchmarks.suites.sweep import specs_of
 from benchmarks.systems import AUTO, Spec
 from penstock.kernels.interface import select_kernels
@@ -53,6 +53,20 @@ def test_activations_of_8_bits_beside_plain_ones(tiny: Path, tmp_path: Path) -> 
     assert all(0.5 < share <= 1 for share in shares)
     ratios = {figure.name: len(figure.values) for figure in results.of(RATIOS)}
     assert ratios == {"70 tokens read": 2, "decodes after 70 tokens": 2}
+
+
+def test_strict_steps_take_turns_with_plain_ones(tiny: Path, tmp_path: Path) -> None:
+    sizes = "--weights int8 --decodes 1,3 --chunks 40 --past 50 --requests 4 --request-tokens 3 --repeats 3"
+    status, results = run(["strict", "--model", str(tiny), *sizes.split()], tmp_path / "strict.json")
+    assert status in (0, 3)
+    beside = ("", " beside a chunk of 40")
+    steps = [decodes + each for each in beside for decodes in ("1 decode", "3 decodes")]
+    for what in (strict.COST, strict.TURNS_COST):
+        assert [figure.name for figure in results.of(RATIOS) if figure.system == what] == steps
+    assert [(bar.name, bar.limit, bar.is_lower_limit) for bar in results.bars] == [
+        (step, strict.MOST_COST, False) for step in steps
+    ]
+    assert "of 4 requests have the same tokens at once as alone" in results.notes[-1]
 
 
 def test_a_family_runs_both_ways(tmp_path: Path) -> None:

@@ -470,3 +470,32 @@ def test_a_request_alone_has_room_for_itself_and_what_is_kept(llm: LLM) -> None:
     if alone.slots is not None:
         assert kept.slots is not None
         assert (alone.slots.num_slots, kept.slots.num_slots) == (2, 2 + 2 * 16)
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "is_strict", "num_cached"),
+    [
+        (None, 4, True, 192),
+        (True, 4, True, 128),
+        (False, 4, False, 192),
+        (None, 2, False, 192),
+        (None, 0, False, 192),
+    ],
+)
+def test_strict_is_the_default_where_it_costs_nothing(
+    asked: bool | None, free: int, is_strict: bool, num_cached: int, tmp_path: Path
+) -> None:
+    """What an answer left is read anew only where strict answers were asked for."""
+    llm = LLM(model_of_bytes("llama", tmp_path / "llama"), dtype="float32", chunk=128)
+    llm.canon = replace(llm.canon, free_decodes=free, few_rows=0)
+    config = ServiceConfig(ScheduleConfig(chunk_size=128, max_running=4), 2048, asked)
+    with Service(llm, config) as service:
+        assert service.config.strict is is_strict
+        if asked is None and not is_strict:
+            assert service.strict_reason.startswith("more than 2 answers" if free else "several answers")
+        prompt = random_prompt(128)
+        service.submit(GenerationRequest(prompt, 80, ignore_eos=True), first := Listening())
+        assert isinstance(first.end, Finished)
+        service.submit(GenerationRequest([*prompt, *first.tokens, 1, 2], 1), turn := Listening())
+        assert isinstance(end := turn.end, Finished)
+        assert end.usage.cached_tokens == num_cached

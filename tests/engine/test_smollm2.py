@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from penstock.engine.events import Finished, GenerationRequest, TokenGenerated
+from penstock.engine.llm import LLM
 from penstock.engine.run import Run
+from penstock.engine.service import Service, ServiceConfig
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.measure.prompts import text_tokens
@@ -16,6 +19,7 @@ from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.models.opened import OpenedModel, open_model
 from penstock.plan.grids import RowLaw
+from tests.engine.listening import Listening
 from tests.engine.test_parity import relative_error
 from tests.engine.test_same_bits import assert_same_bits, fragmented_space
 from tests.oracle import run_prompt
@@ -98,3 +102,32 @@ def test_the_grid_is_what_keeps_the_bits(opened: OpenedModel, prompt: list[int],
     assert whole is not None
     assert chunked is not None
     assert not torch.equal(whole, chunked)
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"weights": "bf16"}, {"activations": "int8"}], ids=lambda how: "".join(how.values()) or "auto"
+)
+def test_answers_at_once_are_those_alone_by_default(smollm2_path: Path, how: dict[str, Any]) -> None:
+    """To the last bit of their log-probabilities, beside chunks and others."""
+    llm = LLM(smollm2_path, dtype="bfloat16", chunk=64, **how)
+    tokens = text_tokens(llm.tokenizer, 3000)
+    requests = [
+        GenerationRequest(tokens[170 * index :][: 40 + 17 * index], 10, num_logprobs=2, ignore_eos=True)
+        for index in range(16)
+    ]
+    with Service(llm, ServiceConfig(cache_tokens=16384, reuse=False)) as service:
+        assert service.config.strict == llm.canon.frees(16)
+        if not service.config.strict:
+            pytest.skip(f"not here: {service.strict_reason}")
+        at_once = [Listening() for _ in requests]
+        for request, listener in zip(requests, at_once, strict=True):
+            service.submit(request, listener)
+        for request, listener in zip(requests, at_once, strict=True):
+            assert isinstance(listener.end, Finished)
+            service.submit(request, alone := Listening())
+            assert isinstance(alone.end, Finished)
+            assert _tokens(alone) == _tokens(listener)
+
+
+def _tokens(listener: Listening) -> list[TokenGenerated]:
+    return [event for event in listener.events if isinstance(event, TokenGenerated)]

@@ -103,7 +103,7 @@ def weight_of(products: NativeProducts, form: BlockForm) -> tuple[QuantisedWeigh
 def most_few_rows(form: BlockForm) -> int:
     """Up to how many rows quants are multiplied as they are."""
     is_wide = NativeKernels().instructions not in ("avx2", "neon")
-    return 32 if form in FOUR_BITS or (is_wide and form is not Q8_0) else 16 if is_wide else 8
+    return 32 if form in FOUR_BITS or (is_wide and form is not Q8_0) else 16 if form is Q8_0 else 8
 
 
 def random_rows(num_rows: int, width: int = NUM_IN) -> Tensor:
@@ -286,6 +286,24 @@ def test_the_probe_measures_them(kernels: NativeKernels) -> None:
     )
     result = measure(kernels, shapes, torch.bfloat16, torch.device("cpu"))
     assert (result.row_floor, result.head_holds, result.same_bits) == (1, True, True)
+
+
+def test_some_outputs_of_a_vocabulary_stand_for_all(
+    kernels: NativeKernels, products: NativeProducts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, zeros = [], products.zeros
+
+    def noted(
+        form: BlockForm, num_out: int, num_in: int, device: torch.device | None = None
+    ) -> QuantisedWeight:
+        made.append((form.name, num_out, num_in))
+        return zeros(form, num_out, num_in, device)
+
+    monkeypatch.setattr(products, "zeros", noted)
+    wide = (ProductShape(100_000, 64, form="Q4_1"), ProductShape(200_000, 64, form="Q4_1"))
+    shapes = ProbeShapes(wide, 6, 2, 16, 96, (1088,), 16, ProductShape(300_000, 64, form="Q8_0"))
+    assert measure(kernels, shapes, torch.bfloat16, torch.device("cpu")).same_bits
+    assert set(made) == {("Q4_1", 4096, 64), ("Q8_0", 4096, 64)}
 
 
 def test_the_probe_sees_where_they_do_not_hold(

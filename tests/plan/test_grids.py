@@ -55,6 +55,13 @@ def test_rows_that_are_few_need_no_padding(law: RowLaw, few_rows: int, num_rows:
     assert few.prompt_rows(num_rows) == max(few.padded_rows(num_rows), few_rows)
 
 
+def test_as_many_decodes_are_free_as_a_pass_has() -> None:
+    law = RowLaw(512, free_decodes=8)
+    assert [law.frees(count) for count in (1, 8, 9)] == [True, True, False]
+    assert not RowLaw(512).frees(1)
+    assert RowLaw(512, few_rows=64).frees(100)
+
+
 def test_rows_are_padded_past_what_is_avoided() -> None:
     law = replace(ON_GPU, avoided_rows=(128, 576, 640))
     counts = [law.padded_rows(rows) for rows in (1, 65, 513, 641, 2560, 2561, 3073)]

@@ -2,6 +2,7 @@
 
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
@@ -238,6 +239,20 @@ def test_a_part_of_a_fixed_size_is_called_one(llm: LLM) -> None:
         assert content[0]["settings"]["chunk"]["reason"] == "set by the service's schedule"
         said = "\n".join(started_lines(server.service, ServerSettings(NAME), server.url))
         assert "chunk 128 (requested 64: set by the service's schedule)" in said
+
+
+@pytest.mark.parametrize("free", [0, 16])
+def test_whether_answers_depend_on_others_is_said(
+    llm: LLM, free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm, "canon", replace(llm.canon, free_decodes=free, few_rows=0))
+    with running(llm, ServerSettings(NAME)) as server:
+        reason = server.service.strict_reason
+        told = server.ask("GET", "/status").json["settings"]
+        assert (told["strict"], told["strict_reason"]) == (free == 16, reason)
+        said = started_lines(server.service, ServerSettings(NAME), server.url)
+        assert any("policy mixed, strict, up to 16" in line for line in said) == (free == 16)
+        assert (f"  not strict: {reason}" in said) == (free == 0)
 
 
 def test_what_applies_without_a_target_is_said(model_folder: Path) -> None:

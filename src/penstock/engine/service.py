@@ -29,6 +29,7 @@ from penstock.errors import (
 from penstock.models.decoder import activation_model
 from penstock.plan.admission import WindowRoom
 from penstock.plan.checks import check_int
+from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig, SchedulePolicy
 from penstock.plan.settings import check_schedule
 from penstock.plan.sizing import ChunkSizer, SizeRules
@@ -49,7 +50,8 @@ class ServiceConfig:
 
     schedule: ScheduleConfig | None = None
     cache_tokens: int | None = None  # places for keys and values; None: by the memory that is free
-    # Decodes have bits that do not depend on what runs beside them; None: where that costs nothing.
+    # Decodes have bits that do not depend on what runs beside them; None: where that costs nothing. Where it is asked
+    # for, what an answer left in the cache does not serve other requests, either.
     strict: bool | None = None
     reuse: bool = True  # what was read of a prompt serves others that begin alike
     max_snapshots: int = MAX_SNAPSHOTS  # recurrent states that are kept for that, where the model has them
@@ -77,7 +79,11 @@ class Service:
             kept_windows(llm.model.cache_spec, max_snapshots),
         )
         cache_tokens = _resolve_cache_tokens(config.cache_tokens, llm, self.schedule, num_slots, windows)
-        strict = llm.canon.few_rows > 0 if config.strict is None else config.strict
+        most, asked = self.schedule.max_running, config.strict
+        strict = llm.canon.frees(most) if asked is None else asked
+        self.strict_reason = _strict_reason(asked, llm.canon, most)
+        # What an answer left may have other bits than a prompt has. A processor takes long to read it anew.
+        clean_only = strict and (asked is not None or not llm.device_kind.is_host)
         self.config = replace(config, schedule=self.schedule, cache_tokens=cache_tokens, strict=strict)
         free_bytes = llm.device_kind.free_bytes()
         space = CacheSpace.for_tokens(llm.model, cache_tokens, num_slots=num_slots, windows=windows)
@@ -101,7 +107,7 @@ class Service:
                 space,
                 fingerprint=llm.fingerprint,
                 store=llm.store,
-                clean_only=strict,
+                clean_only=clean_only,
                 max_snapshots=max_snapshots,
                 stages=llm.stage_caches,
             )
@@ -337,6 +343,19 @@ class Service:
                 elif not self._has_logged_observer:
                     self._has_logged_observer = True
                     _log.error("an observer failed; its later errors are not told", exc_info=error)
+
+
+def _strict_reason(asked: bool | None, law: RowLaw, max_running: int) -> str:
+    """Why decodes are strict, or are not."""
+    if asked is not None:
+        return "asked for" if asked else "turned off"
+    if law.frees(max_running):
+        return "it costs nothing here"
+    several = f"more than {law.free_decodes}" if law.free_decodes else "several"
+    return (
+        f"{several} answers at once have the bits of one alone only with more work, so an answer may differ in the "
+        "last place by what runs beside it"
+    )
 
 
 def _resolve_schedule(schedule: ScheduleConfig | None, llm: LLM) -> ScheduleConfig:

@@ -83,7 +83,8 @@ def serve(
     strict: bool | None = _steps(
         None,
         "The bits of a request's tokens do not depend on what runs beside it; by default where that costs nothing: "
-        "on a GPU, with weights in bfloat16.",
+        "with weights in bfloat16, and on a processor with quantised ones. Asked for, what answers left in the cache "
+        "is not used again, either.",
         "--strict/--no-strict",
     ),
     host: str = _server("127.0.0.1", "The address to listen on."),

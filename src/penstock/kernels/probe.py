@@ -164,6 +164,8 @@ _NUM_EXPERTS, _EXPERT_ROWS = 4, (1, 2, 7, 16, 64, 150, 333, 700)
 _DECODES, _LEAST_DECODES = (*range(1, 17), 20, 24, 28, 32), 4
 # Numbers of rows that are few: they share what a program has in other ways.
 _FEW_ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64)
+# A processor's products with weights in blocks sum each output by itself: so many stand for all of a vocabulary's.
+_BLOCK_OUTPUTS = 4096
 # If more than this share of counts is to be avoided, there is no rule in what the library does.
 _MOST_AVOIDED = 0.25
 # Where the queries of a chunk may begin and end in a tile.
@@ -590,6 +592,9 @@ def probe(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: tor
 def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> ProbeResult:
     """Measure the laws now."""
     random, tried = Random(dtype, device), tried_on(device)
+    if device_kind(device).is_host:
+        products = tuple(dict.fromkeys(map(_short, shapes.products)))
+        shapes = replace(shapes, products=products, head=shapes.head and _short(shapes.head))
     rest = tuple(shape for shape in shapes.expert_products if not shape.form.startswith(GROUPED))
     others = [
         other_counts(kernels, shape, shapes.mlp_widths, tried, random) for shape in (*shapes.products, *rest)
@@ -618,6 +623,10 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
         expert_slab=expert_slab,
         avoided_rows=() if row_slab else tuple(avoided),
     )
+
+
+def _short(shape: ProductShape) -> ProductShape:
+    return replace(shape, num_out=min(shape.num_out, _BLOCK_OUTPUTS)) if shape.form in ALL_FORMS else shape
 
 
 def _result_path(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: torch.device) -> Path:

@@ -8,7 +8,7 @@ from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
-from penstock.engine.step import SpanInput, build_batch
+from penstock.engine.step import SpanInput, build_batch, parts_of
 from penstock.kernels.device import device_kind
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import RowLaw
@@ -69,14 +69,14 @@ class StepTimer:
         for cache in self.short:
             self._read(cache, short_past)
 
-    def seconds(self, spec: StepSpec) -> float:
+    def seconds(self, spec: StepSpec, *, strict: bool = False) -> float:
         """The time of one step, built, run and sampled from, as in the engine. It is not committed: the sequences
         stand where they stood."""
         started = time.perf_counter()
         decoding = [self.long] if spec.is_single_decode else self.short[: spec.num_decodes]
         inputs = [self._input(self.long, spec.past, spec.num_tokens)] if spec.num_tokens else []
         inputs += [self._input(cache, spec.decode_past, 1, is_prompt=False) for cache in decoding]
-        self._forward(inputs)
+        self._forward(inputs, strict=strict)
         seconds = time.perf_counter() - started
         for cache in (self.long, *decoding) if spec.num_tokens else decoding:
             cache.abort()
@@ -88,11 +88,12 @@ class StepTimer:
             self._forward([self._input(cache, start, size)])
             cache.commit(start + size)
 
-    def _forward(self, inputs: Sequence[SpanInput]) -> None:
-        batch = build_batch(inputs, canon=self._canon)
-        logits = self._model.forward(batch, self.space.tensors)
-        if logits is not None:
-            sample_rows(logits, [PlainRow(self._sampler)] * len(logits))
+    def _forward(self, inputs: Sequence[SpanInput], *, strict: bool = False) -> None:
+        for part in parts_of(inputs, self._canon.free_decodes if strict else 0):
+            batch = build_batch(part.inputs, canon=self._canon, strict=strict)
+            logits = self._model.forward(batch, self.space.tensors)
+            if logits is not None:
+                sample_rows(logits, [PlainRow(self._sampler)] * len(logits))
         device_kind(self._model.device).synchronize()
 
     def _input(self, cache: SequenceCache, start: int, size: int, *, is_prompt: bool = True) -> SpanInput:

@@ -94,6 +94,10 @@ class RowLaw:
         0  # products of up to so many rows, the head's too, have the bits of those of many: unpadded
     )
 
+    def frees(self, num_decodes: int) -> bool:
+        """Whether so many decodes take no longer at once where each has the bits that it has alone."""
+        return self.few_rows > 0 or num_decodes <= self.free_decodes
+
     def padded_rows(self, num_rows: int) -> int:
         """How many rows a product must have for `num_rows` of them to have the same bits as among any others."""
         if num_rows <= self.few_rows:

@@ -200,6 +200,7 @@ def started_lines(service: Service, settings: ServerSettings, url: str) -> list[
         *(f"  {line}" for line in size_lines(service)),
         f"  policy {schedule.policy}{', strict' if service.config.strict else ''}, "
         f"up to {schedule.max_running} requests at once and {schedule.max_waiting} waiting{step}",
+        *(() if service.config.strict else (f"  not strict: {service.strict_reason}",)),
         f"  cache {cache.blocks_total * cache.block_tokens} tokens, {format_bytes(num_bytes)}; "
         f"prompt and answer up to {service.max_request_tokens} tokens",
         f"  prefixes are {reuse}",

@@ -43,6 +43,7 @@ def page_router(service: Service, telemetry: Telemetry, settings: ServerSettings
             "longest_decode_gap": schedule.longest_decode_gap,
             "cache_tokens": config.cache_tokens,
             "strict": config.strict,
+            "strict_reason": service.strict_reason,
             "isolates": settings.isolates,
         },
     }

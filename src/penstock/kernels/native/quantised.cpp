@@ -54,7 +54,7 @@ struct Form {
     static constexpr Values KIND = Kind;
     // Up to so many rows, where any way will do, quants are multiplied as they are. For 8 bits that takes two products;
     // 5 and 6 bits take many instructions, which pay where many rows share them.
-    static constexpr int MOST_ROWS = Bits <= 4 || (Bits < 8 && SUM_VECTORS >= 16) ? 32 : SUM_VECTORS >= 16 ? 16 : 8;
+    static constexpr int MOST_ROWS = Bits <= 4 || (Bits < 8 && SUM_VECTORS >= 16) ? 32 : Bits == 8 ? 16 : 8;
     static constexpr int LOW_BITS = Bits == 8 ? 8 : Bits == 2 ? 2 : 4, EXTRA_BITS = Bits - LOW_BITS;
     static constexpr int VECTOR_BYTES = LANES * BLOCK * LOW_BITS / 8;  // the lowest bits of 16 outputs
     static constexpr int LOADS = VECTOR_BYTES / 64;
@@ -851,15 +851,15 @@ void multiply_in_tiles(const uint32_t (*panels)[PANEL], int64_t count, const Wei
 
 #endif
 
-// oneDNN sums up to 1024 inputs at a time; 512, where there are no more than 1024, or one row.
-int64_t summed_together(const Weight& weight, bool is_one_row) {
+// oneDNN sums up to 1024 inputs of several rows at a time; 512, where there are no more than 1024. Of one row it would
+// always be 512.
+int64_t summed_together(const Weight& weight) {
     if (weight.form != PACKED) return weight.num_in;
-    return weight.num_in <= 1024 || is_one_row ? 512 : 1024;
+    return weight.num_in <= 1024 ? 512 : 1024;
 }
 
-void many_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int64_t panel, int64_t count,
-               bool is_one_row) {
-    const Inner words{weight.num_in / T::STEP, summed_together(weight, is_one_row) / T::STEP};
+void many_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int64_t panel, int64_t count) {
+    const Inner words{weight.num_in / T::STEP, summed_together(weight) / T::STEP};
     const auto* panels = word_panels(weight, panel, count);
 #ifdef PENSTOCK_TILES
     if (weight.form != PACKED && weight.num_in % BLOCK == 0)
@@ -874,7 +874,7 @@ void many_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int
 
 // Whether so few rows have a way of their own, where they need not be canonical.
 bool is_few(const Weight& weight, int64_t num_rows) {
-    bool found = weight.form == PACKED && num_rows == 1;
+    bool found = false;
     with_form(weight.form, [&](auto form) { found = num_rows <= decltype(form)::MOST_ROWS; });
     return found;
 }
@@ -944,9 +944,9 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
             with_form(weight.form, [&](auto form) {
                 byte_rows<decltype(form)>(weight, rows[index], product.inputs, panel);
             });
-        else if (!product.is_few || weight.form == PACKED)
+        else if (!product.is_few)
             many_rows(weight, rows[index], product.inputs, panel,
-                      std::min(product.step, panels_of(weight) - panel), product.is_few);
+                      std::min(product.step, panels_of(weight) - panel));
         else
             with_form(weight.form, [&](auto form) {
                 few_rows<decltype(form)>(weight, rows[index], product.inputs, product.sums, panel);

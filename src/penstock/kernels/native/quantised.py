@@ -21,6 +21,7 @@ from penstock.kernels.quantised import (
 )
 from penstock.kernels.spans import AttentionWork, WrittenPlaces
 from penstock.kernels.threads import native_threads
+from penstock.plan.grids import VECTOR_BYTES
 
 _pointer, _int, _long, _float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 
@@ -66,7 +67,10 @@ class NativeProducts:
         if num_in % GROUP:
             raise ValueError(f"{num_in} inputs are not a multiple of {GROUP}")
         num_bytes = self._bytes(ctypes.byref(WeightStruct(None, num_out, num_in, form.number)))
-        panels = torch.zeros(num_bytes, dtype=torch.uint8)
+        # The system has zeros, which it gives when they are written over: nobody else needs to write them before.
+        room = torch.from_numpy(np.zeros(num_bytes + VECTOR_BYTES, np.uint8))
+        start = -room.data_ptr() % VECTOR_BYTES
+        panels = room[start : start + num_bytes]
         return QuantisedWeight(form, (num_out, num_in), panels, self.rounds_rows)
 
     def packed(self, weight: Tensor, form: BlockForm = BFLOAT16) -> QuantisedWeight:
