@@ -1,8 +1,9 @@
 """Weights of 4 to 8 bits for GPUs, by Triton's interpreter: values are the file's, and products are theirs."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 from torch import Tensor
 
+from penstock.errors import ModelError
 from penstock.kernels.cuda import quantised
 from penstock.kernels.cuda.experts import CudaExperts
+from penstock.kernels.probe import ProbeShapes, ProductShape, Random, check_blocks
 from penstock.kernels.quantised import (
     BLOCK_FORMS,
     F8_BLOCK,
@@ -130,6 +133,29 @@ def test_rows_that_are_few_have_the_same_bits(kernels: "CudaKernels", form: Bloc
         most = kernels.linear(x[: counts[-1]], weight, is_canonical=False)
         for count in counts:
             assert torch.equal(kernels.linear(x[:count], weight, is_canonical=False), most[:count])
+
+
+@forms
+def test_products_that_come_out_wrong_are_noticed(
+    kernels: "CudaKernels", form: BlockForm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all numbers of rows, or of some; in any of the model's products."""
+    shapes = ProbeShapes((ProductShape(NUM_OUT, NUM_IN, form=form.name),), 1, 1, 64, 64, (), 64, None)
+    random = Random(torch.bfloat16, CPU)
+    check_blocks(kernels, shapes, random)
+    linear = kernels.quantised.linear
+
+    def wrong(x: Tensor, *args: Any) -> Tensor:
+        found = linear(x, *args)
+        if len(x) == 17:
+            found[16, :5] = float("nan") if form is Q8_0 else 0
+        return found
+
+    monkeypatch.setattr(kernels.quantised, "linear", wrong)
+    with pytest.raises(
+        ModelError, match=f"products of 17 rows with weights .* in {form.name} come out wrong"
+    ):
+        check_blocks(kernels, replace(shapes, products=(), head=shapes.products[0]), random)
 
 
 @pytest.mark.parametrize("form", [*GPU_FORMS, F8_BLOCK], ids=lambda form: form.name)

@@ -12,8 +12,9 @@ Seven laws are tried on random data of the model's own shapes:
 * decodes that are not padded have the bits that each has alone, up to some number of them;
 * products of a few rows have the bits of those of many, where kernels have them in one order of sums.
 
-None is assumed. Where neither of the last two holds, strict decodes are padded as prompts are. The result is kept in
-the cache folder, under a key of everything it depends on.
+None is assumed. Where neither of the last two holds, strict decodes are padded as prompts are. On a GPU products with
+weights in blocks are tried, too: whether they come out right. The result is kept in the cache folder, under a key of
+everything it depends on.
 """
 
 import hashlib
@@ -28,12 +29,13 @@ from torch import Tensor
 from penstock.cache import TokenRange
 from penstock.cache.states import EMPTY
 from penstock.cache.tensors import KV, RecurrentCache, RecurrentSpec
+from penstock.errors import ModelError
 from penstock.files import read_plain, replace_json
 from penstock.home import cache_home
 from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise
 from penstock.kernels.interface import Kernels
-from penstock.kernels.quantised import ALL_FORMS, Weight
+from penstock.kernels.quantised import ALL_FORMS, QuantisedWeight, Weight
 from penstock.kernels.spans import (
     AttendedSpan,
     AttentionWork,
@@ -166,6 +168,8 @@ _DECODES, _LEAST_DECODES = (*range(1, 17), 20, 24, 28, 32), 4
 _FEW_ROWS = (1, 2, 7, 8, 9, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64)
 # A processor's products with weights in blocks sum each output by itself: so many stand for all of a vocabulary's.
 _BLOCK_OUTPUTS = 4096
+# Numbers of rows, of each way that blocks are multiplied; and how far they may be off, by the root of all squares.
+_BLOCK_ROWS, _BLOCK_ERROR = (1, 2, 3, 4, 5, 16, 17, 32, 64), 0.02
 # If more than this share of counts is to be avoided, there is no rule in what the library does.
 _MOST_AVOIDED = 0.25
 # Where the queries of a chunk may begin and end in a tile.
@@ -267,6 +271,36 @@ def least_floor(tried: Tried, others: set[int]) -> int | None:
         return None
     num_avoided = sum(count > floor for count in others)
     return floor if _MOST_AVOIDED * len(tried.counts) >= num_avoided else None
+
+
+def check_blocks(kernels: Kernels, shapes: ProbeShapes, random: Random) -> None:
+    """Products of a few rows with weights in blocks, against the values that another kernel makes of those. Compilers
+    have made wrong kernels of right sources: then nothing is run."""
+    products = (*shapes.products, *shapes.expert_products, *([shapes.head] if shapes.head else []))
+    for shape in dict.fromkeys(replace(shape, bias=False) for shape in products if shape.form in ALL_FORMS):
+        weight, _ = _factors(kernels, shape, 1, random)
+        x = random.normal(_BLOCK_ROWS[-1], shape.num_in)
+        found = {rows: kernels.linear(x[:rows], weight, is_canonical=False) for rows in _BLOCK_ROWS}
+        assert kernels.quantised is not None
+        assert isinstance(weight, QuantisedWeight)
+        error, size = (torch.zeros(len(_BLOCK_ROWS), device=x.device) for _ in range(2))
+        for outputs in torch.split(torch.arange(shape.num_out, device=x.device), ROWS_TOGETHER):
+            exact = x.float() @ kernels.quantised.rows(weight, outputs, torch.float32).T
+            for index, (num_rows, ours) in enumerate(found.items()):
+                off = ours[:, outputs].float() - exact[:num_rows]
+                error[index] += off.square().sum()
+                size[index] += exact[:num_rows].square().sum()
+        # Not a number is wrong, too.
+        wrong = [
+            rows
+            for rows, holds in zip(_BLOCK_ROWS, error <= size * _BLOCK_ERROR**2, strict=True)
+            if not holds
+        ]
+        if wrong:
+            raise ModelError(
+                f"products of {', '.join(map(str, wrong))} rows with weights [{shape.num_out}, {shape.num_in}] in "
+                f"{shape.form} come out wrong on this device ({kernels.libraries}): `--weights bf16` does without"
+            )
 
 
 def slab_holds(kernels: Kernels, products: tuple[ProductShape, ...], slab: int, random: Random) -> bool:
@@ -529,7 +563,7 @@ def recurrence_holds(kernels: Kernels, sizes: RecurrentConfig, random: Random) -
 
 # All of them
 
-_VERSION = 24
+_VERSION = 25
 _MOST_BYTES = 1 << 20
 
 
@@ -595,6 +629,8 @@ def measure(kernels: Kernels, shapes: ProbeShapes, dtype: torch.dtype, device: t
     if device_kind(device).is_host:
         products = tuple(dict.fromkeys(map(_short, shapes.products)))
         shapes = replace(shapes, products=products, head=shapes.head and _short(shapes.head))
+    else:
+        check_blocks(kernels, shapes, random)
     rest = tuple(shape for shape in shapes.expert_products if not shape.form.startswith(GROUPED))
     others = [
         other_counts(kernels, shape, shapes.mlp_widths, tried, random) for shape in (*shapes.products, *rest)
