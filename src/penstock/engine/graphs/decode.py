@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, SequenceBlocks
 from penstock.cache.tensors import CacheTensors
-from penstock.engine.graphs.recording import Recorder
+from penstock.engine.graphs.recording import Recorder, borrowed
 from penstock.kernels.cuda.work import (
     block_starts,
     row_places,
@@ -88,7 +88,8 @@ class DecodeGraph:
         launch()  # libraries then have all that they need
         self._graph, logits = recorder.record(launch)
         assert logits is not None
-        self._logits = logits
+        # They are copied before another graph runs, which may have its own there.
+        self._logits = borrowed(logits)
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Do all for a pass that does not take its tokens."""
