@@ -178,7 +178,8 @@ def test_what_a_following_pass_is_told_is_what_it_would_be_if_it_were_built(seed
         return layout.of(build_batch(inputs, canon=RowLaw(TILE))), [item.kv_groups for item in inputs]
 
     first, blocks_of_rows = told()
-    following = decode_graphs.FollowingDecodes(None, layout, first, blocks_of_rows, 1000)
+    nothing = torch.empty(0)
+    following = decode_graphs.FollowingDecodes(layout, first, blocks_of_rows, 1000, lambda *told: nothing)
     num_passes = 0
     while max(cache.num_tokens for cache in caches) < 5 * BLOCK_TOKENS:
         for cache in caches:

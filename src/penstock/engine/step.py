@@ -219,7 +219,7 @@ def expect(
     """The pass that follows one over these decodes, made ready; None where one of them is none, or a sequence has no
     room for its next token yet."""
     following: list[SpanInput] = []
-    for item in inputs:
+    for item in reversed(inputs):  # prompts are the last
         start = item.span.end
         if item.is_prompt or not item.wants_logits or start + 1 > item.capacity_tokens:
             return None
@@ -233,6 +233,7 @@ def expect(
                 is_long=item.is_long,
             )
         )
+    following.reverse()
     try:
         batch = prepare(following)
     except Exception:  # as above
