@@ -28,6 +28,7 @@ SUITES = {
     "hybrid": ("prefill:HYBRID", "the same on a random Qwen3.5, three delta nets to one attention"),
     "experts": ("prefill:EXPERTS", "the same on a random Qwen3-MoE with 64 experts"),
     "decode": ("decode:DECODE", "where the time of a decode step goes"),
+    "host": ("host:HOST", "what the host does for a step, by the number of sequences"),
     "activations": ("activations:ACTIVATIONS", "8-bit activations beside plain ones: likelihoods, speed"),
     "implementations": (
         "implementations:IMPLEMENTATIONS",

@@ -9,15 +9,49 @@ import torch
 from benchmarks import models
 from benchmarks.harness import OURS, RATIOS
 from benchmarks.reading import FIRST_TOKEN, PREFILLING, TOTAL
-from benchmarks.suites import activations, decode, implementations, instructions, start, strict, sweep, tools
+from benchmarks.suites import (
+    activations,
+    decode,
+    host,
+    implementations,
+    instructions,
+    start,
+    strict,
+    sweep,
+    tools,
+)
 from benchmarks.suites.sweep import specs_of
 from benchmarks.systems import AUTO, Spec
+from penstock.engine.status import StepRecord
+from penstock.frontends.server.metrics import Telemetry
 from penstock.kernels.interface import select_kernels
 from penstock.machine import instruction_set, processor_flags
 from tests.benchmarks.made_up import results_of, run
 
 SWEPT = "--chunks 0,32,auto --lengths 40,70 --repeats 3 --decode-tokens 2 --dtype float32 "
 SWEPT += "--baseline transformers --max-spread 0.99"
+
+
+def test_the_hosts_part_of_a_step(tmp_path: Path) -> None:
+    arguments = ["host", "--sequences", "1,3,9", "--steps", "5"]
+    status, results = run(arguments, tmp_path / "host.json")
+    assert status == 0
+    for section in (host.DECODES, host.MIXED):
+        times = {figure.name: figure for figure in results.of(section)}
+        few, some, many = (times[f"{count} sequences"] for count in (1, 3, 9))
+        assert [len(each.values) for each in (few, some, many)] == [5, 5, 5]
+        assert times[host.GROWTH].median == pytest.approx((many.median - few.median) / 8)
+
+
+def test_steps_of_the_host_are_those_that_are_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes go on, with nothing planned for them; a chunk beside them is a step of its own."""
+    records: list[StepRecord] = []
+    monkeypatch.setattr(Telemetry, "on_step", lambda self, record: records.append(record))
+    subject = host._subject()
+    assert len(host.step_us(subject, 4, 6, reads=False)) == 6
+    assert all(record.is_repeated and record.num_decodes == 4 for record in records[-6:])
+    assert len(host.step_us(subject, 4, 6, reads=True)) == 6
+    assert all(record.num_chunk_tokens == 2048 and record.num_decodes == 4 for record in records[-6:])
 
 
 def test_a_decode_step_in_parts(tiny: Path, tmp_path: Path) -> None:

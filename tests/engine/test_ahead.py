@@ -346,6 +346,20 @@ def test_nothing_is_planned_or_reserved_for_decodes_that_go_on(
     assert [job.cache.num_tokens for job in jobs] == [len(job.tokens) - 1 for job in jobs]
 
 
+@pytest.mark.parametrize("num_prompt", [30, 62, 63, 64, 65])
+def test_where_a_block_begins_decodes_go_on(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch, num_prompt: int
+) -> None:
+    """Each sequence has room for a token more by then: none waits for a step that makes some."""
+    wishes = [Wish(tuple(random_prompt(length, seed=length)), 140) for length in (num_prompt, num_prompt + 7)]
+    batcher = new_batcher(model, replace(SCHEDULE, max_running=2), 1024, strict=False, looks_ahead=True)
+    records = steps_of(batcher, monkeypatch)
+    serve_with(batcher, wishes)
+    both = [record for record in records if record.num_decodes == 2]
+    assert len(both) > 130
+    assert [record.is_repeated for record in both] == [False] + [True] * (len(both) - 1)
+
+
 def test_a_pass_that_fails_undoes_none_before_it(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is begun anew, and only if it fails again it is somebody's fault."""
     batcher = new_batcher(model, SCHEDULE, 1024, strict=False, looks_ahead=True)

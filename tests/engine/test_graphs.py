@@ -15,6 +15,7 @@ from torch import Tensor
 from penstock.cache import BLOCK_TOKENS, BlockPool, Extent, SequenceBlocks, SequenceCache
 from penstock.engine.graphs import decode as decode_graphs
 from penstock.engine.graphs import passes as graphs
+from penstock.engine.preparations import preparations
 from penstock.engine.step import SpanInput, build_batch
 from penstock.models.decoder import Decoder
 from penstock.models.hf.folder import HfFolder
@@ -177,7 +178,8 @@ def test_what_a_following_pass_is_told_is_what_it_would_be_if_it_were_built(seed
         return layout.of(build_batch(inputs, canon=RowLaw(TILE))), [item.kv_groups for item in inputs]
 
     first, blocks_of_rows = told()
-    following = decode_graphs.FollowingDecodes(None, layout, first, blocks_of_rows, 1000)
+    nothing = torch.empty(0)
+    following = decode_graphs.FollowingDecodes(layout, first, blocks_of_rows, 1000, lambda *told: nothing)
     num_passes = 0
     while max(cache.num_tokens for cache in caches) < 5 * BLOCK_TOKENS:
         for cache in caches:
@@ -222,6 +224,45 @@ class PieceRecorder:
         pending.clear()
         self.made.append(piece)
         return piece, piece.given
+
+
+def test_what_the_first_requests_need_is_recorded_before_they_come(
+    model: Decoder, expected: list[RecordingJob], recorded: list[Replayed]
+) -> None:
+    """For every number of rows that may decode, and nothing is left of it in the cache."""
+    batcher = batching.new_batcher(model, SCHEDULE, 64 * BLOCK_TOKENS, strict=False, looks_ahead=True)
+    for _ in preparations(model, RowLaw(TILE), batcher.space, SCHEDULE, strict=False):
+        batcher.check_integrity()
+    num_recorded = len(recorded)
+    buckets = {min(size, 64) for size in graphs.DECODE_BLOCKS}
+    assert num_recorded == len(buckets) * len([1, 2, 4])
+    ours = batching.serve_with(batcher, WISHES)
+    assert [job.generated for job in ours] == [job.generated for job in expected]
+    assert len(recorded) == num_recorded
+    assert sum(graph.num_runs for graph in recorded) >= 4
+
+
+def test_chunks_are_recorded_before_they_come_alone_and_beside_decodes(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batching, "canon_of", lambda model: RowLaw(TILE))
+    monkeypatch.setattr(graphs, "Recorder", PieceRecorder)
+    monkeypatch.setattr(graphs, "is_decode", lambda batch: False)
+    monkeypatch.setattr(PieceRecorder, "made", [])
+    recorded = graphs.PassGraphs(model)
+    monkeypatch.setattr(model, "recorded", recorded)
+    schedule = ScheduleConfig(chunk_size=64, max_running=12)
+    batcher = batching.new_batcher(model, schedule, 64 * BLOCK_TOKENS, strict=False)
+    for _ in preparations(model, RowLaw(TILE), batcher.space, schedule, strict=False):
+        batcher.check_integrity()
+    of_cache = recorded._over(batcher.space.tensors)
+    assert {layout.num_rows for layout in of_cache._chunks} == {64, 72, 80}  # type: ignore[attr-defined]
+    assert all(of_cache._chunks.values())
+    # Where the cache has no room for them, they come when they come.
+    small = batching.new_batcher(model, schedule, 2 * BLOCK_TOKENS, strict=False)
+    for _ in preparations(model, RowLaw(TILE), small.space, schedule, strict=False):
+        small.check_integrity()
+    assert len(recorded._over(small.space.tensors)._chunks) <= 1
 
 
 def test_chunks_in_recorded_pieces_are_launched_ones(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

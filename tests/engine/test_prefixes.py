@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -302,6 +303,30 @@ def test_what_memory_has_given_up_by_now_comes_from_disk(kind: str) -> None:
         assert second.cache.num_tokens == 4 * 64
         assert (reuse.memory_tokens, reuse.disk_tokens) == (0, 4 * 64)
         check(second)
+
+
+def test_a_prompt_that_was_read_in_steps_gives_up_its_end_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step tells of what it read alone; when the prompt is over, all of it was used last."""
+    reuse = new_reuse(PLAIN)
+    told: list[tuple[int, int]] = []
+    insert = reuse.index.insert
+
+    def noted(keys: Sequence[Any], blocks: Sequence[int], num_clean: int, start: int = 0) -> None:
+        told.append((start, len(blocks)))
+        insert(keys, blocks, num_clean, start)
+
+    monkeypatch.setattr(reuse.index, "insert", noted)
+    first = Reader(reuse, [*range(6 * 64)])
+    for end in (64, 200, 256, 384):
+        first.run(end)
+    assert told == [(0, 1), (1, 3), (3, 4), (4, 6)]
+    first.end()
+    assert told[4:] == [(0, 6)]
+    other = reuse.space.new_sequence()
+    other.reserve(0, [64 * (reuse.space.blocks.num_free + 2)])
+    again = Reader(reuse, [*range(6 * 64)])
+    assert again.prefix.num_in_memory() == 4
+    reuse.index.check_integrity()
 
 
 def test_tokens_between_states_on_disk_are_as_many_as_take_their_space() -> None:

@@ -75,6 +75,7 @@ NUMBERS = {
     "65536": "schema_limits.MAX_BYTES",
     "67108864": "reuse.PIECE_BYTES stages.control._MOST_DATA_BYTES",
     "8": "schema_limits.MAX_JOINED_PATTERNS stages.link._MOST_SENT",
+    "8.0": "service.MOST_PREPARING_S",
     "True": """
         constraint.TokenConstraint.is_holding constraint._Vocabulary.is_tokenizer_wrapper
         grammar.CallGrammar.grammar.is_parallel reuse.Prefix._snapshot.in_memory

@@ -53,7 +53,7 @@ class Requests(Stepwise):
     def add_prompt(
         self, name: str, prompt: Sequence[int], max_tokens: int, *, needs_logits: bool = False
     ) -> RecordedJob:
-        job = self.new_job(name, GenerationRequest(prompt, max_tokens, ignore_eos=True), _tokenizer())
+        job = self.new_job(name, GenerationRequest(prompt, max_tokens, ignore_eos=True), made_up_tokenizer())
         job.needs_logits = needs_logits
         self.add(job)
         return job
@@ -77,7 +77,7 @@ def tokens_to_last(num_steps: int, num_requests: int, past: int, chunk: int) -> 
 
 
 @cache
-def _tokenizer() -> Tokenizer:
+def made_up_tokenizer() -> Tokenizer:
     """The first tokens are bytes; those beyond have no text."""
     vocab = {character: index for index, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[]))

@@ -136,9 +136,14 @@ class PrefixIndex:
         num_clean = next((index for index, node in enumerate(nodes) if not node.is_clean), num_usable)
         return PrefixHit(tuple(node.block for node in nodes), num_clean, kept.slot, kept.windows)
 
-    def insert(self, keys: Sequence[BlockKey], blocks: Sequence[int], num_clean: int) -> None:
-        """Blocks [0, len(blocks)) of a sequence that holds them hold what these keys say, full, and are not written
-        again; the first `num_clean` are clean.
+    def knows(self, key: BlockKey) -> bool:
+        """Whether there is a block of it: else there is none of those after it."""
+        return key in self._nodes
+
+    def insert(self, keys: Sequence[BlockKey], blocks: Sequence[int], num_clean: int, start: int = 0) -> None:
+        """Blocks [start, len(blocks)) of a sequence that holds them hold what these keys say, full, and are not
+        written again; the first `num_clean` are clean. Those before were inserted already, and are once more before
+        the sequence gives them up: then they count as used.
 
         Those that are known already stay as they are, with two exceptions: a clean block takes the place of one that
         is not, and else one in use that of an idle one, which is free then.
@@ -146,7 +151,7 @@ class PrefixIndex:
         if len(blocks) > len(keys):
             raise ValueError(f"{len(blocks)} blocks have {len(keys)} keys: accepted is a key for each")
         self._tick += 1
-        for depth, (key, block) in enumerate(zip(keys, blocks, strict=False)):
+        for depth, (key, block) in enumerate(zip(keys[start:], blocks[start:], strict=False), start):
             is_clean = depth < num_clean
             node = self._nodes.get(key)
             if node is None:

@@ -320,7 +320,7 @@ class Batcher:
         reading = {
             job.prefix: job
             for job in self._jobs.values()
-            if job.prefix is not None and self._scheduler.view(job.id).phase == "prompt"
+            if job.prefix is not None and self._scheduler.reads(job.id)
         }
         shared = share(reading, in_pieces=len(self._jobs) > 1)
         for job in [reading[prefix] for prefix in shared.gained]:

@@ -279,6 +279,7 @@ class Prefix:
 
     def leave(self, num_kept: int = 0) -> None:
         """The sequence is about to give up all blocks but the first `num_kept`: where it stands stays known."""
+        self._insert(self._num_noted, 0)
         self._num_noted = min(self._num_noted, num_kept)
         self._needs_search = self._reuse.store is not None
         state, position = self._cache.state, self._cache.num_tokens
@@ -373,6 +374,8 @@ class Prefix:
                 self._copy_last()
             return
         if rest and not self._reuse.goes_on_anywhere:
+            return
+        if not self._reuse.index.knows(self._chain.keys[num_held]):
             return
         hit = self._find()
         if hit.num_tokens <= start:
@@ -484,13 +487,13 @@ class Prefix:
     def _publish(self, start: int) -> None:
         """Tell the index and the disk of blocks that are full, and of states and windows that are worth it, those
         after token `start`."""
-        cache, reuse, keys = self._cache, self._reuse, self._chain.keys
+        cache, reuse = self._cache, self._reuse
         num_full = cache.num_tokens // BLOCK_TOKENS
         num_clean = self._num_clean_of(num_full)
         # A state is kept of clean tokens only, and without one blocks are of no use.
         num_told = num_clean if reuse.clean_only or not reuse.goes_on_anywhere else num_full
         if num_told > self._num_noted:
-            reuse.index.insert(keys[:num_told], cache.blocks.block_ids[:num_told], num_clean)
+            self._insert(num_told, self._num_noted)
             self._num_noted = num_told
         if reuse.store is not None and num_clean > self._num_stored:
             self._put(reuse.store, num_clean)
@@ -499,6 +502,11 @@ class Prefix:
         elif not reuse.goes_on_anywhere:
             for position in self._worth_keeping(start, cache.num_tokens):
                 self._keep(position, None)
+
+    def _insert(self, num_blocks: int, start: int) -> None:
+        """Let others find the sequence's first blocks, from `start` on."""
+        keys, blocks = self._chain.keys[:num_blocks], self._cache.blocks.block_ids[:num_blocks]
+        self._reuse.index.insert(keys, blocks, self._num_clean_of(num_blocks), start)
 
     def _put(self, store: BlockStore, end: int) -> None:
         """Give blocks up to `end` to the disk, as far as it has room for them by now; the rest is offered again."""

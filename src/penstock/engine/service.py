@@ -17,6 +17,7 @@ from penstock.engine.capacity import cache_tokens_elsewhere, cache_tokens_that_f
 from penstock.engine.events import ChunkRecord, Event, Failed, Finished, GenerationRequest, Listener
 from penstock.engine.job import Job
 from penstock.engine.llm import LLM
+from penstock.engine.preparations import preparations
 from penstock.engine.reuse import MAX_SNAPSHOTS, Prefix, Reuse, kept_windows
 from penstock.engine.status import Observer, ServiceStatus
 from penstock.errors import (
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     pass
 
 _log = logging.getLogger("penstock.engine")
+# Nobody who waits until it is ready waits for longer than this after the model was loaded.
+MOST_PREPARING_S = 8.0
 # From one look for a stage that is gone to the next.
 _RETRY_S = 0.5
 
@@ -135,8 +138,8 @@ class Service:
         self._death: Exception | None = None
         self._has_logged_observer = False
         # None: all is prepared.
-        self._preparations: Iterator[None] | None = llm.model.preparations(
-            space.tensors, self.schedule.chunk_size or llm.context_length
+        self._preparations: Iterator[None] | None = preparations(
+            llm.model, llm.canon, space, self.schedule, strict=strict
         )
         self._num_threads = torch.get_num_threads()
         self._thread = threading.Thread(target=self._serve, name="penstock-engine", daemon=True)
@@ -157,9 +160,12 @@ class Service:
         return self._closes_at is not None
 
     def wait_until_ready(self) -> None:
-        """Wait until all is prepared that the first requests would wait for."""
+        """Wait until all is prepared that the first requests would wait for. What would take too long is prepared
+        later, while there are none."""
         with self._changed:
-            self._changed.wait_for(lambda: self._preparations is None or self._death is not None)
+            self._changed.wait_for(
+                lambda: self._preparations is None or self._death is not None, MOST_PREPARING_S
+            )
 
     def check(self, request: GenerationRequest) -> None:
         """Refuse what cannot be run here, whatever else runs."""

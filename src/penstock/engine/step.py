@@ -123,12 +123,16 @@ def _group_work(inputs: Sequence[SpanInput], group: int, canon: RowLaw, *, stric
     for item in inputs:
         blocks, end = item.kv_groups[group], row_of_start + len(item.span)
         first_token = blocks.num_gone * BLOCK_TOKENS
-        places += blocks.locate(item.span.start, item.span.end)
+        seen = blocks.locate(first_token, item.span.end)
+        if len(item.span) == 1:  # of a decode it is the last
+            places.append(TokenRange(seen[-1].end - 1, seen[-1].end))
+        else:
+            places += blocks.locate(item.span.start, item.span.end)
         span = AttendedSpan(
             start=row_of_start,
             end=end,
             position=item.span.start,
-            places=blocks.locate(first_token, item.span.end),
+            places=seen,
             is_prompt=item.is_prompt,
             tile_size=canon.tile_size,
             origin=item.span.start,
@@ -219,7 +223,7 @@ def expect(
     """The pass that follows one over these decodes, made ready; None where one of them is none, or a sequence has no
     room for its next token yet."""
     following: list[SpanInput] = []
-    for item in inputs:
+    for item in reversed(inputs):  # prompts are the last
         start = item.span.end
         if item.is_prompt or not item.wants_logits or start + 1 > item.capacity_tokens:
             return None
@@ -233,6 +237,7 @@ def expect(
                 is_long=item.is_long,
             )
         )
+    following.reverse()
     try:
         batch = prepare(following)
     except Exception:  # as above

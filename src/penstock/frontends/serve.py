@@ -252,4 +252,6 @@ def started(plan: ServerPlan, display: "Display", telemetry: "Telemetry") -> Ite
         config = ServiceConfig(schedule, plan.cache_tokens, plan.strict, reuse=plan.reuse)
         with Service(llm, config, observers=[telemetry]) as service:
             threading.Thread(target=llm.prepare_answers, name="penstock-first-answer", daemon=True).start()
+            with display.busy("preparing"):
+                service.wait_until_ready()
             yield service

@@ -99,6 +99,9 @@ class RecordedPasses(Protocol):
     ) -> FollowingPasses | None:
         """The passes after this one over decodes, of sequences with these blocks; None where it is not recorded."""
 
+    def record_decodes(self, most: int, caches: CacheTensors, *, is_canonical: bool) -> Iterator[None]:
+        """Record decodes of up to so many sequences in advance, one pass at each step."""
+
 
 class Decoder:
     """Layers of a model and the pass through them. It keeps no state of a request: that lies in the cache.

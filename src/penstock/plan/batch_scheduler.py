@@ -152,12 +152,16 @@ class BatchScheduler:
         """In order of arrival."""
         return tuple(self._requests)
 
+    def reads(self, request_id: RequestId) -> bool:
+        """Whether it runs, and is in its prompt, or reads again what it had generated."""
+        request = self._requests[request_id]
+        return request.is_running and not request.num_prompt <= request.num_run == request.num_tokens - 1
+
     def view(self, request_id: RequestId) -> RequestView:
         request = self._requests[request_id]
         phase: RequestPhase = "waiting"
         if request.is_running:
-            decodes = request.num_prompt <= request.num_run == request.num_tokens - 1
-            phase = "decode" if decodes else "prompt"
+            phase = "prompt" if self.reads(request_id) else "decode"
         return RequestView(
             phase, request.num_prompt, request.num_tokens, request.num_run, request.num_preemptions
         )

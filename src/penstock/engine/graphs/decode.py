@@ -1,6 +1,6 @@
 """Decodes alone as one graph, from tokens to logits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, SequenceBlocks
 from penstock.cache.tensors import CacheTensors
-from penstock.engine.graphs.recording import Recorder
+from penstock.engine.graphs.recording import Recorder, borrowed
 from penstock.kernels.cuda.work import (
     block_starts,
     row_places,
@@ -88,7 +88,8 @@ class DecodeGraph:
         launch()  # libraries then have all that they need
         self._graph, logits = recorder.record(launch)
         assert logits is not None
-        self._logits = logits
+        # They are copied before another graph runs, which may have its own there.
+        self._logits = borrowed(logits)
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Do all for a pass that does not take its tokens."""
@@ -116,7 +117,7 @@ class DecodeGraph:
         if batch.states.rows:
             return None
         told, self._staged = self._told(batch), _NOTHING_STAGED
-        return FollowingDecodes(self, self._layout, told, blocks, self._end)
+        return FollowingDecodes(self._layout, told, blocks, self._end, self.launch)
 
 
 @dataclass(frozen=True)
@@ -168,14 +169,15 @@ class FollowingDecodes:
 
     def __init__(
         self,
-        graph: DecodeGraph | None,
         layout: DecodeLayout,
         told: NDArray[np.int64],
         blocks: Sequence[tuple[SequenceBlocks, ...]],
         end: int,
+        launch: Callable[[NDArray[np.int64], Sequence[int]], Tensor],
     ) -> None:
-        """`told` is of the pass before the first of them. No token's position reaches `end`."""
-        self._graph = graph
+        """`told` is of the pass before the first of them. No token's position reaches `end`. `launch` starts what is
+        told so, with tokens."""
+        self._launch = launch
         self.told = told
         self._blocks = blocks
         self._most = min(end, layout.num_blocks * BLOCK_TOKENS)
@@ -201,8 +203,7 @@ class FollowingDecodes:
 
     @torch.inference_mode()
     def launch(self, tokens: Sequence[int]) -> Tensor | None:
-        assert self._graph is not None
         try:
-            return self._graph.launch(self.told, tokens)
+            return self._launch(self.told, tokens)
         except Exception:  # if it is more than a moment's, the step itself meets it
             return None

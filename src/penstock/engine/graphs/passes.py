@@ -6,7 +6,8 @@ Which kernels run, and on what shapes, is as without graphs, and so are the bits
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -59,6 +60,13 @@ class PassGraphs:
         model = self._model()
         return None if model is None else self._over(caches).follow(batch, model, blocks)
 
+    @torch.inference_mode()
+    def record_decodes(self, most: int, caches: CacheTensors, *, is_canonical: bool) -> Iterator[None]:
+        """Record decodes of up to so many sequences in advance, short pasts first, one pass at each step."""
+        model = self._model()
+        if model is not None:
+            yield from self._over(caches).record_decodes(most, model, is_canonical)
+
     def _over(self, caches: CacheTensors) -> "_CacheGraphs":
         if caches not in self._of_cache:
             self._of_cache[caches] = _CacheGraphs(caches)
@@ -108,9 +116,25 @@ class _CacheGraphs:
         if num_rows is None:
             return None
         longest = -(-batch.end_position // BLOCK_TOKENS)
-        most = min(caches.kv.num_blocks, -(-model.config.max_position // BLOCK_TOKENS))
+        most = _most_blocks(model, caches)
         num_blocks = min(next((size for size in DECODE_BLOCKS if longest <= size), most), most)
-        shape = num_rows, num_blocks, batch.is_canonical
+        return self._decode_of((num_rows, num_blocks, batch.is_canonical), model, caches)
+
+    def record_decodes(self, most: int, model: Decoder, is_canonical: bool) -> Iterator[None]:
+        caches = self._caches()
+        assert caches is not None
+        # What is padded has other numbers of rows.
+        limit = model.kernels.law.few_rows if is_canonical else DECODE_ROWS[-1]
+        most_blocks = _most_blocks(model, caches)
+        for num_blocks in sorted({min(size, most_blocks) for size in (*DECODE_BLOCKS, most_blocks)}):
+            for before, num_rows in pairwise((0, *DECODE_ROWS)):
+                if before < most and num_rows <= limit:
+                    self._decode_of((num_rows, num_blocks, is_canonical), model, caches)
+                    yield
+
+    def _decode_of(
+        self, shape: tuple[int, int, bool], model: Decoder, caches: CacheTensors
+    ) -> DecodeGraph | None:
         if shape not in self._decodes:
             self._decodes[shape] = _unless_memory_ends(
                 lambda: DecodeGraph(model, caches, *shape, self._recorder)
@@ -128,6 +152,11 @@ class _CacheGraphs:
                 lambda: ChunkGraphs(model, caches, layout, self._recorder)
             )
         return self._chunks[layout]
+
+
+def _most_blocks(model: Decoder, caches: CacheTensors) -> int:
+    """That a sequence may have."""
+    return min(caches.kv.num_blocks, -(-model.config.max_position // BLOCK_TOKENS))
 
 
 def _unless_memory_ends(record: Callable[[], _Pass]) -> _Pass | None:
