@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 
-from penstock.cache import SequenceCache
+from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
 from penstock.engine.sampler import Sampler, SamplingParams
 from penstock.engine.sampling import PlainRow, sample_rows
@@ -43,10 +43,13 @@ def _rehearse(
     *,
     strict: bool,
 ) -> None:
-    """A chunk after such a past, whose last token is sampled from, and decodes beside it; where there is room."""
+    """A chunk after such a past, whose last token is sampled from, and decodes beside it; where there is room without
+    giving up what is cached."""
     num_slots = 2 * (1 + num_decodes)
     end = past + num_tokens
-    if end > model.config.max_position or not space.has_room(end + 64 * num_decodes, num_slots):
+    has_cached = any(pool.num_idle for pool in space.pools)
+    num_wanted = end + BLOCK_TOKENS * num_decodes
+    if has_cached or end > model.config.max_position or not space.has_room(num_wanted, num_slots):
         return
     with ExitStack() as stack:
 
