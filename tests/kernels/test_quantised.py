@@ -101,9 +101,14 @@ def weight_of(products: NativeProducts, form: BlockForm) -> tuple[QuantisedWeigh
 
 
 def most_few_rows(form: BlockForm) -> int:
-    """Up to how many rows quants are multiplied as they are."""
-    is_wide = NativeKernels().instructions not in ("avx2", "neon")
+    """Up to how many rows quants are multiplied as they are; no more of them go the canonical way everywhere."""
+    is_wide = NativeKernels().instructions != "neon"
     return 32 if form in FOUR_BITS or (is_wide and form is not Q8_0) else 16 if form is Q8_0 else 8
+
+
+def multiplied(kernels: NativeKernels, values: Tensor) -> Tensor:
+    """What many rows are multiplied with: the weight itself, where they are integers of 16 bits, else bfloat16."""
+    return (values if kernels.instructions in ("avx2", "avx512") else values.bfloat16()).double()
 
 
 def random_rows(num_rows: int, width: int = NUM_IN) -> Tensor:
@@ -132,7 +137,9 @@ def test_they_take_the_memory_that_is_planned(products: NativeProducts, form: Bl
 
 
 @pytest.mark.parametrize("num_in", [32, 96, 288, 544])
-def test_inputs_that_no_file_has_are_zero(products: NativeProducts, num_in: int) -> None:
+def test_inputs_that_no_file_has_are_zero(
+    kernels: NativeKernels, products: NativeProducts, num_in: int
+) -> None:
     for form in FORMS:
         blocks = random_blocks(form, 40, num_in - num_in % form.block_size)
         weight = products.zeros(form, 40, num_in)
@@ -144,7 +151,7 @@ def test_inputs_that_no_file_has_are_zero(products: NativeProducts, num_in: int)
             ).view(40, -1)
         assert torch.equal(products.rows(weight, torch.arange(40), torch.float32), values)
         x = random_rows(40, num_in)
-        exact = x.double() @ values.bfloat16().double().T
+        exact = x.double() @ multiplied(kernels, values).T
         check_near(
             products.linear(x, weight, None, is_canonical=True),
             exact,
@@ -168,12 +175,12 @@ def test_products_of_few_rows_are_exact(products: NativeProducts, form: BlockFor
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
 @pytest.mark.parametrize("num_rows", [1, 5, 6, 7, 100])
-def test_products_of_many_rows_are_those_of_bfloat16(
-    products: NativeProducts, form: BlockForm, num_rows: int
+def test_products_of_many_rows_are_exact_or_those_of_bfloat16(
+    kernels: NativeKernels, products: NativeProducts, form: BlockForm, num_rows: int
 ) -> None:
     weight, values = weight_of(products, form)
     x = random_rows(num_rows)
-    rounded = values.bfloat16().double()
+    rounded = multiplied(kernels, values)
     ours = products.linear(x, weight, None, is_canonical=True)
     # Once in a while a value lies so close to the middle of two of bfloat16 that it is rounded to the other.
     check_near(ours, x.double() @ rounded.T, 2**4 * x.double().abs() @ rounded.abs().T)
@@ -196,6 +203,43 @@ def test_a_row_is_the_same_in_any_number_of_rows_and_place(
     alone = products.linear(x[row : row + 1].clone(), weight, None, is_canonical)
     among = products.linear(x[start : start + num_rows], weight, None, is_canonical)
     assert torch.equal(alone[0], among[row - start])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_rows_of_integers_have_one_way(
+    kernels: NativeKernels, products: NativeProducts, form: BlockForm
+) -> None:
+    has_two = kernels.instructions not in ("avx2", "avx512")  # then it is the canonical one
+    weight, _ = weight_of(products, form)
+    x = random_rows(40)
+    canonical = products.linear(x, weight, None, is_canonical=True)
+    for count in (1, 2, 8, 9):
+        assert torch.equal(products.linear(x[:count], weight, None, has_two), canonical[:count])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("scale", [2.0**-120, 2.0**-60, 1.0, 2.0**90])
+def test_rows_of_any_size(products: NativeProducts, form: BlockForm, scale: float) -> None:
+    weight, values = weight_of(products, form)
+    x = (torch.randint(-128, 129, (9, NUM_IN), generator=torch.Generator().manual_seed(1)) * scale).bfloat16()
+    x[1] = 0
+    for is_canonical in (False, True):
+        ours = products.linear(x, weight, None, is_canonical).double()
+        terms = x.double().abs() @ values.double().abs().T
+        near = 2.0**-6 * terms + 2.0**-120
+        assert bool(((ours - x.double() @ values.double().T).abs() <= near).all())
+        assert bool((ours[1] == 0).all())
+
+
+def test_rows_with_what_is_no_number_give_none(products: NativeProducts) -> None:
+    weight, _ = weight_of(products, Q4_K)
+    x = random_rows(9)
+    x[2, 40], x[3, 70] = torch.nan, torch.inf
+    for is_canonical in (False, True):
+        finite = products.linear(x, weight, None, is_canonical).isfinite()
+        assert not finite[2:4].any()
+        assert finite[:2].all()
+        assert finite[4:].all()
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
@@ -312,7 +356,8 @@ def test_the_probe_sees_where_they_do_not_hold(
     linear = products.linear
 
     def uneven(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, is_canonical: bool) -> Tensor:
-        return linear(x, weight, bias, is_canonical and x.shape[0] >= 6)
+        out = linear(x, weight, bias, is_canonical)
+        return out if is_canonical and x.shape[0] >= 6 else out + 1
 
     monkeypatch.setattr(products, "linear", uneven)
     shapes = ProbeShapes(

@@ -119,6 +119,7 @@ __attribute__((always_inline)) inline void add_group(const uint8_t* block, int v
 template <class F, int R, int V>
 inline void multiply_bytes(const uint8_t* block, int64_t num_blocks, const Inputs& inputs, int64_t first, int vector,
                            Floats (*totals)[V]) {
+    const bool is_first = first == 0 && vector == 0;  // to read the panel
     const ByteGroup<F>* x[R];
     for (int r = 0; r < R; ++r) {
         x[r] = reinterpret_cast<const ByteGroup<F>*>(inputs.row(first + r));
@@ -133,10 +134,11 @@ inline void multiply_bytes(const uint8_t* block, int64_t num_blocks, const Input
             Words scaled[R][V], low[R][V];
             for (int r = 0; r < R; ++r)
                 for (int v = 0; v < V; ++v) scaled[r][v] = low[r][v] = zero_words();
-            for (int i = 0; i < count; ++i)
+            for (int i = 0; i < count; ++i) {
+                const uint8_t* own = block + i * F::BLOCK_BYTES;
+                if (is_first) prefetch<F>(own);
 #pragma GCC unroll 2
                 for (int g = 0; g < F::GROUPS; ++g) {
-                    const uint8_t* own = block + i * F::BLOCK_BYTES;
                     GroupSum<F> sums[R][V];
                     const uint32_t* bytes[R];
 #pragma GCC unroll 8
@@ -154,6 +156,7 @@ inline void multiply_bytes(const uint8_t* block, int64_t num_blocks, const Input
                             scaled[r][v] = sum_of_words(scaled[r][v], product_of_words(sums[r][v].words, scale));
                     }
                 }
+            }
             if constexpr (F::HAS_MINIMUM)
                 for (int g = 0; g < count * F::GROUPS; g += 2)
 #pragma GCC unroll 2
@@ -177,6 +180,7 @@ inline void multiply_bytes(const uint8_t* block, int64_t num_blocks, const Input
                 }
             block += count * F::BLOCK_BYTES;
         } else {
+            if (is_first) prefetch<F>(block);
 #pragma GCC unroll 2
             for (int g = 0; g < F::GROUPS; ++g) {
                 GroupSum<F> sums[R][V];

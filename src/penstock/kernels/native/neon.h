@@ -245,6 +245,7 @@ inline void store_bytes(int8_t* to, Words x, const uint8_t* order) {
     const uint8x16_t bytes = vqtbl1q_u8(vmovn_high_u16(vmovn_u16(low), high), load_part<uint8x16_t>(order));
     std::memcpy(to, &bytes, sizeof bytes);
 }
+inline Words here(Words x) { return x; }
 constexpr int BYTE_VECTORS = 1, BYTE_SUMS = 4;  // vectors of sums, of rows by outputs, that registers hold
 inline Words pairs_of_bytes(Words x, Words y) {
     const auto quarter = [](auto x, auto y) {

@@ -6,7 +6,8 @@
 // lane's sum runs over the inputs in their order, whatever the number of rows and whichever thread does it.
 //
 // Few rows are multiplied with the quants themselves, and a group's sum is scaled once: what counts there is how fast
-// weights come from memory. For many, a panel is made bfloat16 first, and then is a weight like any other.
+// weights come from memory. For many, a panel is made bfloat16 first, and then is a weight like any other. int8.h and
+// int16.h multiply any number of rows that are made integers first.
 #include <algorithm>
 #include <cmath>
 #include <utility>
@@ -169,6 +170,16 @@ inline Loaded load_quants(const uint8_t* block, int vector, int load) {
     const int word = extra_word<F>(load * 2 * F::LOAD_PAIRS);
     if (F::EXTRA_BITS) loaded.extra = load_words(block + F::EXTRA_AT + (vector * F::EXTRA_BITS + word) * 64);
     return loaded;
+}
+
+// How far ahead of its turn a block is asked of memory. By itself a processor asks for what lies in a row, up to the end
+// of a page; a block is read by vectors, and its planes in turn.
+constexpr int64_t AHEAD = 12288;
+
+template <class F>
+inline void prefetch(const uint8_t* block) {
+#pragma GCC unroll 32
+    for (int at = 0; at < F::BLOCK_BYTES; at += 64) __builtin_prefetch(block + AHEAD + at);
 }
 
 inline Words moved_right(Words x, int bits) {
@@ -448,7 +459,16 @@ inline void store(const Rows& rows, int64_t row, int64_t first_out, int64_t num_
     Bfloat16::store(rows.out + row * rows.out_stride + first_out, lanes, sum);
 }
 
+// Room for so many words of each output of some panels.
+inline uint32_t (*panels_in(std::vector<uint32_t>& room, int64_t num_words))[PANEL] {
+    room.resize(num_words * PANEL + LANES);
+    return reinterpret_cast<uint32_t (*)[PANEL]>((reinterpret_cast<uintptr_t>(room.data()) + 63) / 64 * 64);
+}
+
 #include "int8.h"
+#ifdef PENSTOCK_DOTS_HALVES
+#include "int16.h"
+#endif
 
 #ifdef __AVX512BF16__
 
@@ -534,7 +554,7 @@ void to_words(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) 
     }
 }
 
-#else
+#elif !defined(PENSTOCK_DOTS_HALVES)
 
 // Quants as floats.
 template <class F>
@@ -579,6 +599,8 @@ void to_words(const uint8_t* block, int64_t num_blocks, uint32_t (*out)[PANEL]) 
 
 #endif
 
+#ifndef PENSTOCK_DOTS_HALVES
+
 // Few rows
 
 // Rows that share the reading of a panel, as many as registers hold the sums of; quants of 8 bits take more of those.
@@ -600,6 +622,7 @@ inline void multiply_few(const uint8_t* block, int64_t num_blocks, const uint32_
     Shared<F> shared;
     for (int64_t b = 0; b < num_blocks; ++b, block += F::BLOCK_BYTES) {
         shared.read(block, b);
+        prefetch<F>(block);
 #pragma GCC unroll 2
         for (int g = 0; g < F::GROUPS; ++g) {
             Floats sums[R][VECTORS];
@@ -698,6 +721,8 @@ void few_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, cons
     }
 }
 
+#endif
+
 // Many rows
 
 constexpr int SUMS = SUM_VECTORS * 3 / 2;  // vectors in registers, of rows by outputs
@@ -780,9 +805,7 @@ const uint32_t (*word_panels(const Weight& weight, int64_t panel, int64_t count)
     const bool is_bfloat16 = weight.form == BFLOAT16 || weight.form == PACKED;
     if (is_bfloat16 && T::STEP == 2) return pairs;
     static thread_local std::vector<uint32_t> made;
-    made.resize(count * num_words * PANEL + LANES);
-    const uintptr_t aligned = (reinterpret_cast<uintptr_t>(made.data()) + 63) / 64 * 64;
-    auto* panels = reinterpret_cast<uint32_t (*)[PANEL]>(aligned);
+    auto* panels = panels_in(made, count * num_words);
     if (is_bfloat16)
         for (int64_t pair = 0; pair < count * num_pairs; ++pair)
             for (int at = 0; at < PANEL; at += LANES) {
@@ -790,12 +813,14 @@ const uint32_t (*word_panels(const Weight& weight, int64_t panel, int64_t count)
                 store_words(&panels[2 * pair][at], shifted_left(both_inputs, 16));
                 store_words(&panels[2 * pair + 1][at], both(both_inputs, same_words(0xffff0000)));
             }
+#ifndef PENSTOCK_DOTS_HALVES
     with_form(weight.form, [&](auto form) {
         using F = decltype(form);
         for (int64_t index = 0; index < count; ++index)
             to_words<F>(weight.panels + (panel + index) * F::panel_bytes(num_blocks), num_blocks,
                         panels + index * num_words);
     });
+#endif
     return panels;
 }
 
@@ -875,16 +900,44 @@ void many_rows(const Weight& weight, const Rows& rows, const Inputs& inputs, int
 // Whether so few rows have a way of their own, where they need not be canonical.
 bool is_few(const Weight& weight, int64_t num_rows) {
     bool found = false;
+#ifndef PENSTOCK_DOTS_HALVES
     with_form(weight.form, [&](auto form) { found = num_rows <= decltype(form)::MOST_ROWS; });
+#endif
     return found;
 }
 
+// Rows become integers of 8 or of 16 bits, or few rows are multiplied with quants, or any number with panels made words.
+enum class Way { BYTES, HALVES, FEW, MANY };
+
+Way way_of(const Weight& weight, int64_t num_rows, bool is_canonical) {
+    if (weight.rounds_rows) return Way::BYTES;
+#ifdef PENSTOCK_DOTS_HALVES
+    if (with_form(weight.form, [](auto) {})) return Way::HALVES;
+#endif
+    return !is_canonical && is_few(weight, num_rows) ? Way::FEW : Way::MANY;
+}
+
 // What is made of each row before it is multiplied: nothing where it can be as it is.
-int64_t made_words(const Weight& weight) {
+int64_t made_words(const Weight& weight, Way way) {
     int64_t num_words = T::STEP == 1 ? weight.num_in : 0;
-    if (weight.rounds_rows)
-        with_form(weight.form, [&](auto form) { num_words = byte_row_words<decltype(form)>(blocks_of(weight)); });
+    with_form(weight.form, [&](auto form) {
+        if (way == Way::BYTES) num_words = byte_row_words<decltype(form)>(blocks_of(weight));
+#ifdef PENSTOCK_DOTS_HALVES
+        if (way == Way::HALVES) num_words = half_row_words<decltype(form)>(blocks_of(weight));
+#endif
+    });
     return num_words;
+}
+
+void make_words(const Weight& weight, Way way, const uint16_t* x, uint32_t* to) {
+    if (way == Way::FEW || way == Way::MANY) return T::copy(x, weight.num_in, to);
+    with_form(weight.form, [&](auto form) {
+        using F = decltype(form);
+        if (way == Way::BYTES) round_row<F>(x, blocks_of(weight), reinterpret_cast<ByteGroup<F>*>(to));
+#ifdef PENSTOCK_DOTS_HALVES
+        if (way == Way::HALVES) make_halves<F>(x, blocks_of(weight), reinterpret_cast<HalfBlock<F>*>(to));
+#endif
+    });
 }
 
 }  // namespace
@@ -894,12 +947,13 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
         Inputs inputs;
         std::vector<float> sums;
         int64_t first_piece, step;  // panels of a piece
-        bool is_few;
+        Way way;
     };
     int64_t num_panels = 0, num_made = 0, num_pieces = 0;
     for (int64_t index = 0; index < count; ++index) {
         num_panels += panels_of(weights[index]);
-        num_made += rows[index].num_rows * made_words(weights[index]);
+        const Way way = way_of(weights[index], rows[index].num_rows, is_canonical);
+        num_made += rows[index].num_rows * made_words(weights[index], way);
     }
     const int64_t together = panels_together(num_panels, std::abs(num_threads));
     static thread_local std::vector<uint32_t> made;  // bytes or floats of all rows
@@ -912,26 +966,20 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
         const Weight& weight = weights[index];
         const Rows& own_rows = rows[index];
         Product& product = products[index];
+        product.way = way_of(weight, own_rows.num_rows, is_canonical);
         product.inputs = {reinterpret_cast<const uint32_t*>(own_rows.x), own_rows.x_stride / 2};
-        if (const int64_t size = made_words(weight)) {
+        if (const int64_t size = made_words(weight, product.way)) {
             product.inputs = {to, size};
             for_pieces(own_rows.num_rows, own_rows.num_rows > 16 ? num_threads : 1, [&](int64_t row) {
-                const uint16_t* x = own_rows.x + row * own_rows.x_stride;
-                if (!weight.rounds_rows) return T::copy(x, weight.num_in, to + row * size);
-                with_form(weight.form, [&](auto form) {
-                    using F = decltype(form);
-                    round_row<F>(x, blocks_of(weight), reinterpret_cast<ByteGroup<F>*>(to + row * size));
-                });
+                make_words(weight, product.way, own_rows.x + row * own_rows.x_stride, to + row * size);
             }, 16);
             to += own_rows.num_rows * size;
         }
-        product.is_few = !weight.rounds_rows && !is_canonical && is_few(weight, own_rows.num_rows);
-        product.step = weight.rounds_rows ? 1 : together;
-        if (product.is_few)
-            with_form(weight.form, [&](auto form) {
-                sum_groups<decltype(form)>(weight, own_rows, product.sums);
-                product.step = 1;
-            });
+        product.step = product.way == Way::MANY ? together : 1;
+#ifndef PENSTOCK_DOTS_HALVES
+        if (product.way == Way::FEW)
+            with_form(weight.form, [&](auto form) { sum_groups<decltype(form)>(weight, own_rows, product.sums); });
+#endif
         product.first_piece = num_pieces;
         num_pieces += (panels_of(weight) + product.step - 1) / product.step;
     }
@@ -940,17 +988,18 @@ void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_ca
         const Product& product = std::upper_bound(products, products + count, piece, is_before)[-1];
         const int64_t index = &product - products, panel = (piece - product.first_piece) * product.step;
         const Weight& weight = weights[index];
-        if (weight.rounds_rows)
-            with_form(weight.form, [&](auto form) {
-                byte_rows<decltype(form)>(weight, rows[index], product.inputs, panel);
-            });
-        else if (!product.is_few)
-            many_rows(weight, rows[index], product.inputs, panel,
-                      std::min(product.step, panels_of(weight) - panel));
-        else
-            with_form(weight.form, [&](auto form) {
-                few_rows<decltype(form)>(weight, rows[index], product.inputs, product.sums, panel);
-            });
+        if (product.way == Way::MANY)
+            return many_rows(weight, rows[index], product.inputs, panel,
+                             std::min(product.step, panels_of(weight) - panel));
+        with_form(weight.form, [&](auto form) {
+            using F = decltype(form);
+            if (product.way == Way::BYTES) return byte_rows<F>(weight, rows[index], product.inputs, panel);
+#ifdef PENSTOCK_DOTS_HALVES
+            half_rows<F>(weight, rows[index], product.inputs, panel);
+#else
+            few_rows<F>(weight, rows[index], product.inputs, product.sums, panel);
+#endif
+        });
     });
 }
 

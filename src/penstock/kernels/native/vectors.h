@@ -146,9 +146,9 @@ struct ByteSum {
     void begin(Words sum) { words = sum; }
     void add(Words a, Words b, int step, int num_steps) {
         const Words pairs = pairs_of_bytes(a, b);
-        halves = step % TOGETHER ? sum_of_halves(halves, pairs) : pairs;
+        halves = step % TOGETHER ? here(sum_of_halves(halves, pairs)) : pairs;
         if (step % TOGETHER == TOGETHER - 1 || step == num_steps - 1)
-            words = sum_of_words(words, sum_of_pairs(halves, same_words(0x00010001)));
+            words = here(sum_of_words(words, sum_of_pairs(halves, same_words(0x00010001))));
     }
 };
 // Of 8 bits, two products may not fit: the upper 4 bits of the first factor count by themselves.
@@ -160,8 +160,8 @@ struct ByteSum<255> {
         const Words nibbles = same_words(0x0f0f0f0f);
         const Words lower = pairs_of_bytes(both(a, nibbles), b);
         const Words upper = pairs_of_bytes(both(shifted_right(a, 4), nibbles), b);
-        low = step ? sum_of_halves(low, lower) : lower;
-        high = step ? sum_of_halves(high, upper) : upper;
+        low = step ? here(sum_of_halves(low, lower)) : lower;
+        high = step ? here(sum_of_halves(high, upper)) : upper;
         if (step == num_steps - 1)
             words = sum_of_words(words, sum_of_words(sum_of_pairs(low, same_words(0x00010001)),
                                                      sum_of_pairs(high, same_words(0x00100010))));

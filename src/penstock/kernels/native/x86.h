@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 #ifdef __GLIBC__
 // As systems have had them since 2002: the library runs on older ones than that it was compiled on.
@@ -15,6 +16,12 @@ namespace penstock {
 
 inline float float_of_half(uint16_t bits) { return _cvtsh_ss(bits); }
 inline uint16_t half_of_float(float value) { return _cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT); }
+
+inline float float_of_bits(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
 
 // Between two looks of a thread that waits.
 inline void rest() { _mm_pause(); }
