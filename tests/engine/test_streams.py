@@ -1,6 +1,8 @@
 """Events for coroutines: of several requests at once, all of which run or none."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -17,7 +19,7 @@ from penstock.engine.events import (
 )
 from penstock.engine.llm import LLM
 from penstock.engine.service import Service, ServiceConfig
-from penstock.engine.streams import EventStream, _mailboxes
+from penstock.engine.streams import EventStream
 from penstock.errors import PromptError, ServiceClosedError, SettingError
 from penstock.plan.progress import Progress
 from tests.byte_models import model_of_bytes
@@ -121,8 +123,11 @@ def test_a_stream_that_fails_ends_whatever_the_service_does(service: Service) ->
 def test_a_loop_is_woken_once_for_all_that_came_meanwhile(service: Service) -> None:
     """However many streams there are: what each would wake it for is work that the engine's thread waits for."""
 
+    loops: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+
     async def run() -> tuple[list[object], list[list[tuple[int, Event]]]]:
         loop = asyncio.get_running_loop()
+        loops.append(weakref.ref(loop))
         woken: list[object] = []
         wake = loop.call_soon_threadsafe
 
@@ -148,4 +153,5 @@ def test_a_loop_is_woken_once_for_all_that_came_meanwhile(service: Service) -> N
     woken, found = asyncio.run(run())
     assert len(woken) == 1
     assert [[index for index, _ in each] for each in found] == [[0, 1, 2, 3]] * 3
-    assert not _mailboxes  # nor is a loop kept that is gone
+    gc.collect()
+    assert loops[0]() is None  # nor is a loop kept that is gone

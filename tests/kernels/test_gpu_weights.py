@@ -135,7 +135,7 @@ def test_rows_that_are_few_have_the_same_bits(kernels: "CudaKernels", form: Bloc
             assert torch.equal(kernels.linear(x[:count], weight, is_canonical=False), most[:count])
 
 
-@forms
+@pytest.mark.parametrize("form", [Q4_K, Q8_0, F8_BLOCK], ids=lambda form: form.name)
 def test_products_that_come_out_wrong_are_noticed(
     kernels: "CudaKernels", form: BlockForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,8 @@
 """The probe takes little more memory than the largest weight it makes: it must run wherever the model just fits."""
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -8,7 +11,7 @@ from penstock.kernels.interface import Kernels, select_kernels
 from penstock.kernels.native.build import NativeUnavailableError
 from penstock.kernels.native.kernels import NativeKernels
 from penstock.kernels.probe import ROWS_TOGETHER, ProbeShapes, ProductShape, Random, measure, slab_holds
-from penstock.kernels.quantised import BLOCK_FORMS
+from penstock.kernels.quantised import BLOCK_FORMS, QuantisedWeight
 from penstock.kernels.reference.kernels import TorchKernels
 from tests.live_tensors import LiveTensors
 
@@ -40,16 +43,31 @@ def test_a_head_is_held_once(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("form", ["Q8_0", "Q4_K"])
-def test_a_quantised_head_is_held_once(form: str) -> None:
+def test_a_quantised_head_is_held_once(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         kernels = NativeKernels()
     except NativeUnavailableError as error:
         pytest.skip(f"the native kernels cannot be had: {error}")
     if kernels.quantised is None:
         pytest.skip("the processor has no bfloat16 products")
+    zeros, made = kernels.quantised.zeros, list[weakref.ref[QuantisedWeight]]()
+
+    def noted(*given: Any) -> QuantisedWeight:
+        assert not any(each() for each in made)
+        found = zeros(*given)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(kernels.quantised, "zeros", noted)
     head = ProductShape(32 * ROWS_TOGETHER, 1536, form=form)
-    weight_bytes = kernels.quantised.zeros(BLOCK_FORMS[form], head.num_out, head.num_in).nbytes
-    assert weight_bytes < peak_of_probe(kernels, head, torch.bfloat16) <= MOST * weight_bytes
+    weight_bytes = BLOCK_FORMS[form].resident_bits * head.num_out * head.num_in / 8
+    live = LiveTensors()  # but for panels, which are the system's
+    with torch.inference_mode(), live:
+        assert slab_holds(kernels, (head,), kernels.head_rows, Random(torch.bfloat16, CPU))
+    assert len(made) == 1
+    assert live.peak_bytes <= (MOST - 1) * weight_bytes
+    # Of the whole probe some outputs stand for all.
+    assert peak_of_probe(kernels, head, torch.bfloat16) <= (MOST - 1) * weight_bytes
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

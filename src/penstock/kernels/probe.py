@@ -278,29 +278,28 @@ def check_blocks(kernels: Kernels, shapes: ProbeShapes, random: Random) -> None:
     have made wrong kernels of right sources: then nothing is run."""
     products = (*shapes.products, *shapes.expert_products, *([shapes.head] if shapes.head else []))
     for shape in dict.fromkeys(replace(shape, bias=False) for shape in products if shape.form in ALL_FORMS):
-        weight, _ = _factors(kernels, shape, 1, random)
-        x = random.normal(_BLOCK_ROWS[-1], shape.num_in)
-        found = {rows: kernels.linear(x[:rows], weight, is_canonical=False) for rows in _BLOCK_ROWS}
-        assert kernels.quantised is not None
-        assert isinstance(weight, QuantisedWeight)
-        error, size = (torch.zeros(len(_BLOCK_ROWS), device=x.device) for _ in range(2))
-        for outputs in torch.split(torch.arange(shape.num_out, device=x.device), ROWS_TOGETHER):
-            exact = x.float() @ kernels.quantised.rows(weight, outputs, torch.float32).T
-            for index, (num_rows, ours) in enumerate(found.items()):
-                off = ours[:, outputs].float() - exact[:num_rows]
-                error[index] += off.square().sum()
-                size[index] += exact[:num_rows].square().sum()
-        # Not a number is wrong, too.
-        wrong = [
-            rows
-            for rows, holds in zip(_BLOCK_ROWS, error <= size * _BLOCK_ERROR**2, strict=True)
-            if not holds
-        ]
-        if wrong:
+        if wrong := _wrong_counts(kernels, shape, random):
             raise ModelError(
                 f"products of {', '.join(map(str, wrong))} rows with weights [{shape.num_out}, {shape.num_in}] in "
                 f"{shape.form} come out wrong on this device ({kernels.libraries}): `--weights bf16` does without"
             )
+
+
+def _wrong_counts(kernels: Kernels, shape: ProductShape, random: Random) -> list[int]:
+    weight, _ = _factors(kernels, shape, 1, random)
+    assert kernels.quantised is not None
+    assert isinstance(weight, QuantisedWeight)
+    x = random.normal(_BLOCK_ROWS[-1], shape.num_in)
+    found = [kernels.linear(x[:count], weight, is_canonical=False) for count in _BLOCK_ROWS]
+    error, size = (torch.zeros(len(found), device=x.device) for _ in range(2))
+    for outputs in torch.split(torch.arange(shape.num_out, device=x.device), ROWS_TOGETHER):
+        exact = x.float() @ kernels.quantised.rows(weight, outputs, torch.float32).T
+        for index, ours in enumerate(found):
+            error[index] += (ours[:, outputs].float() - exact[: len(ours)]).square().sum()
+            size[index] += exact[: len(ours)].square().sum()
+    # What is not a number is wrong, too.
+    holds = error <= size * _BLOCK_ERROR**2
+    return [count for count, is_right in zip(_BLOCK_ROWS, holds.tolist(), strict=True) if not is_right]
 
 
 def slab_holds(kernels: Kernels, products: tuple[ProductShape, ...], slab: int, random: Random) -> bool:
