@@ -3,11 +3,15 @@
 import gc
 import random
 import weakref
+from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, SequenceCache
@@ -24,6 +28,7 @@ from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.sizing import shape_of_spans
 from penstock.plan.step import Span, SpanKind
+from tests.cache.storing import open_store
 from tests.engine.batching import Sharing, Wish, new_batcher, new_job, serve, serve_with
 from tests.oracle import load_model, make_oracle, random_prompt, run_prompt
 
@@ -413,3 +418,78 @@ def test_where_blocks_are_found_by_others_they_are_when_a_step_ends(model: Decod
     (second,) = serve_with(batcher, [again])
     assert second.num_cached == (len(again.prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert second.generated == first.generated[130:150]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
+@settings(max_examples=12)
+@given(
+    first=st.sampled_from([40, 60, 64, 65]),
+    second=st.sampled_from([60, 64, 120]),
+    arrives=st.integers(18, 70),
+    num_blocks=st.sampled_from([3, 4]),
+    chunk=st.sampled_from([64, 128]),
+)
+def test_a_full_cache_is_shared_as_it_is_without(
+    family: str, first: int, second: int, arrives: int, num_blocks: int, chunk: int
+) -> None:
+    """Room ahead is what the others leave: it takes no block that a step has for another, and nobody is preempted
+    for it."""
+    found, schedule = load_model(make_oracle(family).folder), ScheduleConfig(chunk_size=chunk, max_running=4)
+    wishes = [
+        Wish(tuple(random_prompt(first, seed=1)), 193 - max(first, 64)),
+        Wish(tuple(random_prompt(second, seed=2)), 4),
+    ]
+    left = []
+    for looks_ahead in (False, True):
+        batcher = new_batcher(
+            found, schedule, num_blocks * BLOCK_TOKENS, strict=True, looks_ahead=looks_ahead
+        )
+        jobs = [new_job(batcher, str(index), wish) for index, wish in enumerate(wishes)]
+        batcher.add(jobs[0])
+        num_steps, has_come = 0, False
+        while batcher.has_work or not has_come:
+            if not has_come and jobs[0].num_generated >= arrives:
+                batcher.add(jobs[1])
+                has_come = True
+            batcher.step()
+            num_steps += 1
+            assert num_steps < 600, "requests do not go on"
+        batcher.check_integrity()
+        left.append([(job.generated, job.num_preemptions) for job in jobs])
+    # The second one may be preempted where it arrives a step sooner or later; the oldest is not.
+    assert [tokens for tokens, _ in left[0]] == [tokens for tokens, _ in left[1]]
+    assert left[0][0] == left[1][0]
+
+
+def test_windows_that_are_kept_for_others_are_not_given_up_for_room_ahead() -> None:
+    model = load_model(make_oracle("gemma3_text").folder)
+    schedule = ScheduleConfig(chunk_size=128, max_running=2)
+    prompts = [Wish(tuple(random_prompt(130, seed=50 + index)), 1) for index in range(5)]
+    batcher = new_batcher(model, schedule, 8192, strict=False, looks_ahead=True, sharing=Sharing())
+    serve_with(batcher, prompts)
+    serve_with(batcher, [Wish(tuple(random_prompt(66, seed=9)), 1500)])
+    assert [job.num_cached for job in serve_with(batcher, prompts)] == [128] * len(prompts)
+
+
+def test_a_disk_is_offered_again_what_it_had_no_room_for(
+    model: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While decodes go on, too: blocks of a prompt of which it takes one in the time of a step."""
+    with closing(open_store(tmp_path, model.cache_spec)) as store:
+        schedule = ScheduleConfig(chunk_size=1280, max_running=2)
+        batcher = new_batcher(model, schedule, 8192, strict=False, looks_ahead=True, sharing=Sharing(store))
+        assert batcher.reuse is not None
+        batcher.reuse.piece_blocks = 1
+        num_left, has_room = [0], store.has_room
+
+        def has_little_room(num_bytes: int) -> bool:
+            num_left[0] -= 1
+            return num_left[0] >= 0 and has_room(num_bytes)
+
+        monkeypatch.setattr(store, "has_room", has_little_room)
+        job = new_job(batcher, "one", Wish(tuple(random_prompt(1280, seed=1)), 100))
+        batcher.add(job)
+        while batcher.has_work:
+            num_left[0] = 1
+            batcher.step()
+        assert store.stats().num_dropped == 0

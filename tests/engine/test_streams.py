@@ -155,3 +155,18 @@ def test_a_loop_is_woken_once_for_all_that_came_meanwhile(service: Service) -> N
     assert [[index for index, _ in each] for each in found] == [[0, 1, 2, 3]] * 3
     gc.collect()
     assert loops[0]() is None  # nor is a loop kept that is gone
+
+
+def test_what_comes_after_a_loop_is_closed_is_not_kept(service: Service) -> None:
+    async def run() -> EventStream:
+        stream = EventStream(service)
+        waiting = asyncio.create_task(stream._events.get())
+        await asyncio.sleep(0)
+        stream._deliver(0, Failed(PromptError("the end")))
+        await waiting
+        return stream
+
+    stream = asyncio.run(run())
+    for number in range(3):
+        stream._deliver(number, Failed(PromptError("late")))
+    assert not stream._mailbox._items

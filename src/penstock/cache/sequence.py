@@ -329,6 +329,12 @@ class SequenceCache:
         for blocks in self.kv_groups:
             blocks.reserve(end)
 
+    def trim(self) -> None:
+        """Give back room that no step in flight has."""
+        end = self._steps[-1].end if self._steps else self.num_tokens
+        if any(blocks.capacity_tokens - end >= BLOCK_TOKENS for blocks in self.kv_groups):
+            self._unreserve()
+
     def extend(self, end: int) -> None:
         """The one step in flight has gone on, and ends there."""
         (step,) = self._steps

@@ -171,7 +171,7 @@ class Batcher:
         self._lock = nullcontext() if lock is None else lock
         self._raises = raises
         # Whether a step of decodes goes on with what was launched ahead, and is committed once it ends.
-        self._repeats = looks_ahead and self._waits_for_tokens and not raises
+        self._repeats = looks_ahead and self._waits_for_tokens and not raises and space.slots is None
         self._rooms: dict[int, list[Job]] = {}  # of a step that goes on: by where in a block it began
         self._flight: deque[_InFlight] = deque()  # the oldest first
         self._settled_s = 0.0  # when the last step was
@@ -253,6 +253,8 @@ class Batcher:
                 self._jobs[planned.request_id].cache.withdraw()
             self._scheduler.abort(plan)
             raise
+        if self._repeats:
+            self._make_room_after(plan)
         step = Step(plan, tuple(inputs), now, self._scheduler.decision)
         if self._sizer is not None and plan.num_chunk_tokens:
             shape = shape_of(plan)
@@ -487,13 +489,18 @@ class Batcher:
                 ends += job.prefix.states_to_keep(span.start, span.end, num_free)
             ends = sorted(set(ends))
         state = job.cache.reserve(span.start, ends)
-        if self._repeats and not is_chunk and span.end % BLOCK_TOKENS == 0:
-            with suppress(CacheFullError):  # the step after it, which may go on from it, will see
-                job.cache.make_room(span.end + 1)
         tokens = job.tokens[span.start : span.end]
         cache = job.cache
         rows = job.rows if is_chunk else None
         return SpanInput(span, tokens, cache.kv_groups, is_chunk, planned.samples, state, rows, cache.is_long)
+
+    def _make_room_after(self, plan: StepPlan) -> None:
+        """Where a block begins behind a step's decodes: what all of its spans leave of the cache."""
+        for planned in plan.spans:
+            end = planned.span.end
+            if planned.kind is not SpanKind.CHUNK and planned.samples and end % BLOCK_TOKENS == 0:
+                with suppress(CacheFullError):  # the step after it, which may go on from it, will see
+                    self._jobs[planned.request_id].cache.make_room(end + 1)
 
     def _commit(self, step: Step, outcome: StepOutcome) -> StepRecord:
         now = time.perf_counter()
@@ -525,6 +532,7 @@ class Batcher:
             if num_more:
                 job.cache.extend(span.end + num_more)
             job.cache.commit(span.end + num_more)
+            job.cache.trim()
             if job.prefix is not None:
                 is_chunk = planned.kind is SpanKind.CHUNK
                 job.prefix.note(job.tokens, span.start, is_chunk=is_chunk)
@@ -541,6 +549,10 @@ class Batcher:
         """The step's decodes go on with what was launched ahead, and their books are done later, all at once: nothing
         is planned, reserved or built for a token that is like the one before it."""
         self._scheduler.repeat(step.plan, step.num_before, seconds)
+        if self.reuse is not None and self.reuse.store is not None:
+            for planned in step.plan.spans:
+                if (prefix := self._jobs[planned.request_id].prefix) is not None:
+                    prefix.offer()
         record = self._record(step, seconds)
         self._flight[0] = _InFlight(step.again(record, now), self._runner.go_on())
         self.num_begun += 1
@@ -555,8 +567,12 @@ class Batcher:
                 job = self._jobs[planned.request_id]
                 self._rooms.setdefault(planned.span.end % BLOCK_TOKENS, []).append(job)
         num_more = step.num_before + 1
+        jobs = self._rooms.get(-num_more % BLOCK_TOKENS, ())
+        # Else windows that are kept for others would be given up, for blocks that lie behind these jobs' windows.
+        if any(pool.num_free < len(jobs) for pool in self.space.windows):
+            return False
         try:
-            for job in self._rooms.get(-num_more % BLOCK_TOKENS, ()):
+            for job in jobs:
                 job.cache.make_room(len(job.tokens) + 1)
         except CacheFullError:
             return False

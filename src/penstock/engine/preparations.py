@@ -20,7 +20,7 @@ def preparations(
     """A piece at each step, what is needed first first. Between two of them nothing is left in the caches."""
     chunk, most_decodes = schedule.chunk_size or model.config.max_position, schedule.max_running
     recorded = model.recorded
-    if recorded is not None:
+    if recorded is not None and schedule.chunk_size:  # whole prompts are as long as they are
         # Chunks that begin a prompt, and that go on; then, for each number of rows that they have with decodes beside
         # them, as few as have it. What comes twice is recorded.
         beside = {canon.prompt_rows(chunk + count): count for count in range(most_decodes, 0, -1)}

@@ -277,6 +277,12 @@ class Prefix:
                 self._chain.extend(tokens[:num_tokens])
         self._publish(start)
 
+    def offer(self) -> None:
+        """Offer the disk again what it had no room for."""
+        num_clean = self._num_clean_of(self._cache.num_tokens // BLOCK_TOKENS)
+        if self._reuse.store is not None and num_clean > self._num_stored:
+            self._put(self._reuse.store, num_clean)
+
     def leave(self, num_kept: int = 0) -> None:
         """The sequence is about to give up all blocks but the first `num_kept`: where it stands stays known."""
         self._insert(self._num_noted, 0)

@@ -32,7 +32,12 @@ class _Mailbox:
         self._items.append((queue, item))
         if not self._is_waking:
             self._is_waking = True
-            loop.call_soon_threadsafe(self._empty)
+            try:
+                loop.call_soon_threadsafe(self._empty)
+            except RuntimeError:  # the loop is closed: nobody waits
+                self._items.clear()
+                self._is_waking = False
+                raise
 
     def _empty(self) -> None:
         self._is_waking = False  # what comes from now on may come too late for this time

@@ -514,7 +514,7 @@ def _tile_program(
         return TileProgram(1, _TILE_ROWS_FLOAT32, BLOCK_TOKENS, 8 if largest > _LARGE_HEAD else 4, stages)
     if largest > _LARGE_HEAD:
         wide = TileProgram(1, _TILE_ROWS, BLOCK_TOKENS // 2, 8, 2)
-        narrow = TileProgram(1, _TILE_ROWS // 2, BLOCK_TOKENS, 8, stages)
+        narrow = TileProgram(1, _TILE_ROWS // 2, BLOCK_TOKENS // 2, 8, 1)
     else:
         # Where all of a long past is walked: keys and values are read half as often.
         heads = 2 if num_heads // num_kv_heads % 2 == 0 else 1

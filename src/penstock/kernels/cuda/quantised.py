@@ -329,6 +329,8 @@ class GpuProducts:
             found = multiply(x, weight, bias)
             return found if out is None else out.copy_(found)
         out = x.new_empty(num_rows, weight.shape[0]) if out is None else out
+        if not num_rows:
+            return out
         x = x if x.stride(1) == 1 else x.contiguous()
         if is_float:
             fp8.multiply_few(x, weight, bias, out)
