@@ -214,9 +214,10 @@ def test_experts_are_blocks_of_a_gpu_too(
         assert isinstance(weight, QuantisedWeight)
         assert isinstance(values, Tensor)
         assert weight.form.name == form
-        own = kernels.quantised.rows(weight, None, torch.float32)
+        some = torch.arange(0, weight.shape[0], 7)  # of every expert; the interpreter takes its time
+        own = kernels.quantised.rows(weight, some, torch.float32)
         most = {"auto": MOST, "int4": 0.08, "int8": MOST, "fp8": 0.07}[weights]
-        check_close(own, values.flatten(0, 1).double(), most)
+        check_close(own, values.flatten(0, 1)[some].double(), most)
     if weights == "auto":
         bits = stored_bits(source, 16, on_gpu=True)
         assert weight_bytes(kept.config, 2, bits) == pytest.approx(kept.num_weight_bytes, rel=0.01)
