@@ -278,7 +278,7 @@ class Prefix:
         self._publish(start)
 
     def offer(self) -> None:
-        """Offer the disk again what it had no room for."""
+        """Offer the disk what it has not, as it had no room for it or nobody had told it."""
         num_clean = self._num_clean_of(self._cache.num_tokens // BLOCK_TOKENS)
         if self._reuse.store is not None and num_clean > self._num_stored:
             self._put(self._reuse.store, num_clean)
@@ -501,8 +501,7 @@ class Prefix:
         if num_told > self._num_noted:
             self._insert(num_told, self._num_noted)
             self._num_noted = num_told
-        if reuse.store is not None and num_clean > self._num_stored:
-            self._put(reuse.store, num_clean)
+        self.offer()
         if cache.state is not None:
             self._publish_states(cache.state)
         elif not reuse.goes_on_anywhere:
