@@ -1,6 +1,6 @@
 """Requests that come and go at given steps, through a real batcher, with every row of logits kept."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -79,10 +79,11 @@ def new_batcher(
     strict: bool,
     sharing: Sharing | None = None,
     looks_ahead: bool = False,
+    plans_ahead: bool = False,
     depth: int = 1,
 ) -> Batcher:
     schedule = replace(schedule, grid=64) if model.config.has_state else schedule
-    num_slots = (1 + depth) * schedule.max_running + (sharing.max_snapshots if sharing else 0)
+    num_slots = (1 + depth + plans_ahead) * schedule.max_running + (sharing.max_snapshots if sharing else 0)
     windows = WindowRoom(
         schedule.max_running, depth * schedule.chunk_size, sharing.max_snapshots if sharing else 0
     )
@@ -104,6 +105,7 @@ def new_batcher(
         strict=strict,
         reuse=reuse,
         looks_ahead=looks_ahead,
+        plans_ahead=plans_ahead,
         depth=depth,
     )
 
@@ -175,10 +177,12 @@ def serve_with(
     index = 0
     finish = batcher._runner.finish
 
-    def finish_or_fail(step: Step, launched: Launched, sampling: Sequence[Job]) -> StepOutcome:
+    def finish_or_fail(
+        step: Step, launched: Launched, sampling: Sequence[Job], meanwhile: Callable[[], None]
+    ) -> StepOutcome:
         for preemption in step.plan.preemptions:
             next(job for job in jobs if job.id == preemption.request_id)._num_preemptions += 1
-        outcome = finish(step, launched, sampling)
+        outcome = finish(step, launched, sampling, meanwhile)
         error: Exception | None = None
         if index in fails and len(step.plan.spans) > 1:
             error = RuntimeError("as the test wants it")

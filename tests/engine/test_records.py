@@ -139,12 +139,12 @@ def test_an_answer_ends_with_its_last_token_or_the_models_end() -> None:
     made = job()
     made.start(12.0)
     assert made.gap_s(13.0) == 3.0
-    assert [made.goes_on(token) for token in (5, 7)] == [True, False]
+    assert made.may_go_on
+    assert [made.ends_with(token) for token in (5, 7)] == [False, True]
     _, reason = made.take(Choice(5, None), 15.0)
     assert (reason, made.num_generated, made.gap_s(15.5)) == (None, 1, 0.5)
-    assert made.goes_on(5)
     assert made.take(Choice(6, None), 16.0)[1] is None
-    assert not made.goes_on(5)  # the third would be the last
+    assert made.has_last_token  # the third
     assert made.take(Choice(5, None), 18.0)[1] == "length"
     ended = made.end("length", 20.0)
     assert (ended.queue_s, ended.prefill_s, ended.decode_s) == (2.0, 3.0, 3.0)
@@ -156,7 +156,7 @@ def test_an_answer_ends_with_its_last_token_or_the_models_end() -> None:
     assert never.summary("cancelled", 20.0).first_token_s is None
     assert (never.end("cancelled", 20.0).queue_s, never.end("cancelled", 20.0).prefill_s) == (10.0, 0.0)
     never.wants_cancel = True
-    assert not never.goes_on(5)
+    assert not never.may_go_on
 
 
 def test_which_requests_need_all_logits() -> None:

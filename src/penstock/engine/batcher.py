@@ -18,7 +18,7 @@ from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse, share
 from penstock.engine.sampling import Choice
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
-from penstock.engine.step import Launched, SpanInput, Step, StepOutcome, StepRunner
+from penstock.engine.step import Launched, Ready, SpanInput, Step, StepOutcome, StepRunner
 from penstock.errors import (
     CacheFullError,
     MemoryExhaustedError,
@@ -96,10 +96,12 @@ class Notice(NamedTuple):
 
 @dataclass
 class _InFlight:
-    """A step that was begun, and its forward pass once that is launched."""
+    """A step that was begun, and its forward pass once that is launched; of one that awaits tokens, what is ready."""
 
     step: Step
     launched: Launched | None = None
+    ready: Ready | None = None
+    num_arrived: int = 0  # requests, when it was planned
 
     @property
     def has_failed(self) -> bool:
@@ -110,8 +112,9 @@ class Batcher:
     """The requests of one model, over one cache. What is to be told of a step gathers in `notices`.
 
     Up to `depth` steps are in flight, where the device runs behind the host: the next chunks of prompts are launched
-    while it computes. A step that samples ends that, since the next one wants its tokens; unless the depth is more
-    than the device's own: then other requests go on.
+    while it computes. A step that samples ends that, since the next one wants its tokens: that one is planned and
+    made ready as if each request went on, and launched when the tokens are there. Where the depth is more than the
+    device's own, other requests go on.
     """
 
     def __init__(
@@ -126,14 +129,16 @@ class Batcher:
         sizer: ChunkSizer | None = None,
         reuse: Reuse | None = None,
         looks_ahead: bool | None = None,
+        plans_ahead: bool | None = None,
         depth: int | None = None,
         lock: AbstractContextManager[object] | None = None,
         raises: bool = False,
         keeps_logits: bool = False,
         stages: "Pipeline | None" = None,
     ) -> None:
-        """Where it looks ahead, decodes are launched before the step before them is settled; by default, that and the
-        depth are the device's. `lock` guards what is known of requests: it is taken for the short parts of a step.
+        """Where it looks ahead, decodes are launched before the step before them is settled; where it plans ahead, a
+        step is made ready before the tokens of the one before it are known. By default, both and the depth are the
+        device's. `lock` guards what is known of requests: it is taken for the short parts of a step.
 
         With `raises`, what a step of one request raises is raised on, and the request stands where it stood; else the
         request ends with it. `stages` run the layers before the model's."""
@@ -170,6 +175,9 @@ class Batcher:
         self._threads = model.threads
         self._lock = nullcontext() if lock is None else lock
         self._raises = raises
+        # Whether a step is planned while the one before it samples.
+        self._plans_ahead = looks_ahead and self._depth > 1 if plans_ahead is None else plans_ahead
+        self._plans_ahead &= self._waits_for_tokens and not raises
         # Whether a step of decodes goes on with what was launched ahead, and is committed once it ends.
         self._repeats = looks_ahead and self._waits_for_tokens and not raises and space.slots is None
         self._rooms: dict[int, list[Job]] = {}  # of a step that goes on: by where in a block it began
@@ -179,6 +187,7 @@ class Batcher:
         self._ended: OrderedDict[RequestId, tuple[ChunkRecord, ...]] = OrderedDict()
         self._steps: deque[StepRecord] = deque(maxlen=STEPS_SHOWN)
         self._num_steps = 0
+        self._num_arrived = 0
         self.num_begun = 0  # steps, those that failed among them
         # Requests of a step that failed: each runs alone, so that only the one at fault ends.
         self._suspects: deque[RequestId] = deque()
@@ -229,13 +238,16 @@ class Batcher:
             return None
         oldest = self._flight[0]
         assert oldest.launched is not None
-        outcome = self._finish(oldest.step, oldest.launched)
+        outcome = self._finish(oldest.step, oldest.launched, plans_ahead=self._plans_ahead)
+        if len(self._flight) > 1 and self._flight[1].ready is not None:
+            self._launch_ahead(self._flight[1], outcome)
         with self._lock:
             return self.settle(oldest.step, outcome)
 
-    def begin(self) -> Step | None:
-        """Plan a step, take what it preempts, and reserve room for it."""
-        plan = self._schedule()
+    def begin(self, expected: Collection[RequestId] = ()) -> Step | None:
+        """Plan a step, take what it preempts, and reserve room for it; as if these requests, which the newest step in
+        flight samples for, had their tokens."""
+        plan = self._schedule(expected)
         if plan is None:
             return None
         now = time.perf_counter()
@@ -255,7 +267,8 @@ class Batcher:
             raise
         if self._repeats:
             self._make_room_after(plan)
-        step = Step(plan, tuple(inputs), now, self._scheduler.decision)
+        awaited = tuple(planned.request_id for planned in plan.spans if planned.request_id in expected)
+        step = Step(plan, tuple(inputs), now, self._scheduler.decision, awaited=awaited)
         if self._sizer is not None and plan.num_chunk_tokens:
             shape = shape_of(plan)
             step = replace(
@@ -264,7 +277,7 @@ class Batcher:
                 predicted_bytes=self._sizer.predict_bytes(shape),
             )
         self.num_begun += 1
-        self._flight.append(_InFlight(step))
+        self._flight.append(_InFlight(step, num_arrived=self._num_arrived))
         return step
 
     def run(self, step: Step) -> StepOutcome:
@@ -310,6 +323,7 @@ class Batcher:
         num_answer = max(request.max_tokens, 1)
         self._scheduler.add(job.id, job.num_prompt, num_answer, request.owner, request.priority)
         self._jobs[job.id] = job
+        self._num_arrived += 1
 
     def admit(self) -> Collection[RequestId]:
         """Let requests run that have room, and give those that read what is known of their prompts by now. Returns
@@ -365,6 +379,7 @@ class Batcher:
         """End every request, because nothing more can be run. What a broken cache does then is nobody's concern."""
         for job in tuple(self._jobs.values()):
             with suppress(Exception):
+                job.cache.abort()
                 self._end(job, error)
 
     def status(self) -> ServiceStatus:
@@ -432,18 +447,73 @@ class Batcher:
                 f"{least} states are held and {num_snapshots} kept, but {in_use} are in use"
             )
 
-    def _finish(self, step: Step, launched: Launched) -> StepOutcome:
-        """Wait for a step's forward pass; a token for each request that samples."""
+    def _finish(self, step: Step, launched: Launched, *, plans_ahead: bool = False) -> StepOutcome:
+        """Wait for a step's forward pass; a token for each request that samples. What follows is made ready
+        meanwhile."""
         jobs = [self._jobs[planned.request_id] for planned in step.plan.spans if planned.samples]
-        outcome = self._runner.finish(step, launched, jobs)
+        meanwhile = partial(self._make_next_ready, jobs) if plans_ahead else self._runner.expect_after
+        outcome = self._runner.finish(step, launched, jobs, partial(meanwhile, step))
         if self._raises and jobs and isinstance(choice := outcome.choices.get(jobs[0].id), Exception):
             return StepOutcome(error=choice)
-        scheduler = self._scheduler
-        # Where nobody else is here, or could come in, the next step is as this one.
-        is_closed = not scheduler.num_waiting or scheduler.num_running == scheduler.config.max_running
-        if jobs and is_closed and len(jobs) == len(step.inputs) == scheduler.num_running:
-            self._runner.launch_next(jobs, outcome)
+        if jobs and self._is_closed and len(jobs) == len(step.inputs) == self._scheduler.num_running:
+            self._runner.launch_next(jobs, outcome, ends_later=self._plans_ahead)
         return outcome
+
+    @property
+    def _is_closed(self) -> bool:
+        """Nobody else is here, or could come in: after a step of all that run comes one like it."""
+        scheduler = self._scheduler
+        return not scheduler.num_waiting or scheduler.num_running == scheduler.config.max_running
+
+    def _make_next_ready(self, jobs: Sequence[Job], step: Step) -> None:
+        """What follows the oldest step, in which these sample: the same decodes once more, or a step that is planned
+        now, as if each of these went on but those that plainly do not."""
+        goes_on = [job for job in jobs if not (job.has_last_token or job.wants_cancel or job.ending)]
+        is_like_it = len(goes_on) == len(step.inputs) == self._scheduler.num_running and self._is_closed
+        slots = self.space.slots
+        if slots is None and is_like_it:
+            self._runner.expect_after(step)
+        elif slots is None or slots.num_free >= self._scheduler.num_running:
+            with self._lock:
+                if step.num_before:
+                    self._catch_up(self._flight[0])
+                self._plan_next([job.id for job in goes_on])
+
+    def _plan_next(self, expected: Collection[RequestId]) -> None:
+        try:
+            ahead = self.begin(expected)
+        except CacheFullError:  # the step itself meets it
+            return
+        if ahead is not None:
+            try:
+                self._flight[-1].ready = self._runner.prepare(ahead)
+            except Exception:  # as above, if it is more than a moment's
+                self._withdraw_newest()
+
+    def _launch_ahead(self, ahead: _InFlight, outcome: StepOutcome) -> None:
+        """A step that was planned ahead has its tokens; or it is planned anew, with what is known by now."""
+        tokens = {
+            name: choice.token for name, choice in outcome.choices.items() if isinstance(choice, Choice)
+        }
+        awaited = ahead.step.awaited
+        is_as_expected = outcome.error is None and tokens.keys() >= set(awaited)
+        # What ends now runs once more, in vain, but not by itself.
+        is_of_use = len(awaited) < len(ahead.step.inputs) or any(
+            name in tokens and not self._jobs[name].ends_with(tokens[name]) for name in awaited
+        )
+        is_current = self._is_closed or self._num_arrived == ahead.num_arrived
+        if is_as_expected and is_of_use and is_current:
+            ahead.launched = self._runner.launch(ahead.step, ahead.ready, tokens)
+        else:
+            with self._lock:
+                self._withdraw_newest()
+
+    def _withdraw_newest(self) -> None:
+        """Take a step back that was not launched."""
+        plan = self._flight.pop().step.plan
+        for planned in plan.spans:
+            self._jobs[planned.request_id].cache.withdraw()
+        self._scheduler.abort(plan)
 
     def _has_room_in_flight(self) -> bool:
         if not self._flight:
@@ -453,7 +523,7 @@ class Batcher:
         has_to_wait = last.has_failed or (self._waits_for_tokens and last.step.plan.samples)
         return len(self._flight) < self._depth and has_slots and not has_to_wait
 
-    def _schedule(self) -> StepPlan | None:
+    def _schedule(self, expected: Collection[RequestId] = ()) -> StepPlan | None:
         while self._suspects:
             if self._flight:
                 return None
@@ -467,7 +537,7 @@ class Batcher:
                     return None
                 if (plan := self._scheduler.schedule(only=job.id)) is not None:
                     return plan
-        return self._scheduler.schedule(held=held)
+        return self._scheduler.schedule(held=held, expected=expected)
 
     def _preempt(self, preemption: Preemption) -> None:
         job = self._jobs[preemption.request_id]
@@ -489,7 +559,7 @@ class Batcher:
                 ends += job.prefix.states_to_keep(span.start, span.end, num_free)
             ends = sorted(set(ends))
         state = job.cache.reserve(span.start, ends)
-        tokens = job.tokens[span.start : span.end]
+        tokens = job.tokens[span.start : span.end] or (0,)  # it is awaited
         cache = job.cache
         rows = job.rows if is_chunk else None
         return SpanInput(span, tokens, cache.kv_groups, is_chunk, planned.samples, state, rows, cache.is_long)
@@ -512,14 +582,21 @@ class Batcher:
         may_go_on = step.num_before or not step.plan.num_chunk_tokens
         if self._repeats and self._runner.is_ahead and may_go_on:
             self._take_all(outcome.choices, now, ended)
-            if not ended and self._has_room_to_go_on(step):
-                return self._go_on(step, now, seconds)
+            if (self._plans_ahead or not ended) and self._has_room_to_go_on(step):
+                record = self._go_on(step, now, seconds)
+                if ended:
+                    self._catch_up(self._flight[0])
+                for request_id, how in ended.items():
+                    self._end(self._jobs[request_id], how)
+                return record
             self._book(step)
         else:
             self._book(step)
             self._tell_all(step, outcome, now, seconds, ended)
         self._flight.popleft()
-        self._scheduler.commit(step.plan, ended, seconds, step.num_before)
+        # The next step has a span of some already: they are told, and run it in vain.
+        over = [name for name in ended if not self._jobs[name].cache.num_in_flight]
+        self._scheduler.commit(step.plan, over, seconds, step.num_before)
         for request_id, how in ended.items():
             self._end(self._jobs[request_id], how)
         return self._record(step, seconds, outcome.issued)
@@ -528,15 +605,19 @@ class Batcher:
         """The tokens of a step are in the caches, those of so many passes after its first, too."""
         num_more = step.num_before if num_more is None else num_more
         for planned in step.plan.spans:
-            job, span = self._jobs[planned.request_id], planned.span
+            job = self._jobs[planned.request_id]
             if num_more:
-                job.cache.extend(span.end + num_more)
-            job.cache.commit(span.end + num_more)
+                job.cache.extend(planned.span.end + num_more)
+            job.cache.commit(planned.span.end + num_more)
             job.cache.trim()
-            if job.prefix is not None:
-                is_chunk = planned.kind is SpanKind.CHUNK
-                job.prefix.note(job.tokens, span.start, is_chunk=is_chunk)
-            job.cache.slide(planned.resumes_at)
+            self._note(job, planned)
+
+    def _note(self, job: Job, planned: PlannedSpan) -> None:
+        """A span was committed, of which others may want the blocks, and nobody those behind its windows."""
+        if job.prefix is not None:
+            is_chunk = planned.kind is SpanKind.CHUNK
+            job.prefix.note(job.tokens, planned.span.start, is_chunk=is_chunk)
+        job.cache.slide(planned.resumes_at)
 
     def _commit_before(self, step: Step) -> None:
         """End a step that went on before the pass that it is at."""
@@ -544,6 +625,19 @@ class Batcher:
         self._book(step, num_more)
         self._flight.popleft()
         self._scheduler.commit(step.plan, num_before=num_more)
+
+    def _catch_up(self, begun: _InFlight) -> None:
+        """Commit what a step has gone on from: the pass that it is at is a step of its own from now on."""
+        before = begun.step.plan
+        plan = self._scheduler.split(before, begun.step.num_before)
+        inputs: list[SpanInput] = []
+        for old, new in zip(before.spans, plan.spans, strict=True):
+            job = self._jobs[new.request_id]
+            job.cache.extend(new.span.start)
+            job.cache.commit(new.span.start)
+            inputs.append(self._reserve(job, new, num_spans_left=1))  # there is room: it is written to
+            self._note(job, old)
+        begun.step = Step(plan, tuple(inputs), begun.step.started_s)
 
     def _go_on(self, step: Step, now: float, seconds: float) -> StepRecord:
         """The step's decodes go on with what was launched ahead, and their books are done later, all at once: nothing
@@ -591,9 +685,9 @@ class Batcher:
         for planned in step.plan.spans:
             job, span = self._jobs[planned.request_id], planned.span
             is_chunk = planned.kind is SpanKind.CHUNK
-            if job.wants_cancel:
+            if job.wants_cancel or job.ending is not None:
                 if not job.cache.num_in_flight:
-                    ended[job.id] = "cancelled"
+                    ended[job.id] = job.ending or "cancelled"
                 continue
             if is_chunk:
                 chunk = step.explain(planned, job.num_prompt, seconds)
@@ -684,14 +778,25 @@ class Batcher:
             self._jobs[request_id].cache.abort()
         answer = undo(plans[0]) if plans else None
         for job in tuple(self._jobs.values()):
-            if job.wants_cancel:
+            if job.wants_cancel or job.ending is not None:
                 self.cancel(job.id)
         return answer
 
     def _end(self, job: Job, how: FinishReason | Exception) -> None:
-        """Tell how a request ended that the scheduler knows no more, and free all that it holds."""
-        now = time.perf_counter()
+        """Tell how a request ended, once. Unless a step in flight has it still, the scheduler knows it no more: free
+        all that it holds."""
+        if job.ending is None:
+            job.ending = how
+            self._tell_end(job, how)
+        if job.cache.num_in_flight:
+            return
         del self._jobs[job.id]
+        if job.prefix is not None:
+            job.prefix.end()
+        job.cache.free()
+
+    def _tell_end(self, job: Job, how: FinishReason | Exception) -> None:
+        now = time.perf_counter()
         self._ended[job.id] = tuple(job.chunks)
         if len(self._ended) > ENDED_EXPLAINED:
             self._ended.popitem(last=False)
@@ -702,9 +807,6 @@ class Batcher:
         summary = job.summary("error" if isinstance(how, Exception) else how, now)
         for observer in self._observers:
             self._observe(partial(observer.on_end, summary))
-        if job.prefix is not None:
-            job.prefix.end()
-        job.cache.free()
 
     def _tell(self, job: Job, event: Event) -> None:
         self.notices.append(Notice(partial(job.listener, event), job))

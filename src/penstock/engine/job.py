@@ -58,6 +58,9 @@ class Job:
         self._most_tokens = self.num_prompt + request.max_tokens
         self.listener = listener
         self.wants_cancel = False
+        self.ending: FinishReason | Exception | None = (
+            None  # that was told, though a step in flight has it still
+        )
         self._num_losses = self._done_at_loss = 0
         self.chunks: list[ChunkRecord] = []  # of its prompt, as they were run; some twice, if it gave them up
         self.cuts: set[int] = set()  # where spans of its prompt began, ended, or left a state off
@@ -134,10 +137,19 @@ class Job:
     def _is_held(self) -> bool:
         return self._constraint is not None and self._constraint.is_holding
 
-    def goes_on(self, token: int) -> bool:
-        """Whether a token that was chosen is plainly not the last."""
-        is_last = len(self.tokens) + 1 >= self._most_tokens or token in self._eos_ids
-        return not (is_last or self.wants_cancel or self._is_held)
+    @property
+    def has_last_token(self) -> bool:
+        """Whether the answer ends with its next token, whatever that is."""
+        return len(self.tokens) + 1 >= self._most_tokens
+
+    @property
+    def may_go_on(self) -> bool:
+        """Whether its next token may not be the last, and can be followed by another at once."""
+        return not (self.has_last_token or self.wants_cancel or self.ending or self._is_held)
+
+    def ends_with(self, token: int) -> bool:
+        """Whether the answer plainly ends with a token."""
+        return token in self._eos_ids
 
     def lies_on(self, grid: int) -> bool:
         """Whether every span of its prompt began and ended on a grid of so many tokens, but for the prompt's end."""

@@ -1,6 +1,6 @@
 """A step, run: its spans laid out as a forward batch, launched, waited for, and sampled from."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -334,6 +334,7 @@ class Step:
     predicted_bytes: int | None = None
     num_before: int = 0  # passes that its decodes have gone on from, whose tokens are not committed yet
     first: StepRecord | None = None  # of those
+    awaited: tuple[RequestId, ...] = ()  # whose tokens were not known when it was planned
 
     def again(self, first: StepRecord, now: float) -> "Step":
         """It goes on: the same decodes, each a token further."""
@@ -439,6 +440,24 @@ class _Pass(NamedTuple):
     run: Callable[..., Tensor | None]  # of a stage: with the residual of the one before it
 
 
+class Ready(NamedTuple):
+    """A step's passes, and what reads the rows of prompts in the last of them."""
+
+    parts: Sequence[Part]
+    passes: Iterable[_Pass]
+    rows: "_RowReading | None"
+
+    def fill(self, step: Step, tokens: Mapping[RequestId, int]) -> None:
+        """Put the tokens in that were awaited."""
+        for part, made in zip(self.parts, self.passes, strict=True):
+            row = 0
+            for number, item in zip(part.numbers, part.inputs, strict=True):
+                request_id = step.plan.spans[number].request_id
+                if request_id in step.awaited:
+                    made.batch.token_ids[row] = tokens[request_id]
+                row += len(item.span)
+
+
 def parts_of(inputs: Sequence[SpanInput], most: int) -> list[Part]:
     """Decodes by themselves, up to `most` tokens in a pass, then all prompts in one; where `most` is 0, or there are
     no decodes, all in one."""
@@ -511,14 +530,25 @@ class StepRunner:
         self._keeps_logits = keeps_logits
         self.logits: Tensor | None = None  # [rows, vocab] of the last step that sampled, where they are kept
 
-    def launch(self, step: Step) -> Launched:
-        """Start the forward pass. A GPU's is not done when this returns."""
+    def prepare(self, step: Step) -> Ready:
+        """All that can be done for a step before its tokens are known."""
+        ready = self._laid_out(step)
+        ready = ready._replace(passes=list(ready.passes))
+        for made in ready.passes:
+            self._model.prepare(made.batch, self._tensors)
+        return ready
+
+    def launch(
+        self, step: Step, ready: Ready | None = None, tokens: Mapping[RequestId, int] | None = None
+    ) -> Launched:
+        """Start the forward pass; of a step that is ready, with the tokens that were awaited. A GPU's is not done
+        when this returns."""
         try:
+            if ready is not None:
+                ready.fill(step, tokens or {})
             if self._stages is None and (logits := self._lookahead.take(step.inputs)) is not None:
                 return Launched(logits)
-            parts = parts_of(step.inputs, self._most_decodes)
-            rows = self._row_reading(step, parts[-1])  # of prompts, which are in the last
-            passes = self._passes(parts, rows)
+            parts, passes, rows = ready or self._laid_out(step)
             if self._stages is not None:
                 return self._issue(self._stages, parts, passes, rows)
             logits = _joined(parts, [run() for _, run in passes])
@@ -527,8 +557,20 @@ class StepRunner:
         except Exception as error:
             return Launched(error=self._recoverable(error))
 
-    def finish(self, step: Step, launched: Launched, jobs: Sequence[Job]) -> StepOutcome:
-        """Wait for the pass, and choose a token for each of the jobs: those that sample, in the step's order."""
+    def _laid_out(self, step: Step) -> Ready:
+        parts = parts_of(step.inputs, self._most_decodes)
+        rows = self._row_reading(step, parts[-1])  # of prompts, which are in the last
+        return Ready(parts, self._passes(parts, rows), rows)
+
+    def finish(
+        self,
+        step: Step,
+        launched: Launched,
+        jobs: Sequence[Job],
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> StepOutcome:
+        """Wait for the pass, and choose a token for each of the jobs: those that sample, in the step's order. What is
+        to be done `meanwhile` is done before the wait."""
         if launched.error is not None:
             return StepOutcome(error=launched.error)
         try:
@@ -540,7 +582,7 @@ class StepRunner:
                 if launched.wait is not None:
                     launched.wait()
                 return StepOutcome(rows=rows, issued=launched.issued)
-            choices = sample_rows(logits, jobs, partial(self._expect_after, step))
+            choices = sample_rows(logits, jobs, meanwhile)
         except Exception as error:
             return StepOutcome(error=self._recoverable(error))
         if self._keeps_logits:
@@ -548,7 +590,8 @@ class StepRunner:
         chosen = {job.id: choice for job, choice in zip(jobs, choices, strict=True)}
         return StepOutcome(chosen, rows, issued=launched.issued)
 
-    def _expect_after(self, step: Step) -> None:
+    def expect_after(self, step: Step) -> None:
+        """Make ready the same decodes, each a token further."""
         if step.num_before:
             self._lookahead.expect_next()
         else:
@@ -563,16 +606,19 @@ class StepRunner:
         """That pass, which the step at hand goes on with."""
         return Launched(self._lookahead.go_on())
 
-    def launch_next(self, jobs: Sequence[Job], outcome: StepOutcome) -> None:
+    def launch_next(self, jobs: Sequence[Job], outcome: StepOutcome, *, ends_later: bool = False) -> None:
         """Launch the step that follows the one in which these jobs sampled, all that it had, if it is plain that they
-        decode on."""
+        decode on; or some of them, where those that end may do so with it."""
         tokens: list[int] = []
+        num_ending = 0
         for job in jobs:
             choice = outcome.choices.get(job.id)
-            if not isinstance(choice, Choice) or not job.goes_on(choice.token):
+            if not isinstance(choice, Choice) or not job.may_go_on:
                 return
             tokens.append(choice.token)
-        self._lookahead.launch(tokens)
+            num_ending += job.ends_with(choice.token)
+        if not num_ending or (ends_later and num_ending < len(jobs)):
+            self._lookahead.launch(tokens)
 
     def _recoverable(self, error: Exception) -> Exception:
         """The error of a step that can be undone, with its memory given back; others are raised."""

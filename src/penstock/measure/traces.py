@@ -1,7 +1,7 @@
 """One prompt run in several ways, each with all that it leaves behind: logits, keys and values, recurrent states."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig
 from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
+from penstock.plan.step import RequestId
 
 # Logits of one way, at most. Keys and values are compared at every token, whatever this is.
 _LOGITS_BYTES = 256 * 2**20
@@ -266,8 +267,8 @@ class Stepwise(Batcher):
         sequence = self.space.new_sequence()
         return RecordedJob(name, request, sequence, tokenizer, frozenset(), None, lambda event: None)
 
-    def begin(self) -> Step:
-        step = super().begin()
+    def begin(self, expected: Collection[RequestId] = ()) -> Step:
+        step = super().begin(expected)
         assert step is not None, "requests wait, and nothing runs"
         return step
 

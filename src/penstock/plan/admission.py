@@ -59,7 +59,8 @@ class TrackedRequest:
         tokens [num_issued, num_tokens) known, and not in any step yet
 
     It holds `num_held` blocks, those in flight included, and wants `num_wanted` more for its known tokens and the
-    next one. Its next span begins `num_again` tokens before `num_issued`: chunks may overlap.
+    next one. Its next span begins `num_again` tokens before `num_issued`: chunks may overlap. Where it `is_expected`,
+    the last of its tokens is not known yet: a step in flight samples it.
     """
 
     id: RequestId
@@ -77,6 +78,7 @@ class TrackedRequest:
     num_again: int = 0
     kind: SpanKind = SpanKind.CHUNK  # of its next span
     is_running: bool = False
+    is_expected: bool = False
     # The smaller, the longer ago its last chunk was, or its last decode where decodes take turns.
     turn: int = 0
     num_steps_at_token: int = 0  # that were committed when its last token was sampled
@@ -90,6 +92,10 @@ class TrackedRequest:
     def can_run(self) -> bool:
         """Whether a token is known that no step has: else its next one is sampled by a step in flight."""
         return self.num_issued < self.num_tokens
+
+    @property
+    def num_known(self) -> int:
+        return self.num_tokens - self.is_expected
 
     @property
     def next_start(self) -> int:

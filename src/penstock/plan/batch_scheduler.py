@@ -4,7 +4,8 @@ There is no prefill phase and no decode phase: of each request `num_tokens` toke
 cache, and steps let the second catch up with the first. A chunk, a decode and a replay are spans of that gap.
 
 Several steps may be in flight: a plan is *issued* by `schedule`, and ends with `commit` or `abort`, the oldest first.
-A prompt is planned on from where its issued spans end; a request that samples in a step waits for that step's commit.
+A prompt is planned on from where its issued spans end; a request that samples in a step waits for that step's commit,
+or is planned on as if it had its token already: whoever expects that takes the plan back where it comes otherwise.
 """
 
 from bisect import insort
@@ -155,7 +156,7 @@ class BatchScheduler:
     def reads(self, request_id: RequestId) -> bool:
         """Whether it runs, and is in its prompt, or reads again what it had generated."""
         request = self._requests[request_id]
-        return request.is_running and not request.num_prompt <= request.num_run == request.num_tokens - 1
+        return request.is_running and not request.num_prompt <= request.num_run == request.num_known - 1
 
     def view(self, request_id: RequestId) -> RequestView:
         request = self._requests[request_id]
@@ -163,7 +164,7 @@ class BatchScheduler:
         if request.is_running:
             phase = "prompt" if self.reads(request_id) else "decode"
         return RequestView(
-            phase, request.num_prompt, request.num_tokens, request.num_run, request.num_preemptions
+            phase, request.num_prompt, request.num_known, request.num_run, request.num_preemptions
         )
 
     def add(
@@ -233,10 +234,15 @@ class BatchScheduler:
         self._admit(self.config.max_running)
 
     def schedule(
-        self, only: RequestId | None = None, held: Collection[RequestId] | None = None
+        self,
+        only: RequestId | None = None,
+        held: Collection[RequestId] | None = None,
+        expected: Collection[RequestId] = (),
     ) -> StepPlan | None:
         """The next step, or None where there is nothing to run, or nothing before the steps in flight have ended.
         Prompts of `held` requests wait for the step after; where it is given, requests were admitted before.
+        `expected` are those that the newest step in flight gives a token, which is not their last: they are planned
+        on, until an abort, and no other step is planned so before that one is committed.
 
         With `only`, it has a span of that one request, as far as free blocks reach: nothing is admitted or preempted,
         and None says that the request waits, or has no block to go on. Such a step counts as nobody's turn.
@@ -246,11 +252,18 @@ class BatchScheduler:
                 raise StepOrderError("a step of one request alone is asked for while others are in flight")
             alone = self._place_alone(self._requests[only])
             return self._issue(alone, {}, self._turns) if alone else None
-        preempted: dict[RequestId, Preemption] = {}
         if held is None:
             self._admit(self.config.max_running)
+        self._expect(expected)
+        plan = self._plan(held or ())
+        if plan is None:
+            self._expect_nothing()
+        return plan
+
+    def _plan(self, held: Collection[RequestId]) -> StepPlan | None:
+        preempted: dict[RequestId, Preemption] = {}
         while self._running:
-            if not (chosen := self._choose(held or ())):
+            if not (chosen := self._choose(held)):
                 return None  # all that could run are held, or in flight
             if (
                 self._depth > 1
@@ -300,21 +313,34 @@ class BatchScheduler:
                     f"request {request.id!r} has its {request.max_tokens} tokens with this step: "
                     "name it as finished"
                 )
-        self._flight.popleft()
         self._num_committed += 1
-        self._num_repeated = 0
         self._budget.count(plan, seconds, num_before)
-        for planned in plan.spans:
+        self._settle_oldest(num_before)
+        for request_id in set(finished):
+            self._forget(self._requests[request_id])
+
+    def split(self, plan: StepPlan, num_before: int) -> StepPlan:
+        """The oldest step in flight, which was repeated so often, is committed but for its last pass: that is a step
+        of its own, in flight."""
+        self._check_oldest(plan)
+        self._settle_oldest(num_before - 1)
+        requests = [self._requests[planned.request_id] for planned in plan.spans]
+        return self._issue([_Choice(request, request.num_tokens) for request in requests], {}, self._turns)
+
+    def _settle_oldest(self, num_before: int) -> None:
+        """What the oldest step in flight and as many passes before its last did is in the cache."""
+        self._num_repeated = 0
+        for planned in self._flight.popleft().plan.spans:
             request = self._requests[planned.request_id]
             if planned.samples:
                 request.num_steps_at_token = self._num_committed
+            num_new = planned.samples and not request.is_expected
+            request.is_expected = False
             request.stand_at(
                 planned.span.end + num_before,
                 request.num_issued + num_before,
-                request.num_tokens + num_before + planned.samples,
+                request.num_tokens + num_before + num_new,
             )
-        for request_id in set(finished):
-            self._forget(self._requests[request_id])
 
     def abort(self, plan: StepPlan) -> None:
         """The step did not run, nor do those after it: every request stands where it stood. Preemptions stand, what
@@ -323,10 +349,12 @@ class BatchScheduler:
         while True:
             issued = self._flight.pop()
             self._turns = issued.turns
+            self._num_issued -= 1
             for before in issued.before:
                 before.restore()
             if issued.plan is plan:
-                return
+                break
+        self._expect_nothing()
 
     def restart(self) -> None:
         """All that was in the cache is lost: every request reads its known tokens again. No step is in flight."""
@@ -375,6 +403,21 @@ class BatchScheduler:
         )
         num_free = self.num_free_blocks
         assert max(self.limits.num_blocks - num_held, 0) <= num_free <= self.limits.num_blocks
+
+    def _expect(self, request_ids: Collection[RequestId]) -> None:
+        for request in map(self._requests.__getitem__, request_ids):
+            if request.is_expected or request.can_run or request.num_tokens >= request.most_run:
+                raise StepOrderError(
+                    f"request {request.id!r} cannot be expected to go on: it samples no token now"
+                )
+            request.is_expected = True
+            request.stand_at(request.num_run, request.num_issued, request.num_tokens + 1)
+
+    def _expect_nothing(self) -> None:
+        for request in self._running:
+            if request.is_expected:
+                request.is_expected = False
+                request.stand_at(request.num_run, request.num_issued, request.num_tokens - 1)
 
     def _admit(self, max_running: int) -> None:
         """Let requests run that wait and have room."""
