@@ -25,7 +25,7 @@ from penstock.engine.graphs.passes import DECODE_ROWS
 from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse
 from penstock.frontends.server.metrics import Telemetry
-from penstock.layers.forward_batch import ForwardBatch
+from penstock.layers.forward_batch import NO_OVERLAP, ForwardBatch, LateTokens, Overlap
 from penstock.measure.random_weights import FAMILIES, RandomWeights
 from penstock.models.decoder import Decoder
 from penstock.plan.grids import GPU_FEW_ROWS, GPU_ROW_GRID, GPU_TILE, RowLaw
@@ -50,7 +50,9 @@ class _LeftAway:
     def prepare(self, batch: ForwardBatch, caches: CacheTensors) -> None:
         self._prepared = (batch, self._layout(batch, caches).of(batch))
 
-    def run(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> Tensor | None:
+    def run(
+        self, batch: ForwardBatch, model: Decoder, caches: CacheTensors, overlap: Overlap = NO_OVERLAP
+    ) -> Tensor | None:
         if is_decode(batch):
             if self._prepared[0] is not batch:
                 self.prepare(batch, caches)
@@ -67,9 +69,8 @@ class _LeftAway:
     def record_decodes(self, most: int, caches: CacheTensors, *, is_canonical: bool) -> Iterator[None]:
         return iter(())
 
-    def _launch(self, told: NDArray[np.int64], tokens: Sequence[int]) -> Tensor:
-        told[: len(tokens)] = tokens
-        return self._logits[: len(tokens)]
+    def _launch(self, told: NDArray[np.int64], num_tokens: int, late: LateTokens | None) -> Tensor:
+        return self._logits[:num_tokens]
 
     def _layout(self, batch: ForwardBatch, caches: CacheTensors) -> DecodeLayout:
         num_rows = next(size for size in DECODE_ROWS if batch.num_tokens <= size)

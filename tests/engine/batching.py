@@ -15,7 +15,7 @@ from penstock.engine.events import Event, Failed, Finished, GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse
 from penstock.engine.sampler import SamplingParams
-from penstock.engine.sampling import Choice
+from penstock.engine.sampling import Choice, Sampling
 from penstock.engine.step import Launched, Step, StepOutcome
 from penstock.models.decoder import Decoder
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
@@ -178,7 +178,7 @@ def serve_with(
     finish = batcher._runner.finish
 
     def finish_or_fail(
-        step: Step, launched: Launched, sampling: Sequence[Job], meanwhile: Callable[[], None]
+        step: Step, launched: Launched, sampling: Sequence[Job], meanwhile: Callable[[Sampling], None]
     ) -> StepOutcome:
         for preemption in step.plan.preemptions:
             next(job for job in jobs if job.id == preemption.request_id)._num_preemptions += 1
@@ -191,7 +191,7 @@ def serve_with(
         if error is None:
             return outcome
         for job in jobs:  # the logits of a step that is to fail are forgotten
-            if job.id in outcome.choices:
+            if job.id in outcome.choices and job.needs_logits:
                 job.logits.pop()
         return StepOutcome(error=error)
 

@@ -212,7 +212,7 @@ def test_it_is_taken_only_by_who_it_was_launched_for(model: Decoder) -> None:
     step = SpanInput(Span(8, 9), (5,), cache.kv_groups, is_prompt=False, wants_logits=True)
     expected = expect([step], lambda inputs: build_batch(inputs, canon=RowLaw(512)))
     assert expected is not None
-    ahead = expected.launch([7], lambda batch: torch.zeros(1, 300))
+    ahead = expected.launch([7], lambda batch, overlap: torch.zeros(1, 300))
     assert ahead is not None
     own = replace(step, span=Span(9, 10), token_ids=[7])
     assert ahead.is_of([own])

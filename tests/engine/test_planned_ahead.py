@@ -11,6 +11,7 @@ import torch
 from penstock.engine.batcher import Batcher
 from penstock.engine.events import Finished, TokenGenerated
 from penstock.engine.sampler import SamplingParams
+from penstock.engine.sampling import Sampling
 from penstock.engine.step import Launched, Step, StepOutcome
 from penstock.models.decoder import Decoder
 from penstock.plan.policy import ScheduleConfig
@@ -38,12 +39,16 @@ class Said:
         self.ready: list[Step] = []
         self.anew: list[Step] = []
         self.num_withdrawn = self.num_split = 0
-        launch, withdraw = batcher._runner.launch, batcher._withdraw_newest
-        catch_up = batcher._catch_up
+        launch, launch_ready = batcher._runner.launch, batcher._runner.launch_ready
+        withdraw, catch_up = batcher._withdraw_newest, batcher._catch_up
 
-        def launched(step: Step, *given: Any) -> Launched:
-            (self.ready if given else self.anew).append(step)
-            return launch(step, *given)
+        def launched(step: Step) -> Launched:
+            self.anew.append(step)
+            return launch(step)
+
+        def launched_ready(step: Step, *given: Any) -> Launched:
+            self.ready.append(step)
+            return launch_ready(step, *given)
 
         def withdrawn() -> None:
             self.num_withdrawn += 1
@@ -54,6 +59,7 @@ class Said:
             catch_up(begun)
 
         monkeypatch.setattr(batcher._runner, "launch", launched)
+        monkeypatch.setattr(batcher._runner, "launch_ready", launched_ready)
         monkeypatch.setattr(batcher, "_withdraw_newest", withdrawn)
         monkeypatch.setattr(batcher, "_catch_up", caught_up)
 
@@ -72,8 +78,9 @@ def with_ends(model: Decoder, wishes: list[Wish], chance: random.Random) -> list
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_5_text"])
 @pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("on_host", [True, False])
 def test_answers_are_those_of_steps_that_wait(
-    family: str, seed: int, monkeypatch: pytest.MonkeyPatch
+    family: str, seed: int, on_host: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever comes, ends, is cancelled or preempted meanwhile, and where steps fail or the cache is lost."""
     chance = random.Random(seed)
@@ -92,6 +99,7 @@ def test_answers_are_those_of_steps_that_wait(
     cache_tokens = chance.choice([384, 1024, 4096])
     disturbed = {"fails": chance.sample(range(70), 3), "rewinds": chance.sample(range(70), 2)}
     plain = serve(model, wishes, schedule, cache_tokens=cache_tokens, strict=True)
+    monkeypatch.setattr(RecordingJob, "needs_logits", on_host)
     batcher = ahead_of(model, schedule, cache_tokens, sharing=Sharing() if seed % 2 else None)
     said = Said(batcher, monkeypatch)
     ours = serve_with(batcher, wishes, **disturbed)
@@ -200,6 +208,7 @@ def test_decodes_that_go_on_are_one_step_ahead_of_an_end(
     stop = plain[1].generated[20]
     wishes[1] = replace(wishes[1], sampling=SamplingParams(stop_token_ids=(stop,)))
     plain = serve(model, wishes, SCHEDULE, strict=True)
+    monkeypatch.setattr(RecordingJob, "needs_logits", False)
     batcher = ahead_of(model, SCHEDULE, 4096)
     said = Said(batcher, monkeypatch)
     ours = serve_with(batcher, wishes)
@@ -235,6 +244,71 @@ def test_who_arrives_meanwhile_is_in_the_next_step(model: Decoder, monkeypatch: 
         while batcher.has_work:
             batcher.step()
             batcher.check_integrity()
+
+
+def test_what_the_device_has_chosen_is_not_waited_for(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next step is on its way before the host knows a token; not before the last layers are, so that who comes
+    by then is in it."""
+    monkeypatch.setattr(RecordingJob, "needs_logits", False)
+    batcher = ahead_of(model, SCHEDULE, 4096)
+    order: list[str] = []
+    arriving = [new_job(batcher, "late", Wish(tuple(random_prompt(10, seed=77)), 4))]
+
+    def waits() -> None:
+        order.append("waited")
+        if len(order) > 8 and arriving:
+            batcher.add(arriving.pop())
+
+    monkeypatch.setattr(type(batcher._runner._device), "marker", lambda self: waits)
+    jobs, reader = read_beside(model, batcher)
+    order.clear()
+    launch, choices = batcher._runner.launch_ready, Sampling.choices
+
+    def launched(*given: Any) -> Launched:
+        order.append("launched")
+        return launch(*given)
+
+    def chosen(self: Sampling) -> Any:
+        order.append("chosen")
+        return choices(self)
+
+    monkeypatch.setattr(batcher._runner, "launch_ready", launched)
+    monkeypatch.setattr(Sampling, "choices", chosen)
+    said = Said(batcher, monkeypatch)
+    for _ in range(6):
+        batcher.step()
+        batcher.check_integrity()
+    assert order[:15] == 5 * ["waited", "launched", "chosen"]
+    assert said.num_withdrawn == 1
+    while batcher.has_work:
+        batcher.step()
+        batcher.check_integrity()
+    alone = [Wish(tuple(random_prompt(20 + index, seed=index)), 40) for index in range(2)]
+    assert [job.generated for job in jobs] == [job.generated for job in serve(model, alone, SCHEDULE)]
+    assert len(reader.generated) == 4
+
+
+def test_a_row_without_a_token_fails_alone(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step is launched by then, and what it was given for the row is nobody's."""
+    monkeypatch.setattr(RecordingJob, "needs_logits", False)
+    batcher = ahead_of(model, SCHEDULE, 4096, sharing=Sharing())
+    jobs, reader = read_beside(model, batcher)
+    choices = Sampling.choices
+
+    def one_fails(self: Sampling) -> Any:
+        monkeypatch.setattr(Sampling, "choices", choices)
+        return [ValueError("as the test wants it"), *choices(self)[1:]]
+
+    monkeypatch.setattr(Sampling, "choices", one_fails)
+    while batcher.has_work:
+        batcher.step()
+        batcher.check_integrity()
+    while batcher.notices:
+        batcher.notices.popleft().tell()
+    assert [job.outcome for job in (*jobs, reader)] == ["Failed", "length", "length"]
+    assert [len(job.generated) for job in (jobs[1], reader)] == [40, 4]
 
 
 def test_where_no_token_could_be_chosen_the_next_step_is_planned_anew(

@@ -16,9 +16,9 @@ from penstock.cache.space import CacheSpace
 from penstock.engine.events import ChunkRecord, Event, Failed, FinishReason, GenerationRequest
 from penstock.engine.job import Job
 from penstock.engine.reuse import Reuse, share
-from penstock.engine.sampling import Choice
+from penstock.engine.sampling import Choice, Sampling
 from penstock.engine.status import CacheStatus, Observer, ReuseStatus, ServiceStatus, StepRecord
-from penstock.engine.step import Launched, Ready, SpanInput, Step, StepOutcome, StepRunner
+from penstock.engine.step import LateOnes, Launched, Ready, SpanInput, Step, StepOutcome, StepRunner
 from penstock.errors import (
     CacheFullError,
     MemoryExhaustedError,
@@ -162,12 +162,16 @@ class Batcher:
         )
         self._sizer = sizer
         looks_ahead = model.can_record and self._waits_for_tokens if looks_ahead is None else looks_ahead
+        # Whether a step is planned while the one before it samples.
+        self._plans_ahead = looks_ahead and self._depth > 1 if plans_ahead is None else plans_ahead
+        self._plans_ahead &= self._waits_for_tokens and not raises and stages is None
         self._runner = StepRunner(
             model,
             canon,
             space,
             strict=strict,
             looks_ahead=looks_ahead,
+            overlaps=self._plans_ahead,
             keeps_logits=keeps_logits,
             stages=stages,
         )
@@ -175,9 +179,6 @@ class Batcher:
         self._threads = model.threads
         self._lock = nullcontext() if lock is None else lock
         self._raises = raises
-        # Whether a step is planned while the one before it samples.
-        self._plans_ahead = looks_ahead and self._depth > 1 if plans_ahead is None else plans_ahead
-        self._plans_ahead &= self._waits_for_tokens and not raises
         # Whether a step of decodes goes on with what was launched ahead, and is committed once it ends.
         self._repeats = looks_ahead and self._waits_for_tokens and not raises and space.slots is None
         self._rooms: dict[int, list[Job]] = {}  # of a step that goes on: by where in a block it began
@@ -239,7 +240,7 @@ class Batcher:
         oldest = self._flight[0]
         assert oldest.launched is not None
         outcome = self._finish(oldest.step, oldest.launched, plans_ahead=self._plans_ahead)
-        if len(self._flight) > 1 and self._flight[1].ready is not None:
+        if len(self._flight) > 1 and self._flight[1].launched is None:
             self._launch_ahead(self._flight[1], outcome)
         with self._lock:
             return self.settle(oldest.step, outcome)
@@ -451,12 +452,14 @@ class Batcher:
         """Wait for a step's forward pass; a token for each request that samples. What follows is made ready
         meanwhile."""
         jobs = [self._jobs[planned.request_id] for planned in step.plan.spans if planned.samples]
-        meanwhile = partial(self._make_next_ready, jobs) if plans_ahead else self._runner.expect_after
-        outcome = self._runner.finish(step, launched, jobs, partial(meanwhile, step))
+        meanwhile = self._follow if plans_ahead else self._expect_like_it
+        outcome = self._runner.finish(step, launched, jobs, partial(meanwhile, step, jobs))
         if self._raises and jobs and isinstance(choice := outcome.choices.get(jobs[0].id), Exception):
             return StepOutcome(error=choice)
-        if jobs and self._is_closed and len(jobs) == len(step.inputs) == self._scheduler.num_running:
-            self._runner.launch_next(jobs, outcome, ends_later=self._plans_ahead)
+        if self._is_closed and len(jobs) == len(step.inputs) == self._scheduler.num_running:
+            tokens = [choice.token for choice in outcome.choices.values() if isinstance(choice, Choice)]
+            if len(tokens) == len(jobs):
+                self._runner.launch_next(jobs, tokens)
         return outcome
 
     @property
@@ -465,23 +468,30 @@ class Batcher:
         scheduler = self._scheduler
         return not scheduler.num_waiting or scheduler.num_running == scheduler.config.max_running
 
-    def _make_next_ready(self, jobs: Sequence[Job], step: Step) -> None:
-        """What follows the oldest step, in which these sample: the same decodes once more, or a step that is planned
-        now, as if each of these went on but those that plainly do not."""
+    def _expect_like_it(self, step: Step, jobs: Sequence[Job], sampling: Sampling) -> None:
+        self._runner.expect_after(step)
+
+    def _follow(self, step: Step, jobs: Sequence[Job], sampling: Sampling) -> None:
+        """While the oldest step is computed, in which these sample: launch what follows, or make it ready where the
+        host has to choose tokens. It is the same decodes once more; or a step that is planned now, as if each of
+        these went on but those that plainly do not. Who ends unforeseen runs once more, in vain."""
         goes_on = [job for job in jobs if not (job.has_last_token or job.wants_cancel or job.ending)]
         is_like_it = len(goes_on) == len(step.inputs) == self._scheduler.num_running and self._is_closed
         slots = self.space.slots
         if slots is None and is_like_it:
             self._runner.expect_after(step)
+            self._runner.launch_next(jobs, sampling.tokens())
         elif slots is None or slots.num_free >= self._scheduler.num_running:
             with self._lock:
                 if step.num_before:
                     self._catch_up(self._flight[0])
-                self._plan_next([job.id for job in goes_on])
+                self._plan_next(goes_on)
+            if len(self._flight) > 1 and (tokens := sampling.tokens()) is not None:
+                self._launch_late(goes_on, LateOnes([job.id for job in jobs], tokens))
 
-    def _plan_next(self, expected: Collection[RequestId]) -> None:
+    def _plan_next(self, goes_on: Sequence[Job]) -> None:
         try:
-            ahead = self.begin(expected)
+            ahead = self.begin([job.id for job in goes_on])
         except CacheFullError:  # the step itself meets it
             return
         if ahead is not None:
@@ -490,20 +500,36 @@ class Batcher:
             except Exception:  # as above, if it is more than a moment's
                 self._withdraw_newest()
 
+    def _launch_late(self, goes_on: Sequence[Job], tokens: LateOnes) -> None:
+        """The step that is ready, before the host has its tokens; but not sooner than the device wants it, since who
+        comes by then is to be in it."""
+        oldest = self._flight[0].launched
+        if oldest is not None and oldest.nearly is not None:
+            oldest.nearly()
+            if not self._is_current(self._flight[1]):
+                with self._lock:
+                    self._withdraw_newest()
+                    self._plan_next(goes_on)
+        if len(self._flight) > 1 and (ready := self._flight[1].ready) is not None:
+            self._flight[1].launched = self._runner.launch_ready(self._flight[1].step, ready, tokens)
+
+    def _is_current(self, ahead: _InFlight) -> bool:
+        """Whether nobody came since it was planned who could be in it."""
+        return self._is_closed or self._num_arrived == ahead.num_arrived
+
     def _launch_ahead(self, ahead: _InFlight, outcome: StepOutcome) -> None:
-        """A step that was planned ahead has its tokens; or it is planned anew, with what is known by now."""
+        """The step that is ready has its tokens; or it is planned anew, with what is known by now."""
         tokens = {
             name: choice.token for name, choice in outcome.choices.items() if isinstance(choice, Choice)
         }
         awaited = ahead.step.awaited
         is_as_expected = outcome.error is None and tokens.keys() >= set(awaited)
-        # What ends now runs once more, in vain, but not by itself.
+        # What ends now runs once more, but not by itself.
         is_of_use = len(awaited) < len(ahead.step.inputs) or any(
             name in tokens and not self._jobs[name].ends_with(tokens[name]) for name in awaited
         )
-        is_current = self._is_closed or self._num_arrived == ahead.num_arrived
-        if is_as_expected and is_of_use and is_current:
-            ahead.launched = self._runner.launch(ahead.step, ahead.ready, tokens)
+        if is_as_expected and is_of_use and self._is_current(ahead) and ahead.ready is not None:
+            ahead.launched = self._runner.launch_ready(ahead.step, ahead.ready, tokens)
         else:
             with self._lock:
                 self._withdraw_newest()
@@ -614,7 +640,8 @@ class Batcher:
 
     def _note(self, job: Job, planned: PlannedSpan) -> None:
         """A span was committed, of which others may want the blocks, and nobody those behind its windows."""
-        if job.prefix is not None:
+        # What ran in vain has a token that is not the request's.
+        if job.prefix is not None and job.cache.num_tokens <= len(job.tokens):
             is_chunk = planned.kind is SpanKind.CHUNK
             job.prefix.note(job.tokens, planned.span.start, is_chunk=is_chunk)
         job.cache.slide(planned.resumes_at)

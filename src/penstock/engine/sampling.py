@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,37 +54,56 @@ class PlainRow:
         return Choice(self.sampler.sample(logits, self.tokens), None)
 
 
-def sample_rows(
-    logits: Tensor, rows: Sequence[SampledRow], meanwhile: Callable[[], None] = lambda: None
-) -> list[Choice | Exception]:
-    """A choice for each row of logits [rows, vocab], float32; or the error that there was in making it. `meanwhile`
-    is done while the device computes, before the host waits for it."""
-    can_draw = device_kind(logits.device).draws
-    ways: dict[_Way, list[int]] = {}
-    for place, row in enumerate(rows):
-        ways.setdefault(_way_of(row, can_draw), []).append(place)
-    choices: dict[int, Choice | Exception] = {}
-    places: list[int] = []
-    found: list[Tensor] = []
-    for way, choose in _TOGETHER.items():
-        if own := ways.get(way):
-            places += own
-            found.append(choose(_rows_of(logits, own), [rows[place].sampler for place in own]))
-    meanwhile()
-    if found:
-        on_host = (torch.cat(found, dim=1) if len(found) > 1 else found[0]).cpu()
-        largest = on_host[1].view(torch.float32).tolist()
-        for place, token, value in zip(places, on_host[0].tolist(), largest, strict=True):
-            choices[place] = Choice(token, None) if isfinite(value) else _none_of(value)
-    alone = ways.get("alone", [])
-    is_on_host = logits.is_cpu
-    copied = logits if is_on_host or not alone else logits[alone].cpu()
-    for index, place in enumerate(alone):
-        try:
-            choices[place] = rows[place].choose(copied[place if is_on_host else index])
-        except Exception as error:
-            choices[place] = error
-    return [choices[place] for place in range(len(rows))]
+class Sampling:
+    """A choice for each row of logits [rows, vocab], float32. What the device can choose it does at once, and the
+    host learns of it in one copy."""
+
+    def __init__(self, logits: Tensor, rows: Sequence[SampledRow]) -> None:
+        self._logits = logits
+        self._rows = rows
+        self._device = device_kind(logits.device)
+        ways: dict[_Way, list[int]] = {}
+        for place, row in enumerate(rows):
+            ways.setdefault(_way_of(row, self._device.draws), []).append(place)
+        self._places: list[int] = []
+        found: list[Tensor] = []
+        for way, choose in _TOGETHER.items():
+            if own := ways.get(way):
+                self._places += own
+                found.append(choose(_rows_of(logits, own), [rows[place].sampler for place in own]))
+        self._alone = ways.get("alone", [])
+        self._found = (torch.cat(found, dim=1) if len(found) > 1 else found[0]) if found else None
+        self._fetch = None if self._found is None else self._device.fetched(self._found)
+
+    def tokens(self) -> Tensor | None:
+        """[rows] as the device has chosen them; None where the host chooses some."""
+        if self._found is None or self._alone:
+            return None
+        if self._places == sorted(self._places):
+            return self._found[0]
+        return self._found[0][self._device.copied(np.argsort(self._places))]
+
+    def choices(self) -> list[Choice | Exception]:
+        """Waits for all of them; of a row that has none, the error that there was in making it."""
+        choices: dict[int, Choice | Exception] = {}
+        if self._fetch is not None:
+            on_host = self._fetch()
+            largest = on_host[1].view(torch.float32).tolist()
+            for place, token, value in zip(self._places, on_host[0].tolist(), largest, strict=True):
+                choices[place] = Choice(token, None) if isfinite(value) else _none_of(value)
+        is_on_host = self._logits.is_cpu
+        copied = self._logits if is_on_host or not self._alone else self._logits[self._alone].cpu()
+        for index, place in enumerate(self._alone):
+            try:
+                choices[place] = self._rows[place].choose(copied[place if is_on_host else index])
+            except Exception as error:
+                choices[place] = error
+        return [choices[place] for place in range(len(self._rows))]
+
+
+def sample_rows(logits: Tensor, rows: Sequence[SampledRow]) -> list[Choice | Exception]:
+    """A choice for each row, waited for."""
+    return Sampling(logits, rows).choices()
 
 
 def _way_of(row: SampledRow, can_draw: bool) -> _Way:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from penstock.engine.events import ChunkRecord
 from penstock.engine.graphs import record_passes
 from penstock.engine.job import Job
 from penstock.engine.prompt_rows import PromptRows
-from penstock.engine.sampling import Choice, sample_rows
+from penstock.engine.sampling import Choice, Sampling
 from penstock.engine.status import LaterSpans, SpanRecord, StepRecord
 from penstock.errors import StageLostError, is_out_of_memory
 from penstock.kernels.device import device_kind
@@ -29,7 +29,7 @@ from penstock.kernels.spans import (
     StateWork,
     WrittenPlaces,
 )
-from penstock.layers.forward_batch import ForwardBatch
+from penstock.layers.forward_batch import ForwardBatch, LateTokens, Overlap
 from penstock.models.decoder import Decoder, FollowingPasses
 from penstock.plan.grids import JOINED_TOKENS, RowLaw
 from penstock.plan.sizing import SizeDecision
@@ -176,7 +176,8 @@ def _state_rows(item: SpanInput, row_of_start: int) -> list[StateRows]:
 
 @dataclass(frozen=True)
 class PassAhead:
-    """A pass over decodes of these tokens, and where all that they see lay when it was launched."""
+    """A pass over decodes of these tokens, if the host knew them, and where all that they see lay when it was
+    launched."""
 
     inputs: tuple[SpanInput, ...]
     tokens: tuple[int, ...]
@@ -186,7 +187,7 @@ class PassAhead:
 
     def is_of(self, inputs: Sequence[SpanInput]) -> bool:
         """Whether it is the pass that these inputs want."""
-        return len(inputs) == len(self.inputs) and all(
+        return len(inputs) == len(self.inputs) == len(self.tokens) and all(
             item.kv_groups == own.kv_groups
             and item.span == own.span
             and not item.is_prompt
@@ -205,16 +206,20 @@ class ExpectedPass:
     batch: ForwardBatch
 
     def launch(
-        self, tokens: Sequence[int], forward: Callable[[ForwardBatch], Tensor | None]
+        self,
+        tokens: Sequence[int] | LateTokens,
+        forward: Callable[[ForwardBatch, Overlap], Tensor | None],
     ) -> PassAhead | None:
         """With the tokens that were chosen; None where it cannot be."""
-        self.batch.token_ids[: len(tokens)] = tokens
+        late = tokens if isinstance(tokens, LateTokens) else None
+        known = () if isinstance(tokens, LateTokens) else tuple(tokens)
+        self.batch.token_ids[: len(known)] = known
         try:
-            logits = forward(self.batch)
+            logits = forward(self.batch, Overlap(late))
         except Exception:  # if it is more than a moment's, the step itself meets it
             return None
         assert logits is not None  # of a decode they are always wanted
-        return PassAhead(self.inputs, tuple(tokens), self.extents, logits, self.batch)
+        return PassAhead(self.inputs, known, self.extents, logits, self.batch)
 
 
 def expect(
@@ -290,13 +295,18 @@ class LookAhead:
         self._model.prepare(batch, self._tensors)
         return batch
 
-    def launch(self, tokens: Sequence[int]) -> None:
+    def launch(self, tokens: Sequence[int] | LateTokens) -> None:
         """What is expected, with the tokens that were chosen."""
         expected, self._expected = self._expected, None
         if isinstance(expected, ExpectedPass):
-            self._ahead = expected.launch(tokens, lambda batch: self._model.forward(batch, self._tensors))
+            self._ahead = expected.launch(tokens, self._forward)
         elif expected is not None:
             self._ahead = expected.launch(tokens)
+
+    def _forward(self, batch: ForwardBatch, overlap: Overlap) -> Tensor | None:
+        if overlap.late is None:
+            return self._model.forward(batch, self._tensors)
+        return self._model.forward(batch, self._tensors, overlap=overlap)
 
     @property
     def is_ahead(self) -> bool:
@@ -315,9 +325,14 @@ class LookAhead:
         )
         return ahead.logits
 
+    def forget(self) -> None:
+        """What comes next is something else."""
+        self._ahead = self._expected = self._following = None
+
     def take(self, inputs: Sequence[SpanInput]) -> Tensor | None:
         """The logits of these, where they are what was launched; all that was expected is forgotten in any case."""
-        ahead, self._ahead, self._expected, self._following = self._ahead, None, None, None
+        ahead = self._ahead
+        self.forget()
         return ahead.logits if isinstance(ahead, PassAhead) and ahead.is_of(inputs) else None
 
 
@@ -400,6 +415,7 @@ class Launched:
     run: Callable[[], Tensor | None] | None = None
     issued: int | None = None
     rows: "_RowReading | None" = None
+    nearly: Callable[[], None] | None = None  # waits until all but the last layers are done
 
 
 class _RowReading:
@@ -440,6 +456,19 @@ class _Pass(NamedTuple):
     run: Callable[..., Tensor | None]  # of a stage: with the residual of the one before it
 
 
+class LateOnes(NamedTuple):
+    """Tokens that the device has, one for each of these requests, and the host learns of later."""
+
+    names: Sequence[RequestId]
+    tokens: Tensor
+
+    def put(self, rows: Sequence[int], names: Sequence[RequestId]) -> LateTokens | None:
+        if not rows:
+            return None
+        place_of = {name: place for place, name in enumerate(self.names)}
+        return LateTokens(np.array(rows), np.array([place_of[name] for name in names]), self.tokens)
+
+
 class Ready(NamedTuple):
     """A step's passes, and what reads the rows of prompts in the last of them."""
 
@@ -447,15 +476,13 @@ class Ready(NamedTuple):
     passes: Iterable[_Pass]
     rows: "_RowReading | None"
 
-    def fill(self, step: Step, tokens: Mapping[RequestId, int]) -> None:
-        """Put the tokens in that were awaited."""
+    def awaited(self, step: Step) -> Iterator[tuple[_Pass, list[int], list[RequestId]]]:
+        """Of each pass, the rows whose tokens were not known, and whose they are."""
         for part, made in zip(self.parts, self.passes, strict=True):
-            row = 0
-            for number, item in zip(part.numbers, part.inputs, strict=True):
-                request_id = step.plan.spans[number].request_id
-                if request_id in step.awaited:
-                    made.batch.token_ids[row] = tokens[request_id]
-                row += len(item.span)
+            starts = [0, *accumulate(len(item.span) for item in part.inputs)]
+            ids = [step.plan.spans[number].request_id for number in part.numbers]
+            found = [(start, name) for start, name in zip(starts, ids, strict=False) if name in step.awaited]
+            yield made, [start for start, _ in found], [name for _, name in found]
 
 
 def parts_of(inputs: Sequence[SpanInput], most: int) -> list[Part]:
@@ -514,10 +541,12 @@ class StepRunner:
         *,
         strict: bool = False,
         looks_ahead: bool = False,
+        overlaps: bool = False,
         keeps_logits: bool = False,
         stages: "Pipeline | None" = None,
     ) -> None:
-        """`stages` run the layers before the model's, which is the last of them."""
+        """Where it `overlaps`, passes say when they are nearly over. `stages` run the layers before the model's,
+        which is the last of them."""
         record_passes(model)
         self._stages = stages
         self._space_number = 0 if stages is None else stages.caches.open_space(space)
@@ -527,6 +556,7 @@ class StepRunner:
         self._build = partial(build_batch, canon=canon, strict=strict)
         self._most_decodes = canon.free_decodes if strict else 0  # in a pass; 0: any
         self._lookahead = LookAhead(model, space, self._build, is_wanted=looks_ahead)
+        self._overlaps = overlaps
         self._keeps_logits = keeps_logits
         self.logits: Tensor | None = None  # [rows, vocab] of the last step that sampled, where they are kept
 
@@ -538,24 +568,50 @@ class StepRunner:
             self._model.prepare(made.batch, self._tensors)
         return ready
 
-    def launch(
-        self, step: Step, ready: Ready | None = None, tokens: Mapping[RequestId, int] | None = None
-    ) -> Launched:
-        """Start the forward pass; of a step that is ready, with the tokens that were awaited. A GPU's is not done
-        when this returns."""
+    def launch(self, step: Step) -> Launched:
+        """Start the forward pass. A GPU's is not done when this returns."""
         try:
-            if ready is not None:
-                ready.fill(step, tokens or {})
             if self._stages is None and (logits := self._lookahead.take(step.inputs)) is not None:
                 return Launched(logits)
-            parts, passes, rows = ready or self._laid_out(step)
+            ready = self._laid_out(step)
             if self._stages is not None:
-                return self._issue(self._stages, parts, passes, rows)
-            logits = _joined(parts, [run() for _, run in passes])
-            # Of a step that samples, the tokens are waited for.
-            return Launched(logits, self._device.marker() if logits is None else None, rows=rows)
+                return self._issue(self._stages, *ready)
+            return self._launched(ready, [None] * len(ready.parts))
         except Exception as error:
             return Launched(error=self._recoverable(error))
+
+    def launch_ready(self, step: Step, ready: Ready, tokens: Mapping[RequestId, int] | LateOnes) -> Launched:
+        """The same of a step that was made ready, with the tokens that were awaited."""
+        self._lookahead.forget()
+        late: list[LateTokens | None] = []
+        try:
+            for made, rows, names in ready.awaited(step):
+                if isinstance(tokens, LateOnes):
+                    late.append(tokens.put(rows, names))
+                else:
+                    made.batch.token_ids[rows] = [tokens[name] for name in names]
+                    late.append(None)
+            return self._launched(ready, late)
+        except Exception as error:
+            return Launched(error=self._recoverable(error))
+
+    def _launched(self, ready: Ready, late: Sequence[LateTokens | None]) -> Launched:
+        nearly: list[Callable[[], None] | None] = [None]
+
+        def mark() -> None:
+            nearly[0] = self._device.marker()
+
+        marks = mark if self._overlaps else None
+        logits = _joined(
+            ready.parts,
+            [
+                made.run(overlap=Overlap(tokens, marks)) if tokens or marks else made.run()
+                for made, tokens in zip(ready.passes, late, strict=True)
+            ],
+        )
+        # Of a step that samples, the tokens are waited for.
+        wait = self._device.marker() if logits is None else None
+        return Launched(logits, wait, rows=ready.rows, nearly=nearly[0])
 
     def _laid_out(self, step: Step) -> Ready:
         parts = parts_of(step.inputs, self._most_decodes)
@@ -567,7 +623,7 @@ class StepRunner:
         step: Step,
         launched: Launched,
         jobs: Sequence[Job],
-        meanwhile: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[Sampling], None] = lambda sampling: None,
     ) -> StepOutcome:
         """Wait for the pass, and choose a token for each of the jobs: those that sample, in the step's order. What is
         to be done `meanwhile` is done before the wait."""
@@ -582,7 +638,9 @@ class StepRunner:
                 if launched.wait is not None:
                     launched.wait()
                 return StepOutcome(rows=rows, issued=launched.issued)
-            choices = sample_rows(logits, jobs, meanwhile)
+            sampling = Sampling(logits, jobs)
+            meanwhile(sampling)
+            choices = sampling.choices()
         except Exception as error:
             return StepOutcome(error=self._recoverable(error))
         if self._keeps_logits:
@@ -606,18 +664,14 @@ class StepRunner:
         """That pass, which the step at hand goes on with."""
         return Launched(self._lookahead.go_on())
 
-    def launch_next(self, jobs: Sequence[Job], outcome: StepOutcome, *, ends_later: bool = False) -> None:
-        """Launch the step that follows the one in which these jobs sampled, all that it had, if it is plain that they
-        decode on; or some of them, where those that end may do so with it."""
-        tokens: list[int] = []
-        num_ending = 0
-        for job in jobs:
-            choice = outcome.choices.get(job.id)
-            if not isinstance(choice, Choice) or not job.may_go_on:
-                return
-            tokens.append(choice.token)
-            num_ending += job.ends_with(choice.token)
-        if not num_ending or (ends_later and num_ending < len(jobs)):
+    def launch_next(self, jobs: Sequence[Job], tokens: Sequence[int] | Tensor | None = None) -> None:
+        """Launch the step that follows the one in which these jobs sampled, all that it had, with these tokens, if it
+        is plain that they decode on; where the host is yet to learn of tokens, some may have ended by then."""
+        if tokens is None or not all(job.may_go_on for job in jobs):
+            return
+        if isinstance(tokens, Tensor):
+            self._lookahead.launch(LateTokens.in_order(tokens))
+        elif not any(job.ends_with(token) for job, token in zip(jobs, tokens, strict=True)):
             self._lookahead.launch(tokens)
 
     def _recoverable(self, error: Exception) -> Exception:

@@ -99,6 +99,11 @@ class DeviceKind:
     def _staged(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array))
 
+    def fetched(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Copy a tensor to the host, behind what was launched by now and before all that is later; how to wait for
+        it."""
+        return tensor.cpu
+
     # What bits and times depend on
 
     def dtype(self, name: str) -> torch.dtype:
@@ -180,6 +185,17 @@ class _Cuda(DeviceKind):
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event.synchronize
+
+    def fetched(self, tensor: Tensor) -> Callable[[], Tensor]:
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        pinned.copy_(tensor, non_blocking=True)
+        wait = self.marker()
+
+        def fetch() -> Tensor:
+            wait()
+            return pinned
+
+        return fetch
 
     def _empty_cache(self) -> None:
         torch.cuda.empty_cache()

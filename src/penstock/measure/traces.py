@@ -19,7 +19,7 @@ from penstock.engine.sampling import Choice
 from penstock.engine.status import StepRecord
 from penstock.engine.step import Step, StepOutcome
 from penstock.kernels.spans import AttendedSpan, AttentionWork, part_of
-from penstock.layers.forward_batch import ForwardBatch
+from penstock.layers.forward_batch import NO_OVERLAP, ForwardBatch, Overlap
 from penstock.models.decoder import Decoder, ReadRows
 from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig
@@ -117,6 +117,7 @@ class WatchedDecoder(Decoder):
         caches: CacheTensors,
         residual: Tensor | None = None,
         read: ReadRows | None = None,
+        overlap: Overlap = NO_OVERLAP,
     ) -> Tensor | None:
         rows, indices = self._watched(batch)
         if rows:
@@ -125,7 +126,7 @@ class WatchedDecoder(Decoder):
             self._out[indices] = seen.to(self._out.device)
             if not batch.num_logits:
                 return None
-        return self._model.forward(batch, caches, residual, read)
+        return self._model.forward(batch, caches, residual, read, overlap)
 
     @property
     def cache_spec(self) -> CacheSpec:

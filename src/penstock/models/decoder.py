@@ -18,7 +18,7 @@ from penstock.kernels.probe import GROUPED, ProbeShapes, ProductShape
 from penstock.kernels.quantised import DenseLayer, DenseProduct, QuantisedWeight, Weight
 from penstock.kernels.threads import StepThreads, num_threads
 from penstock.layers.attention import Attention
-from penstock.layers.forward_batch import ForwardBatch, ForwardPass
+from penstock.layers.forward_batch import NO_OVERLAP, ForwardBatch, ForwardPass, LateTokens, Overlap
 from penstock.layers.latent import LatentAttention
 from penstock.layers.linear import Linear
 from penstock.layers.mlp import MLP, ExpertMLP, NoBlock
@@ -71,7 +71,9 @@ ReadRows = Callable[[Tensor], Tensor | None]
 class RecordedPass(Protocol):
     """A pass that a device has recorded."""
 
-    def run(self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors) -> Tensor | None:
+    def run(
+        self, batch: ForwardBatch, model: "Decoder", caches: CacheTensors, overlap: Overlap = NO_OVERLAP
+    ) -> Tensor | None:
         """What `Decoder.forward` gives."""
 
 
@@ -81,7 +83,7 @@ class FollowingPasses(Protocol):
     def advance(self) -> bool:
         """Make the next one ready, for which there is room in the cache. False: it is not one of them any more."""
 
-    def launch(self, tokens: Sequence[int]) -> Tensor | None:
+    def launch(self, tokens: Sequence[int] | LateTokens) -> Tensor | None:
         """Start it, with its tokens: its logits. None where it could not be."""
 
 
@@ -275,6 +277,7 @@ class Decoder:
         caches: CacheTensors,
         residual: Tensor | None = None,
         read: ReadRows | None = None,
+        overlap: Overlap = NO_OVERLAP,
     ) -> Tensor | None:
         """Run a batch: what later tokens need of it goes into the caches. Returns logits [num_logits, vocab] in
         float32, or None where none are wanted; of a stage without the head, the residual [rows, hidden]. With `read`,
@@ -284,12 +287,14 @@ class Decoder:
         check_places(batch, caches)
         recorded = self.recorded if read is None else None
         if recorded is not None and (found := recorded.find(batch, caches)) is not None:
-            return found.run(batch, self, caches)
+            return found.run(batch, self, caches, overlap)
         rows = batch.positions  # of rotary tables
         if self._has_long_rows:
             rows = 2 * rows + (batch.long_rows if len(batch.long_rows) else 0)
         numbers = (batch.token_ids, rows, batch.logit_rows)
         token_ids, positions, logit_rows = device_kind(self.device).all_copied(numbers)
+        if overlap.late is not None:
+            overlap.late.put_into(token_ids)
         with self.threads:
             # No name for what enters: it would live as long as the pass.
             return self.run_layers(
@@ -297,7 +302,13 @@ class Decoder:
                 self.begin_pass(batch, caches, positions),
                 logit_rows,
                 read,
+                overlap.nearly,
             )
+
+    @property
+    def first_of_last(self) -> int:
+        """The layer at which a pass is nearly over: the host has time left to launch another."""
+        return max(len(self.layers) - max(len(self.layers) // 8, 2), 0)
 
     def begin_pass(self, batch: ForwardBatch, caches: CacheTensors, positions: Tensor) -> ForwardPass:
         """What the layers are told of a batch whose positions [rows], as rows of rotary tables, are on the device."""
@@ -320,10 +331,15 @@ class Decoder:
         return self.layers[0].mixer_norm(x, self.kernels)
 
     def run_layers(
-        self, x: Tensor, step: ForwardPass, logit_rows: Tensor | None, read: ReadRows | None = None
+        self,
+        x: Tensor,
+        step: ForwardPass,
+        logit_rows: Tensor | None,
+        read: ReadRows | None = None,
+        nearly: Callable[[], None] | None = None,
     ) -> Tensor | None:
         """`forward` from x [rows, hidden] on, which may be written over; without `logit_rows`, logits of all rows are
-        wanted."""
+        wanted. `nearly` is called before the last layers."""
         kernels, batch = self.kernels, step.batch
         normed = self.first_norm(x)
         if self.dense_layers and not batch.is_canonical and batch.num_logits == len(x):
@@ -334,6 +350,8 @@ class Decoder:
         slabs = kernels.law.slabs(len(x), kernels.feed_rows) if 0 < kernels.feed_rows < len(x) else []
         for index, layer in enumerate(self.layers):
             self.threads.look()
+            if nearly is not None and index == self.first_of_last:
+                nearly()
             rows = layer.mixer.read_in(normed, step)
             fed = normed if self.config.parallel_blocks else None
             del normed  # what is not needed any more is not held at the next high-water mark

@@ -24,7 +24,7 @@ from penstock.kernels.cuda.work import (
 from penstock.kernels.device import device_kind
 from penstock.kernels.spans import AttentionWork, GroupWork, StateWork
 from penstock.layers.attention import Attention
-from penstock.layers.forward_batch import ForwardBatch, ForwardPass
+from penstock.layers.forward_batch import NO_OVERLAP, ForwardBatch, ForwardPass, Overlap
 from penstock.layers.rotary import RotaryTables, at_positions
 from penstock.models.decoder import Decoder
 
@@ -82,14 +82,22 @@ class ChunkGraphs:
             model, caches, self._batch, self._inputs, self._tables, self._attended
         ).pieces(recorder)
 
-    def run(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> Tensor | None:
+    def run(
+        self, batch: ForwardBatch, model: Decoder, caches: CacheTensors, overlap: Overlap = NO_OVERLAP
+    ) -> Tensor | None:
         kernels = model.kernels
         assert isinstance(kernels, CudaKernels)
         self._fill(batch)
+        if overlap.late is not None:
+            overlap.late.put_into(self._inputs)
         if batch.num_tokens < self._num_rows:
             self._attended[batch.num_tokens :] = 0
         attention: dict[int, DeviceAttention] = {}  # by K/V group
+        is_nearly_over = False
         for piece in self._pieces[:-1]:
+            if overlap.nearly is not None and not is_nearly_over and piece.due.index >= model.first_of_last:
+                is_nearly_over = True
+                overlap.nearly()
             piece.graph.replay()
             mixer = model.layers[piece.due.index].mixer
             assert isinstance(mixer, Attention)

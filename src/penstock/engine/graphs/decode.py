@@ -21,7 +21,7 @@ from penstock.kernels.cuda.work import (
 )
 from penstock.kernels.device import device_kind
 from penstock.kernels.spans import GroupWork
-from penstock.layers.forward_batch import ForwardBatch
+from penstock.layers.forward_batch import NO_OVERLAP, ForwardBatch, LateTokens, Overlap
 from penstock.models.decoder import Decoder
 
 _NOTHING_STAGED: tuple[ForwardBatch | None, NDArray[np.int64]] = (None, np.zeros(0, np.int64))
@@ -95,20 +95,25 @@ class DecodeGraph:
         """Do all for a pass that does not take its tokens."""
         self._staged = (batch, self._layout.of(batch))
 
-    def run(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> Tensor:
-        return self.launch(self._told(batch), batch.token_ids[: batch.num_tokens])
+    def run(
+        self, batch: ForwardBatch, model: Decoder, caches: CacheTensors, overlap: Overlap = NO_OVERLAP
+    ) -> Tensor:
+        told = self._told(batch)
+        told[: batch.num_tokens] = batch.token_ids[: batch.num_tokens]
+        return self.launch(told, batch.num_tokens, overlap.late)
 
     def _told(self, batch: ForwardBatch) -> NDArray[np.int64]:
         if self._staged[0] is not batch:
             self.prepare(batch)
         return self._staged[1]
 
-    def launch(self, staged: NDArray[np.int64], tokens: Sequence[int] | NDArray[np.int64]) -> Tensor:
-        """With all that it is told, and tokens."""
-        staged[: len(tokens)] = tokens
+    def launch(self, staged: NDArray[np.int64], num_tokens: int, late: LateTokens | None = None) -> Tensor:
+        """With all that it is told, but for tokens that are `late`."""
         device_kind(self._inputs.device).fill(self._inputs, staged)
+        if late is not None:
+            late.put_into(self._inputs)
         self._graph.replay()
-        return self._logits[: len(tokens)].clone()  # the next pass writes over them
+        return self._logits[:num_tokens].clone()  # the next pass writes over them
 
     def follow(
         self, batch: ForwardBatch, blocks: Sequence[tuple[SequenceBlocks, ...]]
@@ -173,7 +178,7 @@ class FollowingDecodes:
         told: NDArray[np.int64],
         blocks: Sequence[tuple[SequenceBlocks, ...]],
         end: int,
-        launch: Callable[[NDArray[np.int64], Sequence[int]], Tensor],
+        launch: Callable[[NDArray[np.int64], int, LateTokens | None], Tensor],
     ) -> None:
         """`told` is of the pass before the first of them. No token's position reaches `end`. `launch` starts what is
         told so, with tokens."""
@@ -202,8 +207,11 @@ class FollowingDecodes:
         return True
 
     @torch.inference_mode()
-    def launch(self, tokens: Sequence[int]) -> Tensor | None:
+    def launch(self, tokens: Sequence[int] | LateTokens) -> Tensor | None:
+        late = tokens if isinstance(tokens, LateTokens) else None
+        if not isinstance(tokens, LateTokens):
+            self.told[: len(tokens)] = tokens
         try:
-            return self._launch(self.told, tokens)
+            return self._launch(self.told, len(self._blocks), late)
         except Exception:  # if it is more than a moment's, the step itself meets it
             return None

@@ -21,7 +21,7 @@ from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels
 from penstock.kernels.probe import PLAIN, PLAIN_FLOAT32, ProbeShapes, ProductShape
 from penstock.kernels.threads import StepThreads
-from penstock.layers.forward_batch import ForwardBatch, ForwardPass
+from penstock.layers.forward_batch import NO_OVERLAP, ForwardBatch, ForwardPass, Overlap
 from penstock.models.by_transformers.modules import (
     KNOWN_ACTIVATIONS,
     Activation,
@@ -135,6 +135,7 @@ class TransformersDecoder(Decoder):
         caches: CacheTensors,
         residual: Tensor | None = None,
         read: ReadRows | None = None,
+        overlap: Overlap = NO_OVERLAP,
     ) -> Tensor | None:
         if read is not None:
             because = "what is between the last layer and the logits is transformers' own here"
@@ -149,6 +150,8 @@ class TransformersDecoder(Decoder):
             )
         numbers = (batch.token_ids, batch.positions, batch.logit_rows)
         token_ids, positions, logit_rows = device_kind(self.device).all_copied(numbers)
+        if overlap.late is not None:
+            overlap.late.put_into(token_ids)
         current, kernels = self._current, self.kernels
         current.step = ForwardPass(kernels.prepare(batch, self.device), caches, kernels, ())
         current.is_canonical = batch.is_canonical
