@@ -6,7 +6,7 @@ import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from math import exp, log
@@ -39,6 +39,7 @@ _VLLM_ENV = {
 }
 # Ours over vLLM's, by how a figure's name ends: the most of times, the least of rates.
 _TOKENS_S, _REQUESTS_S = "tokens/s", "requests/s"
+_IDLE = "no kernel to run"
 _GAP, _FIRST_TOKEN, _NEXT, _WHOLE = "gap while it is read", "first token", "next token", "whole request"
 
 
@@ -100,12 +101,15 @@ class Watched:
 
     arrived_s: tuple[float, ...]
     stamps_s: tuple[tuple[float, ...], ...]
+    idle_share: float | None = None  # of the device's time
 
     @classmethod
     def of(cls, answer: Mapping[str, Any]) -> "Watched":
         found = answer["requests"]
         return cls(
-            tuple(each["arrived_s"] for each in found), tuple(tuple(each["stamps_s"]) for each in found)
+            tuple(each["arrived_s"] for each in found),
+            tuple(tuple(each["stamps_s"]) for each in found),
+            answer.get("idle_share"),
         )
 
     @property
@@ -133,6 +137,7 @@ class _Job:
     budget: int
     repeats: int
     children: Mapping[str, Child]
+    _idle: Mapping[str, tuple[str, float]] = field(default_factory=dict)
 
     def run(self, system: str, requests: Sequence[Request], seed: int) -> Watched:
         how: dict[str, Any] = {
@@ -140,12 +145,16 @@ class _Job:
             "seed": seed,
             "settle_tokens": self.size.settle_tokens,
         }
-        return Watched.of(self.children[system].ask("run", **how))
+        found = Watched.of(self.children[system].ask("run", **how))
+        self._idle = {} if found.idle_share is None else {_IDLE: ("%", 100 * found.idle_share)}
+        return found
 
     def turns(self, num_rounds: int | None = None) -> Iterator[tuple[int, str]]:
         return take_turns(rotated(self.children, num_rounds or self.repeats))
 
     def add(self, section: str, system: str, index: int, values: Mapping[str, tuple[str, float]]) -> None:
+        """What was found in the last run."""
+        values = {**values, **self._idle}
         section = f"{section}, budget {self.budget:,}"
         self.bench.results.add_row(section, values, system, index)
         told = ", ".join(f"{name} {amount:,.1f} {unit}" for name, (unit, amount) in values.items())
@@ -298,7 +307,8 @@ def compare(results: Results) -> None:
     """Ours over vLLM's, round by round; and what the first request after a start waits for."""
     for figure in [each for each in results.figures if each.system == OURS and each.section != RATIOS]:
         results.add_ratio(figure.section, figure.section, figure.name, OURS, VLLM, as_name=figure.name)
-    for figure in [each for each in results.figures if f"{STALL}, the first after ready" in each.section]:
+    first = [each for each in results.figures if f"{STALL}, the first after ready" in each.section]
+    for figure in [each for each in first if each.name != _IDLE]:
         later = results.figure(
             figure.name, figure.system, figure.section.replace(", the first after ready", "")
         )

@@ -1,13 +1,15 @@
 """What must not change the bits of an answer on a GPU: chunks, other requests, recorded passes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 
+from penstock.engine.sampler import SamplingParams
 from penstock.models.decoder import Decoder
 from penstock.plan.policy import ScheduleConfig
 from penstock.plan.weight_settings import QUANTISED_WEIGHTS, WeightsName
-from tests.engine.batching import RecordingJob, Wish, serve
+from tests.engine.batching import RecordingJob, Wish, new_batcher, serve, serve_with
 from tests.gpu.cases import over
 from tests.gpu.models import KINDS, canon_of, model_of, probed
 from tests.oracle import random_prompt, run_prompt
@@ -72,6 +74,31 @@ def test_batched_is_alone(case: BitsCase) -> None:
     for wish, job in zip(WISHES, jobs, strict=True):
         (alone,) = serve(model, [Wish(wish.prompt, wish.max_tokens)], schedule, strict=True)
         check_same(job, alone, f"the prompt of {len(wish.prompt)} tokens")
+
+
+@over(CASES)
+def test_steps_that_are_planned_ahead_change_no_bits(case: BitsCase) -> None:
+    """Nor those that are launched before the host knows their tokens, where some answers end unforeseen."""
+    model, schedule = case.model(), ScheduleConfig(chunk_size=256)
+    prompts = [replace(wish, max_tokens=40, arrives=2 * wish.arrives) for wish in WISHES]
+    answers = [job.generated for job in serve(model, prompts, schedule, strict=True)]
+    wishes = [
+        replace(wish, sampling=SamplingParams(stop_token_ids=(tokens[20 + index],))) if index % 2 else wish
+        for index, (wish, tokens) in enumerate(zip(prompts, answers, strict=True))
+    ]
+    theirs = serve(model, wishes, schedule, strict=True)
+    for on_host in (True, False):
+        batcher = new_batcher(
+            model, schedule, 64 * 128, strict=True, looks_ahead=True, plans_ahead=True, depth=2
+        )
+        with patch.object(RecordingJob, "needs_logits", on_host):
+            ours = serve_with(batcher, wishes)
+        for wish, job, other in zip(wishes, ours, theirs, strict=True):
+            what = f"the prompt of {len(wish.prompt)} tokens"
+            assert job.generated == other.generated, f"{what}: {job.generated}, {other.generated}"
+            assert job.outcome == other.outcome
+            if on_host:
+                assert all(map(torch.equal, job.logits, other.logits)), f"{what} has other bits"
 
 
 @over(CASES)
