@@ -56,8 +56,8 @@ class DeviceLog:
             for (was_begin, before), (is_begin, after) in pairwise(events)
             if is_begin and not was_begin
         ]
-        whole_ms: float = events[0][1].elapsed_time(events[-1][1])
-        return sum(gaps_ms) / whole_ms
+        whole_ms = events[0][1].elapsed_time(events[-1][1])
+        return float(sum(gaps_ms) / whole_ms)
 
 
 class Penstock(Engine):

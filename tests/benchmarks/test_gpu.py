@@ -325,6 +325,7 @@ def test_requests_decode_together_for_as_long_as_is_asked(chunk: int) -> None:
     reader = requests.add_prompt("reading", range(100), 2)
     for index in range(6):
         step = requests.begin()
+        assert step is not None
         kinds = [planned.kind for planned in step.plan.spans]
         assert index or SpanKind.CHUNK in kinds
         assert kinds.count(SpanKind.DECODE) == 5 + (reader.num_generated == 1)

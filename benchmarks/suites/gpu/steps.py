@@ -15,8 +15,10 @@ from benchmarks.suites.gpu.plan import CHUNK, BitsCase, DecodeCase
 from benchmarks.suites.gpu.prompts import measure_prefills
 from penstock.cache import BLOCK_TOKENS, SequenceCache
 from penstock.cache.space import CacheSpace
+from penstock.engine.batcher import Batcher
 from penstock.engine.events import GenerationRequest
 from penstock.engine.run import Run
+from penstock.engine.status import StepRecord
 from penstock.errors import PenstockError
 from penstock.measure.traces import RecordedJob, Stepwise, kv_of, states_of
 from penstock.models.text.tokenizer import SpecialTokens, Tokenizer
@@ -30,7 +32,8 @@ STRICT = "strict"
 
 
 class Requests(Stepwise):
-    """Requests of made-up tokens, a step at a time, over a cache with room for them."""
+    """Requests of made-up tokens, a step at a time, over a cache with room for them. Where it looks ahead, steps are
+    those of a service: the device has the next one before the host knows what the last one gave."""
 
     def __init__(
         self,
@@ -39,7 +42,7 @@ class Requests(Stepwise):
         num_requests: int,
         num_tokens: int,
         *,
-        looks_ahead: bool | None = None,
+        looks_ahead: bool = False,
         strict: bool = False,
     ) -> None:
         """`num_tokens` is what their prompts and answers take together."""
@@ -47,8 +50,22 @@ class Requests(Stepwise):
         schedule = ScheduleConfig(chunk_size=chunk, max_running=num_requests, grid=grid)
         space = subject.space(num_tokens + num_requests * BLOCK_TOKENS, num_requests)
         super().__init__(
-            subject.model, subject.canon, space, schedule, looks_ahead=looks_ahead, strict=strict
+            subject.model,
+            subject.canon,
+            space,
+            schedule,
+            strict=strict,
+            looks_ahead=None if looks_ahead else False,
+            depth=None if looks_ahead else 1,
         )
+        self._looks_ahead = looks_ahead
+
+    def step(self) -> StepRecord | None:
+        if not self._looks_ahead:
+            return super().step()
+        record = Batcher.step(self)
+        self.notices.clear()
+        return record
 
     def add_prompt(
         self, name: str, prompt: Sequence[int], max_tokens: int, *, needs_logits: bool = False
@@ -188,7 +205,7 @@ def _decoding(
     num_steps: int,
     chunk: int = CHUNK,
     other_tokens: int = 0,
-    looks_ahead: bool | None = None,
+    looks_ahead: bool = True,
     strict: bool = False,
 ) -> Requests:
     """Requests that all decode, and will for so many steps; with room for another, of `other_tokens`."""
@@ -241,6 +258,7 @@ def measure_mixed(job: Job, errors: list[str]) -> None:
 
 def _again(requests: Requests, num_tokens: int) -> Callable[[], object]:
     step = requests.begin()
+    assert step is not None
     found = sum(len(item.span) for item in step.inputs)
     if found != num_tokens:
         raise PenstockError(f"the step that is measured has {found} tokens; it should have {num_tokens}")

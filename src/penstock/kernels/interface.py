@@ -101,7 +101,10 @@ class KernelsReport:
             reasons.append(f"{kernels.name} kernels run, since {kernels.slower}")
         if config.by_transformers:
             reasons.append(f"transformers' own code runs {config.family}, for which Penstock has none")
-        elif config.num_attention_layers and kernels.memory_kind(dtype, config.head_dim) != kernels.name:
+        elif (
+            config.num_attention_layers
+            and kernels.memory_kind(dtype, config.head_dim) == "torch" != kernels.name
+        ):
             reasons.append(
                 f"torch computes attention: {kernels.name} kernels have none for {name}, heads of {config.head_dim}"
             )

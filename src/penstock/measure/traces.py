@@ -1,7 +1,7 @@
 """One prompt run in several ways, each with all that it leaves behind: logits, keys and values, recurrent states."""
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,7 +25,6 @@ from penstock.models.text.tokenizer import Tokenizer
 from penstock.plan import STATE_GRID, ChunkedPrefillConfig
 from penstock.plan.grids import RowLaw
 from penstock.plan.policy import ScheduleConfig
-from penstock.plan.step import RequestId
 
 # Logits of one way, at most. Keys and values are compared at every token, whatever this is.
 _LOGITS_BYTES = 256 * 2**20
@@ -261,28 +260,24 @@ class RecordedJob(Job):
 
 
 class Stepwise(Batcher):
-    """A batcher whose steps are taken one at a time. What fails is raised."""
+    """A batcher whose steps are taken one at a time, since nothing is launched ahead. A step may be run several times
+    before it is settled: it changes nothing but what it writes to the cache, which is the same each time. What fails
+    is raised."""
 
     def new_job(self, name: str, request: GenerationRequest, tokenizer: Tokenizer) -> RecordedJob:
         """With a cache of its own; it is yet to be added."""
         sequence = self.space.new_sequence()
         return RecordedJob(name, request, sequence, tokenizer, frozenset(), None, lambda event: None)
 
-    def begin(self, expected: Collection[RequestId] = ()) -> Step:
-        step = super().begin(expected)
-        assert step is not None, "requests wait, and nothing runs"
-        return step
-
-    def run(self, step: Step) -> StepOutcome:
-        """It may be run again: it changes nothing but what it writes to the cache, which is the same each time."""
-        outcome = super().run(step)
+    def settle(self, step: Step, outcome: StepOutcome) -> StepRecord | None:
         for failed in (outcome.error, *outcome.choices.values()):
             if isinstance(failed, Exception):
                 raise failed
-        return outcome
+        return super().settle(step, outcome)
 
     def step(self) -> StepRecord | None:
         step = self.begin()
+        assert step is not None, "requests wait, and nothing runs"
         record = self.settle(step, self.run(step))
         self.notices.clear()
         return record
@@ -304,7 +299,9 @@ def run_batched(
     space = CacheSpace.for_tokens(
         recorder.model, num_tokens + _MAX_RUNNING * _BATCHED_CHUNK, num_slots=2 * _MAX_RUNNING
     )
-    batcher = Stepwise(recorder.model, subject.canon, space, schedule, strict=strict)
+    batcher = Stepwise(
+        recorder.model, subject.canon, space, schedule, strict=strict, looks_ahead=False, depth=1
+    )
     jobs = {name: batcher.new_job(name, request, subject.tokenizer) for name, request in requests.items()}
     job = jobs[_SUBJECT]
     recorder.model.own = job.cache

@@ -8,6 +8,8 @@ window are not read.
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.rows import follow
+
 # Where nothing was seen yet, that is the largest score: less than any, and not so little that nothing is less.
 LEAST = tl.constexpr(-1e30)
 
@@ -191,8 +193,10 @@ def decode_attention_kernel(
     GROUP_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAPS: tl.constexpr,
 ):
     """A part of a row's past, for the query heads of one KV head."""
+    follow(OVERLAPS)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -261,8 +265,11 @@ def join_parts_kernel(
     WINDOW: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
+    TOGETHER: tl.constexpr,  # parts that are read at a time
+    OVERLAPS: tl.constexpr,
 ):
     """What the parts of a row's past gave for one head."""
+    follow(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     splits = tl.arange(0, SPLITS)
     columns = tl.arange(0, COLUMNS)
@@ -278,11 +285,17 @@ def join_parts_kernel(
         largest = tl.maximum(largest, sink)
     is_empty = largest == -float("inf")
     weights = tl.exp2(lse - tl.where(is_empty, 0.0, largest))
-    own_parts = part_out + (at * SPLITS + splits[:, None]) * VALUE_DIM + columns[None, :]
-    parts = tl.load(own_parts, mask=is_there[:, None] & in_head[None, :], other=0.0)
     total = tl.sum(weights, axis=0)
     if HAS_SINKS:
         total += tl.exp2(sink - largest)
-    result = tl.sum(parts * weights[:, None], axis=0) / tl.where(is_empty, 1.0, total)
+    joined = tl.zeros([COLUMNS], tl.float32)
+    for first in range(0, (num_blocks + size - 1) // size, TOGETHER):
+        split = first + tl.arange(0, TOGETHER)
+        is_part = split * size < num_blocks
+        own_lse = tl.load(part_lse + at * SPLITS + split, mask=is_part, other=-float("inf"))
+        own_parts = part_out + (at * SPLITS + split[:, None]) * VALUE_DIM + columns[None, :]
+        parts = tl.load(own_parts, mask=is_part[:, None] & in_head[None, :], other=0.0)
+        joined += tl.sum(parts * tl.exp2(own_lse - tl.where(is_empty, 0.0, largest))[:, None], axis=0)
+    result = joined / tl.where(is_empty, 1.0, total)
     row = tl.load(rows + tl.program_id(0)).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     tl.store(out + row * VALUE_DIM + columns, result.to(out.dtype.element_ty), mask=in_head)
