@@ -26,15 +26,12 @@ _TYPES = {
     torch.uint8: "*u8",
     torch.float8_e4m3fn: "*fp8e4nv",
 }
-_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg", "launch_pdl")
+_OPTIONS = ("num_warps", "num_stages", "num_ctas", "maxnreg")
 _compiled: set[tuple[object, ...]] = set()
 
 
 def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, **kwargs: Any) -> None:
-    """In place of a launch; of a kernel that may overlap with others, of both forms."""
-    if kwargs.get("OVERLAPS") is False and "launch_pdl" not in kwargs:
-        overlap = {"OVERLAPS": True, "launch_pdl": True}
-        compile_only(self, *args, grid=grid, warmup=warmup, **(kwargs | overlap))
+    """In place of a launch."""
     options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
     given = dict(zip(self.arg_names, args, strict=False)) | kwargs
     signature: dict[str, str] = {}
@@ -58,8 +55,6 @@ def compile_only(self: JITFunction, *args: object, grid: object, warmup: bool, *
     _compiled.add(key)
     source = ASTSource(fn=self, signature=signature, constexprs=constants, attrs=attributes)
     made = triton.compile(source, target=_TARGET, options=options)
-    if options.get("launch_pdl"):
-        assert "griddepcontrol.wait" in made.asm["ptx"], f"{self.__name__} overlaps, and does not wait"
     shared = made.metadata.shared
     print(f"{self.__name__}: {shared} bytes of shared memory", flush=True)
     assert shared <= 232_448, f"{self.__name__} takes {shared} bytes of shared memory, more than an H200 has"

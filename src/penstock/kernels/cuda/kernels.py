@@ -18,7 +18,6 @@ from penstock.kernels.cuda.launch import (
     KeptKernel,
     SideStream,
     num_multiprocessors,
-    overlapping,
     precision,
     shared_bytes,
 )
@@ -93,7 +92,6 @@ _LEAST_ROWS = 16
 _FEW_ROWS_OUTPUTS, _FEW_ROWS_BLOCK, _FEW_ROWS_STAGES = 64, 128, 6
 _BY_OUTPUTS = 32
 _FLOAT32_OUTPUTS, _FLOAT32_BLOCK = 16, 64
-_EARLY_LINES, _LINE_BYTES = 8, 128
 _PARTS_TOGETHER = 8
 _WIDTH_BLOCK = 1024
 _HEADS_TOGETHER = 16
@@ -228,7 +226,6 @@ class CudaKernels(TorchKernels):
             HALF_BLOCK=triton.next_power_of_2(rotary_dim // 2),
             REST_BLOCK=triton.next_power_of_2(num_rest) if num_rest else 0,
             num_warps=4,
-            **overlapping(projected.device, num_rows),
         )
         return queries
 
@@ -236,10 +233,7 @@ class CudaKernels(TorchKernels):
         # Written over the gate: the largest tensor of a pass is not joined by half as large a one.
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         grid = (num_rows, triton.cdiv(width, _WIDTH_BLOCK))
-        overlap = overlapping(gate_up.device, num_rows)
-        silu_and_mul_kernel[grid](
-            gate_up, gate_up.stride(0), width, BLOCK=_WIDTH_BLOCK, num_warps=4, **overlap
-        )
+        silu_and_mul_kernel[grid](gate_up, gate_up.stride(0), width, BLOCK=_WIDTH_BLOCK, num_warps=4)
         return gate_up[:, :width]
 
     def elementwise(self, function: ElementWise, x: Tensor) -> Tensor:
@@ -274,7 +268,7 @@ class CudaKernels(TorchKernels):
         try:
             if found.decodes is not None:
                 with side.fork(has_long and not scoring.window):
-                    self._attend_decodes(queries, found.decodes, kv, scoring, out, is_alone=not found.chunks)
+                    self._attend_decodes(queries, found.decodes, kv, scoring, out)
             for chunk in found.chunks:
                 self._attend_chunk(queries, chunk, kv, scoring, out, side)
         finally:
@@ -364,7 +358,7 @@ class CudaKernels(TorchKernels):
         )
 
     def _attend_decodes(
-        self, queries: Tensor, work: DecodeWork, kv: KV, scoring: Scoring, out: Tensor, *, is_alone: bool
+        self, queries: Tensor, work: DecodeWork, kv: KV, scoring: Scoring, out: Tensor
     ) -> None:
         num_heads, head_dim = queries.shape[1:]
         num_rows, (num_kv_heads, value_dim) = len(work.rows), kv.values.shape[1:]
@@ -377,7 +371,6 @@ class CudaKernels(TorchKernels):
         if scoring.window:
             most_blocks = min(most_blocks, triton.cdiv(scoring.window, BLOCK_TOKENS) + 1)
         num_splits = min(triton.cdiv(most_blocks, _LEAST_BLOCKS), SPLITS)
-        overlap = overlapping(queries.device, num_rows, is_wanted=is_alone)
         decode_attention_kernel[(num_rows, num_kv_heads, num_splits)](
             queries,
             work.rows,
@@ -405,7 +398,6 @@ class CudaKernels(TorchKernels):
             PRECISION=precision(queries),
             num_warps=4,
             num_stages=_num_stages(queries.device, head_dim * queries.element_size()),
-            **overlap,
         )
         join_parts_kernel[(num_rows, num_heads)](
             part_out,
@@ -423,8 +415,7 @@ class CudaKernels(TorchKernels):
             HAS_SINKS=scoring.sinks is not None,
             BLOCK=BLOCK_TOKENS,
             TOGETHER=_PARTS_TOGETHER,
-            num_warps=4,
-            **overlap,
+            num_warps=1,  # which has all parts of a column in one thread
         )
 
 
@@ -469,11 +460,8 @@ def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         BLOCK=block,
         BY_ROWS=is_by_rows,
         PRECISION=precision(x),
-        EARLY=_EARLY_LINES,
-        LINE=_LINE_BYTES // x.element_size(),
         num_warps=4,
         num_stages=max(min(_FEW_ROWS_STAGES, shared_bytes(x.device) // bytes_per_stage), 1),
-        **overlapping(x.device, num_rows),
     )
     return out
 
@@ -496,7 +484,6 @@ def _norm(
         IS_WEIGHT_FLOAT32=weight.dtype == torch.float32,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 8),
-        **overlapping(x.device, num_rows),
     )
 
 

@@ -10,27 +10,8 @@ from torch import Tensor
 from triton.runtime import driver
 
 from penstock.kernels.device import device_kind
-from penstock.plan.grids import GPU_FEW_ROWS
 
-_HOPPER = (9, 0)
 _HOPPER_SHARED_BYTES, _HOPPER_MULTIPROCESSORS = 232_448, 132
-
-
-def overlapping(device: torch.device, num_rows: int, *, is_wanted: bool = True) -> Mapping[str, bool]:
-    """Options of a kernel that calls `follow`: few rows leave most of a GPU idle, and take as long to launch as to
-    compute, so that the programs of the next kernel take their places meanwhile, where a GPU can do that."""
-    is_wanted = is_wanted and num_rows <= GPU_FEW_ROWS and _can_overlap(device)
-    return _OVERLAPPING if is_wanted else _ALONE
-
-
-_OVERLAPPING: Mapping[str, bool] = {"OVERLAPS": True, "launch_pdl": True}
-_ALONE: Mapping[str, bool] = {"OVERLAPS": False}
-
-
-@cache
-def _can_overlap(device: torch.device) -> bool:
-    capability = device_kind(device).capability  # the interpreter has none
-    return capability is not None and capability >= _HOPPER
 
 
 class KeptKernel:

@@ -8,8 +8,6 @@ window are not read.
 import triton
 import triton.language as tl
 
-from penstock.kernels.triton.rows import follow
-
 # Where nothing was seen yet, that is the largest score: less than any, and not so little that nothing is less.
 LEAST = tl.constexpr(-1e30)
 
@@ -193,10 +191,8 @@ def decode_attention_kernel(
     GROUP_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """A part of a row's past, for the query heads of one KV head."""
-    follow(OVERLAPS)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -235,9 +231,12 @@ def decode_attention_kernel(
             is_there = is_there & (block * BLOCK + tokens >= length - WINDOW)
         key_offsets = (place + tokens) * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
         value_offsets = (place + tokens) * (NUM_KV_HEADS * VALUE_DIM) + kv_head * VALUE_DIM
-        is_key = is_there[None, :] & in_head[:, None]
-        is_value = is_there[:, None] & in_value[None, :]
-        key = tl.load(keys + key_offsets[None, :] + columns[:, None], mask=is_key, other=0.0)
+        # Of a block all keys are read: what is not seen is hidden below, and a mask takes as long as the arithmetic.
+        key_at = keys + key_offsets[None, :] + columns[:, None]
+        key = tl.load(key_at) if COLUMNS == HEAD_DIM else tl.load(key_at, mask=in_head[:, None], other=0.0)
+        is_value = is_there[:, None]
+        if VALUE_COLUMNS != VALUE_DIM:
+            is_value = is_value & in_value[None, :]
         scores, powers = _scores(query, key, scale, SOFT_CAP, PRECISION)
         scores = tl.where(is_there[None, :], scores, -float("inf"))
         weights, shrink, largest, total = _weights(scores, powers, largest, total)
@@ -266,10 +265,8 @@ def join_parts_kernel(
     HAS_SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,  # parts that are read at a time
-    OVERLAPS: tl.constexpr,
 ):
     """What the parts of a row's past gave for one head."""
-    follow(OVERLAPS)
     at = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     splits = tl.arange(0, SPLITS)
     columns = tl.arange(0, COLUMNS)

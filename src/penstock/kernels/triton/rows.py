@@ -8,28 +8,6 @@ import triton.language as tl
 
 
 @triton.jit
-def follow(OVERLAPS: tl.constexpr):
-    """What is launched next may take its place; and all that was launched before is done, from here on. Every program
-    of a kernel that overlaps calls this before it reads what another kernel writes, or writes."""
-    if OVERLAPS:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _fetch_early(addresses):
-    """Bring what lies there nearer, without waiting for it."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [addresses.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def add_norm_kernel(
     x,  # [rows, size]
     delta,  # [rows, size], or none
@@ -42,10 +20,8 @@ def add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     IS_WEIGHT_FLOAT32: tl.constexpr,
     BLOCK: tl.constexpr,
-    OVERLAPS: tl.constexpr,
 ):
     """The norm of each row, or of its sum with another."""
-    follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -110,10 +86,8 @@ def place_heads_kernel(
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,  # half of ROTARY_DIM, or the next power of two
     REST_BLOCK: tl.constexpr,  # what is not turned, the same way; 0: nothing
-    OVERLAPS: tl.constexpr,
 ):
     """Some heads of a row, each a query, a key or a value. A pair is turned that lies half of ROTARY_DIM apart."""
-    follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     is_query = head < NUM_HEADS
@@ -171,9 +145,8 @@ def place_heads_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up, row_stride, width, BLOCK: tl.constexpr, OVERLAPS: tl.constexpr):
+def silu_and_mul_kernel(gate_up, row_stride, width, BLOCK: tl.constexpr):
     """silu(gate) * up, of a part of a row [gate | up], in place of the gate."""
-    follow(OVERLAPS)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
@@ -235,9 +208,6 @@ def few_rows_kernel(
     BLOCK: tl.constexpr,
     BY_ROWS: tl.constexpr,  # rows are the matrix units' first operand: then there may be few outputs
     PRECISION: tl.constexpr,
-    OVERLAPS: tl.constexpr,
-    EARLY: tl.constexpr,  # lines of each output's weights that are fetched before there are rows
-    LINE: tl.constexpr,  # weights
 ):
     """Some outputs of a product of a few rows: as fast as the weight can be read. An output is one sum from the first
     input to the last, whatever the sizes here: so are those of large products, whose bits it has."""
@@ -248,10 +218,6 @@ def few_rows_kernel(
     is_row, row_at = row < num_rows, x + row.to(tl.int64) * x_stride
     # What lies beyond the last is that once more.
     output_at = weight + tl.minimum(output, num_out - 1).to(tl.int64) * num_in
-    if OVERLAPS:
-        line_at = tl.minimum(tl.arange(0, EARLY) * LINE, num_in - 1)
-        _fetch_early(output_at + tl.expand_dims(line_at, 1 - ROW))
-    follow(OVERLAPS)
     if BY_ROWS:
         total = tl.zeros([ROWS, OUTPUTS], tl.float32)
     else:
