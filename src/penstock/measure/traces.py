@@ -273,15 +273,23 @@ class Stepwise(Batcher):
 
     def run(self, step: Step) -> StepOutcome:
         """It may be run again: it changes nothing but what it writes to the cache, which is the same each time."""
-        outcome = super().run(step)
+        return self._checked(super().run(step))
+
+    def _checked(self, outcome: StepOutcome) -> StepOutcome:
         for failed in (outcome.error, *outcome.choices.values()):
             if isinstance(failed, Exception):
                 raise failed
         return outcome
 
     def step(self) -> StepRecord | None:
-        step = self.begin()
-        record = self.settle(step, self.run(step))
+        if self._flight:  # it goes on with what was launched ahead
+            step, launched = self._flight[0].step, self._flight[0].launched
+            assert launched is not None
+            outcome = self._checked(self._finish(step, launched))
+        else:
+            step = self.begin()
+            outcome = self.run(step)
+        record = self.settle(step, outcome)
         self.notices.clear()
         return record
 
