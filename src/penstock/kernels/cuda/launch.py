@@ -11,6 +11,7 @@ from triton.runtime import driver
 
 from penstock.kernels.device import device_kind
 
+_EARLY_CAPABILITY = (9, 0)
 _HOPPER_SHARED_BYTES, _HOPPER_MULTIPROCESSORS = 232_448, 132
 
 
@@ -37,6 +38,13 @@ class KeptKernel:
             self._compiled[key] = self._kernel[grid](*args, **constants, **options)
         else:
             found[grid](*args, *constants.values())
+
+
+@cache
+def early(device: torch.device) -> Mapping[str, bool]:
+    """Options of kernels that wait by `await_others`: they are launched while the ones ahead end, where GPUs can."""
+    capability = device_kind(device).capability or (0, 0)
+    return {"IS_EARLY": True, "launch_pdl": True} if capability >= _EARLY_CAPABILITY else {}
 
 
 class SideStream:
