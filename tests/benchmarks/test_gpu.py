@@ -333,6 +333,21 @@ def test_requests_decode_together_for_as_long_as_is_asked(chunk: int) -> None:
         requests.notices.clear()
 
 
+@pytest.mark.parametrize("looks_ahead", [False, True])
+def test_a_step_is_one_token_of_each_request(looks_ahead: bool) -> None:
+    """Where decodes go on with what was launched ahead, too."""
+    subject = tiny_job().subject(BIG)
+    max_tokens = tokens_to_last(8, 5, 20, 16)
+    requests = Requests(subject, 16, 5, 5 * (20 + max_tokens), looks_ahead=looks_ahead)
+    jobs = [requests.add_prompt(str(index), range(20), max_tokens) for index in range(5)]
+    while not all(job.num_generated for job in jobs):
+        requests.step()
+    before = [job.num_generated for job in jobs]
+    for index in range(8):
+        requests.step()
+        assert [job.num_generated for job in jobs] == [count + index + 1 for count in before]
+
+
 def made_up(factor: float = 1.0) -> Results:
     """Every target, met by one percent unless the factor is another."""
     results = results_of("gpu")

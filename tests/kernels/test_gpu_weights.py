@@ -23,6 +23,7 @@ from penstock.kernels.quantised import (
     FLOAT_FORMS,
     HOST_FORMS,
     Q4_K,
+    Q6_K,
     Q8_0,
     BlockForm,
     QuantisedWeight,
@@ -122,6 +123,19 @@ def test_products_of_a_row_however_it_is_shared(
     for warps, is_double in ((1, False), (1, True), (2, False), (16, False)):
         monkeypatch.setattr(quantised, "_ROW_WARPS", {0: (warps, is_double)})
         check_close(kernels.linear(x, weight, is_canonical=False), x.double() @ values.double().T, MOST)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_weights_of_several_forms_side_by_side(kernels: "CudaKernels", num_rows: int) -> None:
+    x, biases = torch.randn(num_rows, NUM_IN).bfloat16(), torch.randn(2, NUM_OUT).bfloat16()
+    for forms in ((Q4_K, Q6_K), (Q6_K, Q8_0), (Q8_0, Q4_K), (Q4_K, F8_BLOCK)):
+        found = [weight_of(kernels, form) for form in forms]
+        exact = torch.cat([x.double() @ values.double().T for _, values in found], dim=1)
+        weights = [weight for weight, _ in found]
+        ours = kernels.linear_parts(x, weights, (None, None), is_canonical=False)
+        check_close(ours, exact, MOST)
+        ours = kernels.linear_parts(x, weights, tuple(biases), is_canonical=False)
+        check_close(ours, exact + biases.flatten().double(), MOST)
 
 
 @pytest.mark.parametrize("form", [Q4_K, Q8_0], ids=lambda form: form.name)

@@ -105,6 +105,7 @@ class ProbeShapes:
     expert_products: tuple[ProductShape, ...] = ()
     activation: str = "silu"
     layer_norm: bool = False
+    joined: tuple[tuple[ProductShape, ...], ...] = ()  # of weights that lie in several forms, side by side
 
 
 class Random:
@@ -277,26 +278,33 @@ def check_blocks(kernels: Kernels, shapes: ProbeShapes, random: Random) -> None:
     """Products of a few rows with weights in blocks, against the values that another kernel makes of those. Compilers
     have made wrong kernels of right sources: then nothing is run."""
     products = (*shapes.products, *shapes.expert_products, *([shapes.head] if shapes.head else []))
-    for shape in dict.fromkeys(replace(shape, bias=False) for shape in products if shape.form in ALL_FORMS):
-        if wrong := _wrong_counts(kernels, shape, random):
+    found = [(replace(shape, bias=False),) for shape in products] + [*shapes.joined]
+    for parts in dict.fromkeys(parts for parts in found if all(part.form in ALL_FORMS for part in parts)):
+        if wrong := _wrong_counts(kernels, parts, random):
+            weights = " and ".join(f"[{part.num_out}, {part.num_in}] in {part.form}" for part in parts)
             raise ModelError(
-                f"products of {', '.join(map(str, wrong))} rows with weights [{shape.num_out}, {shape.num_in}] in "
-                f"{shape.form} come out wrong on this device ({kernels.libraries}): `--weights bf16` does without"
+                f"products of {', '.join(map(str, wrong))} rows with weights {weights} "
+                f"come out wrong on this device ({kernels.libraries}): `--weights bf16` does without"
             )
 
 
-def _wrong_counts(kernels: Kernels, shape: ProductShape, random: Random) -> list[int]:
-    weight, _ = _factors(kernels, shape, 1, random)
+def _wrong_counts(kernels: Kernels, shapes: tuple[ProductShape, ...], random: Random) -> list[int]:
+    """Of rows that come out wrong, times weights side by side."""
+    weights = [_factors(kernels, shape, 1, random)[0] for shape in shapes]
     assert kernels.quantised is not None
-    assert isinstance(weight, QuantisedWeight)
-    x = random.normal(_BLOCK_ROWS[-1], shape.num_in)
-    found = [kernels.linear(x[:count], weight, is_canonical=False) for count in _BLOCK_ROWS]
+    x = random.normal(_BLOCK_ROWS[-1], shapes[0].num_in)
+    nones = (None,) * len(weights)
+    found = [kernels.linear_parts(x[:count], weights, nones, is_canonical=False) for count in _BLOCK_ROWS]
     error, size = (torch.zeros(len(found), device=x.device) for _ in range(2))
-    for outputs in torch.split(torch.arange(shape.num_out, device=x.device), ROWS_TOGETHER):
-        exact = x.float() @ kernels.quantised.rows(weight, outputs, torch.float32).T
-        for index, ours in enumerate(found):
-            error[index] += (ours[:, outputs].float() - exact[: len(ours)]).square().sum()
-            size[index] += exact[: len(ours)].square().sum()
+    start = 0
+    for weight in weights:
+        assert isinstance(weight, QuantisedWeight)
+        for outputs in torch.split(torch.arange(weight.shape[0], device=x.device), ROWS_TOGETHER):
+            exact = x.float() @ kernels.quantised.rows(weight, outputs, torch.float32).T
+            for index, ours in enumerate(found):
+                error[index] += (ours[:, start + outputs].float() - exact[: len(ours)]).square().sum()
+                size[index] += exact[: len(ours)].square().sum()
+        start += weight.shape[0]
     # What is not a number is wrong, too.
     holds = error <= size * _BLOCK_ERROR**2
     return [count for count, is_right in zip(_BLOCK_ROWS, holds.tolist(), strict=True) if not is_right]
@@ -562,7 +570,7 @@ def recurrence_holds(kernels: Kernels, sizes: RecurrentConfig, random: Random) -
 
 # All of them
 
-_VERSION = 25
+_VERSION = 26
 _MOST_BYTES = 1 << 20
 
 

@@ -32,13 +32,4 @@ class Linear:
         return torch.split(self.bias, [part.shape[0] for part in self.parts])
 
     def __call__(self, x: Tensor, step: ForwardPass) -> Tensor:
-        is_canonical = step.batch.is_canonical
-        if len(self.parts) == 1:
-            return step.kernels.linear(x, self.parts[0], self.bias, is_canonical=is_canonical)
-        out = x.new_empty(x.shape[0], self.shape[0])
-        start = 0
-        for part, bias in zip(self.parts, self.biases, strict=True):
-            end = start + part.shape[0]
-            step.kernels.linear_into(out[:, start:end], x, part, bias, is_canonical=is_canonical)
-            start = end
-        return out
+        return step.kernels.linear_parts(x, self.parts, self.biases, is_canonical=step.batch.is_canonical)

@@ -216,6 +216,7 @@ class Decoder:
             expert_products=tuple(
                 sorted({shape for layer in self.layers for shape in _expert_shapes(layer.mlp)}, key=astuple)
             ),
+            joined=_joined(product for layer in self.layers for product in layer.products()),
         )
 
     @property
@@ -544,6 +545,12 @@ def _shapes(products: Iterable[Linear]) -> tuple[ProductShape, ...]:
         for part, bias in zip(product.parts, product.biases, strict=True)
     }
     return tuple(sorted(shapes, key=astuple))
+
+
+def _joined(products: Iterable[Linear]) -> tuple[tuple[ProductShape, ...], ...]:
+    """Of those whose weights lie in several forms, the distinct ones."""
+    found = {tuple(map(_shape, product.parts)) for product in products if len(product.parts) > 1}
+    return tuple(sorted(found, key=lambda parts: tuple(map(astuple, parts))))
 
 
 def _expert_shapes(block: MLP | ExpertMLP | NoBlock) -> tuple[ProductShape, ...]:

@@ -1,7 +1,7 @@
 """Kernels for NVIDIA's GPUs: products by cuBLAS, attention to a long past by cuDNN, the rest in Triton."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
@@ -17,6 +17,7 @@ from penstock.kernels.cuda.experts import CudaExperts
 from penstock.kernels.cuda.launch import (
     KeptKernel,
     SideStream,
+    early,
     num_multiprocessors,
     precision,
     shared_bytes,
@@ -152,6 +153,18 @@ class CudaKernels(TorchKernels):
             return 0
         return math.prod(weight.shape) * weight.dtype.itemsize
 
+    def linear_parts(
+        self,
+        x: Tensor,
+        parts: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        *,
+        is_canonical: bool = True,
+    ) -> Tensor:
+        if len(x) == 1 and not is_canonical and self.quantised.joins(parts):
+            return self.quantised.row_of_pair(x, parts, biases)
+        return super().linear_parts(x, parts, biases, is_canonical=is_canonical)
+
     def linear_into(
         self, out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, *, is_canonical: bool
     ) -> None:
@@ -226,6 +239,7 @@ class CudaKernels(TorchKernels):
             HALF_BLOCK=triton.next_power_of_2(rotary_dim // 2),
             REST_BLOCK=triton.next_power_of_2(num_rest) if num_rest else 0,
             num_warps=4,
+            **early(projected.device, num_rows),
         )
         return queries
 
@@ -233,7 +247,14 @@ class CudaKernels(TorchKernels):
         # Written over the gate: the largest tensor of a pass is not joined by half as large a one.
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         grid = (num_rows, triton.cdiv(width, _WIDTH_BLOCK))
-        silu_and_mul_kernel[grid](gate_up, gate_up.stride(0), width, BLOCK=_WIDTH_BLOCK, num_warps=4)
+        silu_and_mul_kernel[grid](
+            gate_up,
+            gate_up.stride(0),
+            width,
+            BLOCK=_WIDTH_BLOCK,
+            num_warps=4,
+            **early(gate_up.device, num_rows),
+        )
         return gate_up[:, :width]
 
     def elementwise(self, function: ElementWise, x: Tensor) -> Tensor:
@@ -268,7 +289,7 @@ class CudaKernels(TorchKernels):
         try:
             if found.decodes is not None:
                 with side.fork(has_long and not scoring.window):
-                    self._attend_decodes(queries, found.decodes, kv, scoring, out)
+                    self._attend_decodes(queries, found.decodes, kv, scoring, out, is_alone=not found.chunks)
             for chunk in found.chunks:
                 self._attend_chunk(queries, chunk, kv, scoring, out, side)
         finally:
@@ -358,7 +379,7 @@ class CudaKernels(TorchKernels):
         )
 
     def _attend_decodes(
-        self, queries: Tensor, work: DecodeWork, kv: KV, scoring: Scoring, out: Tensor
+        self, queries: Tensor, work: DecodeWork, kv: KV, scoring: Scoring, out: Tensor, *, is_alone: bool
     ) -> None:
         num_heads, head_dim = queries.shape[1:]
         num_rows, (num_kv_heads, value_dim) = len(work.rows), kv.values.shape[1:]
@@ -371,6 +392,7 @@ class CudaKernels(TorchKernels):
         if scoring.window:
             most_blocks = min(most_blocks, triton.cdiv(scoring.window, BLOCK_TOKENS) + 1)
         num_splits = min(triton.cdiv(most_blocks, _LEAST_BLOCKS), SPLITS)
+        is_early = early(queries.device, num_rows) if is_alone else {}
         decode_attention_kernel[(num_rows, num_kv_heads, num_splits)](
             queries,
             work.rows,
@@ -398,6 +420,7 @@ class CudaKernels(TorchKernels):
             PRECISION=precision(queries),
             num_warps=4,
             num_stages=_num_stages(queries.device, head_dim * queries.element_size()),
+            **is_early,
         )
         join_parts_kernel[(num_rows, num_heads)](
             part_out,
@@ -416,6 +439,7 @@ class CudaKernels(TorchKernels):
             BLOCK=BLOCK_TOKENS,
             TOGETHER=_PARTS_TOGETHER,
             num_warps=1,  # which has all parts of a column in one thread
+            **is_early,
         )
 
 
@@ -462,6 +486,7 @@ def _few_rows_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         PRECISION=precision(x),
         num_warps=4,
         num_stages=max(min(_FEW_ROWS_STAGES, shared_bytes(x.device) // bytes_per_stage), 1),
+        **early(x.device, num_rows),
     )
     return out
 
@@ -484,6 +509,7 @@ def _norm(
         IS_WEIGHT_FLOAT32=weight.dtype == torch.float32,
         BLOCK=block,
         num_warps=min(max(block // 512, 1), 8),
+        **early(x.device, num_rows),
     )
 
 

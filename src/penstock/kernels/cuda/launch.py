@@ -11,6 +11,9 @@ from triton.runtime import driver
 
 from penstock.kernels.device import device_kind
 
+_EARLY_CAPABILITY = (9, 0)
+_MOST_EARLY_ROWS = 32
+_EARLY: Mapping[str, bool] = {"IS_EARLY": True, "launch_pdl": True}
 _HOPPER_SHARED_BYTES, _HOPPER_MULTIPROCESSORS = 232_448, 132
 
 
@@ -37,6 +40,17 @@ class KeptKernel:
             self._compiled[key] = self._kernel[grid](*args, **constants, **options)
         else:
             found[grid](*args, *constants.values())
+
+
+def early(device: torch.device, num_rows: int) -> Mapping[str, bool]:
+    """Options of kernels over so many rows that wait by `await_others`: they are launched while the ones ahead end,
+    where GPUs can, and as long as most of the time goes into launches and not into what they do."""
+    return _EARLY if num_rows <= _MOST_EARLY_ROWS and _can_be_early(device) else {}
+
+
+@cache
+def _can_be_early(device: torch.device) -> bool:
+    return (device_kind(device).capability or (0, 0)) >= _EARLY_CAPABILITY
 
 
 class SideStream:

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from penstock.kernels.cuda.launch import early
 from penstock.kernels.triton.rows import join_sums_kernel
 
 _LEAST_ROWS = 16  # the matrix units take no fewer
@@ -60,4 +61,5 @@ def summed(
         PARTS=num_parts,
         BLOCK=_JOINED,
         num_warps=4,
+        **early(out.device, num_rows),
     )

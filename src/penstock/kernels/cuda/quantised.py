@@ -1,6 +1,6 @@
 """Weights that stay quantised on a GPU: from a file's blocks to words that load fast, and products with those."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from penstock.kernels.cuda import fp8
-from penstock.kernels.cuda.launch_sizes import Launch, least_rows, shared_out, summed
+from penstock.kernels.cuda.launch import early
+from penstock.kernels.cuda.launch_sizes import Launch, shared_out, summed
 from penstock.kernels.device import device_kind
 from penstock.kernels.quantised import (
     FLOAT_FORMS,
@@ -243,8 +244,9 @@ _UNSCALED_OUTPUTS = 16  # of a program
 # Of a row alone, by its outputs at least: a program's warps, and whether each loads two parts at once. All programs
 # of a small product run at the same time.
 _ROW_WARPS = {5120: (4, True), 2048: (8, True), 0: (16, False)}
-# By the rows that a product has at most.
-_ROWS = {16: Launch(32, 256, 3, 2, least_programs=528), MOST_ROWS: Launch(64, 256, 3, 4)}
+_PAIR_WARPS = 8, True  # likewise, of two weights side by side
+_ROWS = Launch(128, 256, 1, 4, least_programs=396)
+_LEAST_ROWS = 8  # the matrix units take no fewer
 
 
 class GpuProducts:
@@ -340,43 +342,83 @@ class GpuProducts:
             _multiply_rows(x, weight, bias, out)
         return out
 
+    def joins(self, parts: Sequence[Weight]) -> bool:
+        """Whether `row_of_pair` takes such weights."""
+        return len(parts) == 2 and all(
+            isinstance(part, QuantisedWeight) and part.form not in FLOAT_FORMS for part in parts
+        )
+
+    def row_of_pair(self, x: Tensor, parts: Sequence[Weight], biases: Sequence[Tensor | None]) -> Tensor:
+        """One row [1, in] times two weights, side by side."""
+        out = x.new_empty(1, sum(part.shape[0] for part in parts))
+        warps, is_double = _PAIR_WARPS
+        first, second = (
+            _row_operand(part, bias, warps, is_double)
+            for part, bias in zip(parts, biases, strict=True)
+            if isinstance(part, QuantisedWeight)
+        )
+        _launch_unscaled(x if x.stride(1) == 1 else x.contiguous(), first, second, out, warps)
+        return out
+
     def _multiply(self, x: Tensor, weight: QuantisedWeight, bias: Tensor | None) -> Tensor:
         """With the weight's values, which take as much as they do in bfloat16 for that long."""
         return linear(x, self.rows(weight, None, x.dtype), bias)
 
 
-def _multiply_unscaled(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
+@dataclass(frozen=True)
+class _RowOperand:
+    """A weight as `block_row_kernel` takes it."""
+
+    tensors: tuple[Tensor | None, ...]
+    num_out: int
+    constants: dict[str, Any]
+
+
+_NO_OPERAND = _RowOperand((None,) * 5, 0, _NO_BLOCKS | {"FORM": "", "IS_WHOLE": False, "IS_DOUBLE": False})
+
+
+def _row_operand(weight: QuantisedWeight, bias: Tensor | None, warps: int, is_double: bool) -> _RowOperand:
     (num_out, num_in), found = weight.shape, operand(weight)
+    step = 8 * found.constants["GROUP"] * warps
+    shares = {"IS_WHOLE": num_in % step == 0, "IS_DOUBLE": is_double and num_in % (2 * step) == 0}
+    return _RowOperand((*found.tensors, bias), num_out, found.constants | shares)
+
+
+def _multiply_unscaled(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
     warps, is_double = 4, False
     if len(x) == 1:
-        warps, is_double = next(own for least, own in _ROW_WARPS.items() if num_out >= least)
-    step = 8 * found.constants["GROUP"] * warps
-    block_row_kernel[(triton.cdiv(num_out, _UNSCALED_OUTPUTS),)](
+        warps, is_double = next(own for least, own in _ROW_WARPS.items() if weight.shape[0] >= least)
+    _launch_unscaled(x, _row_operand(weight, bias, warps, is_double), _NO_OPERAND, out, warps)
+
+
+def _launch_unscaled(x: Tensor, first: _RowOperand, second: _RowOperand, out: Tensor, warps: int) -> None:
+    num_lots = sum(triton.cdiv(own.num_out, _UNSCALED_OUTPUTS) for own in (first, second))
+    block_row_kernel[(num_lots,)](
         x,
-        *found.tensors,
-        bias,
+        *first.tensors,
+        *second.tensors,
         out,
         x.stride(0),
         out.stride(0),
         len(x),
-        num_out,
-        num_in,
-        HAS_BIAS=bias is not None,
-        IS_WHOLE=num_in % step == 0,
-        **found.constants,
+        first.num_out,
+        second.num_out,
+        x.shape[1],
+        HAS_BIAS=first.tensors[-1] is not None,
+        **first.constants,
+        **{f"OTHER_{name}": value for name, value in second.constants.items()},
         ROWS=int(triton.next_power_of_2(len(x))),
         OUTPUTS=_UNSCALED_OUTPUTS,
         WARPS=warps,
-        IS_DOUBLE=is_double and num_in % (2 * step) == 0,
         num_warps=warps,
         num_stages=1,  # the kernel itself says what is on its way
+        **early(x.device, len(x)),
     )
 
 
 def _multiply_rows(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out: Tensor) -> None:
     num_out, num_in = weight.shape
-    launch = next(launch for most, launch in _ROWS.items() if len(x) <= most)
-    grid, share_in = shared_out(launch, num_out, num_in)
+    grid, share_in = shared_out(_ROWS, num_out, num_in)
     found = operand(weight)
     with summed(grid[1], bias, out) as (own_bias, sums, stride, has_bias):
         block_rows_kernel[grid](
@@ -391,9 +433,12 @@ def _multiply_rows(x: Tensor, weight: QuantisedWeight, bias: Tensor | None, out:
             num_in,
             share_in,
             HAS_BIAS=has_bias,
+            IS_WHOLE=num_in % _LAYOUTS[weight.form.name].part == 0,
             **found.constants,
-            ROWS=least_rows(len(x)),
-            OUTPUTS=launch.outputs,
-            STAGES=launch.stages,
-            num_warps=launch.warps,
+            ROWS=max(_LEAST_ROWS, int(triton.next_power_of_2(len(x)))),
+            OUTPUTS=_ROWS.outputs // _ROWS.warps,
+            WARPS=_ROWS.warps,
+            num_warps=_ROWS.warps,
+            num_stages=_ROWS.stages,
+            **early(x.device, len(x)),
         )

@@ -113,6 +113,25 @@ class TorchKernels:
         """What a product of many rows takes for the weight's values, beside rows and outputs."""
         return 0
 
+    def linear_parts(
+        self,
+        x: Tensor,
+        parts: Sequence[Weight],
+        biases: Sequence[Tensor | None],
+        *,
+        is_canonical: bool = True,
+    ) -> Tensor:
+        """`linear` with several weights, side by side: each has the outputs after those of the one before."""
+        if len(parts) == 1:
+            return self.linear(x, parts[0], biases[0], is_canonical=is_canonical)
+        out = x.new_empty(len(x), sum(part.shape[0] for part in parts))
+        start = 0
+        for part, bias in zip(parts, biases, strict=True):
+            end = start + part.shape[0]
+            self.linear_into(out[:, start:end], x, part, bias, is_canonical=is_canonical)
+            start = end
+        return out
+
     def linear_into(
         self, out: Tensor, x: Tensor, weight: Weight, bias: Tensor | None, *, is_canonical: bool
     ) -> None:

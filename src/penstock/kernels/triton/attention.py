@@ -8,6 +8,8 @@ window are not read.
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.overlap import await_others
+
 # Where nothing was seen yet, that is the largest score: less than any, and not so little that nothing is less.
 LEAST = tl.constexpr(-1e30)
 
@@ -191,8 +193,10 @@ def decode_attention_kernel(
     GROUP_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
+    IS_EARLY: tl.constexpr = False,
 ):
     """A part of a row's past, for the query heads of one KV head."""
+    await_others(IS_EARLY)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
@@ -265,8 +269,10 @@ def join_parts_kernel(
     HAS_SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
     TOGETHER: tl.constexpr,  # parts that are read at a time
+    IS_EARLY: tl.constexpr = False,
 ):
     """What the parts of a row's past gave for one head."""
+    await_others(IS_EARLY)
     at = tl.program_id(0).to(tl.int64) * NUM_HEADS + tl.program_id(1)
     splits = tl.arange(0, SPLITS)
     columns = tl.arange(0, COLUMNS)

@@ -8,6 +8,7 @@ minimum, out of the group's own of `factors` and, in some forms, one of `wholes`
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.overlap import await_others
 from penstock.kernels.triton.rows import store_sums
 
 _WHOLE = tl.constexpr(256)  # inputs to a scale of scales
@@ -43,7 +44,7 @@ def load_high(high, output, part, num_parts, mask, words, BITS: tl.constexpr, GR
     """What the words of two tiles have no bits for."""
     more = words
     if BITS == 5 or BITS == 6:
-        more = _load_group(high, output * num_parts + part, mask, GROUP).to(tl.int16)
+        more = _load_group(high, output * num_parts + part, mask, GROUP)
     return more
 
 
@@ -64,13 +65,19 @@ def _half(word):
 
 
 @triton.jit
+def _as_float(number):
+    """Of a number of few bits, faster than they are converted: the last ones of 2 to the 23rd."""
+    return (number.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
 def _scale_and_minimum(factor, whole, FORM: tl.constexpr):
     """Of quants from 0 up."""
     if FORM == "Q4_K" or FORM == "Q5_K":
-        scale = (factor & 0xFF).to(tl.float32) * _half(whole)
-        minimum = ((factor >> 8) & 0xFF).to(tl.float32) * -_half(whole >> 16)
+        scale = _as_float(factor & 0xFF) * _half(whole)
+        minimum = _as_float((factor >> 8) & 0xFF) * -_half(whole >> 16)
     elif FORM == "Q6_K":
-        scale = factor.to(tl.int8).to(tl.float32) * _half(whole)
+        scale = (_as_float((factor.to(tl.int32) & 0xFF) ^ 128) - 128.0) * _half(whole)
         minimum = -32.0 * scale
     else:
         scale = _half(factor)
@@ -83,6 +90,16 @@ def _scale_and_minimum(factor, whole, FORM: tl.constexpr):
         else:  # a zero point
             minimum = -_half(factor >> 16) * scale
     return scale, minimum
+
+
+@triton.jit
+def load_factor(factors, output, part, num_parts, mask, group: tl.constexpr, BITS: tl.constexpr):
+    """What the scale of one of the groups of two tiles is made of, in the last bits."""
+    # A word has those of several groups, where they are small.
+    EACH: tl.constexpr = factors.dtype.element_ty.primitive_bitwidth
+    GROUPS: tl.constexpr = 4 if BITS == 8 else 8
+    at = (output * num_parts + part) * (GROUPS * EACH // 32) + group * EACH // 32
+    return _load(factors.to(tl.pointer_type(tl.int32)) + at, mask) >> (group * EACH % 32)
 
 
 @triton.jit
@@ -108,11 +125,8 @@ def group_values(
         UP: tl.constexpr = SHIFT + 4 - (BITS - 4) * group
         above = more.to(tl.int32) << UP if UP >= 0 else more.to(tl.int32) >> -UP
         found |= above & (((1 << (BITS - 4)) - 1) << (SHIFT + 4))
-    # A word has those of several groups, where they are small.
-    EACH: tl.constexpr = factors.dtype.element_ty.primitive_bitwidth
-    at = (output * num_parts + part) * (32 // WIDTH * EACH // 32) + group * EACH // 32
-    factor = tl.load(factors.to(tl.pointer_type(tl.int32)) + at, mask=mask, other=0)
-    scale, minimum = _scale_and_minimum(factor >> (group * EACH % 32), whole, FORM)
+    factor = load_factor(factors, output, part, num_parts, mask, group, BITS)
+    scale, minimum = _scale_and_minimum(factor, whole, FORM)
     return found.to(tl.float32) * (scale * (1.0 / (1 << SHIFT)))[:, None] + minimum[:, None]
 
 
@@ -156,59 +170,6 @@ def block_values_kernel(
             tl.store(to + start, values.to(out.dtype.element_ty), mask=is_in)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def block_rows_kernel(
-    x,  # [num_rows, num_in]
-    quants,
-    high,
-    factors,
-    wholes,
-    bias,  # [num_out], or none
-    out,  # [num_rows, num_out]; or sums of float32 [shares, num_rows, num_out]
-    x_stride,
-    out_stride,
-    num_rows,
-    num_out,
-    num_in,
-    share_in,
-    HAS_BIAS: tl.constexpr,
-    FORM: tl.constexpr,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROWS: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """Some outputs of a share of a product of a few rows, of values as `block_values_kernel` gives them."""
-    SLOTS: tl.constexpr = 2 if BITS == 8 else 4
-    SIZE: tl.constexpr = 2 * SLOTS * GROUP
-    num_parts = (num_in + SIZE - 1) // SIZE
-    own = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    rows = tl.arange(0, ROWS)
-    is_output, is_row = own < num_out, rows < num_rows
-    output = own.to(tl.int64)
-    row_at = x + rows.to(tl.int64)[:, None] * x_stride
-    total = tl.zeros([OUTPUTS, ROWS], tl.float32)
-    first = tl.program_id(1) * share_in
-    end = tl.minimum(first + share_in, num_in)
-    for start in tl.range(first, end, SIZE, num_stages=STAGES):
-        part = start // SIZE
-        whole = load_whole(wholes, output, part, num_in, is_output, FORM, GROUP)
-        for i in tl.static_range(2):
-            words = load_words(quants, output, 2 * part + i, 2 * num_parts, is_output, GROUP)
-            more = load_high(high, output, part, num_parts, is_output, words, BITS, GROUP)
-            for j in tl.static_range(SLOTS):
-                column = start + (i * SLOTS + j) * GROUP + tl.arange(0, GROUP)
-                here = tl.load(
-                    row_at + column[None, :], mask=is_row[:, None] & (column < num_in)[None, :], other=0.0
-                )
-                values = group_values(
-                    words, more, factors, output, part, num_parts, whole, is_output, i * SLOTS + j, FORM, BITS
-                )
-                total = tl.dot(values.to(here.dtype), tl.trans(here), total)
-    store_sums(total, bias, out, rows, own, out_stride, num_rows, num_out, HAS_BIAS)
-
-
 # A row or very few, with quants that are not yet values.
 
 
@@ -219,6 +180,7 @@ def _quants(words, more, group: tl.constexpr, BITS: tl.constexpr):
     WIDTH: tl.constexpr = 8 if BITS == 8 else 4
     SHIFT: tl.constexpr = WIDTH * group % 16
     DOWN: tl.constexpr = (BITS - 4) * group - 4  # of bits in `high`, to above the others
+    more = more.to(tl.int16)
     if _IS_INTERPRETED:
         found = (words.to(tl.int32) >> SHIFT) & ((1 << WIDTH) - 1)
         if BITS == 5 or BITS == 6:
@@ -276,6 +238,12 @@ def _quants(words, more, group: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _by_four(at):
+    """Places [n] for each of the four threads of a row."""
+    return tl.broadcast_to(at[:, None], at.shape[0], 4)
+
+
+@triton.jit
 def _load_part(
     row_at,
     row_part,
@@ -328,6 +296,14 @@ def _by_thread(values, FIRST: tl.constexpr, WARPS: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
+def _columns(own, EIGHTS: tl.constexpr, WARPS: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr):
+    """[EIGHTS * WARPS * 8, GROUP] as [WARPS, GROUP, EIGHTS * 8], likewise."""
+    NEXT: tl.constexpr = 4 if BITS == 5 else 2
+    columns = own.reshape(EIGHTS, WARPS, 8, 4, GROUP // (8 * NEXT), 2, NEXT)
+    return columns.permute(1, 4, 5, 3, 6, 0, 2).reshape(WARPS, GROUP, 8 * EIGHTS)
+
+
+@triton.jit
 def _for_rows(scales, EIGHTS: tl.constexpr, WARPS: tl.constexpr, ROWS: tl.constexpr):
     """[EIGHTS * WARPS * 8, 8] as [WARPS, EIGHTS * 8, ROWS * 8]."""
     scales = scales.reshape(EIGHTS, WARPS, 8, 8).permute(1, 0, 2, 3).reshape(WARPS, 8 * EIGHTS, 1, 8)
@@ -350,9 +326,7 @@ def _add_part(
     WARPS: tl.constexpr,
 ):
     SLOTS: tl.constexpr = 2 if BITS == 8 else 4
-    NEXT: tl.constexpr = 4 if BITS == 5 else 2
-    columns = own.reshape(ROWS, WARPS, 8, 4, GROUP // (8 * NEXT), 2, NEXT)
-    columns = columns.permute(1, 4, 5, 3, 6, 0, 2).reshape(WARPS, GROUP, 8 * ROWS)
+    columns = _columns(own, ROWS, WARPS, BITS, GROUP)
     group = (tl.arange(0, 8 * ROWS) % 8)[None, None, :]
     found = tl.zeros([WARPS, 8 * EIGHTS, 8 * ROWS], tl.float32)
     for i in tl.static_range(8 // SLOTS):
@@ -367,29 +341,30 @@ def _add_part(
     return total
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def block_row_kernel(
-    x,  # [num_rows, num_in]
+@triton.jit
+def _multiply_lot(
+    x,
     quants,
     high,
     factors,
     wholes,
-    bias,  # [num_out], or none
-    out,  # [num_rows, num_out]
+    bias,
+    out,
+    lot,
     x_stride,
     out_stride,
     num_rows,
     num_out,
     num_in,
     HAS_BIAS: tl.constexpr,
-    IS_WHOLE: tl.constexpr,  # all warps have as many whole parts
+    IS_WHOLE: tl.constexpr,
     FORM: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     WARPS: tl.constexpr,
-    IS_DOUBLE: tl.constexpr,  # two parts are loaded at once
+    IS_DOUBLE: tl.constexpr,
 ):
     """Some outputs of a product of a row, or of very few. A part is eight groups; each warp has every so many-th. The
     columns of a product are not rows but a row's groups, which meet each of the weight's: the own one is chosen. So a
@@ -397,7 +372,7 @@ def block_row_kernel(
     to a thread and never move between threads."""
     EIGHTS: tl.constexpr = OUTPUTS // 8
     at = tl.arange(0, EIGHTS * WARPS * 8)
-    output = tl.program_id(0) * OUTPUTS + at // (8 * WARPS) * 8 + at % 8
+    output = lot * OUTPUTS + at // (8 * WARPS) * 8 + at % 8
     output = tl.minimum(output, num_out - 1).to(tl.int64)
     part = at // 8 % WARPS
     own_at = tl.arange(0, ROWS * WARPS * 8)
@@ -446,5 +421,171 @@ def block_row_kernel(
                 total, own_1, words_1, more_1, factor_1, whole_1, FORM, BITS, GROUP, ROWS, EIGHTS, WARPS
             )
     total = tl.sum(tl.sum(total.reshape(WARPS, OUTPUTS, ROWS, 8), axis=3), axis=0)
-    own_output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    own_output = lot * OUTPUTS + tl.arange(0, OUTPUTS)
+    store_sums(total, bias, out, tl.arange(0, ROWS), own_output, out_stride, num_rows, num_out, HAS_BIAS)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def block_row_kernel(
+    x,  # [num_rows, num_in]
+    quants,
+    high,
+    factors,
+    wholes,
+    bias,  # [num_out], or none
+    other_quants,  # of a weight whose outputs come after those, or none
+    other_high,
+    other_factors,
+    other_wholes,
+    other_bias,
+    out,  # [num_rows, num_out]
+    x_stride,
+    out_stride,
+    num_rows,
+    num_out,
+    other_out,
+    num_in,
+    HAS_BIAS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # all warps have as many whole parts
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    IS_DOUBLE: tl.constexpr,  # two parts are loaded at once
+    OTHER_IS_WHOLE: tl.constexpr,
+    OTHER_FORM: tl.constexpr,
+    OTHER_BITS: tl.constexpr,
+    OTHER_GROUP: tl.constexpr,
+    OTHER_IS_DOUBLE: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    WARPS: tl.constexpr,
+    IS_EARLY: tl.constexpr = False,
+):
+    """A product of a row, or of very few, with a weight, or with two that lie in different forms."""
+    await_others(IS_EARLY)
+    lot = tl.program_id(0)
+    num_lots = (num_out + OUTPUTS - 1) // OUTPUTS
+    if other_quants is None or lot < num_lots:
+        _multiply_lot(
+            x,
+            quants,
+            high,
+            factors,
+            wholes,
+            bias,
+            out,
+            lot,
+            x_stride,
+            out_stride,
+            num_rows,
+            num_out,
+            num_in,
+            HAS_BIAS,
+            IS_WHOLE,
+            FORM,
+            BITS,
+            GROUP,
+            ROWS,
+            OUTPUTS,
+            WARPS,
+            IS_DOUBLE,
+        )
+    else:
+        _multiply_lot(
+            x,
+            other_quants,
+            other_high,
+            other_factors,
+            other_wholes,
+            other_bias,
+            out + num_out,
+            lot - num_lots,
+            x_stride,
+            out_stride,
+            num_rows,
+            other_out,
+            num_in,
+            HAS_BIAS,
+            OTHER_IS_WHOLE,
+            OTHER_FORM,
+            OTHER_BITS,
+            OTHER_GROUP,
+            ROWS,
+            OUTPUTS,
+            WARPS,
+            OTHER_IS_DOUBLE,
+        )
+
+
+@triton.jit
+def _rounded(quants, scale, minimum, BITS: tl.constexpr):
+    """Values in bfloat16 of quants [n, GROUP] as `_quants` gives them, with scales [n, 4]."""
+    minimum += (128.0 if BITS == 8 else -128.0) * scale
+    parts = quants.to(tl.float32).reshape(quants.shape[0], 4, quants.shape[1] // 4)
+    values = parts * scale[:, :, None] + minimum[:, :, None]
+    return values.to(tl.bfloat16).reshape(quants.shape)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def block_rows_kernel(
+    x,  # [num_rows, num_in]
+    quants,
+    high,
+    factors,
+    wholes,
+    bias,  # [num_out], or none
+    out,  # [num_rows, num_out]; or sums of float32 [shares, num_rows, num_out]
+    x_stride,
+    out_stride,
+    num_rows,
+    num_out,
+    num_in,
+    share_in,
+    HAS_BIAS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,  # inputs are whole parts
+    FORM: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,  # of a warp
+    WARPS: tl.constexpr,
+    IS_EARLY: tl.constexpr = False,
+):
+    """Some outputs of a share of a product of a few rows, of values in bfloat16. Each warp has outputs of its own.
+    Tiles are loaded 16 bytes to a thread, and never move between threads: they become values where they are, a group
+    at a time."""
+    SLOTS: tl.constexpr = 2 if BITS == 8 else 4
+    SIZE: tl.constexpr = 2 * SLOTS * GROUP
+    await_others(IS_EARLY)
+    EIGHTS: tl.constexpr = OUTPUTS // 8
+    ROW_EIGHTS: tl.constexpr = ROWS // 8
+    num_parts = (num_in + SIZE - 1) // SIZE
+    at = tl.arange(0, EIGHTS * WARPS * 8)
+    output = (tl.program_id(0) * WARPS + at // 8 % WARPS) * OUTPUTS + at // (8 * WARPS) * 8 + at % 8
+    output = tl.minimum(output, num_out - 1).to(tl.int64)
+    own_at = tl.arange(0, ROW_EIGHTS * WARPS * 8)
+    row = tl.minimum(own_at // (8 * WARPS) * 8 + own_at % 8, num_rows - 1)
+    row_at = (x + row.to(tl.int64) * x_stride)[:, None]
+    total = tl.zeros([WARPS, OUTPUTS, ROWS], tl.float32)
+    first = tl.program_id(1) * share_in
+    for start in range(first, tl.minimum(first + share_in, num_in), SIZE):
+        part = start // SIZE
+        whole = load_whole(wholes, _by_four(output), part, num_in, None, FORM, GROUP)
+        words_0 = load_words(quants, output, 2 * part, 2 * num_parts, None, GROUP)
+        words_1 = load_words(quants, output, 2 * part + 1, 2 * num_parts, None, GROUP)
+        more = load_high(high, output, part, num_parts, None, words_0, BITS, GROUP)
+        for group in tl.static_range(2 * SLOTS):
+            if IS_WHOLE:
+                is_input = None
+            else:
+                is_input = (own_at >= 0) & (start + group * GROUP < num_in)
+            own = _load_group(row_at, own_at * 0 + part * 2 * SLOTS + group, is_input, GROUP)
+            words = words_0 if group < SLOTS else words_1
+            factor = load_factor(factors, _by_four(output), part, num_parts, None, group, BITS)
+            scale, minimum = _scale_and_minimum(factor, whole, FORM)
+            values = _rounded(_quants(words, more, group, BITS), scale, minimum, BITS)
+            values = _by_thread(values, EIGHTS, WARPS, BITS, GROUP)
+            total = tl.dot(values, _columns(own, ROW_EIGHTS, WARPS, BITS, GROUP), total)
+    own_output = tl.program_id(0) * WARPS * OUTPUTS + tl.arange(0, WARPS * OUTPUTS)
+    total = total.reshape(WARPS * OUTPUTS, ROWS)
     store_sums(total, bias, out, tl.arange(0, ROWS), own_output, out_stride, num_rows, num_out, HAS_BIAS)

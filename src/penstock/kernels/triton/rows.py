@@ -6,6 +6,8 @@ A row is one program's, or several's that share nothing: its bits do not depend 
 import triton
 import triton.language as tl
 
+from penstock.kernels.triton.overlap import await_others
+
 
 @triton.jit
 def add_norm_kernel(
@@ -20,8 +22,10 @@ def add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     IS_WEIGHT_FLOAT32: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr = False,
 ):
     """The norm of each row, or of its sum with another."""
+    await_others(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     mask = at < size
@@ -86,8 +90,10 @@ def place_heads_kernel(
     HEADS: tl.constexpr,
     HALF_BLOCK: tl.constexpr,  # half of ROTARY_DIM, or the next power of two
     REST_BLOCK: tl.constexpr,  # what is not turned, the same way; 0: nothing
+    IS_EARLY: tl.constexpr = False,
 ):
     """Some heads of a row, each a query, a key or a value. A pair is turned that lies half of ROTARY_DIM apart."""
+    await_others(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     is_query = head < NUM_HEADS
@@ -145,8 +151,9 @@ def place_heads_kernel(
 
 
 @triton.jit
-def silu_and_mul_kernel(gate_up, row_stride, width, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(gate_up, row_stride, width, BLOCK: tl.constexpr, IS_EARLY: tl.constexpr = False):
     """silu(gate) * up, of a part of a row [gate | up], in place of the gate."""
+    await_others(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < width
@@ -178,8 +185,10 @@ def join_sums_kernel(
     HAS_BIAS: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_EARLY: tl.constexpr = False,
 ):
     """The parts of a product's sums together, in their order."""
+    await_others(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = at < num_out
@@ -208,9 +217,11 @@ def few_rows_kernel(
     BLOCK: tl.constexpr,
     BY_ROWS: tl.constexpr,  # rows are the matrix units' first operand: then there may be few outputs
     PRECISION: tl.constexpr,
+    IS_EARLY: tl.constexpr = False,
 ):
     """Some outputs of a product of a few rows: as fast as the weight can be read. An output is one sum from the first
     input to the last, whatever the sizes here: so are those of large products, whose bits it has."""
+    await_others(IS_EARLY)
     ROW: tl.constexpr = 0 if BY_ROWS else 1
     row = tl.expand_dims(tl.arange(0, ROWS), 1 - ROW)
     output = tl.expand_dims(tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS), ROW)
