@@ -48,7 +48,8 @@ class _LeftAway:
         return self
 
     def prepare(self, batch: ForwardBatch, caches: CacheTensors) -> None:
-        self._prepared = (batch, self._layout(batch, caches).of(batch))
+        if is_decode(batch):
+            self._prepared = (batch, self._layout(batch, caches).of(batch))
 
     def run(
         self, batch: ForwardBatch, model: Decoder, caches: CacheTensors, overlap: Overlap = NO_OVERLAP
@@ -122,6 +123,7 @@ def step_us(subject: Subject, num_sequences: int, num_steps: int, *, reads: bool
         sizer=ChunkSizer(SizeRules(fixed=_CHUNK)),
         reuse=Reuse(space, clean_only=True),
         looks_ahead=True,
+        plans_ahead=True,
     )
     told: list[Event] = []
 

@@ -268,7 +268,7 @@ class Batcher:
             raise
         if self._repeats:
             self._make_room_after(plan)
-        awaited = tuple(planned.request_id for planned in plan.spans if planned.request_id in expected)
+        awaited = frozenset(expected).intersection(planned.request_id for planned in plan.spans)
         step = Step(plan, tuple(inputs), now, self._scheduler.decision, awaited=awaited)
         if self._sizer is not None and plan.num_chunk_tokens:
             shape = shape_of(plan)
@@ -523,7 +523,7 @@ class Batcher:
             name: choice.token for name, choice in outcome.choices.items() if isinstance(choice, Choice)
         }
         awaited = ahead.step.awaited
-        is_as_expected = outcome.error is None and tokens.keys() >= set(awaited)
+        is_as_expected = outcome.error is None and tokens.keys() >= awaited
         # What ends now runs once more, but not by itself.
         is_of_use = len(awaited) < len(ahead.step.inputs) or any(
             name in tokens and not self._jobs[name].ends_with(tokens[name]) for name in awaited

@@ -349,7 +349,7 @@ class Step:
     predicted_bytes: int | None = None
     num_before: int = 0  # passes that its decodes have gone on from, whose tokens are not committed yet
     first: StepRecord | None = None  # of those
-    awaited: tuple[RequestId, ...] = ()  # whose tokens were not known when it was planned
+    awaited: frozenset[RequestId] = frozenset()  # whose tokens were not known when it was planned
 
     def again(self, first: StepRecord, now: float) -> "Step":
         """It goes on: the same decodes, each a token further."""
