@@ -34,6 +34,7 @@ from penstock.files import read_plain, replace_json
 from penstock.home import cache_home
 from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise
+from penstock.kernels.experts import Router
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import ALL_FORMS, QuantisedWeight, Weight
 from penstock.kernels.spans import (
@@ -404,7 +405,7 @@ def experts_hold(kernels: Kernels, shapes: ProbeShapes, random: Random) -> bool:
         config = ExpertsConfig(1, _NUM_EXPERTS, down.num_in, num_active=2)
         inner, x = _expert_factors(kernels, gate_up, _EXPERT_ROWS[-1], random)
         outer, _ = _expert_factors(kernels, down, 1, random)
-        experts = kernels.stacked_experts(config, inner, outer, _of_gates(shapes))
+        experts = kernels.stacked_experts(Router(config), inner, outer, _of_gates(shapes))
         scores = random.normal(len(x), _NUM_EXPERTS)
         whole = experts.run(x, scores, None)
         for num_rows in _EXPERT_ROWS:

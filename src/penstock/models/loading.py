@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from penstock.errors import SettingError
 from penstock.kernels.device import device_kind
 from penstock.kernels.elementwise import ACTIVATIONS, ElementWise, xielu
-from penstock.kernels.experts import GroupedExperts
+from penstock.kernels.experts import GroupedExperts, Router
 from penstock.kernels.interface import Kernels
 from penstock.kernels.quantised import (
     BLOCK_FORMS,
@@ -437,18 +437,21 @@ class _Loader:
         self._source.load_into(weights.router.name, router[:count])
         if weights.shared_gate:
             self._source.load_into(weights.shared_gate.name, router[count : count + 1])
-        bias = weights.choice_bias
-        choice_bias = None if bias is None else self._tensor(bias, torch.float32)
+        bias, apart = weights.choice_bias, weights.apart
+        rule = Router(
+            experts,
+            self._tensor(bias, torch.float32) if bias else None,
+            self._tensor(apart.expert_scales, torch.float32) if apart else None,
+        )
         return ExpertMLP(
-            config=experts,
-            router=Linear(
+            router=rule,
+            scoring=Linear(
                 (self._kernels.pack(router),),
                 self._tensor(weights.router_bias) if weights.router_bias else None,
             ),
-            experts=self._expert_blocks(weights, choice_bias),
+            experts=self._expert_blocks(weights, rule),
             shared=self._mlp(weights.shared) if weights.shared else None,
-            choice_bias=choice_bias,
-            norms=self._apart(weights.apart) if weights.apart else None,
+            norms=self._apart(apart) if apart else None,
         )
 
     def _apart(self, weights: ApartWeights) -> ApartNorms:
@@ -459,21 +462,12 @@ class _Loader:
         router.mul_(len(router) ** -0.5)
         return ApartNorms(**norms)
 
-    def _scale_experts(self, weights: ExpertsWeights, down: Tensor) -> Tensor:
-        """Weights [experts, hidden, width] times what multiplies the output of each."""
-        if weights.apart is None:
-            return down
-        return down.mul_(self._tensor(weights.apart.expert_scales)[:, None, None])
-
-    def _expert_blocks(
-        self, weights: ExpertsWeights, choice_bias: Tensor | None
-    ) -> tuple[MLP, ...] | GroupedExperts:
-        config, function = self._config.experts, self._activation()
-        assert config is not None
+    def _expert_blocks(self, weights: ExpertsWeights, router: Router) -> tuple[MLP, ...] | GroupedExperts:
+        config, function = router.config, self._activation()
         # Those with biases may have clamped gates, too.
         if self._stacks_experts(weights, function) and not config.bias and self._config.gated_mlp:
             inner, outer = self._expert_stacks(weights)
-            return self._kernels.stacked_experts(config, inner, outer, function, choice_bias)
+            return self._kernels.stacked_experts(router, inner, outer, function)
         if weights.stacked is None:
             experts = tuple(self._mlp(expert, config.clamp) for expert in weights.experts)
         else:
@@ -485,7 +479,7 @@ class _Loader:
         gate_up, down = ([pair[at] for pair in quantised if pair is not None] for at in range(2))
         if len(down) < len(experts) or not self._kernels.keeps_expert_blocks:
             return experts
-        return self._kernels.quantised_experts(config, gate_up, down, choice_bias)
+        return self._kernels.quantised_experts(router, gate_up, down)
 
     def _stacks_experts(self, weights: ExpertsWeights, function: ElementWise | None) -> bool:
         """Not where they are blocks, or become some, and may stay so."""
@@ -514,7 +508,7 @@ class _Loader:
             gate_up = pad(gate_up.view(count, 2, inner, hidden), (0, 0, 0, missing)).flatten(1, 2)
         down = torch.zeros(count, hidden, whole_lanes(inner), dtype=self._dtype, device=self._device)
         self._source.load_into(stored[1].name, down[:, :, :inner])
-        return gate_up, self._scale_experts(weights, down)
+        return gate_up, down
 
     def _stack(self, products: Sequence[Product]) -> Weight:
         """The weights of products of one shape; in their blocks, where all have the same."""

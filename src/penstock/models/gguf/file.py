@@ -12,7 +12,7 @@ from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain, parts_of
 from penstock.models.gguf.config import DIVISORS, LONG_FACTORS, SHORT_FACTORS, gguf_model_config
 from penstock.models.gguf.header import GgufHeader, GgufTensor, GgufValue, read_header
-from penstock.models.gguf.layout import Place, tensor_places
+from penstock.models.gguf.layout import SCALE, Place, tensor_places
 from penstock.models.reading import Fields
 from penstock.models.source import FileSource, require_shape
 
@@ -47,12 +47,14 @@ class GgufFile(FileSource):
         self._kinds = [tensor.kind.name for tensor in tensors.values()]
         read = {name: self._read_row(tensor) for name, tensor in divisors.items()}
         self.config = gguf_model_config(header, str(path), read)
-        scaled = [name for name in tensors if name.endswith("_exps.scale")]
-        scales = {f"{name.removesuffix('scale')}weight": self._read_row(tensors[name]) for name in scaled}
-        self._places = tensor_places(tensors, self.config, str(path), scales)
+        self._places = tensor_places(tensors, self.config, str(path))
         for name, place in self._places.items():
             if name != place.tensor.name:
                 self._require_accepted(place.tensor)
+        if scaled := [name for name in self._places if SCALE.fullmatch(name)]:
+            raise ModelFileError(
+                f"{path}: {scaled[0]} multiplies a weight, which is not supported for this family"
+            )
         self.shapes = {name: place.shape for name, place in self._places.items()}
         kinds = {place.tensor.kind for place in self._places.values()}
         self.unpacked = tuple(kind.name for kind in UNPACKED if kind in kinds)
