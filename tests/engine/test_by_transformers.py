@@ -59,7 +59,7 @@ def test_its_answer_is_transformers_in_any_chunks(family: str) -> None:
         assert run.generated == tokens, chunks
 
 
-@pytest.mark.parametrize("family", FAMILIES[:2])
+@pytest.mark.parametrize("family", [*FAMILIES[:2], "phimoe", "mellum"])  # routers of float32 and bfloat16
 def test_it_keeps_its_bits_in_bfloat16(family: str) -> None:
     model, prompt = loaded(small_model(family).folder, torch.bfloat16), random_prompt(NUM_TOKENS, 256)
     whole = logits_of(model, prompt)
