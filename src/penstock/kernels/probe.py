@@ -106,6 +106,7 @@ class ProbeShapes:
     expert_products: tuple[ProductShape, ...] = ()
     activation: str = "silu"
     layer_norm: bool = False
+    passes_are_known: bool = True  # between products; other code's may be torch's, whose vectors end where rows do
 
 
 class Random:
@@ -327,9 +328,10 @@ def _of_gates(shapes: ProbeShapes) -> ElementWise | None:
 
 def free_decodes(kernels: Kernels, shapes: ProbeShapes, random: Random) -> int:
     """Up to how many decodes give each the bits that it has alone; 0 where that is too few to be of use. Recurrent
-    layers, latents and experts that are run as one are not tried: they have products of other kinds. Nor are GPUs,
-    where several passes take longer than padding."""
-    is_tried = shapes.recurrent is None and shapes.latent is None and device_kind(random.device).is_host
+    layers, latents and experts that are run as one are not tried: they have products of other kinds. Nor is other
+    code, nor GPUs, where several passes take longer than padding."""
+    is_tried = shapes.passes_are_known and device_kind(random.device).is_host
+    is_tried = is_tried and shapes.recurrent is None and shapes.latent is None
     products = (*shapes.products, *shapes.expert_products, *([shapes.head] if shapes.head else []))
     if not is_tried or any(shape.form.startswith(GROUPED) for shape in products):
         return 0
