@@ -141,8 +141,8 @@ def settled_weights(
     is_host, products = device_kind(device).is_host, kernels.quantised
     if forms and products is None and is_host and forms <= {*BLOCK_FORMS.values()}:
         return setting
-    takes_blocks = products is not None and any(products.takes(form, device) for form in forms)
-    if not takes_blocks or dtype != torch.bfloat16:
+    refused = {form for form in forms if products is None or not products.takes(form, device)}
+    if refused == forms or dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        return settle_without_blocks(setting, name, "bfloat16" if takes_blocks else "")
-    return settle_weights(setting, source.unpacked)
+        return settle_without_blocks(setting, name, "" if refused == forms else "bfloat16")
+    return settle_weights(setting, (*sorted(form.name for form in refused), *source.unpacked))
