@@ -60,12 +60,8 @@ def load_decoder(
             where="here",
             because="8-bit floats need a GPU with units for them (Ada, Hopper or newer)",
         )
-    takes_blocks = kernels.quantised is not None and any(
-        kernels.quantised.takes(form, device) for form in _forms(source)
-    )
-    if kernels.activations != "plain" and not (
-        weights in ("int8", "int4") or (weights == "auto" and takes_blocks)
-    ):
+    is_quantised = weights in ("int8", "int4") or (weights == "auto" and _taken(source, kernels, device))
+    if kernels.activations != "plain" and not is_quantised:
         raise SettingError(
             "activations",
             kernels.activations,
@@ -92,18 +88,17 @@ def _by_transformers(
     from penstock.models.by_transformers.folder import TransformersFolder
 
     assert isinstance(source, TransformersFolder)
-    lacking = {
-        "weights": weights if weights in QUANTISED_WEIGHTS else None,
-        "activations": kernels.activations if kernels.activations != "plain" else None,
-        "layers": layers,
-    }
-    accepted = {"weights": "auto, bf16 or f32", "activations": "plain", "layers": "model_impl penstock"}
-    for name, value in lacking.items():
-        if value is not None:
+    settings = (
+        ("weights", weights, weights in QUANTISED_WEIGHTS, "auto, bf16 or f32"),
+        ("activations", kernels.activations, kernels.activations != "plain", "plain"),
+        ("layers", layers, layers is not None, "model_impl penstock"),
+    )
+    for name, value, is_lacking, accepted in settings:
+        if is_lacking:
             raise SettingError(
                 name,
                 value,
-                accepted[name],
+                accepted,
                 where=f"for {source.config.family}",
                 because="transformers' code runs it, which has no quantised weights and no stages here",
             )
@@ -115,9 +110,8 @@ def computing_dtype(
 ) -> torch.dtype:
     """The dtype of a name. `auto` is bfloat16 for weights in blocks, whose kernels take no other rows, else the
     device's own."""
-    forms, products = _forms(source) if weights == "auto" else set(), kernels.quantised
-    are_taken = products is not None and any(products.takes(form, device) for form in forms)
-    if name == "auto" and products is not None and (weights in QUANTISED_WEIGHTS or are_taken):
+    has_blocks = weights in QUANTISED_WEIGHTS or (weights == "auto" and _taken(source, kernels, device))
+    if name == "auto" and kernels.quantised is not None and has_blocks:
         return torch.bfloat16
     return device_kind(device).dtype(name)
 
@@ -125,6 +119,12 @@ def computing_dtype(
 def _forms(source: WeightSource) -> set[BlockForm]:
     """The forms of blocks that a file has tensors in."""
     return {form for name in source.names() if (form := source.block_form(name)) is not None}
+
+
+def _taken(source: WeightSource, kernels: Kernels, device: torch.device) -> set[BlockForm]:
+    """Those of them that there are kernels for."""
+    products = kernels.quantised
+    return set() if products is None else {form for form in _forms(source) if products.takes(form, device)}
 
 
 def settled_weights(
@@ -138,11 +138,10 @@ def settled_weights(
     forms = _forms(source)
     if not forms and not source.unpacked:
         return setting
-    is_host, products = device_kind(device).is_host, kernels.quantised
-    if forms and products is None and is_host and forms <= {*BLOCK_FORMS.values()}:
+    is_host, taken = device_kind(device).is_host, _taken(source, kernels, device)
+    if forms and kernels.quantised is None and is_host and forms <= {*BLOCK_FORMS.values()}:
         return setting
-    refused = {form for form in forms if products is None or not products.takes(form, device)}
-    if refused == forms or dtype != torch.bfloat16:
+    if not taken or dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        return settle_without_blocks(setting, name, "" if refused == forms else "bfloat16")
-    return settle_weights(setting, (*sorted(form.name for form in refused), *source.unpacked))
+        return settle_without_blocks(setting, name, "bfloat16" if taken else "")
+    return settle_weights(setting, (*sorted(form.name for form in forms - taken), *source.unpacked))

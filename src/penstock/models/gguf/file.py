@@ -62,21 +62,23 @@ class GgufFile(FileSource):
     def _read_parts(self) -> GgufHeader:
         """The header of the file, or of the first of several, with the tensors of all."""
         header = read_header(self.path)
+        self._files.append(ByteFile(self.path))
         count = Fields(str(self.path), header.metadata).integer("split.count", 1)
+        if count <= 1:
+            return header
         parts, tensors = parts_of(self.path), dict(header.tensors)
-        if count > 1 and (count != len(parts) or header.metadata.get("split.no", 0) != 0):
+        if count != len(parts) or header.metadata.get("split.no", 0) != 0:
             raise ModelError(
                 f"{self.path} is one of {count} parts; open the first, -00001-of-{count:05}.gguf"
             )
-        self._files.append(ByteFile(self.path))
-        for index, part in enumerate(parts[1:] if count > 1 else ()):
+        for index, part in enumerate(parts[1:], 1):
             own = read_header(part)
-            if own.metadata.get("split.no") != index + 1 or tensors.keys() & own.tensors.keys():
-                raise ModelFileError(f"{part} is not part {index + 2} of {self.path}")
-            tensors |= {name: replace(tensor, part=index + 1) for name, tensor in own.tensors.items()}
+            if own.metadata.get("split.no") != index or tensors.keys() & own.tensors.keys():
+                raise ModelFileError(f"{part} is not part {index + 1} of {self.path}")
+            tensors |= {name: replace(tensor, part=index) for name, tensor in own.tensors.items()}
             self._files.append(ByteFile(part))
         total = header.metadata.get("split.tensors.count", len(tensors))
-        if count > 1 and total != len(tensors):
+        if total != len(tensors):
             raise ModelFileError(f"{self.path} and its other parts have {len(tensors)} tensors, not {total}")
         return GgufHeader(header.metadata, tensors)
 
