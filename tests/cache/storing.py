@@ -21,11 +21,11 @@ HYBRID = CacheSpec(
         num_layers=3, conv_tail=3, conv_size=7, num_heads=1, key_dim=5, value_dim=3, dtype=torch.bfloat16
     ),
 )
-# Two K/V groups of different sizes and dtypes, as of layers with and without a window.
+# Two K/V groups of different sizes and dtypes, as of layers with and without a window; values smaller than keys.
 GROUPS = CacheSpec(
     (
         KVSpec(num_layers=2, num_kv_heads=1, head_dim=3, dtype=torch.bfloat16),
-        KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32),
+        KVSpec(num_layers=3, num_kv_heads=2, head_dim=8, dtype=torch.float32, value_dim=5),
     ),
     HYBRID.recurrent,
 )
@@ -45,7 +45,7 @@ def kv_of(keys: list[bytes], spec: CacheSpec = PLAIN) -> list[Tensor]:
     """Random bits of each K/V group that follow from the keys: NaNs of every kind among them."""
     groups: list[Tensor] = []
     for index, kv in enumerate(spec.kv_groups):
-        shape = (2, kv.num_layers, 64, kv.num_kv_heads, kv.head_dim)
+        shape = (kv.block_elements,)
         groups.append(torch.stack([_bits(key + bytes(index), shape, kv.dtype) for key in keys]))
     return groups
 
@@ -68,9 +68,11 @@ def assert_right(found: StoredPrefix, keys: list[bytes], spec: CacheSpec = PLAIN
     """What was found is what belongs to these keys, to the bit."""
     used = keys[found.start : found.start + found.num_blocks]
     for place, block in enumerate(found.blocks):
-        for read, values, kv in zip(block.keys, block.values, kv_of(used, spec), strict=True):
-            assert (read.shape, values.shape) == (kv[place][0].shape, kv[place][1].shape)
-            assert (bytes_in(read), bytes_in(values)) == (bytes_in(kv[place][0]), bytes_in(kv[place][1]))
+        groups = zip(block.keys, block.values, kv_of(used, spec), spec.kv_groups, strict=True)
+        for *found_parts, kv, group in groups:
+            for part, expected in zip(found_parts, group.parts_of(kv[place : place + 1]), strict=True):
+                assert part.shape == expected[0].shape
+                assert bytes_in(part) == bytes_in(expected)
     if spec.recurrent is None:
         assert found.state is None
     else:

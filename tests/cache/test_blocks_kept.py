@@ -22,7 +22,7 @@ class Keeper:
 
     def reclaim(self, num_blocks: int) -> None:
         self.asked.append(num_blocks)
-        for block in [block for block in self.idle if self.pool.is_idle(block)][:num_blocks]:
+        for block in [block for block in dict.fromkeys(self.idle) if self.pool.is_idle(block)][:num_blocks]:
             self.pool.drop(block)
         self.idle[:] = [block for block in self.idle if self.pool.is_idle(block)]
 

@@ -20,11 +20,12 @@ def tensors_of(spec: CacheSpec) -> CacheTensors:
     return CacheTensors.of(spec, [NUM_BLOCKS] * len(spec.kv_groups), 3, torch.device("cpu"))
 
 
-def stored(kv: list[torch.Tensor]) -> list[StoredBlock]:
-    """Blocks as a store gives them, from each group's [num_blocks, 2, ...]."""
+def stored(kv: list[torch.Tensor], spec: CacheSpec = PLAIN) -> list[StoredBlock]:
+    """Blocks as a store gives them, from each group's [num_blocks, block_elements]."""
+    parts = [group.parts_of(own) for group, own in zip(spec.kv_groups, kv, strict=True)]
     return [
-        StoredBlock(tuple(group[0] for group in groups), tuple(group[1] for group in groups))
-        for groups in zip(*kv, strict=True)
+        StoredBlock(tuple(own[0][block] for own in parts), tuple(own[1][block] for own in parts))
+        for block in range(len(kv[0]))
     ]
 
 
@@ -40,7 +41,7 @@ def test_out_and_in_again(spec: CacheSpec, data: st.DataObject, num_blocks: int)
     blocks = [data.draw(order)[:num_blocks] for _ in spec.kv_groups]
     kv = [group[:num_blocks] for group in kv_of(keys_of(NUM_BLOCKS), spec)]
     tensors = tensors_of(spec)
-    copy_in(tensors, blocks, stored(kv))
+    copy_in(tensors, blocks, stored(kv, spec))
     out = copy_out(tensors, blocks)
     for copied, given_, group, ids in zip(out, kv, tensors.kv_groups, blocks, strict=True):
         assert (copied.shape, copied.dtype, copied.is_contiguous()) == (given_.shape, group.spec.dtype, True)
@@ -55,7 +56,7 @@ def check_group(group: KVCache, blocks: list[int], kv: torch.Tensor) -> None:
             places = slice(block * 64, block * 64 + 64)
             for part, all_places in enumerate((cached.keys, cached.values)):
                 if block in blocks:
-                    expected = kv[blocks.index(block), part, layer]
+                    expected = group.spec.parts_of(kv)[part][blocks.index(block), layer]
                     assert bytes_in(all_places[places]) == bytes_in(expected)
                 else:
                     assert not any(bytes_in(all_places[places]))
@@ -68,9 +69,10 @@ def test_tokens_of_a_block_are_copied_and_no_others(num_tokens: int) -> None:
     copy_in(tensors, [[1, 5]], stored([kv]))
     copy_tokens(tensors.kv, 1, 5, num_tokens)
     (out,) = copy_out(tensors, [[1, 5, 0, 2, 4, 6]])
-    expected = kv[1].clone()
-    expected[:, :, :num_tokens] = kv[0][:, :, :num_tokens]
-    assert (bytes_in(out[0]), bytes_in(out[1])) == (bytes_in(kv[0]), bytes_in(expected))
+    expected = kv.clone()
+    for part in PLAIN.kv.parts_of(expected):
+        part[1, :, :num_tokens] = part[0, :, :num_tokens]
+    assert bytes_in(out[:2]) == bytes_in(expected)
     assert not any(bytes_in(out[2:]))
 
 

@@ -25,7 +25,8 @@ WINDOWS = [1, 2, 63, 64, 65, 66, 100, 128, 129, 130, 200]
 def windowed(*windows: int, recurrent: bool = False) -> CacheSpec:
     """A group of all tokens, and one of another shape for each window."""
     others = (
-        KVSpec(num_layers=1, num_kv_heads=2, head_dim=4, dtype=torch.float32, window=w) for w in windows
+        KVSpec(num_layers=1, num_kv_heads=2, head_dim=4, dtype=torch.float32, window=w, value_dim=3)
+        for w in windows
     )
     return CacheSpec((*PLAIN.kv_groups, *others), HYBRID.recurrent if recurrent else None)
 
@@ -95,7 +96,7 @@ def test_a_window_holds_what_comes_next_sees_and_no_more(data: st.DataObject, wi
                 expected = tokens_of(layer, first, ends[0])
                 read = layer.read(group.locate(first, ends[0]))
                 assert torch.equal(read.keys, expected)
-                assert torch.equal(read.values, expected + 1)
+                assert torch.equal(read.values, expected[..., : read.values.shape[-1]] + 1)
             if first:
                 with pytest.raises(ValueError, match="no places"):
                     group.locate(first - 1, ends[0])
@@ -306,9 +307,7 @@ def test_windows_and_states_are_copied_out_and_in_again_to_the_bit(num_held: int
 def test_a_store_finds_windows_again_beside_states(tmp_path: Path, recurrent: bool) -> None:
     spec = windowed(100, 2, recurrent=recurrent)
     keys, whole = keys_of(3), replace(spec, kv_groups=spec.kv_groups[:1])
-    sizes = [
-        (kv.window_blocks, 2, kv.num_layers, 64, kv.num_kv_heads, kv.head_dim) for kv in spec.kv_groups[1:]
-    ]
+    sizes = [(kv.window_blocks, kv.block_elements) for kv in spec.kv_groups[1:]]
     windows = [torch.randn(size) for size in sizes]
     state = dict(zip(("tails", "matrices"), state_of(keys[1], spec), strict=True)) if recurrent else {}
     with closing(open_store(tmp_path, spec)) as store:

@@ -59,7 +59,7 @@ def test_its_answer_is_transformers_in_any_chunks(family: str) -> None:
         assert run.generated == tokens, chunks
 
 
-@pytest.mark.parametrize("family", FAMILIES[:2])
+@pytest.mark.parametrize("family", [*FAMILIES[:2], "phimoe", "mellum"])  # routers of float32 and bfloat16
 def test_it_keeps_its_bits_in_bfloat16(family: str) -> None:
     model, prompt = loaded(small_model(family).folder, torch.bfloat16), random_prompt(NUM_TOKENS, 256)
     whole = logits_of(model, prompt)
@@ -68,7 +68,8 @@ def test_it_keeps_its_bits_in_bfloat16(family: str) -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True], ids=["plain", "strict"])
-@pytest.mark.parametrize("family", FAMILIES[:2])
+# The last has widths of half a vector, and activations that are torch's.
+@pytest.mark.parametrize("family", [*FAMILIES[:2], "gpt_bigcode"])
 def test_what_runs_beside_it_changes_nothing(family: str, strict: bool) -> None:
     model = loaded(small_model(family).folder)
     wishes = [
@@ -87,15 +88,18 @@ def test_what_runs_beside_it_changes_nothing(family: str, strict: bool) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A family that is not Penstock's own, with a tokenizer."""
-    place = tmp_path_factory.mktemp("models") / "phi"
-    shutil.copytree(small_model("phi").folder, place)
+    family: str = getattr(request, "param", "phi")
+    place = tmp_path_factory.mktemp("models") / family
+    shutil.copytree(small_model(family).folder, place)
     byte_backend().save(str(place / "tokenizer.json"))
     (place / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
     return place
 
 
+# The others' values are smaller than their keys, with windows and without.
+@pytest.mark.parametrize("folder", ["phi", "mimo_v2_flash", "minicpm3"], indirect=True)
 def test_a_prefix_from_memory_or_disk_changes_nothing(folder: Path, tmp_path: Path) -> None:
     prompt = random_prompt(300, 256)
     settings: dict[str, Any] = {"dtype": "float32", "chunk": 64, "threads": 1}
@@ -105,7 +109,11 @@ def test_a_prefix_from_memory_or_disk_changes_nothing(folder: Path, tmp_path: Pa
         cold = llm.generate(prompt, max_tokens=5)
     for kept in ({"cache_dir": tmp_path}, {"reuse_tokens": 1000}):
         with LLM(folder, **kept, **settings) as llm:
-            llm.generate(prompt, max_tokens=5)
+            first = llm.generate(prompt, max_tokens=5)
+            assert (first.usage.cached_tokens, first.token_ids) == (
+                256 * ("cache_dir" in kept),
+                cold.token_ids,
+            )
             warm = llm.generate(prompt, max_tokens=5)
             assert (warm.usage.cached_tokens, warm.token_ids) == (256, cold.token_ids)
 

@@ -6,12 +6,15 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from penstock.errors import ModelFileError
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.quantised import MXFP4, QuantisedWeight, mxfp4_values
 from penstock.layers.mlp import ExpertMLP
@@ -19,6 +22,7 @@ from penstock.models.gguf.file import GgufFile
 from penstock.models.loading import load_decoder
 from penstock.plan.grids import STATE_GRID
 from tests.engine.test_parity import relative_error
+from tests.models.builders import write_gguf
 from tests.models.family_gguf import ARCHITECTURES, write_family_gguf
 from tests.oracle import LONGROPE, NUM_GREEDY, Oracle, load_model, make_oracle, random_prompt, run_prompt
 
@@ -347,3 +351,32 @@ def test_experts_of_a_gguf_file_in_blocks_of_floats(tmp_path: Path) -> None:
     ours, theirs = run_prompt(model, prompt).logits, oracle.logits(prompt)
     assert ours is not None
     assert relative_error(ours, theirs) < 0.2
+
+
+def test_experts_with_scales_of_their_own_stay_in_blocks(tmp_path: Path) -> None:
+    """Gemma 4: what an expert's output is multiplied by does not touch its weights."""
+    oracle = make_oracle("gemma4_text", enable_moe_block=True, moe_intermediate_size=64)
+    file = GgufFile(write_family_gguf(oracle.model, oracle.folder, tmp_path / "model.gguf", Kind.Q8_0))
+    cpu, prompt, kernels = torch.device("cpu"), random_prompt(90), select_kernels(torch.device("cpu"))
+    exact = run_prompt(load_decoder(file, kernels, torch.float32, cpu), prompt).logits
+    kept = load_decoder(file, kernels, torch.bfloat16, cpu)
+    rounded = run_prompt(kept, prompt, chunk_size=64).logits
+    assert exact is not None
+    assert rounded is not None
+    assert relative_error(exact, oracle.logits(prompt)) < 0.05
+    assert relative_error(rounded, exact) < 0.1
+    mlp = kept.layers[0].mlp
+    assert isinstance(mlp, ExpertMLP)
+    assert isinstance(mlp.experts, tuple)
+    assert isinstance(mlp.experts[0].down.parts[0], QuantisedWeight) == (kernels.quantised is not None)
+
+
+def test_scales_of_weights_that_a_family_has_none_of_are_refused(tmp_path: Path) -> None:
+    oracle = make_oracle("mixtral")
+    path = write_family_gguf(oracle.model, oracle.folder, tmp_path / "model.gguf")
+    reader = gguf.GGUFReader(path)
+    stored = {each.name: (each.data, each.tensor_type) for each in reader.tensors}
+    stored["blk.0.ffn_down_exps.scale"] = (np.ones(6, dtype=np.float32), Kind.F32)
+    values = {name: field.contents() for name, field in reader.fields.items() if name.startswith("llama.")}
+    with pytest.raises(ModelFileError, match=r"ffn_down_exps\.scale"):
+        GgufFile(write_gguf(tmp_path / "scaled.gguf", values, stored, "llama"))

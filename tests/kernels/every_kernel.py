@@ -14,6 +14,7 @@ from penstock.kernels.cuda.delta import carry_states
 from penstock.kernels.cuda.fp8 import scale_rows
 from penstock.kernels.cuda.kernels import CudaKernels
 from penstock.kernels.elementwise import ACTIVATIONS
+from penstock.kernels.experts import Router
 from penstock.kernels.quantised import F8_BLOCK, F8_ROW, Q4_K, Q5_K, Q6_K, Q8_0
 from penstock.kernels.spans import (
     AttendedSpan,
@@ -107,7 +108,7 @@ def experts() -> None:
             (ExpertsConfig(1, 8, 256, num_active=2), None, None),
             (ExpertsConfig(1, 8, 256, 64, num_active=2, num_groups=4), torch.zeros(8), ACTIVATIONS["gelu"]),
         ):
-            found = CudaKernels().stacked_experts(config, gate_up, down, function, bias)
+            found = CudaKernels().stacked_experts(Router(config, bias), gate_up, down, function)
             for count in num_rows if function is None else num_rows[:1]:
                 x, scores = torch.zeros(count, 512, dtype=dtype), torch.zeros(count, 72, dtype=dtype)
                 found.run(x, scores, x if function else None)
@@ -120,7 +121,7 @@ def quantised_experts() -> None:
         gate_up, down = (
             kernels.quantised.zeros(form, *shape) for form, shape in zip(forms, shapes, strict=True)
         )
-        found = kernels.stacked_experts(config, gate_up, down)
+        found = kernels.stacked_experts(Router(config), gate_up, down)
         for count, is_canonical in ((1, False), (1, True), (100, True), (2048, True)):
             x = torch.zeros(count, 512, dtype=torch.bfloat16)
             found.run(x, x[:, :8], None, is_canonical=is_canonical)

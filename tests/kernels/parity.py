@@ -11,7 +11,7 @@ from torch import Tensor
 
 from penstock.cache import BLOCK_TOKENS, TokenRange
 from penstock.cache.tensors import KV
-from penstock.kernels.experts import GroupedExperts, route
+from penstock.kernels.experts import GroupedExperts, Router, route
 from penstock.kernels.interface import Kernels
 from penstock.kernels.probe import Random
 from penstock.kernels.quantised import F8_ROW, FLOAT_FORMS, BlockForm, QuantisedWeight, quantise
@@ -364,6 +364,7 @@ ROUTERS = {
     "a shared one": ExpertsConfig(1, 8, 64, 64, num_active=2, shared_gate=False),
     "a shared one with a gate": ExpertsConfig(1, 8, 64, 64, num_active=8),
     "softmax with a bias": ExpertsConfig(1, 12, 96, num_active=4, choice_bias=True),
+    "scales of experts": ExpertsConfig(1, 12, 64, num_active=3, normed_apart=True),
     "sigmoid in groups": ExpertsConfig(
         1,
         12,
@@ -392,7 +393,7 @@ class ExpertRows:
     @cached_property
     def experts(self) -> GroupedExperts:
         gate_up, down = self.blocks or (self.gate_up, self.down)
-        return self.subject.kernels.stacked_experts(self.config, gate_up, down, None, self.choice_bias)
+        return self.subject.kernels.stacked_experts(self.router, gate_up, down)
 
     @cached_property
     def blocks(self) -> tuple[QuantisedWeight, ...]:
@@ -422,9 +423,11 @@ class ExpertRows:
         return values.view(self.config.num_experts, -1, weight.shape[1])
 
     @cached_property
-    def choice_bias(self) -> Tensor | None:
-        bias = self.subject.normal(self.config.num_experts, seed=3).float().mul_(0.3)
-        return bias if self.config.choice_bias else None
+    def router(self) -> Router:
+        config = self.config
+        drawn = [self.subject.normal(config.num_experts, seed=seed).float() for seed in (3, 6)]
+        bias = drawn[0].mul_(0.3) if config.choice_bias else None
+        return Router(config, bias, drawn[1].add_(2) if config.normed_apart else None)
 
     @cached_property
     def gate_up(self) -> Tensor:
@@ -466,7 +469,7 @@ class ExpertRows:
 
     def exact(self) -> Tensor:
         num_experts = self.config.num_experts
-        weights, chosen = route(self.scores[:, :num_experts].double(), self.config, self.choice_bias)
+        weights, chosen = route(self.scores[:, :num_experts].double(), self.router)
         inner = torch.einsum("eoh,rh->reo", self.gate_up.double(), self.x.double())
         gate, up = inner.chunk(2, dim=-1)
         out = torch.einsum("ehw,rew->reh", self.down.double(), torch.nn.functional.silu(gate) * up)

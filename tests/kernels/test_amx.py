@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.kernels.experts import Router
 from penstock.kernels.native import build, kernels
 from penstock.kernels.native.build import native_library
 from penstock.kernels.native.kernels import NativeKernels
@@ -104,7 +105,7 @@ def test_quantised_experts(amx: NativeKernels) -> None:
             own.append(amx.quantised.zeros(form, num_out, num_in))
             blocks = random.cancelling_blocks(num_out, num_in // form.block_size, form.block_bytes)
             amx.quantised.place(own[-1], torch.arange(num_out), blocks)
-    experts = amx.quantised_experts(config, weights[0], weights[1])
+    experts = amx.quantised_experts(Router(config), weights[0], weights[1])
     x, scores = random.normal(60, 256), random.normal(60, config.num_experts)
     whole = experts.run(x, scores, None)
     for row in (0, 17, 59):

@@ -42,7 +42,7 @@ from tests.kernels.test_quantised import random_blocks
 from tests.kernels.triton_interpreter import interpreted_kernels
 from tests.models.gguf_builders import write_hybrid_gguf
 from tests.models.test_gguf_hybrid import small
-from tests.models.test_gguf_mixed import MIXED, write_mixed
+from tests.models.test_gguf_mixed import MIXED, NARROW, write_mixed
 
 if TYPE_CHECKING:
     from penstock.kernels.cuda.kernels import CudaKernels
@@ -180,6 +180,14 @@ def test_products_of_many_rows_are_those_of_bfloat16(kernels: "CudaKernels", for
     rounded = kernels.quantised.rows(weight, None, torch.bfloat16)
     assert torch.equal(kernels.linear(x, weight), torch.nn.functional.linear(x, rounded))
     check_close(rounded, values, MOST)
+
+
+def test_blocks_that_a_gpu_has_no_kernels_for_are_named(kernels: "CudaKernels", tmp_path: Path) -> None:
+    source = GgufFile(write_mixed(tmp_path / "mixed.gguf", "llama", NARROW))
+    settled = settled_weights(source, kernels, torch.bfloat16, CPU, resolve_weights(environ={}))
+    assert settled.is_unpacked
+    assert "Q5_1 and TQ2_0 as bfloat16" in settled.reason
+    source.close()
 
 
 def test_a_file_s_blocks_are_a_gpu_s(kernels: "CudaKernels", tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.cache import TokenRange
 from penstock.cache.tensors import KV
 from penstock.errors import SettingError
-from penstock.kernels.experts import route
+from penstock.kernels.experts import Router, route
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.native import build as native_build
 from penstock.kernels.native.build import NativeUnavailableError, native_library
@@ -317,11 +317,11 @@ def test_quantised_experts_are_those_one_by_one(native: NativeKernels) -> None:
             values = torch.randn(shape, generator=generator)
             native.quantised.place(weight, torch.arange(shape[0]), quantise(values, form))
             weights[index].append(weight)
-    experts = native.quantised_experts(config, weights[0], weights[1])
+    experts = native.quantised_experts(Router(config), weights[0], weights[1])
     for num_rows, is_canonical in ((1, False), (3, False), (3, True), (1100, True)):
         x = torch.randn(num_rows, 96, generator=generator).bfloat16()
         scores = torch.randn(num_rows, config.num_experts, generator=generator).bfloat16()
-        shares, chosen = route(scores.float(), config, None)
+        shares, chosen = route(scores.float(), Router(config))
         total = torch.zeros(num_rows, 96)
         for expert, (gate_up, down) in enumerate(zip(*weights, strict=True)):
             rows, slots = (chosen == expert).nonzero(as_tuple=True)

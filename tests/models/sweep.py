@@ -1,5 +1,5 @@
 """Every decoder of text that transformers has, with each field of its configuration moved off what it is: it has
-transformers' logits, or it is refused in one line. It never runs wrongly.
+transformers' logits, or it is refused in one line. It never runs wrongly. As it is, it runs in bfloat16, too.
 
 `python -m tests.models.sweep` runs all of it in ten minutes of one core (`--part 1/8`: an eighth of the families; or
 names of families; `--families`: each once, as it is; `--pairs 20`: and so many pairs of fields moved at once), and
@@ -34,7 +34,7 @@ from tests.oracle import Oracle, random_prompt, run_prompt
 from tests.small import SIZES, make_model, small_config
 
 NUM_TOKENS = 120  # more than two windows
-MOST_ERROR = 1e-4
+MOST_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.2}
 _TEXTS = {
     "topk_method": ("greedy", "group_limited_greedy", "noaux_tc"),
     "scoring_func": ("softmax", "sigmoid"),
@@ -138,7 +138,7 @@ def pairs(family: str, count: int, seed: int = 0) -> list[Case]:
     return [Case(family, one.changes + other.changes) for one, other in drawn]
 
 
-def outcome(case: Case, model_impl: ModelImpl = "auto") -> str:
+def outcome(case: Case, model_impl: ModelImpl = "auto", dtype: torch.dtype = torch.float32) -> str:
     """`equal`, `refused: ...`, or `transformers: ...` where that does not run it; everything else is wrong."""
     with TemporaryDirectory(prefix="penstock-sweep-") as folder:
         try:
@@ -148,14 +148,16 @@ def outcome(case: Case, model_impl: ModelImpl = "auto") -> str:
             assert expected.isfinite().all()
         except Exception as error:  # whatever transformers' classes say to it
             return f"transformers: {type(error).__name__} {error}".splitlines()[0]
-        return _outcome(oracle, expected, prompt, model_impl)
+        return _outcome(oracle, expected, prompt, model_impl, dtype)
 
 
-def _outcome(oracle: Oracle, expected: torch.Tensor, prompt: list[int], model_impl: ModelImpl) -> str:
+def _outcome(
+    oracle: Oracle, expected: torch.Tensor, prompt: list[int], model_impl: ModelImpl, dtype: torch.dtype
+) -> str:
     cpu = torch.device("cpu")
     try:
         with closing(open_weights(oracle.folder, model_impl)) as source:
-            model = load_decoder(source, select_kernels(cpu), torch.float32, cpu)
+            model = load_decoder(source, select_kernels(cpu), dtype, cpu)
         ends = (33, 34, 80, NUM_TOKENS)
         found = run_prompt(model, prompt, canon=model.kernels.law, chunk_ends=ends).logits
     except PenstockError as error:
@@ -165,7 +167,11 @@ def _outcome(oracle: Oracle, expected: torch.Tensor, prompt: list[int], model_im
         return f"WRONG: {type(error).__name__} {error}".splitlines()[0]
     assert found is not None
     difference = float((found - expected).abs().max() / expected.abs().max())
-    return "equal" if difference <= MOST_ERROR else f"WRONG: logits differ by {difference:.1e} of the largest"
+    return (
+        "equal"
+        if difference <= MOST_ERROR[dtype]
+        else f"WRONG: logits differ by {difference:.1e} of the largest"
+    )
 
 
 def main() -> int:
@@ -191,6 +197,8 @@ def main() -> int:
         tried = [Case(name)] if options.families else [*cases(name), *pairs(name, options.pairs)]
         for case in tried:
             found = outcome(case, options.model_impl)
+            if not case.changes and found == "equal":
+                found = outcome(case, options.model_impl, torch.bfloat16)
             if not case.changes and found != "equal":
                 found = f"WRONG: as it is: {found}"  # else nothing would be known of its fields
             counts[found.split(":")[0]] += 1

@@ -56,6 +56,7 @@ def test_every_family_runs_or_has_a_reason(tmp_path: Path) -> None:
         ("phi", {"quantization_config": {"quant_method": "fp8"}}),
         ("cwm", {"layer_types": ["chunked_attention"] * 3}),
         ("gemma4_unified_text", {"num_kv_shared_layers": 1}),
+        ("mimo_v2_flash", {"n_routed_experts": 9, "n_group": 2}),
         ("gpt2", {"add_cross_attention": True}),
         ("phi", {"num_attention_heads": 0}),
         ("mamba", {}),

@@ -85,6 +85,18 @@ class KVSpec:
         return sum(map(prod, self.shapes[: self.num_parts])) * self.num_layers * self.dtype.itemsize
 
     @property
+    def block_elements(self) -> int:
+        """Of a block's keys and values, in all layers."""
+        return self.bytes_per_token * BLOCK_TOKENS // self.dtype.itemsize
+
+    def parts_of(self, blocks: Tensor) -> list[Tensor]:
+        """Views of the keys and the values, each [n, num_layers, 64, num_kv_heads, size], in blocks [n,
+        block_elements] as they are kept outside the cache: first all keys, then all values."""
+        shapes = [(self.num_layers, BLOCK_TOKENS, *shape) for shape in self.shapes[: self.num_parts]]
+        parts = torch.split(blocks, [prod(shape) for shape in shapes], dim=1)
+        return [part.view(len(blocks), *shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    @property
     def window_blocks(self) -> int:
         """Blocks before a token that begins one of which it sees some, at most."""
         return -(-(self.window - 1) // BLOCK_TOKENS) if self.window else 0

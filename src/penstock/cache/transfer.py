@@ -15,8 +15,8 @@ from penstock.plan.grids import BLOCK_TOKENS
 
 
 def copy_out(tensors: CacheTensors, blocks: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Keys and values of these blocks of each K/V group without a window: [num_blocks, 2, num_layers, 64,
-    num_kv_heads, head_dim] on the CPU; of latents, which are both, 1 in place of 2."""
+    """Keys and values of these blocks of each K/V group without a window: [num_blocks, block_elements] on the CPU, in
+    the order of `KVSpec.parts_of`."""
     return [_copy_group_out(group, ids) for group, ids in zip(tensors.whole_groups, blocks, strict=True)]
 
 
@@ -54,22 +54,20 @@ def _copy_windows_in(
 ) -> None:
     for group, ids, given in zip(tensors.window_groups, windows, stored, strict=True):
         for run in _runs_of(group, ids):
-            own = given[len(given) - len(ids) :][
-                run.first : run.last
-            ]  # [blocks, 2, layers, 64, heads, head_dim]
+            parts = group.spec.parts_of(given[len(given) - len(ids) :][run.first : run.last])
             for layer, kv in enumerate(group.layers):
-                for part, cached in enumerate(kv.parts):
-                    cached[run.places].copy_(own[:, part, layer].flatten(0, 1))
+                for part, cached in zip(parts, kv.parts, strict=True):
+                    cached[run.places].copy_(part[:, layer].flatten(0, 1))
 
 
 def _copy_group_out(group: KVCache, blocks: Sequence[int]) -> Tensor:
     spec = group.spec
-    block_shape = (BLOCK_TOKENS, spec.num_kv_heads, spec.head_dim)
-    out = torch.empty((len(blocks), spec.num_parts, spec.num_layers, *block_shape), dtype=spec.dtype)
+    out = torch.empty((len(blocks), spec.block_elements), dtype=spec.dtype)
+    parts = spec.parts_of(out)
     for run in _runs_of(group, blocks):
         for layer, kv in enumerate(group.layers):
-            for part, cached in enumerate(kv.parts):
-                out[run.first : run.last, part, layer] = cached[run.places].view(-1, *block_shape)
+            for part, cached in zip(parts, kv.parts, strict=True):
+                part[run.first : run.last, layer] = cached[run.places].view(-1, *part.shape[2:])
     return out
 
 

@@ -226,7 +226,7 @@ class PlannedModel:
         if weights == "auto":
             stored = {"native": self.stored, "cuda": self.stored_on_gpu}.get(kernels)
             return stored if dtype == "bfloat16" else None
-        from penstock.models.loading import QUANTISED_FORMS, vocabulary_form
+        from penstock.models.assembly import QUANTISED_FORMS, vocabulary_form
 
         if (form := QUANTISED_FORMS.get(weights)) is None:
             return None

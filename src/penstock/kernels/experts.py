@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -28,15 +29,22 @@ class GroupedExperts(Protocol):
         depend on what other rows there are, where they are canonical."""
 
 
+@dataclass(frozen=True)
+class Router:
+    """What a layer's experts are chosen and weighted by, beside their scores."""
+
+    config: ExpertsConfig
+    choice_bias: Tensor | None = None  # [experts], float32
+    expert_scales: Tensor | None = None  # [experts], float32: of what comes out of each
+
+
 def route(
-    scores: Tensor,
-    config: ExpertsConfig,
-    choice_bias: Tensor | None,
-    sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid,
+    scores: Tensor, router: Router, sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
 ) -> tuple[Tensor, Tensor]:
     """Weights and numbers [rows, active] of the experts that each row goes to, from scores [rows, experts]."""
+    config = router.config
     chances = torch.softmax(scores, dim=-1) if config.scores == "softmax" else sigmoid(scores)
-    choice = chances if choice_bias is None else chances + choice_bias
+    choice = chances if router.choice_bias is None else chances + router.choice_bias
     if config.num_groups > 1:
         choice = _of_best_groups(choice, config)
     weights, chosen = torch.topk(choice, config.num_active, dim=-1)
@@ -44,7 +52,9 @@ def route(
         weights = chances.gather(1, chosen)
     if config.normalised:
         weights /= weights.sum(dim=-1, keepdim=True)
-    return weights if config.scale == 1.0 else weights * config.scale, chosen
+    if config.scale != 1.0:
+        weights = weights * config.scale
+    return weights if router.expert_scales is None else weights * router.expert_scales[chosen], chosen
 
 
 def _of_best_groups(choice: Tensor, config: ExpertsConfig) -> Tensor:

@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from penstock.kernels.elementwise import ElementWise
-from penstock.kernels.experts import GroupedExperts, route
+from penstock.kernels.experts import GroupedExperts, Router, route
 from penstock.layers.forward_batch import ForwardPass
 from penstock.layers.linear import Linear
 from penstock.layers.norm import Norm
-from penstock.plan.model import ExpertsConfig
 
 
 @dataclass(frozen=True)
@@ -91,11 +90,10 @@ class ExpertMLP:
     """Each token goes through a few of many blocks, and through a shared one. Kernels may have all of them as one;
     otherwise tokens are grouped by expert here, and a group is one product, padded like the batch."""
 
-    config: ExpertsConfig
-    router: Linear  # [experts, or experts + lanes with the shared expert's gate first among them, hidden]
+    router: Router
+    scoring: Linear  # [experts, or experts + lanes with the shared expert's gate first among them, hidden]
     experts: tuple[MLP, ...] | GroupedExperts
     shared: MLP | None
-    choice_bias: Tensor | None = None  # [experts], float32
     norms: ApartNorms | None = None  # then what enters has not been normed
 
     @property
@@ -107,7 +105,7 @@ class ExpertMLP:
         return (self.expert_products()[1].shape[1], *(self.shared.widths if self.shared else ()))
 
     def products(self) -> tuple[Linear, ...]:
-        return (self.router, *(self.shared.products() if self.shared else ()))
+        return (self.scoring, *(self.shared.products() if self.shared else ()))
 
     def expert_products(self) -> tuple[Linear, ...]:
         """Those of one expert, whose shapes all experts have."""
@@ -119,10 +117,10 @@ class ExpertMLP:
         """x [rows, hidden], of which the first `num_rows` are tokens and the others padding, whose output is of no
         use."""
         if (norms := self.norms) is None:
-            return self._run(x, self.router(x, step), self.shared, step, num_rows)
+            return self._run(x, self.scoring(x, step), self.shared, step, num_rows)
         assert self.shared is not None
         kernels = step.kernels
-        scores = self.router(norms.router(x, kernels), step)
+        scores = self.scoring(norms.router(x, kernels), step)
         out = norms.experts_exit(self._run(norms.experts(x, kernels), scores, None, step, num_rows), kernels)
         return out.add_(norms.shared_exit(self.shared(norms.shared(x, kernels), step), kernels))
 
@@ -145,9 +143,9 @@ class ExpertMLP:
     ) -> Tensor:
         num_experts = len(experts)
         own = scores[:num_rows, :num_experts].contiguous()
-        weights, chosen = route(own, self.config, self.choice_bias, step.kernels.sigmoid)
+        weights, chosen = route(own, self.router, step.kernels.sigmoid)
         total = mix_experts(experts, x, chosen, weights, step)
-        if shared is not None and self.config.shared_gate:
+        if shared is not None and self.router.config.shared_gate:
             gate = step.kernels.sigmoid(scores[:, num_experts:])[:, :1]
             total.addcmul_(shared(x, step), gate)
         elif shared is not None:

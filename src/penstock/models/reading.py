@@ -86,6 +86,10 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.values.get(self.keys.get(key, key)) is not None
 
+    def or_default(self, key: str) -> object:
+        """What a file has, be it null; else the family's default."""
+        return self.values.get(key, self.defaults.get(key))
+
     def integer(self, key: str, default: int | None = None, *, low: int = 0, high: int = 1 << 31) -> int:
         """An integer in [low, high]."""
         value = self._get(key, default)

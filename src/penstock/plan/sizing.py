@@ -185,7 +185,7 @@ class ChunkSizer:
             if wanted is not None and wanted > found.size:
                 found = replace(found, because=f"target_ttft would need {wanted}, target_itl comes first")
         else:
-            found = self._usual(question, is_waited_for)
+            found = self._usual(is_waited_for)
             wanted = self._floor_of_ttft(question)
             if wanted is not None and wanted > found.size:
                 because = "target_ttft asks for as few steps"
@@ -196,7 +196,7 @@ class ChunkSizer:
                 found = bounded if bounded.size < found.size else found
         return self._within_memory(question, replace(found, size=rules.on_grid(found.size)))
 
-    def _usual(self, question: SizeQuestion, is_waited_for: bool) -> SizeDecision:
+    def _usual(self, is_waited_for: bool) -> SizeDecision:
         """Where no target bounds the step."""
         rules = self.rules
         if rules.tuned is not None and not (is_waited_for and rules.tuned > rules.default):

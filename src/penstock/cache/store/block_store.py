@@ -45,8 +45,8 @@ _NOTHING = torch.empty(0)
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """Keys and values of a block for each K/V group without a window, each [num_layers, 64, num_kv_heads, head_dim],
-    mapped from its file. Latents are both."""
+    """Keys [num_layers, 64, num_kv_heads, head_dim] and values [..., value_dim] of a block for each K/V group without
+    a window, mapped from its file. Latents are both."""
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
@@ -56,7 +56,7 @@ class StoredBlock:
 class StoredState:
     """What a sequence goes on with after some blocks, mapped from its file: the recurrent state, tails [num_layers,
     conv_tail, conv_size] and matrices [num_layers, num_heads, key_dim, value_dim]; and of each K/V group that has a
-    window its last blocks, keys before values [window_blocks, 2, num_layers, 64, num_kv_heads, head_dim]."""
+    window its last blocks [window_blocks, block_elements], as `KVSpec.parts_of` has them."""
 
     tails: Tensor = _NOTHING
     matrices: Tensor = _NOTHING
@@ -112,7 +112,7 @@ class BlockStore:
         self.folder = folder
         self._fingerprint = fingerprint.hex()
         self._layouts = _layouts_of(spec)
-        self._num_parts = [kv.num_parts for kv in spec.kv_groups if not kv.window]
+        self._whole_groups = [kv for kv in spec.kv_groups if not kv.window]
         self._lock = threading.Lock()  # of what follows
         self._num_damaged = self._num_refused = 0
         self._asked: OrderedDict[BlockKey, int] = OrderedDict()
@@ -156,12 +156,11 @@ class BlockStore:
         self._warn_slow()
 
     def put_blocks(self, start: int, keys: Sequence[BlockKey], kv: Sequence[Tensor]) -> bool:
-        """Keep blocks [start, start + len(keys)) of a sequence: of each K/V group [num_blocks, 2, num_layers, 64,
-        num_kv_heads, head_dim] on the CPU, keys before values, and nobody else's from now on. Those on disk stay as
-        they are. False where too much waits to be written: it may be tried again."""
-        parts = [part for part in self._layouts[FileKind.BLOCK].parts if part.name.startswith(_KEYS)]
-        for part, group, num_parts in zip(parts, kv, self._num_parts, strict=True):
-            _check_part(part, group, (len(keys), num_parts))
+        """Keep blocks [start, start + len(keys)) of a sequence: of each K/V group [num_blocks, block_elements] on the
+        CPU, as `KVSpec.parts_of` has them, and nobody else's from now on. Those on disk stay as they are. False where
+        too much waits to be written: it may be tried again."""
+        for index, (group, given) in enumerate(zip(self._whole_groups, kv, strict=True)):
+            _check(_group_names(index)[0], given, (len(keys), group.block_elements), group.dtype)
         names = [FileName.of(FileKind.BLOCK, start + place, key) for place, key in enumerate(keys)]
         data = zip(*(_bytes_of(group) for group in kv), strict=True)  # of each block, its groups
         return self._put(names, keys, [list(pieces) for pieces in data])
@@ -177,7 +176,7 @@ class BlockStore:
         given |= dict(zip(names, kept.windows, strict=True))
         data = []
         for part in parts:
-            _check_part(part, given[part.name])
+            _check(part.name, given[part.name], part.shape, _DTYPES[part.dtype])
             data.append(_bytes_of(given[part.name].unsqueeze(0))[0])
         self._put([FileName.of(FileKind.STATE, index, key)], [key], [data])
 
@@ -235,7 +234,7 @@ class BlockStore:
             if tensors is None:
                 break
             parts = iter(tensors.values())
-            groups = [[next(parts) for _ in range(num_parts)] for num_parts in self._num_parts]
+            groups = [[next(parts) for _ in range(group.num_parts)] for group in self._whole_groups]
             blocks.append(
                 StoredBlock(tuple(group[0] for group in groups), tuple(group[-1] for group in groups))
             )
@@ -317,13 +316,12 @@ def _layouts_of(spec: CacheSpec) -> dict[FileKind, FileLayout]:
         tails = (recurrent.num_layers, *recurrent.tail_shape)
         state.append(TensorPart("tails", _NAMES[recurrent.dtype], tails))
     for index, kv in enumerate(spec.kv_groups):
-        shape = (kv.num_layers, BLOCK_TOKENS, kv.num_kv_heads, kv.head_dim)
         if kv.window:
-            state.append(TensorPart(f"{_WINDOW}.{index}", _NAMES[kv.dtype], (kv.window_blocks, 2, *shape)))
-        else:
-            parts += [
-                TensorPart(name, _NAMES[kv.dtype], shape) for name in _group_names(index)[: kv.num_parts]
-            ]
+            shape = (kv.window_blocks, kv.block_elements)
+            state.append(TensorPart(f"{_WINDOW}.{index}", _NAMES[kv.dtype], shape))
+            continue
+        for name, sizes in zip(_group_names(index)[: kv.num_parts], kv.shapes, strict=False):
+            parts.append(TensorPart(name, _NAMES[kv.dtype], (kv.num_layers, BLOCK_TOKENS, *sizes)))
     layouts = {FileKind.BLOCK: FileLayout(tuple(parts))}
     if state:
         # The longer items first: what follows them is then aligned as well.
@@ -364,11 +362,9 @@ def _bytes_of(tensor: Tensor) -> list[memoryview]:
     return [row.data for row in flat]
 
 
-def _check_part(part: TensorPart, given: Tensor, num_parts: tuple[int, ...] = ()) -> None:
-    """ValueError unless this is a part of a file, or as many as `num_parts` says."""
-    shape, dtype = (*num_parts, *part.shape), _DTYPES[part.dtype]
+def _check(name: str, given: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if given.shape != shape or given.dtype != dtype or not given.is_cpu:
         raise ValueError(
-            f"{part.name} to keep must be {dtype} {list(shape)} on cpu, "
+            f"{name} to keep must be {dtype} {list(shape)} on cpu, "
             f"not {given.dtype} {list(given.shape)} on {given.device}"
         )

@@ -13,6 +13,7 @@ from penstock.kernels.cuda import fp8
 from penstock.kernels.cuda.launch import precision, shared_bytes
 from penstock.kernels.cuda.quantised import operand
 from penstock.kernels.elementwise import ElementWise
+from penstock.kernels.experts import Router
 from penstock.kernels.quantised import FLOAT_FORMS, QuantisedWeight, Weight
 from penstock.kernels.triton.experts import expert_kernel, group_kernel, route_kernel, weighted_sum_kernel
 from penstock.plan.model import ExpertsConfig
@@ -85,11 +86,14 @@ class CudaExperts:
 
     has_own_law: ClassVar[bool] = True
 
-    config: ExpertsConfig
+    router: Router
     gate_up: Weight  # [experts, 2 * width, hidden]; quantised, [experts * 2 * width, hidden]
     down: Weight  # [experts, hidden, width], likewise
     activation: ElementWise | None = None  # None: silu
-    choice_bias: Tensor | None = None  # [experts], float32
+
+    @property
+    def config(self) -> ExpertsConfig:
+        return self.router.config
 
     @property
     def one(self) -> tuple[Weight, Weight]:
@@ -134,7 +138,8 @@ class CudaExperts:
         weights = torch.empty(num_rows, num_active, dtype=torch.float32, device=scores.device)
         route_kernel[(num_blocks,)](
             scores,
-            self.choice_bias,
+            self.router.choice_bias,
+            self.router.expert_scales,
             weights,
             chosen,
             counts,

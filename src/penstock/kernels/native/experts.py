@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from penstock.kernels.elementwise import in_shares
-from penstock.kernels.experts import route
+from penstock.kernels.experts import Router, route
 from penstock.kernels.native.quantised import WeightStruct, struct_of
 from penstock.kernels.quantised import BFLOAT16, QuantisedWeight, Weight
 from penstock.kernels.threads import native_threads
 from penstock.plan.grids import EXPERT_PLACES
-from penstock.plan.model import ExpertsConfig
 
 _pointer, _int, _long = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 _sigmoid = partial(in_shares, torch.ops.aten.sigmoid.out)
@@ -46,10 +45,9 @@ class NativeExperts:
     """`GroupedExperts` with silu, whose weights are in panels."""
 
     library: ctypes.CDLL
-    config: ExpertsConfig
+    router: Router
     gate_up: tuple[QuantisedWeight, ...]  # [2 * width, hidden] of each
     down: tuple[QuantisedWeight, ...]  # [hidden, width]
-    choice_bias: Tensor | None
 
     @property
     def one(self) -> tuple[Weight, Weight]:
@@ -67,14 +65,13 @@ class NativeExperts:
     @cached_property
     def _struct(self) -> _Experts:
         tables = map(ctypes.addressof, self._tables)
-        return _Experts(*tables, self.config.num_experts, self.config.num_active)
+        config = self.router.config
+        return _Experts(*tables, config.num_experts, config.num_active)
 
     def run(self, x: Tensor, scores: Tensor, shared: Tensor | None, *, is_canonical: bool = True) -> Tensor:
-        config, (num_rows, hidden) = self.config, x.shape
+        config, (num_rows, hidden) = self.router.config, x.shape
         wide = scores.float()
-        weights, chosen = route(
-            wide[:, : config.num_experts].contiguous(), config, self.choice_bias, _sigmoid
-        )
+        weights, chosen = route(wide[:, : config.num_experts].contiguous(), self.router, _sigmoid)
         gates = None
         if shared is not None and config.shared_gate:
             gates = _sigmoid(wide[:, config.num_experts :])[:, 0].contiguous()

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.cache.tensors import KV
 from penstock.kernels.elementwise import ElementWise
-from penstock.kernels.experts import GroupedExperts
+from penstock.kernels.experts import GroupedExperts, Router
 from penstock.kernels.native.build import allows_tiles, native_library
 from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.quantised import NativeLayers, NativeProducts
@@ -24,7 +24,6 @@ from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, WrittenPl
 from penstock.kernels.threads import native_threads
 from penstock.machine import AMX, ISA_VARIABLE, has_fast_bfloat16, instruction_set, processor_flags
 from penstock.plan.grids import EXPERT_PLACES, ROUNDED_BYTES, ROUNDED_ROWS, TILE
-from penstock.plan.model import ExpertsConfig
 from penstock.plan.step import KernelKind
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -188,27 +187,22 @@ class NativeKernels(TorchKernels):
 
     def stacked_experts(
         self,
-        config: ExpertsConfig,
+        router: Router,
         gate_up: Weight,
         down: Weight,
         activation: ElementWise | None = None,
-        choice_bias: Tensor | None = None,
     ) -> GroupedExperts:
         assert self.quantised is not None
         assert activation is None
         assert isinstance(gate_up, Tensor)
         assert isinstance(down, Tensor)
         packed = self.quantised.packed
-        return self.quantised_experts(config, [*map(packed, gate_up)], [*map(packed, down)], choice_bias)
+        return self.quantised_experts(router, [*map(packed, gate_up)], [*map(packed, down)])
 
     def quantised_experts(
-        self,
-        config: ExpertsConfig,
-        gate_up: Sequence[QuantisedWeight],
-        down: Sequence[QuantisedWeight],
-        choice_bias: Tensor | None = None,
+        self, router: Router, gate_up: Sequence[QuantisedWeight], down: Sequence[QuantisedWeight]
     ) -> GroupedExperts:
-        return NativeExperts(self._library, config, tuple(gate_up), tuple(down), choice_bias)
+        return NativeExperts(self._library, router, tuple(gate_up), tuple(down))
 
     def embed(self, token_ids: Tensor, embedding: Weight) -> Tensor:
         if self.quantised is None or not isinstance(embedding, QuantisedWeight):

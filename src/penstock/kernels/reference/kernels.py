@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.cache.tensors import KV, LayerStates
 from penstock.kernels.elementwise import ElementWise, in_shares
-from penstock.kernels.experts import GroupedExperts
+from penstock.kernels.experts import GroupedExperts, Router
 from penstock.kernels.quantised import DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference import attention, delta
 from penstock.kernels.spans import (
@@ -31,7 +31,6 @@ from penstock.kernels.spans import (
     part_of,
 )
 from penstock.plan.grids import HEAD_ROWS, NORM_ROWS, QUERY_GRID, TILE, RowLaw
-from penstock.plan.model import ExpertsConfig
 from penstock.plan.step import KernelKind
 from penstock.plan.weight_settings import ActivationsName
 
@@ -155,22 +154,17 @@ class TorchKernels:
 
     def stacked_experts(
         self,
-        config: ExpertsConfig,
+        router: Router,
         gate_up: Weight,
         down: Weight,
         activation: ElementWise | None = None,
-        choice_bias: Tensor | None = None,
     ) -> GroupedExperts:
         """Experts with weights gate_up [experts, 2 * width, hidden] and down [experts, hidden, width], or of blocks
         [experts * 2 * width, hidden] and [experts * hidden, width]; without an activation, silu's."""
         raise TypeError("these kernels run experts one by one")
 
     def quantised_experts(
-        self,
-        config: ExpertsConfig,
-        gate_up: Sequence[QuantisedWeight],
-        down: Sequence[QuantisedWeight],
-        choice_bias: Tensor | None = None,
+        self, router: Router, gate_up: Sequence[QuantisedWeight], down: Sequence[QuantisedWeight]
     ) -> GroupedExperts:
         """Experts with quantised weights, and silu for an activation."""
         raise TypeError("these kernels have no products with quantised weights")

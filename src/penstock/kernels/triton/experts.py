@@ -18,6 +18,7 @@ _LEAST = tl.constexpr(-3.0e38)
 def route_kernel(
     scores,  # [rows, experts | ...]
     bias,  # [experts], or none
+    expert_scales,  # likewise
     weights,  # [rows, active], float32
     chosen,  # [rows, active], int32
     counts,  # [blocks, experts], int32: rows of each block that go to each expert
@@ -80,8 +81,11 @@ def route_kernel(
         choice = tl.where(is_best, float("-inf"), choice)
     if IS_NORMALISED:
         found = found / tl.sum(found, axis=1)[:, None]
+    found = found * scale
+    if expert_scales is not None:
+        found = found * tl.load(expert_scales + experts)
     to = rows[:, None] * NUM_ACTIVE + slots
-    tl.store(weights + to, found * scale, mask=is_row[:, None] & (slots < NUM_ACTIVE))
+    tl.store(weights + to, found, mask=is_row[:, None] & (slots < NUM_ACTIVE))
     chooses = tl.where(is_row[:, None], chooses, 0)
     total = tl.sum(chooses, axis=0)
     if IS_ALONE:

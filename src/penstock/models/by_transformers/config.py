@@ -102,6 +102,9 @@ def _planned(
         raise config.error("max_position_embeddings", max_position, f"1 to {Most.POSITIONS}")
     if len(windows) > 1:
         raise ModelError(f"{config.origin}: windows of several sizes ({sorted(windows)}) are not supported")
+    groups = getattr(own, "n_group", None) or 1
+    if any(each.num_experts % groups for each in experts):  # groups would have the experts of several rows
+        raise config.error("n_group", groups, f"a divisor of {experts[0].num_experts} experts")
     window = None
     if windows and (size := windows.pop()) < max_position:
         windowed = tuple(index for index, layer in enumerate(layers) if layer.window)

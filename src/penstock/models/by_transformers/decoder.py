@@ -123,6 +123,7 @@ class TransformersDecoder(Decoder):
             rotary_dim=config.head_dim,
             num_experts=config.experts.num_experts if config.experts else 0,
             expert_products=_distinct(shape for experts in self._experts for shape in experts.shapes()),
+            passes_are_known=False,
         )
 
     def preparations(self, caches: CacheTensors, num_rows: int) -> Iterator[None]:

@@ -103,7 +103,8 @@ class Experts:
         step = self._current.step
         num_tokens = step.batch.num_tokens
         experts = [self._expert(index) for index in range(len(self._experts))]
-        return mix_experts(experts, hidden, chosen[:num_tokens], weights[:num_tokens], step).to(hidden.dtype)
+        weights = weights[:num_tokens].float()  # some routers round them
+        return mix_experts(experts, hidden, chosen[:num_tokens], weights, step).to(hidden.dtype)
 
     def _expert(self, index: int) -> Callable[[Tensor, ForwardPass], Tensor]:
         up, up_bias, down, down_bias = self._experts[index]

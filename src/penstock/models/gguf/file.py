@@ -12,7 +12,7 @@ from penstock.kernels.quantised import BLOCK_FORMS, BlockForm
 from penstock.models.bytefile import SLICE_BYTES, ByteFile, copy_plain, parts_of
 from penstock.models.gguf.config import DIVISORS, LONG_FACTORS, SHORT_FACTORS, gguf_model_config
 from penstock.models.gguf.header import GgufHeader, GgufTensor, GgufValue, read_header
-from penstock.models.gguf.layout import Place, tensor_places
+from penstock.models.gguf.layout import SCALE, Place, tensor_places
 from penstock.models.reading import Fields
 from penstock.models.source import FileSource, require_shape
 
@@ -47,12 +47,14 @@ class GgufFile(FileSource):
         self._kinds = [tensor.kind.name for tensor in tensors.values()]
         read = {name: self._read_row(tensor) for name, tensor in divisors.items()}
         self.config = gguf_model_config(header, str(path), read)
-        scaled = [name for name in tensors if name.endswith("_exps.scale")]
-        scales = {f"{name.removesuffix('scale')}weight": self._read_row(tensors[name]) for name in scaled}
-        self._places = tensor_places(tensors, self.config, str(path), scales)
+        self._places = tensor_places(tensors, self.config, str(path))
         for name, place in self._places.items():
             if name != place.tensor.name:
                 self._require_accepted(place.tensor)
+        if scaled := [name for name in self._places if SCALE.fullmatch(name)]:
+            raise ModelFileError(
+                f"{path}: {scaled[0]} multiplies a weight, which is not supported for this family"
+            )
         self.shapes = {name: place.shape for name, place in self._places.items()}
         kinds = {place.tensor.kind for place in self._places.values()}
         self.unpacked = tuple(kind.name for kind in UNPACKED if kind in kinds)
@@ -60,21 +62,23 @@ class GgufFile(FileSource):
     def _read_parts(self) -> GgufHeader:
         """The header of the file, or of the first of several, with the tensors of all."""
         header = read_header(self.path)
+        self._files.append(ByteFile(self.path))
         count = Fields(str(self.path), header.metadata).integer("split.count", 1)
+        if count <= 1:
+            return header
         parts, tensors = parts_of(self.path), dict(header.tensors)
-        if count > 1 and (count != len(parts) or header.metadata.get("split.no", 0) != 0):
+        if count != len(parts) or header.metadata.get("split.no", 0) != 0:
             raise ModelError(
                 f"{self.path} is one of {count} parts; open the first, -00001-of-{count:05}.gguf"
             )
-        self._files.append(ByteFile(self.path))
-        for index, part in enumerate(parts[1:] if count > 1 else ()):
+        for index, part in enumerate(parts[1:], 1):
             own = read_header(part)
-            if own.metadata.get("split.no") != index + 1 or tensors.keys() & own.tensors.keys():
-                raise ModelFileError(f"{part} is not part {index + 2} of {self.path}")
-            tensors |= {name: replace(tensor, part=index + 1) for name, tensor in own.tensors.items()}
+            if own.metadata.get("split.no") != index or tensors.keys() & own.tensors.keys():
+                raise ModelFileError(f"{part} is not part {index + 1} of {self.path}")
+            tensors |= {name: replace(tensor, part=index) for name, tensor in own.tensors.items()}
             self._files.append(ByteFile(part))
         total = header.metadata.get("split.tensors.count", len(tensors))
-        if count > 1 and total != len(tensors):
+        if total != len(tensors):
             raise ModelFileError(f"{self.path} and its other parts have {len(tensors)} tensors, not {total}")
         return GgufHeader(header.metadata, tensors)
 

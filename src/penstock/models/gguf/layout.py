@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -111,6 +110,8 @@ _STACKS = {
     "ffn_up_exps.bias": ("up_proj",),
     "ffn_down_exps.bias": ("down_proj",),
 }
+# A tensor that others are to be multiplied with.
+SCALE = re.compile(r"blk\.[0-9]{1,6}\..+\.(?:input_)?scale")
 _BLOCK = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.(.+)")
 
 # A tensor in transformers' order -> parts of it, views whose elements lie in the file one after the other.
@@ -130,17 +131,11 @@ class Place:
     restore: Callable[[Tensor], Tensor] | None = None
 
 
-def tensor_places(
-    tensors: Mapping[str, GgufTensor],
-    config: ModelConfig,
-    origin: str,
-    expert_scales: Mapping[str, tuple[float, ...]],
-) -> dict[str, Place]:
-    """By names of transformers; tensors that the model has no use for, by their own. `expert_scales` are on what
-    stacks of experts hold, by their names."""
+def tensor_places(tensors: Mapping[str, GgufTensor], config: ModelConfig, origin: str) -> dict[str, Place]:
+    """By names of transformers; tensors that the model has no use for, by their own."""
     places: dict[str, Place] = {}
     for tensor in tensors.values():
-        for name, place in _places_in(tensor, config, origin, expert_scales.get(tensor.name)):
+        for name, place in _places_in(tensor, config, origin):
             if name in places:
                 both = f"{places[name].tensor.name} and {tensor.name}"
                 raise ModelFileError(f"{origin} holds {name} twice, in {both}")
@@ -148,11 +143,9 @@ def tensor_places(
     return places
 
 
-def _places_in(
-    tensor: GgufTensor, config: ModelConfig, origin: str, scales: tuple[float, ...] | None
-) -> Iterator[tuple[str, Place]]:
+def _places_in(tensor: GgufTensor, config: ModelConfig, origin: str) -> Iterator[tuple[str, Place]]:
     if stack := stacked_projections(tensor.name, config):
-        yield from _experts(tensor, *stack, config, origin, scales)
+        yield from _experts(tensor, *stack, config, origin)
     elif name := hugging_face_name(tensor.name, config):
         shape = _shape(name, tensor.shape)
         order = _order(name, config)
@@ -163,12 +156,7 @@ def _places_in(
 
 
 def _experts(
-    tensor: GgufTensor,
-    prefix: str,
-    projections: tuple[str, ...],
-    config: ModelConfig,
-    origin: str,
-    scales: tuple[float, ...] | None,
+    tensor: GgufTensor, prefix: str, projections: tuple[str, ...], config: ModelConfig, origin: str
 ) -> Iterator[tuple[str, Place]]:
     assert config.experts
     num_experts = config.experts.num_experts
@@ -179,16 +167,11 @@ def _experts(
             f"{origin}: tensor {tensor.name} has shape {list(tensor.shape)}, which is not that of "
             f"{' and '.join(projections)} of {num_experts} experts"
         )
-    if scales is not None and len(scales) != num_experts:
-        raise ModelFileError(
-            f"{origin}: tensor {tensor.name} has {len(scales)} scales of {num_experts} experts"
-        )
     shape = (tensor.shape[1] // len(projections), *tensor.shape[2:])
     for expert in range(num_experts):
         for index, projection in enumerate(projections):
             first = (expert * len(projections) + index) * math.prod(shape)
-            restore = None if scales is None else partial(torch.mul, scales[expert])
-            yield f"{prefix}.{expert}.{projection}.{ending}", Place(tensor, shape, first, restore=restore)
+            yield f"{prefix}.{expert}.{projection}.{ending}", Place(tensor, shape, first)
 
 
 def _shape(name: str, stored: tuple[int, ...]) -> tuple[int, ...]:

@@ -30,15 +30,15 @@ _QWEN35 = _MODERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def _by_case(ending: str, digits: str) -> str:
-    """Words begin where capitals do."""
+def _by_case(ending: str, digits: str, but: str = "", closing: str = r"[\r\n/]") -> str:
+    """Words begin where capitals do, and have no letters of `but`; signs take what is `closing` with them."""
     start, upper, lower = (
         r"[^\r\n\p{L}\p{N}]?",
-        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]",
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]",
+        rf"[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
+        rf"[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}{but}]",
     )
     words = f"{start}{upper}*{lower}+{ending}|{start}{upper}+{lower}*{ending}"
-    return rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    return rf"{words}|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+{closing}*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
 _GPT4O = _by_case(_SHORTENED + "?", "{1,3}")
@@ -67,6 +67,7 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "gpt-4o": (_GPT4O,),
     "tiny_aya": (r"\d{1,3}(?=(?:\d{3})*\b)", _GPT4O),
     "tekken": (_by_case("", ""),),
+    "kimi-k2": (r"\p{Han}+|" + _by_case(_SHORTENED + "?", "{1,3}", r"&&[^\p{Han}]", r"[\r\n]"),),
     "deepseek-llm": (
         r"[\r\n]",
         rf"\s?{_CASED}+",

@@ -14,10 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from penstock.errors import ModelError, ModelFileError
+from penstock.errors import ModelError
 from penstock.kernels.elementwise import ACTIVATIONS
 from penstock.models.by_transformers.families import REASONS, TRIED
-from penstock.models.hf.families import FAMILIES, MULTIMODAL, Family
+from penstock.models.hf.families import FAMILIES, FULL, MULTIMODAL, SLIDING, Family
 from penstock.models.hf.mixers import (
     EXPERTS_BLOCK,
     FEEDING,
@@ -27,8 +27,8 @@ from penstock.models.hf.mixers import (
     single_blocks,
 )
 from penstock.models.hf.quantised import method_of
+from penstock.models.hf.rotary import growing, other_rotary_of, rope_of, rotary_dim_of, rotary_of
 from penstock.models.reading import (
-    MAX_SCALE,
     Fields,
     Most,
     check_experts,
@@ -37,9 +37,8 @@ from penstock.models.reading import (
     recurrent_layers,
     shortened,
 )
-from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, RotaryConfig, WindowConfig
+from penstock.plan.model import DeltaNetConfig, ExpertsConfig, ModelConfig, WindowConfig
 
-_KINDS = ("default", "linear", "llama3", "yarn")
 _SHARED = "shared_expert_intermediate_size"
 _MULTIPLIERS = {
     "embedding_scale": "embedding_multiplier",
@@ -51,7 +50,7 @@ _MULTIPLIERS = {
 _WINDOW_BY_KIND = ("qwen2", "qwen3", "qwen2_moe")
 _WINDOW_FROM = ("qwen2", "qwen3")
 WINDOW_EVERYWHERE = ("mistral", "ministral3", "mixtral", "phi3", "starcoder2", "qwen3_moe")
-_LINEAR, _FULL, _SLIDING = "linear_attention", "full_attention", "sliding_attention"
+_LINEAR = "linear_attention"
 
 
 def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
@@ -103,7 +102,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
     num_kv_heads = config.size("num_key_value_heads", Most.HEADS, kv_heads or num_heads)
     head_dim = config.size("head_dim", Most.WIDTH, defaults.get("head_dim") or hidden // num_heads)
     check_heads(config.origin, num_heads, num_kv_heads, head_dim)
-    latent, rope = None, _rope(config, family, _FULL)
+    latent, rope = None, rope_of(config, family, FULL)
     if config.knows("kv_lora_rank"):
         latent = latent_of(config, rope, num_heads, num_kv_heads, whole_heads=family.whole_heads)
         head_dim = latent.rotary_dim
@@ -129,7 +128,7 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
         return config.knows(key) and config.boolean(key)
 
     bias = says("attention_bias")
-    other, other_layers = _other_rotary(config, family, kinds, num_layers, max_position, head_dim)
+    other, other_layers = other_rotary_of(config, family, kinds, num_layers, max_position, head_dim)
     ends = config.token_ids("eos_token_id") + file.token_ids("eos_token_id")
     return ModelConfig(
         family=name,
@@ -150,8 +149,8 @@ def hf_model_config(file: Fields, generation: Fields) -> ModelConfig:
             config.boolean("tie_word_embeddings", None if config.knows("tie_word_embeddings") else True),
         ),
         full_heads=full_heads,
-        rotary=_growing(family, rope, _rotary(config, family, rope, max_position, head_dim)),
-        rotary_dim=head_dim if latent else _rotary_dim(config, rope, head_dim, family.partial_rotary),
+        rotary=growing(family, rope, rotary_of(config, family, rope, max_position, head_dim)),
+        rotary_dim=head_dim if latent else rotary_dim_of(config, rope, head_dim, family.partial_rotary),
         other_rotary=other,
         other_rotary_layers=other_layers,
         qkv_bias=bias or family.qkv_bias or says("qkv_bias"),
@@ -216,50 +215,9 @@ def _scales(config: Fields, family: Family, hidden: int) -> dict[str, float | No
         scales["attention_scale"] = config.scale("query_pre_attn_scalar") ** -0.5
     caps = {"logit_softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
     for name, key in caps.items():
-        if _or_default(config, key) is not None:
+        if config.or_default(key) is not None:
             scales[name] = config.scale(key)
     return scales
-
-
-def _or_default(config: Fields, key: str) -> object:
-    """What a file has, be it null; else the family's default."""
-    return config.values.get(key, config.defaults.get(key))
-
-
-def _other_rotary(
-    config: Fields,
-    family: Family,
-    kinds: tuple[str, ...],
-    num_layers: int,
-    max_position: int,
-    head_dim: int,
-) -> tuple[RotaryConfig | None, tuple[int, ...]]:
-    """The rotary embedding of some layers, where that is another than the others', or none; and these layers."""
-
-    def of_kind(kind: str) -> tuple[int, ...]:
-        return tuple(index for index, each in enumerate(kinds) if each == kind)
-
-    if family.rotary_by_kind:
-        rope = _rope(config, family, _SLIDING)
-        _rotary_dim(config, rope, head_dim, family.partial_rotary)  # as the others'
-        return _rotary(config, family, rope, max_position, head_dim, _SLIDING), of_kind(_SLIDING)
-    unrotated = _unrotated_layers(config, num_layers)
-    if family.rotated_in_windows and _or_default(config, "sliding_window") is not None:
-        unrotated = of_kind(_FULL)
-    return (RotaryConfig(kind="none"), unrotated) if unrotated else (None, ())
-
-
-def _unrotated_layers(config: Fields, num_layers: int) -> tuple[int, ...]:
-    """The layers without rotary embedding: every so many, or those that a file has a 0 for."""
-    if not config.knows("no_rope_layer_interval"):
-        return ()
-    interval = config.size("no_rope_layer_interval", Most.LAYERS)
-    rotated = config.integers("no_rope_layers", high=1)
-    if not rotated:
-        rotated = tuple(int((index + 1) % interval > 0) for index in range(num_layers))
-    if len(rotated) != num_layers:
-        raise config.error("no_rope_layers", list(rotated), f"a 0 or a 1 for each of the {num_layers} layers")
-    return tuple(index for index in range(num_layers) if not rotated[index])
 
 
 def _window(
@@ -270,14 +228,14 @@ def _window(
         return None
     if "use_sliding_window" in config.defaults and not config.boolean("use_sliding_window"):
         return None
-    if _or_default(config, "sliding_window") is None:
+    if config.or_default("sliding_window") is None:
         return None
     size = config.integer("sliding_window", low=1)
     if size >= max_position:
         return None
     layers = tuple(range(num_layers))
     if (name in _WINDOW_BY_KIND or FAMILIES[name].full_every) and kinds:
-        layers = tuple(index for index in layers if kinds[index] == _SLIDING)
+        layers = tuple(index for index in layers if kinds[index] == SLIDING)
     elif name in _WINDOW_FROM:
         layers = layers[config.integer("max_window_layers", low=0) :]
     elif name not in WINDOW_EVERYWHERE or kinds:
@@ -299,30 +257,30 @@ def _layer_kinds(config: Fields, family: Family, num_layers: int, *, is_hybrid: 
         every, key = family.full_every, family.pattern_key
         every = config.size(key, Most.LAYERS, every) if key else every
         windowed = windowed_layers(num_layers - family.last_is_full, every)
-        return tuple(_SLIDING if index in windowed else _FULL for index in range(num_layers))
+        return tuple(SLIDING if index in windowed else FULL for index in range(num_layers))
     kinds = config.texts("layer_types")
     if len(kinds) != num_layers:
         raise config.error("layer_types", list(kinds), f"one entry for each of the {num_layers} layers")
     kinds = tuple(family.kinds.get(kind, kind) for kind in kinds)
-    known = [_FULL]
+    known = [FULL]
     if is_hybrid or family.kinds:
         known.append(_LINEAR)
     elif family.full_every or (
         config.knows("max_window_layers")
         and (not config.knows("use_sliding_window") or config.boolean("use_sliding_window"))
     ):
-        known.append(_SLIDING)  # whose window may be as long as the context
+        known.append(SLIDING)  # whose window may be as long as the context
     for kind in kinds:
         if kind not in known:
             raise config.error("layer_types", kind, f"{' or '.join(known)} for each layer")
-    return (*kinds[:-1], _FULL) if family.last_is_full else kinds
+    return (*kinds[:-1], FULL) if family.last_is_full else kinds
 
 
 def _full_heads(
     config: Fields, kinds: tuple[str, ...], num_heads: int, num_kv_heads: int, head_dim: int
 ) -> tuple[int, int] | None:
     """KV heads and elements of a head in layers without a window, where those differ from the others'."""
-    key, full = "per_layer_config", [str(index) for index, kind in enumerate(kinds) if kind == _FULL]
+    key, full = "per_layer_config", [str(index) for index, kind in enumerate(kinds) if kind == FULL]
     own = config.nested(key)
     if config.has(key):
         if not own.values:
@@ -464,145 +422,3 @@ def _expert_layers(config: Fields, num_layers: int, kinds: tuple[str, ...]) -> t
 
 
 # Rotary embedding
-
-
-def _rotary_dim(config: Fields, rope: Fields, head_dim: int, default_factor: float | None) -> int | None:
-    """The rotated elements of each head, None for all. `default_factor` is the family's part of a head where the
-    file is silent, None for a family that always rotates whole heads."""
-    # transformers takes a null beside the other keys as a whole head, whatever the family.
-    absent = "partial_rotary_factor" not in config.values
-    default = default_factor if absent and default_factor is not None else 1.0
-    default = config.number("partial_rotary_factor", default, high=1.0)
-    factor = rope.number("partial_rotary_factor", default, high=1.0)
-    if default_factor is None:
-        if factor != 1.0 and rope.values.get("rope_type") != "proportional":
-            raise ModelError(f"{rope.origin}: rotating only a part of each head is not supported")
-        return None
-    rotated = int(head_dim * factor)
-    if rotated < 2 or rotated % 2:
-        raise ModelFileError(
-            f"{rope.origin}: a partial_rotary_factor of {factor:g} leaves {rotated} of a head's {head_dim} "
-            "elements to be rotated in pairs"
-        )
-    return rotated if rotated < head_dim else None
-
-
-def _rotary(
-    config: Fields, family: Family, rope: Fields, max_position: int, head_dim: int, kind_of_layer: str = _FULL
-) -> RotaryConfig:
-    """From `rope_parameters`, or `rope_scaling` and `rope_theta` as older files have them: what `_rope` gives.
-
-    A multimodal model's `mrope_section` is of no consequence: it divides the angles among three grids of
-    positions, and in text a token has the same position in all three."""
-    is_absent = (
-        config.knows("position_embedding_type") and config.values.get("position_embedding_type") != "rope"
-    )
-    if is_absent or config.knows("layers_block_type"):
-        return RotaryConfig(kind="none")
-    if not rope.values and kind_of_layer == _FULL:
-        rope = replace(rope, values=family.rope)
-
-    def optional_scale(key: str) -> float | None:
-        return rope.scale(key) if rope.has(key) else None
-
-    theta = rope.theta("rope_theta", _default_theta(config, kind_of_layer))
-    kind = rope.text("rope_type", rope.text("type", "default"))
-    kind = family.rope_kinds.get(kind, kind)
-    if kind == "ntk_alpha" and rope.has("alpha") and head_dim > 2:  # the base alone is stretched
-        return RotaryConfig(theta=theta * rope.scale("alpha") ** (head_dim / (head_dim - 2)))
-    known = (*_KINDS, *dict.fromkeys(family.rope_kinds.values()))
-    if kind not in known:
-        raise ModelError(
-            f"{rope.origin}: the rope type {shortened(repr(kind))} is not supported; supported are "
-            f"{', '.join(known)}"
-        )
-    if kind == "default":
-        return RotaryConfig(theta=theta)
-    if kind == "proportional":
-        share = rope.number("partial_rotary_factor", 1.0, high=1.0)
-        return RotaryConfig(theta=theta, kind=kind, factor=rope.scale("factor", 1.0), share=share)
-    if kind == "linear":
-        return RotaryConfig(theta=theta, kind=kind, factor=rope.scale("factor"))
-    original = config.size(
-        "original_max_position_embeddings",
-        Most.POSITIONS,
-        rope.size("original_max_position_embeddings", Most.POSITIONS, max_position),
-    )
-    if kind == "longrope":
-        num_pairs = (_rotary_dim(config, rope, head_dim, family.partial_rotary) or head_dim) // 2
-        return RotaryConfig(
-            theta=theta,
-            kind=kind,
-            factor=rope.scale("factor", max_position / original),
-            original_max_position=original,
-            attention_factor=optional_scale("attention_factor"),
-            short_factors=rope.scales("short_factor", num_pairs),
-            long_factors=rope.scales("long_factor", num_pairs),
-        )
-    if kind == "llama3":
-        low, high = rope.scale("low_freq_factor"), rope.scale("high_freq_factor")
-        if high <= low:
-            raise rope.error("high_freq_factor", high, f"more than low_freq_factor ({low:g})")
-        return RotaryConfig(
-            theta=theta,
-            kind=kind,
-            factor=rope.scale("factor"),
-            original_max_position=original,
-            low_freq_factor=low,
-            high_freq_factor=high,
-        )
-    return RotaryConfig(
-        theta=theta,
-        kind=kind,
-        factor=rope.scale("factor", max_position / original),
-        original_max_position=original,
-        beta_fast=rope.scale("beta_fast", 32.0),
-        beta_slow=rope.scale("beta_slow", 1.0),
-        attention_factor=optional_scale("attention_factor"),
-        mscale=optional_scale("mscale"),
-        mscale_all_dim=optional_scale("mscale_all_dim"),
-        truncate=rope.boolean("truncate", True),
-    )
-
-
-def _growing(family: Family, rope: Fields, rotary: RotaryConfig) -> RotaryConfig:
-    """With what queries grow by, in families where they do."""
-    if not (key := family.growth_key):
-        return rotary
-    rope = rope if rope.values else replace(rope, values=family.rope)
-    context = "original_max_position_embeddings"
-    return replace(
-        rotary,
-        query_growth=rope.number(key, above=-MAX_SCALE, high=MAX_SCALE),
-        original_max_position=rotary.original_max_position or rope.size(context, Most.POSITIONS),
-    )
-
-
-def _default_theta(config: Fields, kind: str) -> float:
-    """The base of layers of a kind, where their rotary embedding does not say it."""
-    default = config.defaults["default_theta"]
-    if kind == _FULL:
-        return config.theta("rope_theta", default["global"] if isinstance(default, dict) else default)
-    if isinstance(default, dict):
-        return config.theta("rope_local_base_freq", default["local"])
-    return float(default)
-
-
-def _rope(config: Fields, family: Family, kind: str) -> Fields:
-    """What a file has of the rotary embedding of layers of a kind."""
-    scaling, parameters = config.nested("rope_scaling"), config.nested("rope_parameters")
-    if family.rotary_by_kind:
-        for key in parameters.values:
-            if key not in (_FULL, _SLIDING):
-                raise parameters.unsupported(key, f"{_FULL} and {_SLIDING} are")
-        own = parameters.nested(kind)  # older files scale that of layers without a window alone
-        if not own.boolean(
-            "truncate", True
-        ):  # which transformers' models read beside the kinds, where no file has it
-            raise own.unsupported("truncate", "only true is, by kind of layer")
-        return replace(own, values={**own.values, **scaling.values}) if kind == _FULL else own
-    rope = scaling if scaling.values else parameters
-    for key, value in rope.values.items():
-        if isinstance(value, dict):
-            raise rope.unsupported(key, "one rotary embedding for all layers is")
-    return rope

@@ -12,6 +12,8 @@ from typing import Any
 
 from penstock.models.weights import EXPERTS_ENTRY, EXPERTS_EXIT, MIXER_EXIT, MLP_EXIT, SHARED_EXIT
 
+FULL, SLIDING = "full_attention", "sliding_attention"  # kinds of layers
+
 
 @dataclass(frozen=True)
 class Family:
