@@ -407,10 +407,11 @@ class Pipeline:
             case "found":
                 peer.found.put(message)
             case "done":
-                seconds = {name: float(about[name]) for name in ("busy_s", "waited_s", "link_s")}
-                peer.times.count(**seconds)
-                if (times := self._step_times.get(int(about["step"]))) is not None:
-                    times[peer.stage] = seconds["busy_s"]
+                for step in about["steps"]:
+                    seconds = {name: float(step[name]) for name in ("busy_s", "waited_s", "link_s")}
+                    peer.times.count(**seconds)
+                    if (times := self._step_times.get(int(step["step"]))) is not None:
+                        times[peer.stage] = seconds["busy_s"]
             case "left":  # it lost a neighbour, or the way to it
                 lost = StageLostError(peer.stage, peer.control.peer, str(about["error"]))
                 self._lose_link(int(about["generation"]), lost)
