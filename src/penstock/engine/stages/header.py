@@ -76,7 +76,7 @@ def _writer(kind: Any) -> Callable[[list[int], Any], None]:
     """What appends a value of such a type to numbers."""
     if kind in (int, bool):
         return list.append
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         parts = [(name, _writer(inner)) for name, inner in _fields_of(kind).items()]
 
         def write_parts(numbers: list[int], value: Any) -> None:
@@ -112,7 +112,7 @@ def _reading(kind: Any) -> "Callable[[_Reader], Any]":
         return _Reader.number
     if kind is bool:
         return _Reader.truth
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         parts = [(name, _reading(inner)) for name, inner in _fields_of(kind).items()]
 
         def read_parts(reader: _Reader) -> Any:

@@ -374,9 +374,7 @@ class Pipeline:
             raise self.lost_error() from error
         return found if issued.then is None else issued.then(found)
 
-    def _run(
-        self, number: int, issued_s: float, layers: Layers, residual: Tensor | None
-    ) -> Tensor | None:
+    def _run(self, number: int, issued_s: float, layers: Layers, residual: Tensor | None) -> Tensor | None:
         if residual is None:
             raise self._error_of(number)
         began_s = time.perf_counter()
