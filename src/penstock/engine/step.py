@@ -458,6 +458,9 @@ def parts_of(inputs: Sequence[SpanInput], most: int) -> list[Part]:
 
 def _pieces(item: SpanInput, most: int) -> Iterator[SpanInput]:
     """A replay may have many tokens: each pass but the last is full."""
+    if len(item.span) <= most:
+        yield item
+        return
     for start in range(item.span.start, item.span.end, most):
         end = min(start + most, item.span.end)
         offset, is_last = start - item.span.start, end == item.span.end
