@@ -682,7 +682,7 @@ class Batcher:
         if self._flight and (oldest := self._flight[0].step).num_before:
             self._commit_before(oldest)
         plans = [begun.step.plan for begun in self._flight]
-        for begun in self._flight:
+        for begun in reversed(self._flight):  # the oldest may be running, and is waited for
             if begun.launched is not None:
                 begun.launched.drop()
         self._flight.clear()

@@ -606,7 +606,7 @@ class StepRunner:
         issued: list[Issued] = []
 
         def drop() -> None:
-            for each in issued:
+            for each in reversed(issued):
                 each.receipt.drop()
 
         def run() -> Tensor | None:
