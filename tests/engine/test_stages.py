@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -163,6 +164,75 @@ def test_a_worker_that_is_gone_ends_the_generation_and_is_replaced() -> None:
         assert stages.generation > generation
     with pytest.raises(StageLostError):
         llm.generate(PROMPT, max_tokens=4)
+
+
+def test_the_driver_s_layers_are_run_beside_its_books_and_never_after_they_were_undone() -> None:
+    """Nothing of a step that is undone is written to the cache once that is over."""
+    forward, begun, goes_on = Decoder.forward, threading.Event(), threading.Event()
+    threads: list[str] = []
+
+    def slow(self: Decoder, *parts: Any) -> torch.Tensor | None:
+        if self.first_layer:
+            threads.append(threading.current_thread().name)
+            if len(threads) == 2:
+                begun.set()
+                assert goes_on.wait(10)
+        return forward(self, *parts)
+
+    with staged("llama", 2, chunk=64) as llm, ThreadPoolExecutor(1) as pool:
+        expected = llm.generate(PROMPT, max_tokens=4).token_ids
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Decoder, "forward", slow)
+            run = Run(llm.model, PROMPT, config=ChunkedPrefillConfig(64), canon=llm.canon, stages=llm.stages)
+            run.step()
+            assert begun.wait(10)  # the step after it, while nobody waits for that
+            cancelled = pool.submit(run.cancel)
+            with pytest.raises(TimeoutError):
+                cancelled.result(0.1)
+            goes_on.set()
+            cancelled.result(10)
+        assert llm.generate(PROMPT, max_tokens=4).token_ids == expected
+    assert threads == ["stage-receive"] * 2
+
+
+def test_a_stage_that_is_lost_while_the_driver_computes_is_brought_back_after_it() -> None:
+    forward, begun, goes_on = Decoder.forward, threading.Event(), threading.Event()
+
+    def slow(self: Decoder, *parts: Any) -> torch.Tensor | None:
+        if self.first_layer and not begun.is_set():
+            begun.set()
+            assert goes_on.wait(10)
+        return forward(self, *parts)
+
+    with staged("llama", 2, chunk=64) as llm, ThreadPoolExecutor(1) as pool:
+        stages = llm.stages
+        assert stages is not None
+        expected, generation = llm.generate(PROMPT, max_tokens=4).token_ids, stages.generation
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Decoder, "forward", slow)
+            answer = pool.submit(llm.generate, PROMPT, max_tokens=4)
+            assert begun.wait(10)
+            ThreadWorker.opened[0].kill()
+            while stages.lost is None:
+                time.sleep(0.01)
+            time.sleep(0.1)
+            assert stages.generation == generation
+            goes_on.set()
+            assert answer.result(30).token_ids == expected
+        assert stages.generation == generation + 1
+
+
+def test_every_step_s_time_is_told_in_the_end() -> None:
+    with staged("llama", 3, chunk=64) as llm:
+        assert llm.stages is not None
+        llm.generate(PROMPT, max_tokens=8)
+        deadline = time.monotonic() + 5
+        while len({each.num_steps for each in llm.stages.status()}) > 1:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        number = llm.stages.status()[0].num_steps
+        assert number >= 5 + 7
+        assert all(seconds is not None for seconds in llm.stages.step_times(number))
 
 
 def batch() -> ForwardBatch:

@@ -16,6 +16,8 @@ NUMBERS = {
     "256": "graphs.passes.MOST_DECODE_ROWS",
     "(8, 32, 256, 1024)": "graphs.passes.DECODE_BLOCKS",
     "0.03": "self_check._MOST_ELSE",
+    "-1": "stages.header._AS_ALL",
+    "0.05": "stages.worker._TELL_S",
     "0.1": "stages.control._RETRY_S",
     "0.5": """
         capacity._SHARE run._STAGE_RETRY_S service._RETRY_S stages.peer._LOOK_S
@@ -23,8 +25,8 @@ NUMBERS = {
     """,
     "0.9": "capacity._SHARE_ON_GPU",
     "1": """
-        fingerprint._VERSION profile._SCHEMA run.Run.max_tokens stages.header._VERSION
-        stages.link._FAILED stages.workers._PR_SET_PDEATHSIG
+        fingerprint._VERSION profile._SCHEMA run.Run.max_tokens stages.link._FAILED
+        stages.workers._PR_SET_PDEATHSIG
     """,
     "1.0": """
         sampler.SamplingParams.repetition_penalty sampler.SamplingParams.top_p stages.pipeline._REOPEN_S
@@ -50,7 +52,7 @@ NUMBERS = {
     "16777216": "profile._MOST_FILE_BYTES prompt_rows._PARTS_OF_ONE",
     "1e-06": "sampler.MIN_TEMPERATURE",
     "1e-09": "sampler.MIN_REPETITION",
-    "2": "batcher.SUSPICIOUS_LOSSES",
+    "2": "batcher.SUSPICIOUS_LOSSES stages.header._VERSION",
     "2.0": "sampler.MAX_PENALTY",
     "2000000000": "fingerprint._SETTLED_NS",
     "2147483648": "sampler._require_int.limit",
@@ -72,7 +74,7 @@ NUMBERS = {
         batcher.ENDED_EXPLAINED prompt_rows.SLICE_ROWS schema_limits.MAX_PATTERN_PROPERTIES
         stages.link._HEAD_BYTES
     """,
-    "65536": "schema_limits.MAX_BYTES",
+    "65536": "schema_limits.MAX_BYTES stages.control._PIECE_BYTES",
     "67108864": "reuse.PIECE_BYTES stages.control._MOST_DATA_BYTES",
     "8": "schema_limits.MAX_JOINED_PATTERNS stages.link._MOST_SENT",
     "8.0": "service.MOST_PREPARING_S",

@@ -29,6 +29,7 @@ from penstock.errors import (
     is_out_of_memory,
 )
 from penstock.kernels.device import device_kind
+from penstock.kernels.threads import StepThreads
 from penstock.models.decoder import Decoder
 from penstock.plan.admission import CacheLimits
 from penstock.plan.batch_scheduler import BatchScheduler
@@ -176,7 +177,9 @@ class Batcher:
             stages=stages,
         )
         self._observers = tuple(observers)
-        self._threads = model.threads
+        # Where stages run, the layers are another thread's: this one has nothing large to do.
+        is_host = device_kind(model.device).is_host
+        self._threads = StepThreads(is_host=is_host, torch_multiplies=False) if stages else model.threads
         self._lock = nullcontext() if lock is None else lock
         self._raises = raises
         # Whether a step of decodes goes on with what was launched ahead, and is committed once it ends.
@@ -800,6 +803,9 @@ class Batcher:
         if self._flight and (oldest := self._flight[0].step).num_before:
             self._commit_before(oldest)
         plans = [begun.step.plan for begun in self._flight]
+        for begun in reversed(self._flight):  # the oldest may be running, and is waited for
+            if begun.launched is not None:
+                begun.launched.drop()
         self._flight.clear()
         for request_id in dict.fromkeys(span.request_id for plan in plans for span in plan.spans):
             self._jobs[request_id].cache.abort()

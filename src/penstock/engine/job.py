@@ -114,7 +114,7 @@ class Job:
     @property
     def num_losses(self) -> int:
         """How often a stage was lost in its steps, in a row, with nothing new of it in between."""
-        return self._num_losses if self._num_done <= self._done_at_loss else 0
+        return self._num_losses if self._num_losses and self._num_done <= self._done_at_loss else 0
 
     def lose_stage(self) -> None:
         """A stage was lost in a step of this request."""

@@ -272,8 +272,6 @@ class Service:
         """The engine's thread."""
         # Each thread has a number of its own, which the first one was told.
         torch.set_num_threads(self._num_threads)
-        if self.llm.stages is not None:
-            self.llm.stages.pin()
         try:
             self.llm.device_kind.use()
             while self._step():

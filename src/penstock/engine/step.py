@@ -36,7 +36,7 @@ from penstock.plan.sizing import SizeDecision
 from penstock.plan.step import PlannedSpan, RequestId, Span, SpanKind, StepPlan
 
 if TYPE_CHECKING:  # loads torch.distributed
-    from penstock.engine.stages.pipeline import Pipeline
+    from penstock.engine.stages.pipeline import Issued, Pipeline
 
 
 @dataclass(frozen=True)
@@ -406,13 +406,14 @@ class StepOutcome:
 @dataclass(frozen=True)
 class Launched:
     """A forward pass that the device computes, or is done with: its logits, where a request samples, and how to wait
-    for it; or that other stages compute, and how to run what is left of it. Or the error that kept it from being
-    launched."""
+    for it; or that other stages compute, how to end it, and to see to it that nothing of it is run here any more. Or
+    the error that kept it from being launched."""
 
     logits: Tensor | None = None
     wait: Callable[[], None] | None = None
     error: Exception | None = None
     run: Callable[[], Tensor | None] | None = None
+    drop: Callable[[], None] = lambda: None
     issued: int | None = None
     rows: "_RowReading | None" = None
     nearly: Callable[[], None] | None = None  # waits until all but the last layers are done
@@ -503,6 +504,9 @@ def parts_of(inputs: Sequence[SpanInput], most: int) -> list[Part]:
 
 def _pieces(item: SpanInput, most: int) -> Iterator[SpanInput]:
     """A replay may have many tokens: each pass but the last is full."""
+    if len(item.span) <= most:
+        yield item
+        return
     for start in range(item.span.start, item.span.end, most):
         end = min(start + most, item.span.end)
         offset, is_last = start - item.span.start, end == item.span.end
@@ -698,10 +702,20 @@ class StepRunner:
     def _issue(
         self, stages: "Pipeline", parts: Sequence[Part], passes: Iterable[_Pass], rows: _RowReading | None
     ) -> Launched:
-        """Let the other stages begin the passes, and end them later."""
-        issued = [(stages.issue(batch, self._space_number), run) for batch, run in passes]
+        """Let all stages begin the passes, which end later."""
+        issued: list[Issued] = []
+
+        def drop() -> None:
+            for each in reversed(issued):
+                each.receipt.drop()
 
         def run() -> Tensor | None:
-            return _joined(parts, [stages.run(each, layers) for each, layers in issued])
+            return _joined(parts, [stages.finish(each) for each in issued])
 
-        return Launched(run=run, issued=issued[-1][0].number, rows=rows)
+        try:
+            for batch, layers in passes:
+                issued.append(stages.issue(batch, self._space_number, layers))
+        except BaseException:
+            drop()
+            raise
+        return Launched(run=run, issued=issued[-1].number, rows=rows, drop=drop)

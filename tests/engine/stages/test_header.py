@@ -78,6 +78,16 @@ def test_it_is_read_as_it_was_written_where_its_numbers_just_fit() -> None:
     assert EMPTY in SLOTS
 
 
+def test_the_last_layer_s_work_is_that_of_all_where_it_was() -> None:
+    """Which kernels prepare once then."""
+    cache = SPACE.new_sequence()
+    decodes = build_batch([span_of(cache, 0, 1, 0, is_prompt=False, wants_logits=True)], canon=RowLaw(64))
+    cache.free()
+    for written, is_same in ((BATCH, False), (decodes, True)):
+        for each in read_header(write_header(written), LIMITS).groups:
+            assert (each.last_layer is each.all_layers) == is_same
+
+
 @pytest.mark.parametrize("name", ["vocab_size", "max_position", "num_slots"])
 def test_one_less_is_too_little(name: str) -> None:
     assert accepts(BATCH, replace(LIMITS, **{name: getattr(LIMITS, name) + 1}))
@@ -204,6 +214,6 @@ def test_other_bytes_are_no_header() -> None:
     for more in (1, 8):
         with pytest.raises(HeaderError):
             read_header(data + bytes(more), LIMITS)
-    for version in (0, 2):
+    for version in (0, 1, 3):
         with pytest.raises(HeaderError, match=f"version {version}"):
             read_header(np.array([version, *numbers[1:]], dtype="<i8").tobytes(), LIMITS)

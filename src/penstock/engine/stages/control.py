@@ -31,6 +31,7 @@ _WELCOME, _WRONG_TOKEN, _BUSY = b"\0", b"\1", b"\2"
 _LENGTHS = struct.Struct("!IQ")  # of the JSON and of the raw bytes; a beat has neither
 _MOST_JSON_BYTES = 1 << 20
 _MOST_DATA_BYTES = 64 << 20
+_PIECE_BYTES = 1 << 16  # taken from a socket at once
 _MOST_WAITING = 1024  # messages that nobody has received yet
 _BEAT = _LENGTHS.pack(0, 0)
 _TIMEOUTS_S = (0.1, 3600.0)
@@ -121,6 +122,7 @@ class Control:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self.local_host = str(connected.getsockname()[0])
         self._socket = connected
+        self._arrived = bytearray()  # and not yet read
         self._sending = threading.Lock()
         self._state = threading.Lock()
         self._reason: str | None = None  # why the peer is gone, or that this end closed
@@ -151,7 +153,7 @@ class Control:
         raw = memoryview(data).cast("B")
         if len(text) > _MOST_JSON_BYTES or len(raw) > _MOST_DATA_BYTES:
             raise ValueError(f"a message of {len(text)} and {len(raw)} bytes")
-        self._send(_LENGTHS.pack(len(text), len(raw)) + text, raw)
+        self._send(b"".join((_LENGTHS.pack(len(text), len(raw)), text, raw)))
 
     def receive(self, timeout_s: float | None = None) -> Message:
         """The next message. Raises `TimeoutError` where none comes in time, `StageLostError` where none can come."""
@@ -184,15 +186,14 @@ class Control:
     def _lost(self) -> StageLostError:
         return StageLostError(self.stage, self.peer, self._reason or "the connection ended")
 
-    def _send(self, *parts: bytes | memoryview) -> None:
+    def _send(self, message: bytes) -> None:
         with self._sending:
             if self._reason is not None:
                 raise self._lost()
+            rest = memoryview(message)
             try:
-                for part in parts:
-                    rest = memoryview(part)
-                    while rest:  # each piece has the timeout: a slow link is no dead one
-                        rest = rest[self._socket.send(rest) :]
+                while rest:  # each piece has the timeout: a slow link is no dead one
+                    rest = rest[self._socket.send(rest) :]
                 return
             except TimeoutError:
                 reason = f"it took nothing for {self.stage_timeout_s:g} s"
@@ -210,7 +211,8 @@ class Control:
         try:
             while True:
                 num_json, num_data = _LENGTHS.unpack(self._read_exactly(_LENGTHS.size))
-                self._socket.settimeout(self.stage_timeout_s)
+                if self._socket.gettimeout() != self.stage_timeout_s:  # it has started
+                    self._socket.settimeout(self.stage_timeout_s)
                 if num_json > _MOST_JSON_BYTES or num_data > _MOST_DATA_BYTES:
                     raise ValueError(f"it announced a message of {num_json} and {num_data} bytes")
                 if not num_json:
@@ -234,14 +236,13 @@ class Control:
             self._socket.close()
 
     def _read_exactly(self, num_bytes: int) -> bytearray:
-        buffer = bytearray(num_bytes)
-        rest = memoryview(buffer)
-        while rest:
-            count = self._socket.recv_into(rest)
-            if not count:
+        while len(self._arrived) < num_bytes:
+            if not (piece := self._socket.recv(_PIECE_BYTES)):
                 raise EOFError
-            rest = rest[count:]
-        return buffer
+            self._arrived += piece
+        taken = self._arrived[:num_bytes]
+        del self._arrived[:num_bytes]
+        return taken
 
     def _lose(self, reason: str) -> None:
         with self._state:

@@ -84,25 +84,53 @@ class LinkStore(dist.Store):  # type: ignore[name-defined, misc]
 
 
 class Receipt:
-    """A residual that is awaited."""
+    """A residual that is awaited, or what is made of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, then: "Then | None" = None) -> None:
+        self._then = then
+        self._settling = threading.Lock()
         self._done = threading.Event()
         self._found: Tensor | None = None
         self._error: Exception | None = None
 
-    def settle(self, found: Tensor | None, error: Exception | None = None) -> None:
-        if not self._done.is_set():
-            self._found, self._error = found, error
+    def settle(self, found: Tensor | None) -> None:
+        """It has come: `then` is run, on the calling thread."""
+        with self._settling:
+            if self._done.is_set():
+                return
+            try:
+                self._found = found if self._then is None else self._then(found)
+            except Exception as error:
+                self._error = error
+            self._done.set()
+
+    def fail(self, error: Exception) -> None:
+        """It will not come. One that has come is settled all the same."""
+        if self._settling.acquire(blocking=False):
+            try:
+                if not self._done.is_set():
+                    self._error = error
+                    self._done.set()
+            finally:
+                self._settling.release()
+
+    def drop(self) -> None:
+        """Nobody wants it: `then` is not run any more when this returns."""
+        with self._settling:
             self._done.set()
 
     def wait(self) -> Tensor | None:
-        """The residual [rows, hidden]; None where a stage before this one failed. Raises StageLostError."""
+        """The residual [rows, hidden], or what `then` made of it; None where a stage before this one failed. Raises
+        StageLostError, or what `then` raised."""
         self._done.wait()
         if self._error is not None:
             raise self._error
         found, self._found = self._found, None  # no other name for what may be written over
         return found
+
+
+# What is made of a residual; of None, where a stage before this one failed.
+Then = Callable[[Tensor | None], Tensor | None]
 
 
 class Link:
@@ -122,8 +150,10 @@ class Link:
         device: torch.device,
         kind: LinkKind = "gloo",
         on_lost: Callable[[StageLostError], None] = lambda _: None,
+        on_thread: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns when both ends are there. `on_lost` is called on another thread, if they part before `close`."""
+        """Returns when both ends are there. `on_lost` is called on another thread, if they part before `close`. The
+        thread that receives begins with `on_thread`."""
         self._hidden_size = hidden_size
         self._dtype = dtype
         self._device = device
@@ -133,6 +163,7 @@ class Link:
         self._group = _new_group(store, 1 - self._peer, host, kind)
         self._beats = _connected(store, host, listens=not sends)
         self._on_lost = on_lost
+        self._on_thread = on_thread
         self._sent: deque[tuple[Any, Tensor]] = deque()  # until they are gone
         self._closing = threading.Lock()
         self._awaited: deque[tuple[int, Any, Tensor, Receipt]] = deque()
@@ -159,17 +190,18 @@ class Link:
         except RuntimeError as error:
             raise StageLostError(None, "the next stage", first_line(error)) from error
 
-    def expect(self, step: int, num_rows: int) -> Receipt:
-        """Ask for the residual of a step."""
-        receipt, buffer = Receipt(), self._buffer(num_rows)
+    def expect(self, step: int, num_rows: int, then: Then | None = None) -> Receipt:
+        """Ask for the residual of a step. `then` is run when it has come, on the thread that receives: one after the
+        other, in the order in which they were asked for."""
+        receipt, buffer = Receipt(then), self._buffer(num_rows)
         with self._changed:
             if self._error is not None:
-                receipt.settle(None, self._error)
+                receipt.fail(self._error)
                 return receipt
             try:
                 work = self._group.recv([buffer], self._peer, 0)
             except RuntimeError as error:
-                receipt.settle(None, _lost(error))
+                receipt.fail(_lost(error))
                 return receipt
             self._awaited.append((step, work, buffer, receipt))
             self._changed.notify_all()
@@ -180,7 +212,7 @@ class Link:
         with self._changed:
             self._error = self._error or error
             for *_, receipt in self._awaited:
-                receipt.settle(None, self._error)
+                receipt.fail(self._error)
             self._changed.notify_all()
         with self._closing:
             self._sent.clear()
@@ -205,6 +237,7 @@ class Link:
         self._on_lost(error)
 
     def _receive(self) -> None:
+        self._on_thread()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._awaited or self._error is not None)
@@ -225,8 +258,9 @@ class Link:
             with self._changed:
                 if self._awaited:
                     self._awaited.popleft()
+            del work, buffer
             receipt.settle(found)
-            del work, buffer, receipt, found
+            del receipt, found
 
     def _buffer(self, num_rows: int) -> Tensor:
         num_bytes = _HEAD_BYTES + num_rows * self._hidden_size * self._dtype.itemsize

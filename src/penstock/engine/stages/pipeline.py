@@ -30,7 +30,7 @@ from penstock.engine.stages.joining import (
     read_law,
     read_shapes,
 )
-from penstock.engine.stages.link import Link, LinkKind, LinkStore, Receipt
+from penstock.engine.stages.link import Link, LinkKind, LinkStore, Receipt, Then
 from penstock.engine.stages.peer import LoadedStage, Peer, StageTimes
 from penstock.engine.stages.workers import (
     ListeningWorker,
@@ -44,6 +44,7 @@ from penstock.engine.stages.workers import (
 )
 from penstock.engine.status import StageStatus
 from penstock.errors import PenstockError, SettingError, StageError, StageLostError
+from penstock.kernels.device import device_kind
 from penstock.kernels.probe import ProbeShapes
 from penstock.layers.forward_batch import ForwardBatch
 from penstock.models.decoder import Decoder, cache_spec_of
@@ -64,12 +65,17 @@ _REOPEN_S = 1.0
 _STEPS_KEPT = 512
 
 
+# The driver's own, from a residual to logits, where some are wanted.
+Layers = Callable[[Tensor], Tensor | None]
+
+
 @dataclass(frozen=True)
 class Issued:
     """A step that the workers run."""
 
     number: int
     receipt: Receipt
+    then: Then | None  # what is left to do with the residual
 
 
 class Pipeline:
@@ -97,6 +103,7 @@ class Pipeline:
         self._mixed = mixed
         self._parts: dict[str, str] | None = None  # what workers must have in common with the driver
         self._own_times = StageTimes()
+        self._own_ended_s = 0.0  # when the driver's part of the last step was done
         self._step_times: dict[int, list[float | None]] = {}  # seconds by stage; None: not known yet
         self.is_closed = False
         self.generation = 0
@@ -140,11 +147,6 @@ class Pipeline:
     def times(self) -> tuple[StageTimes, ...]:
         """Of the workers' stages."""
         return tuple(replace(peer.times) for peer in self._peers)
-
-    def pin(self) -> None:
-        """Pin the calling thread, which is to run steps, beside the workers' processors."""
-        if self.share is not None:
-            self.share.pin()
 
     def status(self) -> tuple[StageStatus, ...]:
         """Of all stages, the driver's last."""
@@ -214,6 +216,7 @@ class Pipeline:
                 with suppress(ValueError):
                     law = join_laws([law, theirs])
         self._law = law
+        self._num_threads = torch.get_num_threads()
         for peer in self._peers:
             peer.control.send("law", asdict(law))
         self.begin_generation()
@@ -300,8 +303,15 @@ class Pipeline:
             device=model.device,
             kind=kind,
             on_lost=partial(self._lose_link, self.generation),
+            on_thread=self._begin_thread,
         )
         self._links.append(self._incoming)
+
+    def _begin_thread(self) -> None:
+        """One that runs the driver's layers: beside the workers' processors, and with as many threads of its own."""
+        if self.share is not None:
+            self.share.pin()
+        torch.set_num_threads(self._num_threads)
 
     def _await_joined(self, peer: Peer) -> None:
         while (joined := peer.reply("joined").about)["generation"] != self.generation:
@@ -330,11 +340,14 @@ class Pipeline:
 
     # Steps
 
-    def issue(self, batch: ForwardBatch, space: int) -> Issued:
-        """Tell all workers of a step. Raises StageLostError."""
-        incoming = self._incoming
+    def issue(self, batch: ForwardBatch, space: int, layers: Layers) -> Issued:
+        """Tell all workers of a step. The driver's own part, its last `layers`, is run as soon as the residual is
+        there: by the link's thread, where the host computes, while the calling thread goes on. Raises
+        StageLostError."""
+        incoming, model = self._incoming, self._model
         if self._lost is not None or incoming is None:
             raise self.lost_error()
+        assert model is not None
         self.caches.drop_unused()
         self._num_issued += 1
         number, header = self._num_issued, write_header(batch)
@@ -347,39 +360,44 @@ class Pipeline:
             raise
         self._step_times[number] = [None] * self.num_stages
         self._step_times.pop(number - _STEPS_KEPT, None)
-        return Issued(number, incoming.expect(number, len(batch.token_ids)))
+        then = partial(self._run, number, time.perf_counter(), layers)
+        is_host = device_kind(model.device).is_host
+        receipt = incoming.expect(number, len(batch.token_ids), then if is_host else None)
+        return Issued(number, receipt, None if is_host else then)
 
-    def receive(self, issued: Issued) -> Tensor:
-        """The residual that a step leaves the last worker with. Raises StageLostError, or what a worker failed
-        with."""
+    def finish(self, issued: Issued) -> Tensor | None:
+        """What the last layers gave. Raises StageLostError, or what a stage failed with."""
         try:
-            residual = issued.receipt.wait()
+            found = issued.receipt.wait()
         except StageLostError as error:
             self._lose_link(self.generation, error)
             raise self.lost_error() from error
-        if residual is not None:
-            return residual
+        return found if issued.then is None else issued.then(found)
+
+    def _run(self, number: int, issued_s: float, layers: Layers, residual: Tensor | None) -> Tensor | None:
+        if residual is None:
+            raise self._error_of(number)
+        began_s = time.perf_counter()
+        out = layers(residual)
+        ended_s = time.perf_counter()
+        waited_s = began_s - max(issued_s, self._own_ended_s)
+        self._own_ended_s = ended_s
+        self._own_times.count(busy_s=ended_s - began_s, waited_s=waited_s, link_s=0.0)
+        if (times := self._step_times.get(number)) is not None:
+            times[-1] = ended_s - began_s
+        return out
+
+    def _error_of(self, number: int) -> Exception:
+        """What a worker failed with in a step."""
         with self._changed:
             self._changed.wait_for(
-                lambda: issued.number in self._errors or self._lost is not None, self._stage_timeout_s
+                lambda: number in self._errors or self._lost is not None, self._stage_timeout_s
             )
-            if issued.number in self._errors:
-                raise self._errors.pop(issued.number)
-            if self._lost is None:
-                raise RuntimeError("a stage failed, and did not say why")
-            raise self.lost_error()
-
-    def run(self, issued: Issued, layers: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-        """The driver's own part of a step, its last layers."""
-        began_s = time.perf_counter()
-        residual = self.receive(issued)
-        received_s = time.perf_counter()
-        out = layers(residual)
-        busy_s = time.perf_counter() - received_s
-        self._own_times.count(busy_s=busy_s, waited_s=received_s - began_s, link_s=0.0)
-        if (times := self._step_times.get(issued.number)) is not None:
-            times[-1] = busy_s
-        return out
+            if number in self._errors:
+                return self._errors.pop(number)
+        if self._lost is None:
+            return RuntimeError("a stage failed, and did not say why")
+        return self.lost_error()
 
     def lost_error(self) -> StageLostError:
         """What whoever needs the stages has, until they are connected again."""
@@ -407,10 +425,11 @@ class Pipeline:
             case "found":
                 peer.found.put(message)
             case "done":
-                seconds = {name: float(about[name]) for name in ("busy_s", "waited_s", "link_s")}
-                peer.times.count(**seconds)
-                if (times := self._step_times.get(int(about["step"]))) is not None:
-                    times[peer.stage] = seconds["busy_s"]
+                for step in about["steps"]:
+                    seconds = {name: float(step[name]) for name in ("busy_s", "waited_s", "link_s")}
+                    peer.times.count(**seconds)
+                    if (times := self._step_times.get(int(step["step"]))) is not None:
+                        times[peer.stage] = seconds["busy_s"]
             case "left":  # it lost a neighbour, or the way to it
                 lost = StageLostError(peer.stage, peer.control.peer, str(about["error"]))
                 self._lose_link(int(about["generation"]), lost)

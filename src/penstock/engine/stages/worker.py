@@ -14,7 +14,7 @@ Messages of the driver, each answered where it says so:
     find    ticket, start; and keys                  > found (how many blocks), until forget
     fetch   ticket, space, blocks, windows, slot: what was found is copied; keep, keep_state: the other way
     digest  space, places, slot                      > digests
-    step    generation, number, space; and a header  > done (times), error
+    step    generation, number, space; and a header  > done (times of several), error
     stop
 """
 
@@ -52,6 +52,9 @@ from penstock.process_memory import trim_heap
 
 _log = logging.getLogger("penstock.engine")
 
+# How long the driver waits to hear how long steps took.
+_TELL_S = 0.05
+
 
 @dataclass(frozen=True)
 class _Item:
@@ -84,13 +87,15 @@ class Worker:
         self._generation = 0
         self._incoming: Link | None = None
         self._outgoing: Link | None = None
+        self._done: list[dict[str, float]] = []  # times of steps that the driver has not been told
+        self._told_s = 0.0
 
     def run(self) -> None:
         """Until the driver says stop, or is gone."""
         reader = threading.Thread(target=self._read, name="stage-reader", daemon=True)
         reader.start()
         try:
-            while (item := self._items.get()) is not None:
+            while (item := self._next()) is not None:
                 try:
                     self._handle(item)
                 except StageLostError as error:  # of a neighbour: the driver makes another group
@@ -101,6 +106,13 @@ class Worker:
             self._store_part.close()
         if self._failure is not None:
             raise self._failure
+
+    def _next(self) -> _Item | None:
+        if self._done:
+            with suppress(queue.Empty):
+                return self._items.get(timeout=_TELL_S)
+            self._tell_done()
+        return self._items.get()
 
     # The reader's thread
 
@@ -308,16 +320,22 @@ class Worker:
             self._outgoing.send(step, num_rows, None)
             return
         self._outgoing.send(step, num_rows, out)
-        self._control.send(
-            "done",
+        now = time.perf_counter()
+        self._done.append(
             {
-                "generation": self._generation,
                 "step": step,
                 "waited_s": received_s - began_s,
                 "busy_s": computed_s - received_s,
-                "link_s": time.perf_counter() - computed_s,
-            },
+                "link_s": now - computed_s,
+            }
         )
+        if now > self._told_s + _TELL_S:
+            self._tell_done()
+
+    def _tell_done(self) -> None:
+        done, self._done, self._told_s = self._done, [], time.perf_counter()
+        with suppress(StageLostError):  # that the driver is gone, the next message says
+            self._control.send("done", {"steps": done})
 
     def _fail(self, about: Mapping[str, Any], error: Exception, kind: DeviceKind) -> None:
         _log.warning("a step failed", exc_info=error)
