@@ -70,11 +70,17 @@ K_QUANTS: Mapping[tuple[str, str], Mapping[int, float]] = {
     (PREFILLING, LLAMA_FILE): {512: 2.0, 2048: 2.5},
     (DECODING, LLAMA_FILE): {512: 1.15, 2048: 1.6},
 }
+# With AVX-512; its decodes are not judged by what rounds rows.
+ROUNDED: Mapping[tuple[str, str], Mapping[int, float]] = {(PREFILLING, LLAMA_FILE): {512: 3.0, 2048: 3.5}}
+TILES: Mapping[tuple[str, str], Mapping[int, float]] = {
+    (PREFILLING, LLAMA_FILE): {512: 2.0, 2048: 2.0},
+    (DECODING, LLAMA_FILE): {512: 1.15, 2048: 1.15},
+}
 AVX2: Mapping[tuple[str, str], Mapping[int, float]] = {
     (PREFILLING, LLAMA_FILE): {512: 1.3, 2048: 1.3},
     (DECODING, LLAMA_FILE): {512: 1.1, 2048: 1.1},
 }
-ALL_LIMITS = {"": LIMITS, "k-quants": K_QUANTS, "avx2": AVX2}
+ALL_LIMITS = {"": LIMITS, "k-quants": K_QUANTS, "int8": ROUNDED, "amx": TILES, "avx2": AVX2}
 _DTYPE = "bfloat16"
 _FORMATS = ("Q4_0", "Q8_0", "BF16", "F16")
 # Less than this is noise, and another process for its sake would only take memory.
@@ -95,9 +101,17 @@ class PenstockEngine:
     """Penstock in a child."""
 
     def load(
-        self, model: str, chunk: Any, dtype: Any, threads: int, weights: Any = None, **_: Any
+        self,
+        model: str,
+        chunk: Any,
+        dtype: Any,
+        threads: int,
+        weights: Any = None,
+        activations: Any = None,
+        **_: Any,
     ) -> dict[str, str]:
-        llm = LLM(model, dtype=dtype, chunk=chunk, threads=threads, weights=weights, device="cpu")
+        own = {"weights": weights, "activations": activations}
+        llm = LLM(model, dtype=dtype, chunk=chunk, threads=threads, device="cpu", **own)
         is_auto = chunk == AUTO
         system = PenstockSystem.auto(llm) if is_auto else PenstockSystem(llm.model, llm.canon, chunk)
         self.generate = system.generate
@@ -108,7 +122,7 @@ class PenstockEngine:
         why = f" ({llm.weights.reason})" if llm.weights.reason else ""
         return {
             "about": f"penstock {penstock.__version__}, torch {torch.__version__}, weights in memory: {forms}, "
-            f"{format_bytes(llm.model.num_weight_bytes)}{why}"
+            f"{format_bytes(llm.model.num_weight_bytes)}{why}, activations {llm.model.kernels.activations}"
         }
 
 
@@ -301,7 +315,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     pythons = find_pythons(options.peers_folder)
     absent = left_out(options.peers, list(pythons), subject.path, options.same_file)
     names = ("dtype", "lengths", "decode_tokens")
-    limits = limits_of(options.model, instruction_set(processor_flags()))
+    limits = limits_of(options.model, instruction_set(processor_flags()), options.activations)
     bench.describe(subject.description, options, *names, left_out=absent, limits=limits, method=METHOD)
     common = common_settings(subject, options, most_tokens)
     prompt = subject.prompt(max(lengths))
@@ -317,11 +331,13 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     compare(results)
 
 
-def limits_of(model: str, instructions: str | None) -> str:
+def limits_of(model: str, instructions: str | None, activations: str | None = None) -> str:
     """Which of `ALL_LIMITS` holds."""
-    if instructions in (AMX, "avx512_bf16", "avx512"):
-        return "" if model == DEFAULT_MODEL else "k-quants"
-    return "avx2"
+    if instructions == AMX:
+        return "amx"
+    if instructions not in ("avx512_bf16", "avx512"):
+        return "avx2"
+    return "int8" if activations == "int8" else "" if model == DEFAULT_MODEL else "k-quants"
 
 
 def plan_turns(
@@ -343,7 +359,8 @@ def plan_turns(
         # With the settings that are best for the file as it is, on a prompt of middle length.
         middle = lengths[len(lengths) // 2]
         file = choose(found[LLAMA_FILE], middle)[0] if system == LLAMA_BEST else None
-        candidates = candidates_of(system, options.weights, dict(file.values) if file else {})
+        ours = {"weights": options.weights, "activations": options.activations}
+        candidates = candidates_of(system, ours, dict(file.values) if file else {})
         if len(candidates) > 1:
             try:
                 found[system] = try_all(workers, candidates, prompt, options, bench.say)
@@ -357,11 +374,11 @@ def plan_turns(
     return turns
 
 
-def candidates_of(system: str, weights: str | None, file_settings: Mapping[str, Any]) -> list[Candidate]:
-    """The settings of a system that are tried."""
+def candidates_of(system: str, ours: Mapping[str, Any], file_settings: Mapping[str, Any]) -> list[Candidate]:
+    """The settings of a system that are tried; `ours` are Penstock's beside the chunk."""
     settings: dict[str, list[dict[str, Any]]] = {
-        FIXED: [{"chunk": 512, "weights": weights}],
-        CHOSEN: [{"chunk": AUTO, "weights": weights}],
+        FIXED: [{"chunk": 512, **ours}],
+        CHOSEN: [{"chunk": AUTO, **ours}],
         TRANSFORMERS: [{}],
         LLAMA_FILE: [{"batch": size, "flash": flash} for size in (512, 2048) for flash in (True, False)],
         LLAMA_BEST: [{"format": name, **file_settings} for name in _FORMATS],
@@ -458,6 +475,7 @@ PEERS = Suite(
         "--peers-folder": PEERS_FOLDER,
         "--same-file": switch("only Penstock and llama.cpp, which compute with a GGUF file as it is"),
         "--weights": value(str, None, "FORM", "the form in which Penstock has weights (its own choice)"),
+        "--activations": value(str, None, "FORM", "plain or int8, Penstock's alone (its own choice)"),
         "--seed": SEED,
     },
 )

@@ -63,7 +63,15 @@ def even(candidate: Candidate, length: int) -> tuple[float, float]:
 
 
 def options(**changes: Any) -> argparse.Namespace:
-    usual = {"weights": None, "quick": True, "lengths": (64,), "decode_tokens": 8, "repeats": 2, "seed": 0}
+    usual = {
+        "weights": None,
+        "activations": None,
+        "quick": True,
+        "lengths": (64,),
+        "decode_tokens": 8,
+        "repeats": 2,
+        "seed": 0,
+    }
     return argparse.Namespace(**{**usual, **changes})
 
 
@@ -180,7 +188,10 @@ def test_bars_of_every_peer_and_length() -> None:
 
 def test_bars_follow_from_the_file_and_the_processor() -> None:
     assert limits_of("smollm2", "avx512_bf16") == ""
-    assert {limits_of("a.gguf", each) for each in ("avx512", "amx")} == {"k-quants"}
+    assert {limits_of("a.gguf", each) for each in ("avx512", "avx512_bf16")} == {"k-quants"}
+    assert limits_of("a.gguf", "avx512", "plain") == "k-quants"
+    assert {limits_of(model, "avx512", "int8") for model in ("smollm2", "a.gguf")} == {"int8"}
+    assert {limits_of("a.gguf", "amx", each) for each in (None, "int8")} == {"amx"}
     assert {limits_of(model, each) for model in ("smollm2", "a.gguf") for each in ("avx2", None)} == {"avx2"}
     results = results_of("peers")
     results.settings["limits"] = "avx2"

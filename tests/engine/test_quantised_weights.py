@@ -143,7 +143,9 @@ def test_eight_bits_are_closer_than_four() -> None:
     assert eight < four < 0.5
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])  # plain, with biases, with norms of heads
+# Plain, with biases, with norms of heads; with experts, beside one that all rows go through and that has a gate, or
+# after a layer without any.
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "glm4_moe"])
 def test_layers_in_one_call_are_the_layers(family: str) -> None:
     model = load(HfFolder(make_oracle(family).folder), "int4")
     assert model.dense_layers is not None
@@ -157,7 +159,7 @@ def test_layers_in_one_call_are_the_layers(family: str) -> None:
             assert torch.equal(row, same)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_5_text"])
 def test_other_layers_are_not_one_call(family: str) -> None:
     assert load(HfFolder(make_oracle(family).folder), "int8").dense_layers is None
 

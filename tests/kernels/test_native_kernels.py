@@ -18,6 +18,7 @@ from penstock.kernels.experts import Router, route
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.native import build as native_build
 from penstock.kernels.native.build import NativeUnavailableError, native_library
+from penstock.kernels.native.experts import NativeExperts
 from penstock.kernels.native.kernels import NativeKernels
 from penstock.kernels.quantised import Q4_1, Q8_0, QuantisedWeight, quantise
 from penstock.kernels.reference.kernels import TorchKernels
@@ -304,6 +305,19 @@ def test_experts(native: NativeKernels, router: str) -> None:
     check_experts_alone(rows, (1, 7, 100))
 
 
+@pytest.mark.parametrize("router", ROUTERS)
+def test_rows_go_to_the_experts_of_the_reference(native: NativeKernels, router: str) -> None:
+    if native.quantised is None:
+        pytest.skip("this processor has no products of bfloat16")
+    rows = ExpertRows(Subject(native, torch.bfloat16), ROUTERS[router], 300)
+    experts, num_experts = rows.experts, rows.config.num_experts
+    assert isinstance(experts, NativeExperts)
+    weights, chosen = experts.route(rows.scores)
+    exact, wanted = route(rows.scores[:, :num_experts].double(), rows.router)
+    assert torch.equal(chosen, wanted)
+    torch.testing.assert_close(weights.double(), exact, rtol=3e-6, atol=1e-9)
+
+
 def test_quantised_experts_are_those_one_by_one(native: NativeKernels) -> None:
     """Many rows, and a few in the way that is fastest for them, in any number of experts at a time."""
     if native.quantised is None:
@@ -318,10 +332,11 @@ def test_quantised_experts_are_those_one_by_one(native: NativeKernels) -> None:
             native.quantised.place(weight, torch.arange(shape[0]), quantise(values, form))
             weights[index].append(weight)
     experts = native.quantised_experts(Router(config), weights[0], weights[1])
+    assert isinstance(experts, NativeExperts)
     for num_rows, is_canonical in ((1, False), (3, False), (3, True), (1100, True)):
         x = torch.randn(num_rows, 96, generator=generator).bfloat16()
         scores = torch.randn(num_rows, config.num_experts, generator=generator).bfloat16()
-        shares, chosen = route(scores.float(), Router(config))
+        shares, chosen = experts.route(scores)
         total = torch.zeros(num_rows, 96)
         for expert, (gate_up, down) in enumerate(zip(*weights, strict=True)):
             rows, slots = (chosen == expert).nonzero(as_tuple=True)

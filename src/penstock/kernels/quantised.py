@@ -106,13 +106,15 @@ class DenseProduct:
 
 @dataclass(frozen=True)
 class DenseLayer:
-    """A layer of attention and one feed-forward block, all of whose matrices are quantised."""
+    """A layer of attention and a feed-forward block, experts, or both, all of whose matrices are quantised."""
 
     heads: HeadLayout
     qkv: DenseProduct
     out: DenseProduct
-    gate_up: DenseProduct
-    down: DenseProduct
+    gate_up: DenseProduct | None
+    down: DenseProduct | None
+    router: DenseProduct | None
+    experts: object  # `GroupedExperts`, or None
     mlp_norm: Tensor  # all norms are of one dtype
     next_norm: Tensor
 

@@ -13,7 +13,7 @@ from penstock.cache import SequenceBlocks
 from penstock.cache.tensors import CacheSpec, CacheTensors, KVSpec, RecurrentSpec
 from penstock.kernels.device import device_kind
 from penstock.kernels.interface import Kernels
-from penstock.kernels.native.quantised import NativeLayers
+from penstock.kernels.native.layers import NativeLayers
 from penstock.kernels.probe import GROUPED, ProbeShapes, ProductShape
 from penstock.kernels.quantised import DenseLayer, DenseProduct, QuantisedWeight, Weight
 from penstock.kernels.threads import StepThreads, num_threads
@@ -52,15 +52,21 @@ class DecoderLayer:
         """The layer for `Kernels.dense_layers`; None where it is of another kind, or has matrices that are not
         quantised."""
         mlp_norm, following = self.mlp_norm.rms_weight, next_norm.rms_weight
-        match self.mixer, self.mlp:
-            case Attention(is_gated=False, rotary=0, norms=None) as attention, MLP(activation=None):
-                products = [_dense_product(product) for product in self.products()]
-                quantised = [product for product in products if product is not None]
-                is_plain = attention.scoring.is_plain_for(attention.heads.head_dim)
-                if len(quantised) < len(products) or mlp_norm is None or following is None or not is_plain:
-                    return None
-                qkv, out, gate_up, down = quantised
-                return DenseLayer(attention.heads, qkv, out, gate_up, down, mlp_norm, following)
+        mixture = self.mlp if isinstance(self.mlp, ExpertMLP) else None
+        block = self.mlp if mixture is None else mixture.shared
+        if mixture and (mixture.waits_for_host or mixture.norms is not None):
+            return None
+        match self.mixer, block:
+            case Attention(is_gated=False, rotary=0, norms=None) as attention, MLP(activation=None) | None:
+                inner = (block.gate_up, block.down) if block else (None, None)
+                router, experts = (mixture.router, mixture.experts) if mixture else (None, None)
+                wanted = (*attention.products(), *inner, router)
+                qkv, out, gate_up, down, gates = found = [_dense_product(product) for product in wanted]
+                has_all = sum(map(bool, found)) == sum(map(bool, wanted))
+                is_plain = has_all and attention.scoring.is_plain_for(attention.heads.head_dim)
+                if is_plain and qkv and out and mlp_norm is not None and following is not None:
+                    products = (qkv, out, gate_up, down, gates)
+                    return DenseLayer(attention.heads, *products, experts, mlp_norm, following)
         return None
 
 
@@ -163,7 +169,7 @@ class Decoder:
         return self._embedding is not None and self._head is not None
 
     def _as_one_call(self) -> NativeLayers | None:
-        """The layers for decodes, where all are dense and quantised, and plain: as Llama's or Qwen's."""
+        """The layers for decodes, where all are quantised and plain, with experts or not: as Llama's or Qwen's."""
         config = self.config
         if (
             config.post_norm
@@ -531,8 +537,10 @@ def _groups_experts(model: Decoder) -> bool:
     return any(isinstance(layer.mlp, ExpertMLP) and not layer.mlp.waits_for_host for layer in model.layers)
 
 
-def _dense_product(product: Linear) -> DenseProduct | None:
-    """None where some of it is not quantised."""
+def _dense_product(product: Linear | None) -> DenseProduct | None:
+    """None where there is none, or some of it is not quantised."""
+    if product is None:
+        return None
     quantised = tuple(part for part in product.parts if isinstance(part, QuantisedWeight))
     return DenseProduct(quantised, product.bias) if len(quantised) == len(product.parts) else None
 

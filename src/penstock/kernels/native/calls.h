@@ -1,6 +1,8 @@
 // What Python hands to the native kernels, and the calls it makes.
 #pragma once
 
+#include <algorithm>
+
 #include "threads.h"
 #include "vectors.h"
 
@@ -85,6 +87,42 @@ struct Rows {
 // that is fastest for a few rows.
 void multiply(const Weight* weights, const Rows* rows, int64_t count, bool is_canonical, int num_threads);
 
+// A layer's experts, and how a router's scores become the weights of those that are active.
+struct Experts {
+    const Weight* gate_up;     // of each expert
+    const Weight* down;
+    const float* choice_bias;  // of each expert, added where they are chosen; or none
+    const float* expert_scales;  // of what comes out of each; or none
+    int64_t num_experts;
+    int64_t num_active;
+    int64_t num_groups;        // of experts; those of the best groups alone are chosen from
+    int64_t num_active_groups;
+    int64_t group_best;        // a group is as good as its best so many experts together
+    int32_t is_softmax;        // scores become chances by softmax, or else each by its sigmoid
+    int32_t is_normalised;     // to a sum of 1
+    int32_t gates_shared;      // what the shared expert made counts by the sigmoid of the score after those of experts
+    float scale;               // of the weights
+    int64_t most_places;       // visits of rows that there is room for, unless there are more rows
+
+    int64_t num_places(int64_t num_rows) const {
+        return std::min(num_rows * num_active, std::max(num_rows, most_places));
+    }
+};
+
+struct ExpertPass {
+    const uint16_t* x;       // [rows, hidden]
+    const uint16_t* scores;  // [rows, experts | the shared expert's | ...]
+    const uint16_t* shared;  // [rows, hidden], what the shared expert made of them; or none
+    uint16_t* out;           // [rows, hidden]
+    float* totals;           // [rows, hidden], room
+    uint16_t* room;          // [places, 2 * hidden + 3 * width]
+    int64_t num_rows;
+    int64_t score_stride;
+    int64_t shared_stride;
+    int32_t is_canonical;
+    int32_t num_threads;
+};
+
 }  // namespace penstock
 
 extern "C" {
@@ -94,6 +132,7 @@ void penstock_add_norm(int is_bfloat16, const void* x, const void* delta, void* 
                        int64_t size, const void* weight, int weight_is_float32, float eps, int num_threads);
 void penstock_silu_and_mul(int is_bfloat16, const void* gate_up, void* out, int64_t num_rows, int64_t width,
                            int num_threads);
+void penstock_experts(const penstock::Experts* experts, const penstock::ExpertPass* pass);
 void penstock_place_heads(int is_bfloat16, const penstock::HeadRows* heads);
 int penstock_quantised_linear(const penstock::Weight* weight, const uint16_t* x, uint16_t* out, const uint16_t* bias,
                               int64_t num_rows, int64_t x_stride, int64_t out_stride, int is_canonical,

@@ -17,7 +17,8 @@ from penstock.kernels.elementwise import ElementWise
 from penstock.kernels.experts import GroupedExperts, Router
 from penstock.kernels.native.build import allows_tiles, native_library
 from penstock.kernels.native.experts import NativeExperts
-from penstock.kernels.native.quantised import NativeLayers, NativeProducts
+from penstock.kernels.native.layers import NativeLayers
+from penstock.kernels.native.quantised import NativeProducts
 from penstock.kernels.quantised import PACKED, DenseLayer, QuantisedWeight, Weight
 from penstock.kernels.reference.kernels import TorchKernels
 from penstock.kernels.spans import AttentionWork, HeadLayout, Scoring, WrittenPlaces

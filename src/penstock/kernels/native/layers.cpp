@@ -7,13 +7,13 @@
 
 namespace penstock {
 
-// A weight in parts, each with the outputs after those of the one before.
+// A weight in parts, each with the outputs after those of the one before; or none.
 struct Product {
     const Weight* parts;
     int64_t num_parts;
     const uint16_t* bias;  // or none
 
-    int64_t num_in() const { return parts->num_in; }
+    int64_t num_in() const { return num_parts ? parts->num_in : 0; }
     int64_t num_out() const {
         int64_t total = 0;
         for (const Weight* part = parts; part < parts + num_parts; ++part) total += part->num_out;
@@ -24,8 +24,10 @@ struct Product {
 struct Layer {
     Product qkv;
     Product out;
-    Product gate_up;
+    Product gate_up;           // of the block that every row goes through, where there is one
     Product down;
+    Product router;            // to experts, where there are any
+    const Experts* experts;    // or none
     const void* query_norm;    // of heads, or none
     const void* key_norm;
     const void* mlp_norm;
@@ -83,18 +85,29 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
     const int64_t num_rows = pass->num_rows, query_size = pass->num_heads * pass->head_dim;
     const int num_threads = pass->num_threads;
     static thread_local std::vector<uint16_t> room;
+    static thread_local std::vector<float> totals;
     Clock clock(pass->spent);
     for (int64_t index = 0; index < num_layers; ++index) {
         const Layer& layer = layers[index];
+        const Experts* const experts = layer.experts;
         const int64_t hidden = layer.qkv.num_in(), width = layer.down.num_in(), projected_size = layer.qkv.num_out();
-        const int64_t sizes[] = {projected_size, query_size, query_size, hidden, layer.gate_up.num_out(), width};
+        const int64_t num_places = experts ? experts->num_places(num_rows) : 0, num_scores = layer.router.num_out();
+        const int64_t sizes[] = {projected_size * num_rows,
+                                 query_size * num_rows,
+                                 query_size * num_rows,
+                                 hidden * num_rows,
+                                 layer.gate_up.num_out() * num_rows,
+                                 width * num_rows,
+                                 num_scores * num_rows,
+                                 experts && width ? hidden * num_rows : 0,
+                                 experts ? num_places * (2 * hidden + 3 * experts->down->num_in) : 0};
         int64_t total = 0;
-        for (int64_t size : sizes) total += size * num_rows;
+        for (int64_t size : sizes) total += size;
         room.resize(total);
-        uint16_t* parts[6];
+        uint16_t* parts[9];
         uint16_t* next = room.data();
-        for (int i = 0; i < 6; ++i, next += sizes[i - 1] * num_rows) parts[i] = next;
-        auto [projected, queries, attended, delta, gate_up, activated] = parts;
+        for (int i = 0; i < 9; next += sizes[i++]) parts[i] = next;
+        auto [projected, queries, attended, delta, gate_up, activated, scores, shared, expert_room] = parts;
 
         auto multiply = [&](const Product& product, const uint16_t* x, uint16_t* out) {
             clock.add(Clock::REST);
@@ -152,9 +165,29 @@ extern "C" void penstock_run_layers(const penstock::Layer* layers, int64_t num_l
         clock.add(Clock::ATTENTION);
         multiply(layer.out, attended, delta);
         add(layer.mlp_norm);
-        multiply(layer.gate_up, pass->normed, gate_up);
-        penstock_silu_and_mul(1, gate_up, activated, num_rows, width, num_threads);
-        multiply(layer.down, activated, delta);
+        if (width) {
+            multiply(layer.gate_up, pass->normed, gate_up);
+            penstock_silu_and_mul(1, gate_up, activated, num_rows, width, num_threads);
+            multiply(layer.down, activated, experts ? shared : delta);
+        }
+        if (experts) {
+            multiply(layer.router, pass->normed, scores);
+            totals.resize(num_rows * hidden);
+            const ExpertPass own{pass->normed,
+                                 scores,
+                                 width ? shared : nullptr,
+                                 delta,
+                                 totals.data(),
+                                 expert_room,
+                                 num_rows,
+                                 num_scores,
+                                 hidden,
+                                 0,
+                                 num_threads};
+            clock.add(Clock::REST);
+            penstock_experts(experts, &own);
+            clock.add(Clock::PRODUCTS);
+        }
         add(layer.next_norm);
     }
     clock.add(Clock::REST);

@@ -75,11 +75,6 @@ void add_norm_rows(const typename T::value* x, const typename T::value* delta, t
     });
 }
 
-inline Floats sigmoid_of(Floats x) {
-    const Floats one = same(1.f);
-    return over(one, plus(one, exp2_of(times(x, same(-LOG2_E)))));
-}
-
 template <class T>
 void silu_and_mul_rows(const typename T::value* gate_up, typename T::value* out, int64_t num_rows, int64_t width,
                        int num_threads) {

@@ -41,6 +41,11 @@ inline Floats exp2_of(Floats x) {
 
 constexpr float LOG2_E = 1.44269504f;
 
+inline Floats sigmoid_of(Floats x) {
+    const Floats one = same(1.f);
+    return over(one, plus(one, exp2_of(times(x, same(-LOG2_E)))));
+}
+
 // The hyperbolic tangent: a polynomial where a quotient would cancel.
 inline Floats tanh_of(Floats x) {
     const Words sign = both(as_words(x), same_words(0x80000000));

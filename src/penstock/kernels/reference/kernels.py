@@ -36,7 +36,8 @@ from penstock.plan.weight_settings import ActivationsName
 
 if TYPE_CHECKING:  # a subclass has them
     from penstock.kernels.cuda.quantised import GpuProducts
-    from penstock.kernels.native.quantised import NativeLayers, NativeProducts
+    from penstock.kernels.native.layers import NativeLayers
+    from penstock.kernels.native.quantised import NativeProducts
 
 # The number of rows that packed weights are laid out for.
 _PACKED_FOR_ROWS = 512
