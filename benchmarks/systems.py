@@ -23,7 +23,12 @@ from penstock.errors import PenstockError
 from penstock.kernels.device import chosen_device, device_kind
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe import probe
-from penstock.measure.growth import WARM_UP_TOKENS, MeasurementError, grown_bytes
+from penstock.measure.growth import (
+    STEADY_ALLOCATOR,
+    WARM_UP_TOKENS,
+    MeasurementError,
+    grown_bytes,
+)
 from penstock.models.decoder import Decoder
 from penstock.models.loading import load_decoder
 from penstock.plan import ChunkedPrefillConfig, ChunkSizer
@@ -364,7 +369,8 @@ def growth_of(spec: Spec, path: Path, dtype: str, prompt: Sequence[int]) -> Grow
     """How much a fresh process grows while it reads a prompt and generates a token."""
     order: dict[str, Any] = {"model": str(path), "spec": asdict(spec), "dtype": dtype, "prompt": list(prompt)}
     try:
-        with Child("benchmarks.systems:GrowthEngine", f"the process that measures {spec.label}") as child:
+        name = f"the process that measures {spec.label}"
+        with Child("benchmarks.systems:GrowthEngine", name, env=STEADY_ALLOCATOR) as child:
             return Growth(**child.ask("measure", **order, threads=torch.get_num_threads()))
     except PeerError as error:
         raise MeasurementError(str(error)) from error

@@ -24,7 +24,7 @@ from benchmarks.show import Picture
 from benchmarks.suite import Suite, number, switch
 from benchmarks.systems import Answer, Spec, ask, load_systems
 from penstock.errors import SettingError
-from penstock.measure.growth import METHOD, can_measure_growth
+from penstock.measure.growth import STEADY_METHOD, can_measure_growth
 from penstock.pictures import Panel
 from penstock.plan.grids import DEFAULT_CHUNK_SIZE
 
@@ -145,7 +145,7 @@ def _measure(options: argparse.Namespace, bench: Bench, kind: Kind) -> None:
     longest = max(*lengths, *memory_lengths)
     subject.require_room(longest, options.decode_tokens + 1, "shorter --lengths or fewer --decode-tokens")
     more = {"lengths": lengths, "memory_lengths": memory_lengths if with_memory else ()}
-    more |= {"method": f"memory: {METHOD}"} if with_memory else {}
+    more |= {"method": f"memory: {STEADY_METHOD}"} if with_memory else {}
     bench.describe(subject.description, options, "dtype", "chunk", "decode_tokens", **more)
     if not options.only_memory:
         time_turns(kind, options, bench, subject)

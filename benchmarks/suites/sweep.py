@@ -22,7 +22,7 @@ from benchmarks.suites.peers import LLAMA_FILE, Candidate, Workers, common_setti
 from benchmarks.systems import AUTO, Answer, Spec, ask, load_systems
 from penstock.engine.llm import LLM
 from penstock.errors import SettingError
-from penstock.measure.growth import METHOD, can_measure_growth
+from penstock.measure.growth import STEADY_METHOD, can_measure_growth
 from penstock.measure.prompts import shuffled_rounds
 from penstock.pictures import Panel
 
@@ -70,7 +70,7 @@ def _measure(options: argparse.Namespace, bench: Bench) -> None:
     absent = left_out(options.baseline, list(find_pythons(options.peers_folder)), subject.path)
     if "llama.cpp" in options.baseline and LLAMA_FILE in absent:
         raise SettingError("baseline", "llama.cpp", because=absent[LLAMA_FILE])
-    method = "all take turns, in another order each round" + f"; memory: {METHOD}" * options.memory
+    method = "all take turns, in another order each round" + f"; memory: {STEADY_METHOD}" * options.memory
     names = ("dtype", "chunks", "lengths", "decode_tokens")
     bench.describe(subject.description, options, *names, method=method)
     time_turns(subject, specs, options, repeats, bench)

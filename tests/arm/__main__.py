@@ -47,6 +47,7 @@ TESTS = (
     f"{_KERNELS}::test_heads_on_their_way_to_the_cache",
     f"{_KERNELS}::test_a_rotation_has_the_references_bits",
     f"{_KERNELS}::test_experts",
+    f"{_KERNELS}::test_rows_go_to_the_experts_of_the_reference",
     f"{_KERNELS}::test_quantised_experts_are_those_one_by_one",
     f"{_WINDOWS}::test_it_is_what_formulas_say_beside_anybody",
     f"{_CHUNKS}[native-all-float32]",

@@ -15,7 +15,7 @@
 // Those that no other file of the kernels calls.
 extern "C" {
 void penstock_norm(int, const void*, void*, int64_t, int64_t, int64_t, int64_t, int64_t, const void*, int, float, int);
-void penstock_experts(const void*, const void*);
+void penstock_route(const penstock::Experts*, const uint16_t*, int64_t, int64_t, int64_t*, float*, int);
 void penstock_run_layers(const void*, int64_t, const void*);
 int64_t penstock_quantised_bytes(const penstock::Weight*);
 void penstock_quantised_pack(const penstock::Weight*, const uint8_t*, int64_t, int64_t, int64_t, const int64_t*, int);
@@ -63,6 +63,7 @@ int64_t run(const Call& call) {
     PENSTOCK_RUN(penstock_add_norm);
     PENSTOCK_RUN(penstock_silu_and_mul);
     PENSTOCK_RUN(penstock_place_heads);
+    PENSTOCK_RUN(penstock_route);
     PENSTOCK_RUN(penstock_experts);
     PENSTOCK_RUN(penstock_run_layers);
     PENSTOCK_RUN(penstock_quantised_bytes);

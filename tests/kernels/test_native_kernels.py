@@ -190,6 +190,10 @@ def test_many_decodes_with_a_long_past(native: NativeKernels) -> None:
             queries[i : i + 1].clone(), AttentionWork((alone,)), KV(keys, values), Scoring(0.0625)
         )
         assert torch.equal(own[0], together[i])
+    many = queries[:1].repeat(20, 1, 1)
+    chunk = AttendedSpan(0, 20, num_tokens - 20, [TokenRange(0, num_tokens)], is_prompt=True)
+    of_chunk = native.attend(many, AttentionWork((chunk,)), KV(keys, values), Scoring(0.0625))
+    assert torch.equal(of_chunk[-1], together[0])
 
 
 def reached(places: Sequence[TokenRange], end: int) -> list[TokenRange]:

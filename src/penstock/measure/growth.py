@@ -33,6 +33,12 @@ METHOD = (
 )
 
 
+STEADY_METHOD = (
+    f"{METHOD}. On a CPU with {' '.join(f'{name}={value}' for name, value in STEADY_ALLOCATOR.items())}, so that "
+    "freed blocks go back at once and pages are small"
+)
+
+
 class MeasurementError(PenstockError):
     """A measurement that this system cannot make, or that failed."""
 

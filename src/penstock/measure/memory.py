@@ -20,8 +20,8 @@ from penstock.kernels.device import chosen_device, device_kind
 from penstock.kernels.interface import select_kernels
 from penstock.kernels.probe import ProbeResult, probe
 from penstock.measure.growth import (
-    METHOD,
     STEADY_ALLOCATOR,
+    STEADY_METHOD,
     WARM_UP_TOKENS,
     MeasurementError,
     grown_bytes,
@@ -51,9 +51,8 @@ _FULL_ONLY = frozenset({"qwen3-4b"})
 # The model may say more than is measured by a share, and less by a smaller one: a budget rests on it.
 MOST_OVER, MOST_UNDER = 0.15, 0.05
 MEMORY_METHOD = (
-    f"{METHOD}. On a CPU with {' '.join(f'{name}={value}' for name, value in STEADY_ALLOCATOR.items())}, so that "
-    "freed blocks go back at once and pages are small. Predicted is what is cached by the step that needs the most, "
-    "and that step's activations, less the rotary tables that the warm-up left"
+    f"{STEADY_METHOD}. Predicted is what is cached by the step that needs the most, and that step's activations, "
+    "less the rotary tables that the warm-up left"
 )
 _USUAL = ProbeResult(row_floor=8, row_slab=0, attention_holds=True, passes_hold=True, head_holds=True)
 _USUAL_ON_GPU = replace(_USUAL, row_floor=512)
