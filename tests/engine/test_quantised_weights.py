@@ -149,7 +149,7 @@ def test_eight_bits_are_closer_than_four() -> None:
 def test_layers_in_one_call_are_the_layers(family: str) -> None:
     model = load(HfFolder(make_oracle(family).folder), "int4")
     block = model.layers[-1].mlp
-    if isinstance(block, ExpertMLP) and not isinstance(block.router.parts[0], QuantisedWeight):
+    if isinstance(block, ExpertMLP) and not isinstance(block.scoring.parts[0], QuantisedWeight):
         pytest.skip("routers are torch's here")
     assert model.dense_layers is not None
     wishes = [Wish(tuple(random_prompt(40 + index, seed=index)), 12) for index in range(3)]
