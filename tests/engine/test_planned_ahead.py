@@ -13,6 +13,7 @@ from penstock.engine.events import Finished, TokenGenerated
 from penstock.engine.sampler import SamplingParams
 from penstock.engine.sampling import Sampling
 from penstock.engine.step import Launched, Step, StepOutcome
+from penstock.errors import QueueFullError
 from penstock.models.decoder import Decoder
 from penstock.plan.policy import ScheduleConfig
 from tests.engine.batching import RecordingJob, Sharing, Wish, new_batcher, new_job, serve, serve_with
@@ -189,6 +190,9 @@ def test_who_ends_in_the_step_before_is_told_at_once_and_runs_in_vain(
     assert not said.num_withdrawn
     assert ended.cache.num_in_flight == 1
     assert batcher.num_in_flight == 1
+    status = batcher.status()
+    assert ended.id not in {each.id for each in status.requests}
+    assert status.num_running == 2
     batcher.cancel(ended.id)  # which changes nothing
     batcher.step()
     assert ended.cache.blocks.num_blocks == 0
@@ -217,7 +221,7 @@ def test_decodes_that_go_on_are_one_step_ahead_of_an_end(
     assert plain[1].outcome == "stop"
     assert said.num_split == 4
     assert not said.num_withdrawn
-    assert len(said.anew) == 2  # the prompts' chunks, which sample nothing
+    assert len(said.anew) == 1  # the first
 
 
 def test_who_arrives_meanwhile_is_in_the_next_step(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,3 +366,63 @@ def test_a_step_that_fails_takes_the_one_with_it_that_waits_for_its_tokens(
         batcher.step()
     assert [job.generated for job in jobs] == expected
     assert len(reader.generated) == 4
+
+
+def test_who_was_told_its_end_takes_no_place_in_the_queue(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (alone,) = serve(model, [Wish(tuple(random_prompt(20, seed=0)), 40)], SCHEDULE, strict=True)
+    sampling = SamplingParams(stop_token_ids=(alone.generated[12],))
+    batcher = ahead_of(model, replace(SCHEDULE, max_running=3, max_waiting=1), 4096)
+    jobs, _ = read_beside(model, batcher, sampling=sampling)
+    while jobs[0].ending is None:
+        batcher.step()
+    late = [new_job(batcher, f"late {index}", Wish((5, 6, 7), 3)) for index in range(3)]
+    for job in late[:2]:
+        batcher.add(job)
+    with pytest.raises(QueueFullError):
+        batcher.add(late[2])
+    while batcher.has_work:
+        batcher.step()
+    assert [len(job.generated) for job in late] == [3, 3, 0]
+
+
+def test_who_is_cancelled_is_told_when_the_step_at_hand_is_settled(model: Decoder) -> None:
+    batcher = ahead_of(model, SCHEDULE, 4096)
+    jobs, _ = read_beside(model, batcher)
+    batcher.cancel(jobs[0].id)
+    batcher.step()
+    assert jobs[0].ending == "cancelled"
+    while batcher.has_work:
+        batcher.step()
+        batcher.check_integrity()
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_what_has_no_memory_beside_another_step_is_launched_after_it(
+    model: Decoder, on_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody ends for it, and no chunk becomes smaller."""
+    monkeypatch.setattr(RecordingJob, "needs_logits", on_host)
+    batcher = ahead_of(model, SCHEDULE, 4096)
+    jobs, reader = read_beside(model, batcher)
+    error = torch.OutOfMemoryError("as the test wants it")
+    monkeypatch.setattr(batcher._runner, "launch_ready", lambda *given: Launched(error=error))
+    while batcher.has_work:
+        batcher.step()
+        batcher.check_integrity()
+    assert batcher.num_shrinks == 0
+    assert [len(job.generated) for job in (*jobs, reader)] == [40, 40, 4]
+
+
+def test_after_a_prompt_and_where_a_token_is_held_the_next_step_is_planned(
+    model: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the same decodes cannot follow, something else is ready."""
+    monkeypatch.setattr(RecordingJob, "needs_logits", False)
+    monkeypatch.setattr(RecordingJob, "_is_held", True)
+    batcher = ahead_of(model, SCHEDULE, 4096)
+    said = Said(batcher, monkeypatch)
+    serve_with(batcher, [Wish(tuple(random_prompt(20 + index, seed=index)), 30) for index in range(2)])
+    assert len(said.anew) == 1
+    assert len(said.ready) > 28

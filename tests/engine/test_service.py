@@ -205,10 +205,10 @@ def test_the_queue_has_an_end(service: Service) -> None:
 def test_a_failing_request_fails_alone(llm: LLM, service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     poison, forward = 77, llm.model.forward
 
-    def fail_on_poison(batch: object, caches: object) -> torch.Tensor | None:
+    def fail_on_poison(batch: object, caches: object, **overlap: object) -> torch.Tensor | None:
         if (batch.token_ids == poison).any():  # type: ignore[attr-defined]
             raise RuntimeError("poison")
-        return forward(batch, caches)  # type: ignore[arg-type]
+        return forward(batch, caches, **overlap)  # type: ignore[arg-type]
 
     clean = [token for token in random_prompt(400, 256) if token != poison]
     alone = llm.generate(clean[:100], max_tokens=8).token_ids
@@ -232,10 +232,10 @@ def test_out_of_memory_makes_chunks_smaller_and_no_request_fails(
 ) -> None:
     forward = llm.model.forward
 
-    def small_only(batch: object, caches: object) -> torch.Tensor | None:
+    def small_only(batch: object, caches: object, **overlap: object) -> torch.Tensor | None:
         if batch.num_tokens > 70:  # type: ignore[attr-defined]
             raise torch.OutOfMemoryError("too large")
-        return forward(batch, caches)  # type: ignore[arg-type]
+        return forward(batch, caches, **overlap)  # type: ignore[arg-type]
 
     alone = llm.generate(random_prompt(300, 256), max_tokens=4).token_ids
     monkeypatch.setattr(llm.model, "forward", small_only)
@@ -248,7 +248,7 @@ def test_out_of_memory_makes_chunks_smaller_and_no_request_fails(
 def test_no_memory_at_all_is_the_requests_error(
     llm: LLM, service: Service, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(batch: object, caches: object) -> torch.Tensor | None:
+    def fail(batch: object, caches: object, **overlap: object) -> torch.Tensor | None:
         raise MemoryError
 
     with monkeypatch.context() as patch:

@@ -325,9 +325,16 @@ class Batcher:
         request = job.request
         # A prompt without an answer is read to its end like others, and what follows it is left away.
         num_answer = max(request.max_tokens, 1)
-        self._scheduler.add(job.id, job.num_prompt, num_answer, request.owner, request.priority)
+        self._scheduler.add(
+            job.id, job.num_prompt, num_answer, request.owner, request.priority, num_leaving=self._num_leaving
+        )
         self._jobs[job.id] = job
         self._num_arrived += 1
+
+    @property
+    def _num_leaving(self) -> int:
+        """Requests that have been told their end, and that a step in flight has still."""
+        return sum(job.ending is not None for job in self._jobs.values())
 
     def admit(self) -> Collection[RequestId]:
         """Let requests run that have room, and give those that read what is known of their prompts by now. Returns
@@ -391,7 +398,11 @@ class Batcher:
         blocks, slots = self.space.blocks, self.space.slots
         slots_idle = self.reuse.index.num_idle_snapshots if self.reuse else 0
         return ServiceStatus(
-            requests=tuple(job.status(self._scheduler.view(job.id), now) for job in self._jobs.values()),
+            requests=tuple(
+                job.status(self._scheduler.view(job.id), now)
+                for job in self._jobs.values()
+                if job.ending is None
+            ),
             steps=tuple(self._steps),
             cache=CacheStatus(
                 blocks_used=blocks.num_blocks - blocks.num_available,
@@ -402,7 +413,7 @@ class Batcher:
                 blocks_idle=blocks.num_idle,
                 slots_idle=slots_idle,
             ),
-            num_running=self._scheduler.num_running,
+            num_running=self._scheduler.num_running - self._num_leaving,
             num_waiting=self._scheduler.num_waiting,
             uptime_s=now - self._began_s,
             reuse=self.reuse.status() if self.reuse else ReuseStatus(),
@@ -479,28 +490,34 @@ class Batcher:
         host has to choose tokens. It is the same decodes once more; or a step that is planned now, as if each of
         these went on but those that plainly do not. Who ends unforeseen runs once more, in vain."""
         goes_on = [job for job in jobs if not (job.has_last_token or job.wants_cancel or job.ending)]
-        is_like_it = len(goes_on) == len(step.inputs) == self._scheduler.num_running and self._is_closed
         slots = self.space.slots
-        if slots is None and is_like_it:
-            self._runner.expect_after(step)
+        is_like_it = (
+            slots is None
+            and len(jobs) == len(step.inputs) == self._scheduler.num_running
+            and self._is_closed
+            and all(job.may_go_on for job in jobs)
+            and self._runner.expect_after(step)
+        )
+        if is_like_it:
             self._runner.launch_next(jobs, sampling.tokens())
         elif slots is None or slots.num_free >= self._scheduler.num_running:
-            with self._lock:
-                if step.num_before:
-                    self._catch_up(self._flight[0])
-                self._plan_next(goes_on)
+            self._plan_next(goes_on)
             if len(self._flight) > 1 and (tokens := sampling.tokens()) is not None:
                 self._launch_late(goes_on, LateOnes([job.id for job in jobs], tokens))
 
     def _plan_next(self, goes_on: Sequence[Job]) -> None:
-        try:
-            ahead = self.begin([job.id for job in goes_on])
-        except CacheFullError:  # the step itself meets it
-            return
+        with self._lock:
+            if self._flight[0].step.num_before:
+                self._catch_up(self._flight[0])
+            try:
+                ahead = self.begin([job.id for job in goes_on])
+            except CacheFullError:  # the step itself meets it
+                return
         if ahead is not None:
             try:
                 self._flight[-1].ready = self._runner.prepare(ahead)
-            except Exception:  # as above, if it is more than a moment's
+            except Exception as error:  # as above, if it is more than a moment's
+                _log.debug("a step could not be made ready", exc_info=error)
                 self._withdraw_newest()
 
     def _launch_late(self, goes_on: Sequence[Job], tokens: LateOnes) -> None:
@@ -510,11 +527,10 @@ class Batcher:
         if oldest is not None and oldest.nearly is not None:
             oldest.nearly()
             if not self._is_current(self._flight[1]):
-                with self._lock:
-                    self._withdraw_newest()
-                    self._plan_next(goes_on)
-        if len(self._flight) > 1 and (ready := self._flight[1].ready) is not None:
-            self._flight[1].launched = self._runner.launch_ready(self._flight[1].step, ready, tokens)
+                self._withdraw_newest()
+                self._plan_next(goes_on)
+        if len(self._flight) > 1:
+            self._launch_newest(tokens)
 
     def _is_current(self, ahead: _InFlight) -> bool:
         """Whether nobody came since it was planned who could be in it."""
@@ -525,24 +541,28 @@ class Batcher:
         tokens = {
             name: choice.token for name, choice in outcome.choices.items() if isinstance(choice, Choice)
         }
-        awaited = ahead.step.awaited
-        is_as_expected = outcome.error is None and tokens.keys() >= awaited
-        # What ends now runs once more, but not by itself.
-        is_of_use = len(awaited) < len(ahead.step.inputs) or any(
-            name in tokens and not self._jobs[name].ends_with(tokens[name]) for name in awaited
-        )
-        if is_as_expected and is_of_use and self._is_current(ahead) and ahead.ready is not None:
-            ahead.launched = self._runner.launch_ready(ahead.step, ahead.ready, tokens)
+        if outcome.error is None and tokens.keys() >= ahead.step.awaited and self._is_current(ahead):
+            self._launch_newest(tokens)
         else:
-            with self._lock:
-                self._withdraw_newest()
+            self._withdraw_newest()
+
+    def _launch_newest(self, tokens: Mapping[RequestId, int] | LateOnes) -> None:
+        ahead = self._flight[-1]
+        assert ahead.ready is not None
+        launched = self._runner.launch_ready(ahead.step, ahead.ready, tokens)
+        if launched.error is None:
+            ahead.launched = launched
+        else:  # there is less memory beside another step: if it is more than that, the step itself meets it
+            _log.debug("a step could not be launched ahead", exc_info=launched.error)
+            self._withdraw_newest()
 
     def _withdraw_newest(self) -> None:
         """Take a step back that was not launched."""
-        plan = self._flight.pop().step.plan
-        for planned in plan.spans:
-            self._jobs[planned.request_id].cache.withdraw()
-        self._scheduler.abort(plan)
+        with self._lock:
+            plan = self._flight.pop().step.plan
+            for planned in plan.spans:
+                self._jobs[planned.request_id].cache.withdraw()
+            self._scheduler.abort(plan)
 
     def _has_room_in_flight(self) -> bool:
         if not self._flight:
@@ -716,8 +736,7 @@ class Batcher:
             job, span = self._jobs[planned.request_id], planned.span
             is_chunk = planned.kind is SpanKind.CHUNK
             if job.wants_cancel or job.ending is not None:
-                if not job.cache.num_in_flight:
-                    ended[job.id] = job.ending or "cancelled"
+                ended[job.id] = job.ending or "cancelled"
                 continue
             if is_chunk:
                 chunk = step.explain(planned, job.num_prompt, seconds)

@@ -278,17 +278,19 @@ class LookAhead:
         self._inputs: Sequence[SpanInput] = ()  # of the pass that a step went on with
         self._following: FollowingPasses | None = None
 
-    def expect_after(self, inputs: Sequence[SpanInput]) -> None:
-        """Make ready what follows these, while they are computed."""
+    def expect_after(self, inputs: Sequence[SpanInput]) -> bool:
+        """Make ready what follows these, while they are computed. Whether anything does."""
         self._expected = expect(inputs, self._prepared) if self._is_on else None
+        return self._expected is not None
 
-    def expect_next(self) -> None:
+    def expect_next(self) -> bool:
         """Make ready what follows the pass that the step went on with, while that is computed."""
         following = self._following
         if following is None:
-            self.expect_after(self._inputs)
-        elif following.advance():
+            return self.expect_after(self._inputs)
+        if following.advance():
             self._expected = following
+        return self._expected is not None
 
     def _prepared(self, inputs: Sequence[SpanInput]) -> ForwardBatch:
         batch = self._build(inputs)
@@ -652,12 +654,11 @@ class StepRunner:
         chosen = {job.id: choice for job, choice in zip(jobs, choices, strict=True)}
         return StepOutcome(chosen, rows, issued=launched.issued)
 
-    def expect_after(self, step: Step) -> None:
-        """Make ready the same decodes, each a token further."""
+    def expect_after(self, step: Step) -> bool:
+        """Make ready the same decodes, each a token further. Whether there is such a pass."""
         if step.num_before:
-            self._lookahead.expect_next()
-        else:
-            self._lookahead.expect_after(step.inputs)
+            return self._lookahead.expect_next()
+        return self._lookahead.expect_after(step.inputs)
 
     @property
     def is_ahead(self) -> bool:

@@ -168,10 +168,17 @@ class BatchScheduler:
         )
 
     def add(
-        self, request_id: RequestId, num_prompt: int, max_tokens: int, owner: str = "", priority: int = 0
+        self,
+        request_id: RequestId,
+        num_prompt: int,
+        max_tokens: int,
+        owner: str = "",
+        priority: int = 0,
+        num_leaving: int = 0,
     ) -> None:
         """Put a request at the end of its owner's line, behind those of its priority. Owners take turns; none may
-        take all that is left of the queue."""
+        take all that is left of the queue. So many of those that run end with the step in flight: they take no place
+        of it."""
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is here already: give each request an id of its own")
         check_int("num_prompt", num_prompt, 1)
@@ -187,7 +194,7 @@ class BatchScheduler:
                 "use fewer tokens or a larger cache"
             )
         # Those that wait for no more than the next step have a place among the running.
-        most = self.config.max_running + self.config.max_waiting
+        most = self.config.max_running + self.config.max_waiting + num_leaving
         if len(self._requests) >= most:
             raise QueueFullError(
                 f"{self.num_running} requests run and {self.num_waiting} wait, and {most} may be here: "
