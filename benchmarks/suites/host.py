@@ -51,6 +51,9 @@ class _LeftAway:
         if is_decode(batch):
             self._prepared = (batch, self._layout(batch, caches).of(batch))
 
+    def must_record(self, batch: ForwardBatch, caches: CacheTensors) -> bool:
+        return False
+
     def run(
         self, batch: ForwardBatch, model: Decoder, caches: CacheTensors, overlap: Overlap = NO_OVERLAP
     ) -> Tensor | None:

@@ -513,12 +513,17 @@ class Batcher:
                 ahead = self.begin([job.id for job in goes_on])
             except CacheFullError:  # the step itself meets it
                 return
-        if ahead is not None:
-            try:
-                self._flight[-1].ready = self._runner.prepare(ahead)
-            except Exception as error:  # as above, if it is more than a moment's
-                _log.debug("a step could not be made ready", exc_info=error)
-                self._withdraw_newest()
+        if ahead is None:
+            return
+        try:
+            ready = self._runner.prepare(ahead)
+        except Exception as error:  # as above, if it is more than a moment's
+            _log.debug("a step could not be made ready", exc_info=error)
+            ready = None
+        if ready is None:
+            self._withdraw_newest()
+        else:
+            self._flight[-1].ready = ready
 
     def _launch_late(self, goes_on: Sequence[Job], tokens: LateOnes) -> None:
         """The step that is ready, before the host has its tokens; but not sooner than the device wants it, since who

@@ -566,10 +566,14 @@ class StepRunner:
         self._keeps_logits = keeps_logits
         self.logits: Tensor | None = None  # [rows, vocab] of the last step that sampled, where they are kept
 
-    def prepare(self, step: Step) -> Ready:
-        """All that can be done for a step before its tokens are known."""
+    def prepare(self, step: Step) -> Ready | None:
+        """All that can be done for a step before its tokens are known. None where a pass is to be recorded for it:
+        whoever is computed now would be told late."""
         ready = self._laid_out(step)
         ready = ready._replace(passes=list(ready.passes))
+        recorded = self._model.recorded
+        if recorded and any(recorded.must_record(made.batch, self._tensors) for made in ready.passes):
+            return None
         for made in ready.passes:
             self._model.prepare(made.batch, self._tensors)
         return ready

@@ -59,8 +59,8 @@ class DecoderLayer:
         match self.mixer, block:
             case Attention(is_gated=False, rotary=0, norms=None) as attention, MLP(activation=None) | None:
                 inner = (block.gate_up, block.down) if block else (None, None)
-                router, experts = (mixture.router, mixture.experts) if mixture else (None, None)
-                wanted = (*attention.products(), *inner, router)
+                scoring, experts = (mixture.scoring, mixture.experts) if mixture else (None, None)
+                wanted = (*attention.products(), *inner, scoring)
                 qkv, out, gate_up, down, gates = found = [_dense_product(product) for product in wanted]
                 has_all = sum(map(bool, found)) == sum(map(bool, wanted))
                 is_plain = has_all and attention.scoring.is_plain_for(attention.heads.head_dim)
@@ -101,6 +101,9 @@ class RecordedPasses(Protocol):
 
     def prepare(self, batch: ForwardBatch, caches: CacheTensors) -> None:
         """Make what is recorded ready for a batch of decodes, whose tokens may still change."""
+
+    def must_record(self, batch: ForwardBatch, caches: CacheTensors) -> bool:
+        """Whether something is recorded first for a batch, which takes as long as many passes."""
 
     def follow(
         self, batch: ForwardBatch, caches: CacheTensors, blocks: Sequence[tuple[SequenceBlocks, ...]]

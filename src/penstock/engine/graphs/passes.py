@@ -53,6 +53,11 @@ class PassGraphs:
         if model is not None:
             self._over(caches).prepare(batch, model)
 
+    def must_record(self, batch: ForwardBatch, caches: CacheTensors) -> bool:
+        """Whether something is recorded first for a batch, which takes as long as many passes."""
+        model = self._model()
+        return model is not None and self._over(caches).must_record(batch, model)
+
     def follow(
         self, batch: ForwardBatch, caches: CacheTensors, blocks: Sequence[tuple[SequenceBlocks, ...]]
     ) -> FollowingDecodes | None:
@@ -89,10 +94,16 @@ class _CacheGraphs:
         assert caches is not None
         if is_decode(batch) and (graph := self._decode(batch, model, caches)) is not None:
             return graph
-        if not batch.is_canonical or len(batch.token_ids) > GRAPH_ROWS:
-            return None
-        layout = chunk_layout(batch)
+        layout = _layout_of(batch)
         return None if layout is None else self._chunk(layout, model, caches)
+
+    def must_record(self, batch: ForwardBatch, model: Decoder) -> bool:
+        caches = self._caches()
+        assert caches is not None
+        if is_decode(batch) and (shape := self._decode_shape(batch, model, caches)) is not None:
+            return shape not in self._decodes
+        layout = _layout_of(batch)
+        return layout is not None and layout not in self._chunks and self._is_worth(layout)
 
     def prepare(self, batch: ForwardBatch, model: Decoder) -> None:
         caches = self._caches()
@@ -109,6 +120,12 @@ class _CacheGraphs:
         return None if graph is None else graph.follow(batch, blocks)
 
     def _decode(self, batch: ForwardBatch, model: Decoder, caches: CacheTensors) -> DecodeGraph | None:
+        shape = self._decode_shape(batch, model, caches)
+        return None if shape is None else self._decode_of(shape, model, caches)
+
+    def _decode_shape(
+        self, batch: ForwardBatch, model: Decoder, caches: CacheTensors
+    ) -> tuple[int, int, bool] | None:
         # What is padded keeps its rows: only of few does the number not matter to their bits.
         is_padded = batch.is_canonical and batch.num_tokens > model.kernels.law.few_rows
         sizes = (len(batch.token_ids),) if is_padded else DECODE_ROWS
@@ -118,7 +135,7 @@ class _CacheGraphs:
         longest = -(-batch.end_position // BLOCK_TOKENS)
         most = _most_blocks(model, caches)
         num_blocks = min(next((size for size in DECODE_BLOCKS if longest <= size), most), most)
-        return self._decode_of((num_rows, num_blocks, batch.is_canonical), model, caches)
+        return num_rows, num_blocks, batch.is_canonical
 
     def record_decodes(self, most: int, model: Decoder, is_canonical: bool) -> Iterator[None]:
         caches = self._caches()
@@ -141,10 +158,13 @@ class _CacheGraphs:
             )
         return self._decodes[shape]
 
+    def _is_worth(self, layout: ChunkLayout) -> bool:
+        """A number of rows that comes once may never come again."""
+        return layout in self._seen and len(self._chunks) < _MOST_CHUNK_GRAPHS
+
     def _chunk(self, layout: ChunkLayout, model: Decoder, caches: CacheTensors) -> RecordedPass | None:
         if layout not in self._chunks:
-            # A number of rows that comes once may never come again.
-            if layout not in self._seen or len(self._chunks) >= _MOST_CHUNK_GRAPHS:
+            if not self._is_worth(layout):
                 if len(self._seen) < _MOST_SEEN:
                     self._seen.add(layout)
                 return None
@@ -152,6 +172,11 @@ class _CacheGraphs:
                 lambda: ChunkGraphs(model, caches, layout, self._recorder)
             )
         return self._chunks[layout]
+
+
+def _layout_of(batch: ForwardBatch) -> ChunkLayout | None:
+    """Of a batch that is recorded in pieces."""
+    return chunk_layout(batch) if batch.is_canonical and len(batch.token_ids) <= GRAPH_ROWS else None
 
 
 def _most_blocks(model: Decoder, caches: CacheTensors) -> int:
