@@ -343,7 +343,7 @@ def test_tokens_between_states_on_disk_are_as_many_as_take_their_space() -> None
 def test_as_many_windows_are_kept_as_a_part_of_a_cache_holds() -> None:
     assert kept_windows(PLAIN, 16) == kept_windows(HYBRID, 16) == 0
     assert kept_windows(windowed(100), 16) == 16
-    large = windowed(1 << 20)
+    large = windowed(1 << 21)
     assert kept_windows(large, 16) == (1 << 30) // large.bytes_per_window
     assert kept_windows(windowed(1 << 26), 16) == 1
 
