@@ -77,8 +77,11 @@ def test_a_prefix_is_read_by_one_replica_and_once(server: Served, path: str) -> 
 
 
 def test_prompts_that_have_nothing_in_common_are_spread(server: Served) -> None:
+    wait_for(lambda: not any(server.metric("requests_running").values()))
     before = server.metric("prompt_tokens_total")
     streams = [stream(server.client(), letter * 300, 2000) for letter in "pqrs"]
+    # A step is counted after its tokens are told.
+    wait_for(lambda: sum(server.metric("prompt_tokens_total").values()) == sum(before.values()) + 1200)
     after = server.metric("prompt_tokens_total")
     assert [after[replica] - before[replica] for replica in after] == [600, 600]
     for each in streams:
