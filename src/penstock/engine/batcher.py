@@ -265,9 +265,7 @@ class Batcher:
                     self.reuse.count(job.num_cached)
                 inputs.append(self._reserve(job, planned, num_spans_left=len(plan.spans) - len(inputs)))
         except BaseException:
-            for planned in plan.spans[: len(inputs)]:
-                self._jobs[planned.request_id].cache.withdraw()
-            self._scheduler.abort(plan)
+            self._withdraw(plan, plan.spans[: len(inputs)])
             raise
         if self._repeats:
             self._make_room_after(plan)
@@ -470,7 +468,7 @@ class Batcher:
         outcome = self._runner.finish(step, launched, jobs, partial(meanwhile, step, jobs))
         if self._raises and jobs and isinstance(choice := outcome.choices.get(jobs[0].id), Exception):
             return StepOutcome(error=choice)
-        if self._is_closed and len(jobs) == len(step.inputs) == self._scheduler.num_running:
+        if self._comes_again(step, jobs):
             tokens = [choice.token for choice in outcome.choices.values() if isinstance(choice, Choice)]
             if len(tokens) == len(jobs):
                 self._runner.launch_next(jobs, tokens)
@@ -478,9 +476,13 @@ class Batcher:
 
     @property
     def _is_closed(self) -> bool:
-        """Nobody else is here, or could come in: after a step of all that run comes one like it."""
+        """Nobody waits, or could come in."""
         scheduler = self._scheduler
         return not scheduler.num_waiting or scheduler.num_running == scheduler.config.max_running
+
+    def _comes_again(self, step: Step, jobs: Sequence[Job]) -> bool:
+        """Whether the step after this one, in which these sample, is of the same requests: all that run."""
+        return self._is_closed and len(jobs) == len(step.inputs) == self._scheduler.num_running
 
     def _expect_like_it(self, step: Step, jobs: Sequence[Job], sampling: Sampling) -> None:
         self._runner.expect_after(step)
@@ -493,8 +495,7 @@ class Batcher:
         slots = self.space.slots
         is_like_it = (
             slots is None
-            and len(jobs) == len(step.inputs) == self._scheduler.num_running
-            and self._is_closed
+            and self._comes_again(step, jobs)
             and all(job.may_go_on for job in jobs)
             and self._runner.expect_after(step)
         )
@@ -565,9 +566,13 @@ class Batcher:
         """Take a step back that was not launched."""
         with self._lock:
             plan = self._flight.pop().step.plan
-            for planned in plan.spans:
-                self._jobs[planned.request_id].cache.withdraw()
-            self._scheduler.abort(plan)
+            self._withdraw(plan, plan.spans)
+
+    def _withdraw(self, plan: StepPlan, reserved: Sequence[PlannedSpan]) -> None:
+        """Take a plan back, of which these spans have room."""
+        for planned in reserved:
+            self._jobs[planned.request_id].cache.withdraw()
+        self._scheduler.abort(plan)
 
     def _has_room_in_flight(self) -> bool:
         if not self._flight:

@@ -58,9 +58,8 @@ class Job:
         self._most_tokens = self.num_prompt + request.max_tokens
         self.listener = listener
         self.wants_cancel = False
-        self.ending: FinishReason | Exception | None = (
-            None  # that was told, though a step in flight has it still
-        )
+        # That was told, though a step in flight has it still.
+        self.ending: FinishReason | Exception | None = None
         self._num_losses = self._done_at_loss = 0
         self.chunks: list[ChunkRecord] = []  # of its prompt, as they were run; some twice, if it gave them up
         self.cuts: set[int] = set()  # where spans of its prompt began, ended, or left a state off
